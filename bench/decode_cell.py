@@ -17,7 +17,7 @@ from baton.bench.decode_options import BLOCK_SIZE, WARM_STEPS, DecodeOptions
 from baton.bench.stamped_lane import StampedLane
 from baton.core.config import SchedulingName
 from baton.core.sampling import SamplingParams
-from baton.engine.lead import LeadRunner
+from baton.engine.lead import Rank0Runner
 from baton.engine.length_bounds import LaunchedLengths, LengthBounds
 from baton.engine.runner import Runner
 from baton.engine.step_plan import Chunk, Place, Release, Resume, Step
@@ -85,13 +85,13 @@ class DecodeCells:
     """All cells on one runner, whose slots are filled anew for each turn.
 
     Args:
-        runner: with `max(options.batches)` slots and `max(options.drafts)` drafts; at rank 0 of a gang its lead.
+        runner: with `max(options.batches)` slots and `max(options.drafts)` drafts; at rank 0 of a TP group its lead.
         lane: of the runner.
         model: the runner's.
         options: of the run.
     """
 
-    def __init__(self, runner: Runner | LeadRunner, lane: StampedLane, model: Model, options: DecodeOptions) -> None:
+    def __init__(self, runner: Runner | Rank0Runner, lane: StampedLane, model: Model, options: DecodeOptions) -> None:
         self._runner = runner
         self._lane = lane
         self._model = model
@@ -173,7 +173,7 @@ class DecodeCells:
 class _Run:
     """Steps of the same sequences, and the bounds of their lengths, as an engine keeps them."""
 
-    def __init__(self, runner: Runner | LeadRunner, slots: list[int], cell: Cell, options: DecodeOptions) -> None:
+    def __init__(self, runner: Runner | Rank0Runner, slots: list[int], cell: Cell, options: DecodeOptions) -> None:
         self._runner = runner
         self._slots = tuple(slots)
         self._num_drafts = cell.num_drafts

@@ -36,7 +36,7 @@ from baton.engine.step_plan import Resume
 from baton.engine.verify import Verified
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.landing import LandingService
+from baton.kvtransfer.incoming import ReceiverService
 from baton.model.model import Model
 from baton.model.vocab import WHOLE
 from baton.proto import worker_pb2
@@ -79,8 +79,8 @@ class _Sink:
         self.ended = True
 
 
-class _NoLanding:
-    """A landing that nothing comes through."""
+class _NoIncoming:
+    """An incoming transfer that nothing comes through."""
 
     wakeup: Callable[[], None]
 
@@ -184,7 +184,7 @@ def _loop(batch_size: int, scheduling: SchedulingName) -> _Loop:
             prefill_capacity_len=MAX_MODEL_LEN,
             decode_capacity_len=MAX_MODEL_LEN,
         ),
-        landing=cast(LandingService, _NoLanding()),
+        incoming=cast(ReceiverService, _NoIncoming()),
         max_queue_len=batch_size,
         clock=MonotonicClock(),
         on_fatal=_raise,

@@ -17,11 +17,11 @@ from baton.core.clock import MonotonicClock
 from baton.core.errors import Overloaded, RequestCancelled
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.proto.bundle_wire import decode_frame
+from baton.proto.stream_mux_wire import decode_frame
 from baton.proto.wire import request_from_attend
-from baton.worker.bundle import Bundle
-from baton.worker.cork import Cork
 from baton.worker.stream import EventSink
+from baton.worker.stream_mux import StreamMux
+from baton.worker.write_coalescer import WriteCoalescer
 
 STEP_BOUNDS: Final = (0.001, 0.01, 0.1, 1.0)
 MAX_LANDED: Final = 8192  # prompts that landed and nobody has attended yet
@@ -56,13 +56,13 @@ class _Sequence:
 
 
 class EchoDecode(worker_pb2_grpc.DecodeServicer):
-    """Also the `Role` of its bundles."""
+    """Also the `Role` of its stream muxes."""
 
     def __init__(self, pace: DecodePace, epoch: int) -> None:
         self._pace = pace
         self._epoch = epoch
         self._clock = MonotonicClock()
-        self._cork = Cork()
+        self._write_coalescer = WriteCoalescer()
         self._sequences: dict[AttemptKey, _Sequence] = {}
         self._landed: dict[AttemptKey, None] = {}  # before they were attended
         self._ready: deque[_Sequence] = deque()
@@ -86,10 +86,10 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
 
     async def AttendAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """All streams of a router."""
-        await Bundle(self, decode_frame, self._cork, self._epoch).serve(context)
+        await StreamMux(self, decode_frame, self._write_coalescer, self._epoch).serve(context)
 
     def read(self, message: worker_pb2.AttendRequest) -> GenerationRequest:
-        """See `worker.bundle.Role`."""
+        """See `worker.stream_mux.Role`."""
         return request_from_attend(message, self._clock.now_s())
 
     def check(self, attempt: GenerationRequest) -> None:
@@ -98,7 +98,7 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
     def begin(
         self, message: worker_pb2.AttendRequest, attempt: GenerationRequest, stream: EventSink[worker_pb2.DecodeEvent]
     ) -> None:
-        """Wait for a landing.
+        """Wait for an incoming transfer.
 
         Raises:
             Overloaded: too many streams are here.
@@ -133,7 +133,7 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
             num_blocks_free=self._num_blocks_free,
             num_blocks_reserved=num_blocks - self._num_blocks_free,
             num_slots_in_use=len(self._running),
-            num_attends=len(self._sequences),
+            num_requests_held=len(self._sequences),
             num_requests_finished=self._num_finished,
             steps=steps,
         )
@@ -181,7 +181,7 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
 
     def _step(self) -> None:
         self._step_counts[sum(bound < self._pace.step_s for bound in STEP_BOUNDS)] += 1
-        with self._cork.hold():
+        with self._write_coalescer.hold():
             for sequence in tuple(self._running):
                 self._emit(sequence)
         self._stepping = False

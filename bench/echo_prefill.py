@@ -14,11 +14,11 @@ from baton.core.clock import MonotonicClock
 from baton.core.errors import Overloaded, RequestCancelled
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.proto.bundle_wire import prefill_frame
+from baton.proto.stream_mux_wire import prefill_frame
 from baton.proto.wire import request_from_prefill
-from baton.worker.bundle import Bundle
-from baton.worker.cork import Cork
 from baton.worker.stream import EventSink
+from baton.worker.stream_mux import StreamMux
+from baton.worker.write_coalescer import WriteCoalescer
 
 TOKEN: Final = 300  # the first of those that an answer consists of
 NUM_TOKENS: Final = 1024
@@ -51,27 +51,27 @@ class _Job:
 
 
 class EchoPrefill(worker_pb2_grpc.PrefillServicer):
-    """Also the `Role` of its bundles."""
+    """Also the `Role` of its stream muxes."""
 
     def __init__(self, pace: PrefillPace, epoch: int) -> None:
         self._pace = pace
         self._epoch = epoch
         self._clock = MonotonicClock()
-        self._cork = Cork()
+        self._write_coalescer = WriteCoalescer()
         self._jobs: dict[AttemptKey, _Job] = {}  # queued, or computing
         self._queue: deque[_Job] = deque()
         self._queued_len = 0
         self._computing: _Job | None = None
         self._free_s = 0.0
         self._num_finished = 0
-        self._landings: dict[str, asyncio.Task[asyncio.StreamWriter]] = {}
+        self._incoming_transfers: dict[str, asyncio.Task[asyncio.StreamWriter]] = {}
 
     async def RunAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """All streams of a router."""
-        await Bundle(self, prefill_frame, self._cork, self._epoch).serve(context)
+        await StreamMux(self, prefill_frame, self._write_coalescer, self._epoch).serve(context)
 
     def read(self, message: worker_pb2.PrefillRequest) -> GenerationRequest:
-        """See `worker.bundle.Role`."""
+        """See `worker.stream_mux.Role`."""
         return request_from_prefill(message, self._clock.now_s())
 
     def check(self, attempt: GenerationRequest) -> None:
@@ -94,7 +94,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
         self._jobs[attempt.key] = job
         self._queue.append(job)
         self._queued_len += attempt.prompt_len
-        self._landing(job.kv_address)
+        self._incoming(job.kv_address)
         self._next()
 
     def cancel(self, key: AttemptKey, stream: EventSink[worker_pb2.PrefillEvent]) -> None:
@@ -171,10 +171,10 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
         job.stream.end()
         self._num_finished += 1
 
-    def _landing(self, kv_address: str) -> "asyncio.Task[asyncio.StreamWriter]":
-        found = self._landings.get(kv_address)
+    def _incoming(self, kv_address: str) -> "asyncio.Task[asyncio.StreamWriter]":
+        found = self._incoming_transfers.get(kv_address)
         if found is None or (found.done() and (found.exception() is not None or found.result().is_closing())):
-            found = self._landings[kv_address] = asyncio.create_task(_connect(kv_address))
+            found = self._incoming_transfers[kv_address] = asyncio.create_task(_connect(kv_address))
         return found
 
     def _land(self, job: _Job) -> None:
@@ -184,7 +184,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
             if not connecting.cancelled() and connecting.exception() is None:
                 connecting.result().write(line)
 
-        connecting = self._landing(job.kv_address)
+        connecting = self._incoming(job.kv_address)
         if connecting.done():
             send(connecting)
         else:

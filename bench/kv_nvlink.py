@@ -124,7 +124,9 @@ class Measurement:
                 before = statistics.fmean(self.decode.call("step_times", self._num_steps, 0)["step_ms"])
                 base_ms.append(before)
                 self.decode.call("clear_words")
-                credited = not gbps and verify > 0  # each landing is verified before its blocks are written again
+                credited = (
+                    not gbps and verify > 0
+                )  # each incoming transfer is verified before its blocks are written again
                 self.prefill.call("start_pushing", gbps, (push, 16, 4096), credited)
                 during = self.decode.call("step_times", self._num_steps, verify, credited)
                 rate = self.prefill.call("stop_pushing")

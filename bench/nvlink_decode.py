@@ -15,7 +15,7 @@ from baton.bench.nvlink_shape import (
     VERIFIED_SLOT,
     WINDOW,
     Words,
-    landing_blocks,
+    incoming_blocks,
     pools,
     slot_of,
     target_blocks,
@@ -48,7 +48,7 @@ class DecodeSide:
         self._side = torch.cuda.Stream(self._device, priority=0)
         with torch.cuda.stream(self._side):
             self._workspace = Workspace(self._device, 1 << 14)
-            self._landing_ids = [torch.from_numpy(landing_blocks(turn)).to(self._device) for turn in range(32)]
+            self._incoming_ids = [torch.from_numpy(incoming_blocks(turn)).to(self._device) for turn in range(32)]
         self._step: DecodeStep | None = None
         torch.cuda.synchronize()
 
@@ -76,14 +76,14 @@ class DecodeSide:
         return self._words.digests(RESULT_SLOTS, NUM_LAYERS)
 
     def digest_gbps(self, num_programs: int, rounds: int) -> list[float]:
-        """Rate of the digest of one landing."""
+        """Rate of the digest of one incoming transfer."""
         rates = []
         for turn in range(rounds + 2):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(self._side):
                 torch.cuda._sleep(200_000)
             start.record(self._side)
-            self._launch(self._landing_ids[turn % 32], RESULT_SLOTS, turn + 1, Tuning(num_programs))
+            self._launch(self._incoming_ids[turn % 32], RESULT_SLOTS, turn + 1, Tuning(num_programs))
             end.record(self._side)
             end.synchronize()
             rates.append(PUSH_BYTES / start.elapsed_time(end) / 1e6)
@@ -114,12 +114,12 @@ class DecodeSide:
         return statistics.fmean(self.step_times(50, 0)["step_ms"])
 
     def step_times(self, num_steps: int, verify_programs: int, credited: bool = False) -> dict[str, Any]:
-        """Milliseconds of consecutive steps, verifying each landing that completes meanwhile.
+        """Milliseconds of consecutive steps, verifying each incoming transfer that completes meanwhile.
 
         Args:
             num_steps: how many.
             verify_programs: multiprocessors of the verification; 0: none.
-            credited: the push goes on as landings are verified; none is left out.
+            credited: the push goes on as incoming transfers are verified; none is left out.
         """
         assert self._step is not None
         events: list[torch.cuda.Event] = []
@@ -151,7 +151,7 @@ class DecodeSide:
 
 
 class _Verifier:
-    """Digests landings whose words are all there, one at a time, and compares with what the sender's kernels said."""
+    """Digests transfers whose words are all there, one at a time, and compares with what the sender's kernels said."""
 
     def __init__(self, side: DecodeSide, num_programs: int) -> None:
         self.num_verified = 0
@@ -168,7 +168,7 @@ class _Verifier:
             first = words.word(slot_of(0, 0))
             if not first:
                 return
-            self._next = first  # a landing that has just begun in the ring
+            self._next = first  # an incoming transfer that has just begun in the ring
         if self._waiting is not None:
             if words.word(RESULT_SLOTS) == self._next + 1:
                 self.num_verified += 1
@@ -179,11 +179,11 @@ class _Verifier:
         slots = [slot_of(self._next, layer) for layer in range(NUM_LAYERS)]
         if all(words.word(slot) == self._next + 1 for slot in slots):
             self._waiting = [words.digests(slot, 1)[0] for slot in slots]
-            self._side._launch(self._side._landing_ids[self._next % 32], RESULT_SLOTS, self._next + 1, self._tuning)
+            self._side._launch(self._side._incoming_ids[self._next % 32], RESULT_SLOTS, self._next + 1, self._tuning)
 
 
 class _CreditedVerifier:
-    """Digests every landing in order, as soon as it is there, and tells the pushing side how many it has compared."""
+    """Digests every transfer in order, as soon as it is there, and tells the pushing side how many it has compared."""
 
     def __init__(self, side: DecodeSide, num_programs: int) -> None:
         self.num_verified = 0
@@ -196,7 +196,7 @@ class _CreditedVerifier:
         """Launch for what is there, compare what is known."""
         words = self._side._words
         while words.word(slot_of(self._num_launched, 0)) == self._num_launched + 1:
-            ids = self._side._landing_ids[self._num_launched % 32]
+            ids = self._side._incoming_ids[self._num_launched % 32]
             slot = RESULT_SLOTS + self._num_launched % WINDOW
             self._num_launched += 1
             self._side._launch(ids, slot, self._num_launched, self._tuning)

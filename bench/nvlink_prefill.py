@@ -16,7 +16,7 @@ from baton.bench.nvlink_shape import (
     VERIFIED_SLOT,
     WINDOW,
     Words,
-    landing_blocks,
+    incoming_blocks,
     pools,
     slot_of,
     source_blocks,
@@ -152,12 +152,12 @@ class PrefillSide:
             time.sleep(0.002)
 
     def start_pushing(self, gbps: float, tuning: tuple[int, int, int], credited: bool = False) -> None:
-        """Push layer by layer, landing after landing, until `stop_pushing`.
+        """Push layer by layer, incoming transfer after incoming transfer, until `stop_pushing`.
 
         Args:
             gbps: at this rate; 0: as fast as it goes.
             tuning: programs, warps, words of a tile.
-            credited: at most `WINDOW` landings are ahead of what the other side has verified.
+            credited: at most `WINDOW` incoming transfers are ahead of what the other side has verified.
         """
         self._stop.clear()
         self._pusher = threading.Thread(target=self._push, args=(gbps, Tuning(*tuning), credited))
@@ -174,15 +174,15 @@ class PrefillSide:
         torch.cuda.set_device(self._device)
         layer_bytes = SET_BLOCKS * BLOCK_BYTES
         sources = [self._ids(source_blocks(turn, SET_BLOCKS)) for turn in range(32)]
-        targets = [self._ids(landing_blocks(turn)) for turn in range(32)]
+        targets = [self._ids(incoming_blocks(turn)) for turn in range(32)]
         events: list[torch.cuda.Event] = []
         pushed, start_s = 0, time.monotonic()
-        landing = 0
-        # At a pace, layer by layer, as prefill does. Without one, a launch for each landing: layer by layer the host
+        incoming = 0
+        # At a pace, layer by layer, as prefill does. Without one, a launch for each transfer: layer by layer the host
         # would be the limit, and the lane would idle between launches.
         step = 1 if gbps else NUM_LAYERS
         while not self._stop.is_set():
-            if credited and landing - self._words.word(VERIFIED_SLOT) >= WINDOW:
+            if credited and incoming - self._words.word(VERIFIED_SLOT) >= WINDOW:
                 time.sleep(0.00002)
                 continue
             for layer in range(0, NUM_LAYERS, step):
@@ -191,15 +191,17 @@ class PrefillSide:
                     time.sleep(max(0.0, due_s - time.monotonic()))
                 piece = Piece(layer=layer, first=0, count=1024, head_first=0, head_count=8, num_layers=step)
                 with torch.cuda.stream(self._stream):
-                    where = slot_of(landing, layer)
-                    self._launch(sources[landing % 32], targets[landing % 32], piece, where, tuning, True, landing + 1)
+                    where = slot_of(incoming, layer)
+                    self._launch(
+                        sources[incoming % 32], targets[incoming % 32], piece, where, tuning, True, incoming + 1
+                    )
                     event = torch.cuda.Event()
                     event.record(self._stream)
                 events.append(event)
                 if len(events) > MAX_AHEAD:
                     events.pop(0).synchronize()
                 pushed += step
-            landing += 1
+            incoming += 1
         self._stream.synchronize()
         self._bytes_per_s = pushed * layer_bytes / (time.monotonic() - start_s)
 

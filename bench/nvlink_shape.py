@@ -24,9 +24,9 @@ CONTEXT_LEN = 1024
 DECODE_BLOCKS = BATCH * CONTEXT_LEN // 16
 SLOT_WORDS = 64
 NUM_SLOTS = 4096
-NUM_SETS = 32  # landings in the ring of `slot`
-VERIFIED_SLOT = 3000  # how many landings the decode side has verified, for a push that waits for credit
-WINDOW = 6  # landings that may be pushed and not yet verified
+NUM_SETS = 32  # incoming transfers in the ring of `slot`
+VERIFIED_SLOT = 3000  # how many incoming transfers the decode side has verified, for a push that waits for credit
+WINDOW = 6  # incoming transfers that may be pushed and not yet verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ def target_blocks(turn: int, count: int) -> npt.NDArray[np.int32]:
     return (drawn + DECODE_BLOCKS).astype(np.int32)
 
 
-def landing_blocks(landing: int) -> npt.NDArray[np.int32]:
-    """Blocks of the decode pool for one of the landings that follow each other."""
-    first = landing % NUM_SETS * SET_BLOCKS
+def incoming_blocks(incoming: int) -> npt.NDArray[np.int32]:
+    """Blocks of the decode pool for one of the incoming transfers that follow each other."""
+    first = incoming % NUM_SETS * SET_BLOCKS
     return (
         np.random.default_rng(7).permutation(MANY_BLOCKS)[first : first + SET_BLOCKS].astype(np.int32) + DECODE_BLOCKS
     )
 
 
-def slot_of(landing: int, layer: int) -> int:
-    """Which slot says that a layer of a landing is there."""
-    return 2 + landing % NUM_SETS * NUM_LAYERS + layer
+def slot_of(incoming: int, layer: int) -> int:
+    """Which slot says that a layer of an incoming transfer is there."""
+    return 2 + incoming % NUM_SETS * NUM_LAYERS + layer
 
 
 class Words:

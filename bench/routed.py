@@ -102,9 +102,9 @@ class RoutedDeployment:
         """Wait until every worker has reported again."""
         assert self._router is not None
         members = self._router.members
-        before = {member.life: member.heartbeat_s for role in (PREFILL, DECODE) for member in members.live(role)}
+        before = {member.incarnation: member.heartbeat_s for role in (PREFILL, DECODE) for member in members.live(role)}
         async with asyncio.timeout(START_LIMIT_S):
-            while not all(members.heard_since(life, moment_s) for life, moment_s in before.items()):
+            while not all(members.heard_since(incarnation, moment_s) for incarnation, moment_s in before.items()):
                 await asyncio.sleep(LOOK_S / 5)
 
     async def close(self) -> None:

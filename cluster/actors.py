@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from baton.cluster.gang_actors import GangPlace, RayRanks
+from baton.cluster.tp_group_actors import RayRanks, TPGroupPlace
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, from_wire
 from baton.core.logs import configure_logging
@@ -61,22 +61,22 @@ def decode_shell() -> Callable[..., Shell]:
 class WorkerActor:
     """Serves when its constructor returns; a restarted one needs no call from the driver.
 
-    Of a worker with several ranks it is rank 0, and starts the others as `gang` says.
+    Of a worker with several ranks it is rank 0, and starts the others as `tp_group` says.
     """
 
-    def __init__(self, config: WorkerConfig, load_shell: ShellLoader, gang: GangPlace | None = None) -> None:
+    def __init__(self, config: WorkerConfig, load_shell: ShellLoader, tp_group: TPGroupPlace | None = None) -> None:
         config = prepare_process(config)
         try:
             shell = load_shell()
             # Held as long as this actor lives: Ray ends actors that nobody has a handle of.
-            self._ranks = None if gang is None else RayRanks(config, gang)
+            self._ranks = None if tp_group is None else RayRanks(config, tp_group)
             self._shell = shell(config) if self._ranks is None else shell(config, self._ranks)
             freeze_heap()
         except BatonError as error:
             raise marked(error) from error
 
     def ready(self) -> dict[str, object]:
-        """Identity of this life: worker_id, address, kv_address, epoch, pid."""
+        """Identity of this incarnation: worker_id, address, kv_address, epoch, pid."""
         return self._shell.ready()
 
     def pid(self) -> int:

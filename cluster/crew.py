@@ -20,12 +20,12 @@ from baton.cluster.actors import (
     ShellLoader,
     error_from_ray,
 )
-from baton.cluster.gang_actors import GangPlace, PlacementGroups, RankShell
 from baton.cluster.ray_session import RaySession
 from baton.cluster.resolve import ModelDirectory, resolve_worker, tp_size, worker_ids
 from baton.cluster.restarts import Restarts
 from baton.cluster.scaling import Scaling
 from baton.cluster.silence import SilenceWatch
+from baton.cluster.tp_group_actors import PlacementGroups, RankShell, TPGroupPlace
 from baton.cluster.worker_watch import WorkerWatch
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerStartFailed
@@ -247,12 +247,12 @@ class Crew:
         return True
 
     def call_pid(self, worker_id: str, deadline_s: float) -> int:
-        """Process id of a worker's present life; waits for one that Ray is restarting."""
+        """Process id of a worker's present incarnation; waits for one that Ray is restarting."""
         while True:
             try:
                 left_s = max(0.1, deadline_s - time.monotonic())
                 return int(self._ray.get(self._actors[worker_id].pid.remote(), timeout=left_s))
-            except self._ray.exceptions.ActorUnavailableError:  # between two lives
+            except self._ray.exceptions.ActorUnavailableError:  # between two incarnations
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(0.05)
@@ -294,8 +294,8 @@ class Crew:
         options = self._actor_options(worker_id, role)
         shell = self._plan.shells[role]
         if worker.tp_size > 1:
-            gang = self._place_gang(worker_id, role, worker.tp_size, options)
-            self._actors[worker_id] = actor.options(**options).remote(worker, shell, gang)
+            tp_group = self._place_tp_group(worker_id, role, worker.tp_size, options)
+            self._actors[worker_id] = actor.options(**options).remote(worker, shell, tp_group)
         else:
             self._actors[worker_id] = actor.options(**options).remote(worker, shell)
 
@@ -303,13 +303,13 @@ class Crew:
         """On one host workers may share a GPU, and then its memory; ranks of one worker may not."""
         num_gpus = int(self._session.resources.get("GPU", 0))
         num_ranks = sum(tp_size(self._plan.config, role) for role in ids.values())
-        has_gangs = num_ranks > len(ids)
-        if num_gpus == 0 or (num_gpus < num_ranks and (has_gangs or not self._session.is_private)):
-            what = f"{len(ids)} workers of {num_ranks} ranks" if has_gangs else f"{len(ids)} workers"
+        has_tp_groups = num_ranks > len(ids)
+        if num_gpus == 0 or (num_gpus < num_ranks and (has_tp_groups or not self._session.is_private)):
+            what = f"{len(ids)} workers of {num_ranks} ranks" if has_tp_groups else f"{len(ids)} workers"
             raise WorkerStartFailed(f"{what} need as many GPUs; the Ray cluster has {num_gpus}", num_gpus=num_gpus)
-        return -(-len(ids) // num_gpus) if not has_gangs else 1
+        return -(-len(ids) // num_gpus) if not has_tp_groups else 1
 
-    def _place_gang(self, worker_id: str, role: str, size: int, options: dict[str, Any]) -> GangPlace:
+    def _place_tp_group(self, worker_id: str, role: str, size: int, options: dict[str, Any]) -> TPGroupPlace:
         """Reserve room for all ranks on one node, and put rank 0's `options` there."""
         num_gpus = options["num_gpus"]
         # A bundle must hold something; on a CPU it only ties the ranks to a node.
@@ -317,7 +317,7 @@ class Crew:
         first = bundle | options["resources"]
         timeout_s = self._plan.config.start_timeout_s
         options["scheduling_strategy"] = self._groups.place(worker_id, [first] + [bundle] * (size - 1), timeout_s)
-        return GangPlace(
+        return TPGroupPlace(
             load_shell=self._plan.rank_shells[role],
             num_gpus=num_gpus,
             environment=options["runtime_env"]["env_vars"],

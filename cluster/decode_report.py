@@ -13,7 +13,7 @@ NO_STEPS = "-"
 
 
 def decode_data(reply: admin_pb2.StatusReply) -> list[dict[str, Any]]:
-    """For `--json`: one object for each live decode worker, over its present life; null where nothing was measured."""
+    """For `--json`: an object for each live decode worker, over its incarnation; null where nothing was measured."""
     return [
         {"worker": worker.state.worker_id, **_data(report_from_proto(worker.state.inventory.steps))}
         for worker in reply.workers

@@ -28,7 +28,6 @@ from baton.cluster.access import using
 from baton.cluster.actors import ShellLoader, decode_shell, prefill_shell
 from baton.cluster.admin import as_data, fetch_status
 from baton.cluster.crew import MAX_RESTARTS, Crew, CrewPlan
-from baton.cluster.gang_actors import RankShell, decode_rank_shell, prefill_rank_shell
 from baton.cluster.log_tail import LogTail
 from baton.cluster.progress import OnProgress, no_progress
 from baton.cluster.ray_session import RaySession
@@ -44,6 +43,7 @@ from baton.cluster.resolve import (
 )
 from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.supervisor_process import Order, SupervisorProcess
+from baton.cluster.tp_group_actors import RankShell, decode_rank_shell, prefill_rank_shell
 from baton.cluster.undertaker import Undertaker
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerStartFailed
@@ -141,7 +141,7 @@ class Deployment:
         return as_data(fetch_status(self.admin_address, access=self.access))
 
     def worker_pids(self, timeout_s: float = 30.0) -> dict[str, int]:
-        """Process id of each worker's present life; waits for workers that Ray is restarting."""
+        """Process id of each worker's present incarnation; waits for workers that Ray is restarting."""
         assert self._crew is not None, "only of a private Ray"
         deadline_s = time.monotonic() + timeout_s
         return {name: self._crew.call_pid(name, deadline_s) for name in self._crew.names}

@@ -222,7 +222,7 @@ def check_transports() -> Finding:
 
 
 def check_ranks(status: admin_pb2.StatusReply) -> list[Finding]:
-    """The live workers of a deployment that are gangs of ranks."""
+    """The live workers of a deployment that are TP groups of ranks."""
     return [
         Finding(f"ranks of {worker.state.worker_id}", "ok", ranks_cell(list(worker.state.rank_pids)))
         for worker in status.workers
@@ -247,7 +247,9 @@ def check_fitness(status: admin_pb2.StatusReply) -> Iterator[Finding]:
         if worker.unfit:
             name = worker.state.worker_id
             detail = f"reports and answers no canary: {worker.unfit_reason}"
-            yield Finding(f"worker {name}", "warn", detail, f"see its log; `baton runbook hung-gang --worker {name}`")
+            yield Finding(
+                f"worker {name}", "warn", detail, f"see its log; `baton runbook hung-tp-group --worker {name}`"
+            )
 
 
 def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:

@@ -20,7 +20,7 @@ import psutil
 
 from baton.cluster import processes
 from baton.cluster.private_files import PREFIX, ROOT
-from baton.kvtransfer.life_file import sweep_lives
+from baton.kvtransfer.incarnation_file import sweep_incarnations
 from baton.kvtransfer.shared_region import sweep as sweep_regions
 
 OWNER: Final = "owner.lock"
@@ -84,7 +84,7 @@ def clear(directory: Path) -> None:
 def sweep_memory() -> None:
     """Remove files in shared memory whose owners are dead."""
     sweep_regions()
-    sweep_lives()
+    sweep_incarnations()
 
 
 def sweep_late_memory(wait_s: float, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -16,7 +16,7 @@ def drain(
     undo: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> admin_pb2.DrainReply:
-    """Give this life of a worker nothing new, or something again; streams that it has after the grace move on.
+    """Give this incarnation of a worker nothing new, or something again; streams that it has after the grace move on.
 
     Args:
         address: of the router.
@@ -36,7 +36,7 @@ def drain(
 
 
 def restart(address: str, worker_id: str, epoch: int, timeout_s: float = TIMEOUT_S) -> admin_pb2.RestartReply:
-    """End this life of a worker, with everything it is serving; Ray starts another.
+    """End this incarnation of a worker, with everything it is serving; Ray starts another.
 
     Raises:
         BatonError: nothing answers there, nobody knows the worker, or it is silent.

@@ -73,7 +73,7 @@ class RouterProcess:
         self._died_s: float | None = None  # and has not listened since
         self._listens_s: float | None = None  # since when, after a death
         self._is_draining = False
-        self._err_at = 0  # where the log of this life begins
+        self._err_at = 0  # where the log of this incarnation begins
         self._process: subprocess.Popen[bytes] | None = self._spawn()
 
     @property

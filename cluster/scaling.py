@@ -136,7 +136,7 @@ class Scaling:
         worker_id = self._ending
         worker = next((worker for worker in status.workers if worker.state.worker_id == worker_id), None)
         if worker is not None and worker.alive:
-            if not worker.draining:  # or it is in another life than the one that was drained
+            if not worker.draining:  # or it is in another incarnation than the one that was drained
                 operate.drain(self._address, worker_id)
                 return False
             if worker.num_streams:

@@ -1,7 +1,7 @@
 """Ending workers that stand still: Ray sees a process, the router has not heard it for long.
 
-Nothing but a life that the router knows is ended, so none that is still loading, and nothing that Ray itself does not
-hold for alive. A worker that is only cut off hears nothing of it until it is back.
+Nothing but an incarnation that the router knows is ended, so none that is still loading, and nothing that Ray itself
+does not hold for alive. A worker that is only cut off hears nothing of it until it is back.
 """
 
 import logging
@@ -15,7 +15,7 @@ from baton.core.errors import BatonError
 
 SILENT_S: Final = 20.0  # long after the router has fenced it, so that one which goes on by itself may
 INTERVAL_S: Final = 2.0
-AGAIN_S: Final = 30.0  # a life that is to end is not told so more often
+AGAIN_S: Final = 30.0  # an incarnation that is to end is not told so more often
 STATUS_TIMEOUT_S: Final = 1.0
 
 _logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class SilenceWatch:
         self._told_s: dict[int, float] = {}  # by epoch
 
     def check(self, actors: Mapping[str, Any]) -> None:
-        """Look, at most every few seconds, and have Ray kill who stands still: it starts another life then."""
+        """Look, at most every few seconds, and have Ray kill who stands still: it starts another incarnation then."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return

@@ -28,7 +28,7 @@ def format_status(data: dict[str, Any]) -> str:
         "alive",
         "ranks",
         "epoch",
-        "lives",
+        "incarnations",
         "heartbeat",
         "running",
         "waiting",
@@ -85,7 +85,7 @@ def alive_cell(worker: dict[str, Any]) -> str:
 
 
 def ranks_cell(pids: list[int]) -> str:
-    """How many ranks a worker has and, of a gang, their processes in rank order."""
+    """How many ranks a worker has and, of a TP group, their processes in rank order."""
     return f"{len(pids)} ({', '.join(map(str, pids))})" if len(pids) > 1 else "1"
 
 

@@ -22,10 +22,10 @@ from baton.client.access import Access
 from baton.cluster.access import using
 from baton.cluster.actors import decode_shell, prefill_shell
 from baton.cluster.crew import Crew, CrewPlan, Roster
-from baton.cluster.gang_actors import decode_rank_shell, prefill_rank_shell
 from baton.cluster.ray_session import RaySession
 from baton.cluster.resolve import find_model, reachable_host, resolve_device
 from baton.cluster.supervisor_process import STOP
+from baton.cluster.tp_group_actors import decode_rank_shell, prefill_rank_shell
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
@@ -36,7 +36,7 @@ EXIT_SAID = 3  # its last line holds the error
 
 
 class Supervisor:
-    """One driver's life.
+    """One driver's incarnation.
 
     Args:
         order: see `supervisor_process.Order`.

@@ -8,13 +8,13 @@ from baton.proto.held import kv_cache_usage
 
 
 def top_data(before: admin_pb2.StatusReply, now: admin_pb2.StatusReply, interval_s: float) -> dict[str, Any]:
-    """JSON-able. A rate is null where it has no meaning: nothing was done, or a worker began a new life between."""
+    """JSON-able. A rate is null where it has no meaning: nothing was done, or a worker's incarnation is new."""
 
     def rate(name: str) -> float | None:
         return _rate(getattr(before, name), getattr(now, name), interval_s)
 
-    lives = {worker.state.worker_id: worker.state for worker in before.workers}
-    workers = [_worker(worker, lives.get(worker.state.worker_id), interval_s) for worker in now.workers]
+    incarnations = {worker.state.worker_id: worker.state for worker in before.workers}
+    workers = [_worker(worker, incarnations.get(worker.state.worker_id), interval_s) for worker in now.workers]
     return {
         "model": now.model,
         "version": now.version,
@@ -41,8 +41,8 @@ def top_data(before: admin_pb2.StatusReply, now: admin_pb2.StatusReply, interval
 
 def _worker(worker: admin_pb2.WorkerStatus, before: worker_pb2.WorkerState | None, interval_s: float) -> dict[str, Any]:
     state, held = worker.state, worker.state.inventory
-    is_same_life = before is not None and before.epoch == state.epoch
-    was = before.inventory if before is not None and is_same_life else None
+    is_same_incarnation = before is not None and before.epoch == state.epoch
+    was = before.inventory if before is not None and is_same_incarnation else None
 
     def rate(name: str) -> float | None:
         return None if was is None else _rate(getattr(was, name), getattr(held, name), interval_s)
@@ -53,7 +53,7 @@ def _worker(worker: admin_pb2.WorkerStatus, before: worker_pb2.WorkerState | Non
         "alive": worker.alive,
         "unfit": worker.unfit,
         "heartbeat_age_s": worker.heartbeat_age_s,
-        "lives": worker.num_epochs,
+        "incarnations": worker.num_epochs,
         "running": held.num_requests_running,
         "waiting": {item.reason: item.num_requests for item in held.waiting if item.num_requests},
         "kv_use": kv_cache_usage(held),
@@ -68,7 +68,7 @@ def _worker(worker: admin_pb2.WorkerStatus, before: worker_pb2.WorkerState | Non
 
 
 def _acceptance(was: worker_pb2.Inventory | None, held: worker_pb2.Inventory) -> float | None:
-    """Share of drafts accepted: of those made in between, or, where there were none, of this life's."""
+    """Share of drafts accepted: of those made in between, or, where there were none, of this incarnation's."""
     proposed, accepted = held.num_draft_tokens, held.num_accepted_tokens
     if was is not None and proposed > was.num_draft_tokens:
         proposed, accepted = proposed - was.num_draft_tokens, accepted - was.num_accepted_tokens

@@ -5,7 +5,7 @@ from typing import Any
 from baton.core.waterfall import gap
 from baton.proto import inference_pb2
 
-FIRST = ("router_ms", "queue_ms", "landing_ms", "prefill_ms", "publish_ms")
+FIRST = ("router_ms", "queue_ms", "grant_wait_ms", "prefill_ms", "publish_ms")
 SECOND = ("retry_ms", "draft_ms", "transfer_ms", "verification_ms", "admission_ms", "step_ms", "publish_ms")
 
 

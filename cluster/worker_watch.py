@@ -55,7 +55,7 @@ class WorkerWatch:
                 self._bury(worker_id, str(error))
                 continue
             except self._ray.exceptions.RayError:
-                pass  # between two lives; the next answer tells
+                pass  # between two incarnations; the next answer tells
             self._asked[self._actors[worker_id].pid.remote()] = worker_id
         self._require_every_role()
 

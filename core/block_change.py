@@ -1,6 +1,7 @@
 """What became of the names that a worker's prefix cache holds, in numbered versions. Pure; workers tell, routers read.
 
-A version counts the changes in one life of one worker. A `BlockChange` makes one version from another; what was stored
+A version counts the changes in one incarnation of one worker. A `BlockChange` makes one version from another; what was
+stored
 and removed again between the two is left out. A whole is a change from nothing (`cleared`, `after` 0), perhaps in
 several parts, of which all but the last make version 0: a reader who loses the thread between two parts has version 0,
 and asks for everything again.

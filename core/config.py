@@ -551,7 +551,7 @@ class KVTransferConfig:
     staging_mib: int = 1024  # host memory before a decode worker's GPU pool; a prompt that comes by sockets fits in it
     max_resends: int = 2
     commit_timeout_s: float = 5.0
-    max_landing_deaths: int = 8  # of a landing process within a minute; with the last one the worker gives up
+    max_receiver_deaths: int = 8  # of a KV receiver process within a minute; with the last one the worker gives up
     raw_streams: int = 1  # TCP connections of the raw lane to each peer
     curve_key_file: str = ""  # zmq: encrypt with this key pair, admit nobody else; then there is no raw lane
     tls_cert_file: str = ""  # grpc: this worker's certificate

@@ -3,8 +3,8 @@
 A deployment has one secret. The router knows it; a worker is given two keys made from it: one of its own, for what it
 and the router say to each other, and one that all workers share, for the hand-off of KV (`baton.kvtransfer.proof`). So
 a worker cannot speak for another one, nor for the router. A proof names the method, the server that is meant in the
-life it is in, the moment and a number used once, and holds no key: a server that is not the one that was meant can do
-nothing with it. Nothing here reads a clock or a socket.
+incarnation it is in, the moment and a number used once, and holds no key: a server that is not the one that was meant
+can do nothing with it. Nothing here reads a clock or a socket.
 """
 
 import hashlib
@@ -105,13 +105,13 @@ class DeploymentSecret:
         """The key that the router shares with the worker of this name (`worker_name`)."""
         return self._derive(b"worker", name.encode())
 
-    def router_verifier(self, life: int, now_s: Callable[[], float]) -> "Verifier":
+    def router_verifier(self, incarnation: int, now_s: Callable[[], float]) -> "Verifier":
         """Of the calls to the router: they come from workers, each with a key of its own."""
 
         def key_of(name: str) -> bytes | None:
             return None if name == ROUTER else self.worker_key(name)
 
-        return Verifier(life_name(ROUTER, life), key_of, now_s)
+        return Verifier(incarnation_name(ROUTER, incarnation), key_of, now_s)
 
     def kv_key(self) -> bytes:
         """The key that all workers share."""
@@ -131,8 +131,8 @@ def worker_name(role: str, worker_id: str) -> str:
     return f"{quote(role, safe='')}/{quote(worker_id, safe='')}"
 
 
-def life_name(name: str, epoch: int) -> str:
-    """What a server is called in proofs: it, and the life that it is in."""
+def incarnation_name(name: str, epoch: int) -> str:
+    """What a server is called in proofs: it, and the incarnation that it is in."""
     return f"{name}@{epoch:016x}"
 
 
@@ -143,7 +143,7 @@ class WorkerIdentity:
     Attributes:
         role: its role.
         worker_id: its name.
-        epoch: of this life.
+        epoch: of this incarnation.
         key: that only the router can make, too; empty: made from the secret of this process.
     """
 
@@ -165,7 +165,7 @@ class WorkerIdentity:
     def verifier(self, now_s: Callable[[], float]) -> "Verifier":
         """Of the calls to it: they come from the router."""
         key = self._own_key()
-        return Verifier(life_name(self.name, self.epoch), lambda name: key if name == ROUTER else None, now_s)
+        return Verifier(incarnation_name(self.name, self.epoch), lambda name: key if name == ROUTER else None, now_s)
 
     def _own_key(self) -> bytes:
         return self.key or DeploymentSecret.of_process().worker_key(self.name)
@@ -188,7 +188,7 @@ class Caller:
 
         Args:
             method: its full name.
-            callee: the server that is meant, `life_name`.
+            callee: the server that is meant, `incarnation_name`.
             now_s: time of day.
             nonce: random, and never used before.
         """
@@ -201,7 +201,7 @@ class Verifier:
     """Checks proofs of calls to one server.
 
     Args:
-        callee: its name, and the life that it is in.
+        callee: its name, and the incarnation that it is in.
         key_of: the key of a caller with this name; None if it may not call at all.
         now_s: time of day.
     """
@@ -231,7 +231,7 @@ class Verifier:
         if key is None or not hmac.compare_digest(mac, _mac(key, method, callee, name, sent_ms, nonce)):
             raise self._refusal("unknown", "the caller does not know the secret of this deployment")
         if callee != self.callee:
-            raise self._refusal("callee", "the call is meant for another server, or another life of this one")
+            raise self._refusal("callee", "the call is meant for another server, or another incarnation of this one")
         now_s, sent_s = self._now_s(), sent_ms / 1e3
         if abs(now_s - sent_s) > VALID_S or sent_s <= self._floor_s:
             late = f"the clocks of caller and server differ by {now_s - sent_s:.0f} s, or the call is an old one"

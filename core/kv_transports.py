@@ -63,7 +63,7 @@ class KVTransport:
         is_clear: whether payloads are in clear on a wire even where the control channel is encrypted.
         sender: of a one-sided lane, "module:function" that makes the `LaneOpener` of a `SenderSide`.
         receiver: of a one-sided lane, "module:function" that makes the `ServedLane` of a `ReceiverSide`. Its module is
-            loaded in the landing process, which imports no torch.
+            loaded in the KV receiver process, which imports no torch.
         package: that both need, beyond Baton's own dependencies; it is the name of an extra, too.
         problem_here: why this machine cannot have it; empty if it can.
         sender_environment: of processes whose threads write into the peer's pool.

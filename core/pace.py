@@ -2,8 +2,8 @@
 
 A rate alone says too little where prompts differ in length: a step over four tokens takes about as long as one over
 forty. Steps count less the more have followed. Until steps of different lengths were seen, half of the time is taken as
-fixed. The first step of a life is left out, because it sets things up; a step that takes far longer than expected is
-counted as somewhat longer, because something else got in between.
+fixed. The first step of an incarnation is left out, because it sets things up; a step that takes far longer than
+expected is counted as somewhat longer, because something else got in between.
 """
 
 from typing import Final

@@ -14,7 +14,7 @@ from baton.core.trace_context import TraceContext
 
 @dataclass(frozen=True, slots=True, order=True)
 class AttemptKey:
-    """One try at one request; the identity every message, landing and sequence carries."""
+    """One try at one request; the identity every message, incoming transfer and sequence carries."""
 
     request_id: str
     attempt: int

@@ -33,7 +33,7 @@ class PrefillTimes:
 
     received_s: float
     queue_s: float
-    landing_s: float
+    incoming_s: float
     prefill_s: float
     first_s: float
 
@@ -67,14 +67,14 @@ class FirstToken:
 
     router_s: float
     queue_s: float
-    landing_s: float
+    incoming_s: float
     prefill_s: float
     publish_s: float
 
     @property
     def before_s(self) -> float:
         """Until the first token was known."""
-        return self.router_s + self.queue_s + self.landing_s + self.prefill_s
+        return self.router_s + self.queue_s + self.incoming_s + self.prefill_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class SecondToken:
 
 def first_token(router: RouterTimes, prefill: PrefillTimes, *, shared_clock: bool) -> FirstToken:
     """The parts of `router.first_s - router.received_s`."""
-    inner_s = prefill.queue_s + prefill.landing_s + prefill.prefill_s
+    inner_s = prefill.queue_s + prefill.incoming_s + prefill.prefill_s
     if shared_clock:
         router_s, publish_s = prefill.received_s - router.received_s, router.first_s - prefill.first_s
     else:
@@ -101,7 +101,7 @@ def first_token(router: RouterTimes, prefill: PrefillTimes, *, shared_clock: boo
     return FirstToken(
         router_s=router_s,
         queue_s=prefill.queue_s,
-        landing_s=prefill.landing_s,
+        incoming_s=prefill.incoming_s,
         prefill_s=prefill.prefill_s,
         publish_s=publish_s,
     )

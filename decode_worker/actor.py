@@ -5,8 +5,8 @@ import os
 
 from baton.core.config import WorkerConfig
 from baton.decode_worker.node import DecodeNode, DecodeRank
+from baton.worker.rank_place import RankPlace, RankStarter
 from baton.worker.rank_thread import RankThread
-from baton.worker.seat import RankStarter, Seat
 
 EXIT_LOOP_FAILED = 70
 
@@ -24,7 +24,7 @@ class DecodeActorShell:
         self._node = DecodeNode(config, _end_process, starter)
 
     def ready(self) -> dict[str, object]:
-        """Identity of this life: worker_id, address, kv_address, epoch, pid."""
+        """Identity of this incarnation: worker_id, address, kv_address, epoch, pid."""
         return self._node.about()
 
     def pid(self) -> int:
@@ -37,10 +37,10 @@ class DecodeActorShell:
 
 
 class DecodeRankShell:
-    """The same around another rank of the worker. It ends with its gang, and is not restarted but started anew."""
+    """The same around another rank of the worker. It ends with its TP group, and is not restarted but started anew."""
 
-    def __init__(self, config: WorkerConfig, seat: Seat) -> None:
-        rank = DecodeRank(config, seat)
+    def __init__(self, config: WorkerConfig, rank_place: RankPlace) -> None:
+        rank = DecodeRank(config, rank_place)
         self._thread = RankThread(rank.run, rank.channel, _end_process)
         self._thread.start()
 

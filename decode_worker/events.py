@@ -50,19 +50,19 @@ def prompt_logprobs_event(reports: tuple[TokenLogprobs, ...]) -> worker_pb2.Deco
 
 
 def _start(request: DecodeRequest) -> worker_pb2.DecodeStart:
-    if request.sealed is None:
+    if request.complete is None:
         return local_start(request.times)
-    return decode_start(request.times, request.sealed)
+    return decode_start(request.times, request.complete)
 
 
 def _stats(request: DecodeRequest) -> worker_pb2.DecodeStats:
-    counts, sealed = request.sequence.counts, request.sealed
+    counts, complete = request.sequence.counts, request.complete
     return worker_pb2.DecodeStats(
         num_verify_steps=counts.num_verify_steps,
         num_draft_tokens=counts.num_draft_tokens,
         num_accepted_tokens=counts.num_accepted_tokens,
         num_emitted_tokens=counts.num_emitted_tokens - request.is_local,
-        kv_bytes_landed=0 if sealed is None else sealed.bytes_landed,
-        kv_bytes_landed_before_prefill_end=0 if sealed is None else sealed.bytes_landed_before_prefill_end,
+        kv_bytes_landed=0 if complete is None else complete.bytes_landed,
+        kv_bytes_landed_before_prefill_end=0 if complete is None else complete.bytes_landed_before_prefill_end,
         handoff_ms=request.handoff_ms,
     )

@@ -7,14 +7,14 @@ another build must cost its own request, never this worker. Everything here is c
 from baton.core.errors import TransferFailed
 from baton.core.request import GenerationRequest
 from baton.engine.step_plan import Resume
-from baton.kvtransfer.landing import ReserveWanted, Sealed
+from baton.kvtransfer.incoming import Completed, ReserveWanted
 
 
 def check_reserve(reserve: ReserveWanted, request: GenerationRequest) -> None:
     """Both workers heard of the request from the router; they must have heard the same.
 
     Raises:
-        TransferFailed: the lengths differ. A landing smaller than the sequence would silently lose its end.
+        TransferFailed: the lengths differ. An incoming transfer smaller than the sequence would silently lose its end.
     """
     wanted = (reserve.prompt_len, reserve.capacity_len)
     own = (request.prompt_len, request.capacity_len)
@@ -22,11 +22,13 @@ def check_reserve(reserve: ReserveWanted, request: GenerationRequest) -> None:
         raise TransferFailed(f"the prefill worker reserves (prompt, capacity) {wanted}; the router said {own}")
 
 
-def resume_of(sealed: Sealed, request: GenerationRequest, *, vocab_size: int, hidden_bytes: int) -> tuple[int, Resume]:
+def resume_of(
+    complete: Completed, request: GenerationRequest, *, vocab_size: int, hidden_bytes: int
+) -> tuple[int, Resume]:
     """The first token, and where decoding begins, as a commit describes it.
 
     Args:
-        sealed: the transfer.
+        complete: the transfer.
         request: as the router sent it.
         vocab_size: tokens of the model.
         hidden_bytes: of a hidden state.
@@ -34,8 +36,8 @@ def resume_of(sealed: Sealed, request: GenerationRequest, *, vocab_size: int, hi
     Raises:
         TransferFailed: a value is missing, out of range or of the wrong size.
     """
-    state = sealed.state
-    _require(sealed.prompt_len == request.prompt_len, f"a prompt of {sealed.prompt_len} tokens")
+    state = complete.state
+    _require(complete.prompt_len == request.prompt_len, f"a prompt of {complete.prompt_len} tokens")
     _require(state.first_token < vocab_size, f"first token {state.first_token}")
     if not state.draft_tokens:
         _require(request.num_draft_tokens == 0, "no draft, and the request has drafts")

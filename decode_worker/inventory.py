@@ -5,21 +5,21 @@ from collections.abc import Set
 from baton.core.request import AttemptKey
 from baton.decode_worker.graph_counts import graph_counts
 from baton.engine.engine import Engine
-from baton.engine.lead import LeadRunner
+from baton.engine.lead import Rank0Runner
 from baton.engine.runner import Runner
 from baton.engine.sequence import Phase, Sequence
 from baton.proto import worker_pb2
 from baton.proto.step_wire import report_to_proto
 from baton.worker.inventory import engine_inventory
-from baton.worker.transfer_counts import landing_counts
+from baton.worker.transfer_counts import receiver_counts
 
 _REASONS: tuple[str, ...] = ("prefill", "blocks", "transfer", "slot", "preempted")
 
 
 def decode_inventory(
     engine: Engine,
-    runner: Runner | LeadRunner,
-    landings: dict[str, int],
+    runner: Runner | Rank0Runner,
+    incoming_transfers: dict[str, int],
     *,
     asking: Set[AttemptKey],
     num_finished: int,
@@ -31,7 +31,7 @@ def decode_inventory(
     Args:
         engine: of the worker.
         runner: of its steps.
-        landings: what the KV receiver counts.
+        incoming_transfers: what the KV receiver counts.
         asking: attempts that prefill workers ask room for.
         num_finished: requests that ended well.
         num_failed: that did not.
@@ -54,21 +54,21 @@ def decode_inventory(
     )
     steps = engine.tally.report(runner.meter, runner.meter.computed())
     own = worker_pb2.Inventory(
-        num_landings=landings["num_landings"],
+        num_kv_receives=incoming_transfers["num_kv_receives"],
         num_slots_in_use=scheduler.num_slots_used,
-        frames_late_dropped=landings["frames_late_dropped"],
-        frames_corrupt=landings["frames_corrupt"],
+        frames_late_dropped=incoming_transfers["frames_late_dropped"],
+        frames_corrupt=incoming_transfers["frames_corrupt"],
         num_draft_tokens=steps.kept.num_draft_tokens,
         num_accepted_tokens=steps.kept.num_accepted_tokens,
         num_emitted_tokens=steps.kept.num_tokens,
-        kv_bytes=landings["bytes_landed"],
+        kv_bytes=incoming_transfers["bytes_landed"],
         num_preemptions=preempted.num_preemptions,
         num_recomputed_tokens=preempted.num_recomputed_tokens,
         num_offloaded_blocks=preempted.num_offloaded_blocks,
         num_restored_blocks=preempted.num_restored_blocks,
         num_host_full=preempted.num_host_full,
         num_host_blocks_used=engine.num_host_blocks_used,
-        transfer=landing_counts(landings, held.num_blocks_quarantined),
+        transfer=receiver_counts(incoming_transfers, held.num_blocks_quarantined),
         steps=report_to_proto(steps),
         graphs=graph_counts(runner.graphs),
         max_handoff_len=max_handoff_len,

@@ -1,4 +1,4 @@
-"""One whole decode worker in this process: model, landing, loop, gRPC, heartbeats. No Ray: the actor wraps it."""
+"""One whole decode worker in this process: model, transfer, loop, gRPC, heartbeats. No Ray: the actor wraps it."""
 
 import json
 import os
@@ -20,21 +20,21 @@ from baton.core.logs import know
 from baton.core.telemetry import Telemetry
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.lead import FollowRunner, LeadRunner
+from baton.engine.lead import Rank0Runner, RankRunner
 from baton.engine.plan import plan_codec
 from baton.engine.speculation import Speculation
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvtransfer.landing import LandingService, landing_region
-from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.incoming import ReceiverService, receiver_region
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transports import bind_address
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
+from baton.worker.rank_place import RankPlace, RankStarter
 from baton.worker.runner import decode_runner
-from baton.worker.seat import RankStarter, Seat
+from baton.worker.tp_group import closed_if_it_fails, follow, lead_worker, watch_tp_group
 
 
 class DecodeNode:
@@ -42,8 +42,8 @@ class DecodeNode:
 
     Args:
         config: what to load and where to report.
-        on_fatal: told when the loop broke, or a rank; an actor ends its process then, so that Ray starts a new life.
-        starter: of the other ranks, where there are any.
+        on_fatal: told when the loop broke, or a rank; an actor ends its process then, so that Ray starts a new
+        incarnation. starter: of the other ranks, where there are any.
 
     Raises:
         StartupError: see `load_worker`.
@@ -67,14 +67,14 @@ class DecodeNode:
 
     def _start(self) -> None:
         with ExitStack() as undo:  # what has begun when something fails ends with it
-            loaded, self._landing = self._load()
+            loaded, self._incoming = self._load()
             self.config = loaded.applied(self.config)
-            undo.callback(self._landing.close)
+            undo.callback(self._incoming.close)
             self._loaded = loaded
             self.worker = self._make_worker(loaded)
-            undo.pop_all()  # the landing is the worker's
+            undo.pop_all()  # the incoming transfer is the worker's
             undo.callback(self.worker.close)
-            watch_gang(self._channel, self._on_fatal)
+            watch_tp_group(self._channel, self._on_fatal)
             self.worker.start()
             self.host = self._make_host()
             self.host.start()
@@ -83,7 +83,7 @@ class DecodeNode:
     def _make_worker(self, loaded: LoadedWorker) -> DecodeWorker:
         config, clock, channel = self.config, MonotonicClock(), self._channel
         runner = decode_runner(config, loaded, None if channel is None else channel.communicator)
-        self._lead = None if channel is None else LeadRunner(runner, channel)
+        self._lead = None if channel is None else Rank0Runner(runner, channel)
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
         self._telemetry = Telemetry(config.telemetry, "decode", clock, about)
         return DecodeWorker(
@@ -94,7 +94,7 @@ class DecodeNode:
             limits=request_limits(
                 loaded.model, max_model_len=config.max_model_len, num_draft_tokens=config.num_draft_tokens
             ),
-            landing=self._landing,
+            incoming=self._incoming,
             max_num_batched_tokens=config.chunk_len,
             max_queue_len=config.max_queue_len,
             clock=clock,
@@ -125,17 +125,17 @@ class DecodeNode:
             identity=worker_identity(config, "decode", self.epoch),
         )
 
-    def _load(self) -> tuple[LoadedWorker, LandingService]:
-        """The model, and the landing in a process of its own.
+    def _load(self) -> tuple[LoadedWorker, ReceiverService]:
+        """The model, and the incoming transfer in a process of its own.
 
-        On CPUs the pools of all ranks are in memory that the landing writes. On GPUs rank 0's kernels fill them from
+        On CPUs the pools of all ranks are in memory that the transfer writes. On GPUs rank 0's kernels fill them from
         what has landed in host memory.
         """
         config = self.config
         regions: list[SharedRegion] = []
 
         def pool_memory(geometry: PoolGeometry) -> memoryview:
-            regions.append(landing_region(geometry.of_all_ranks, config.transfer))
+            regions.append(receiver_region(geometry.of_all_ranks, config.transfer))
             if self._channel is not None:
                 self._channel.communicator.broadcast_bytes(_region_name(regions[0]))
             return regions[0].pool(geometry.rank)
@@ -145,7 +145,7 @@ class DecodeNode:
             loaded = load_worker(config, pool_memory=pool_memory, communicator=group)
             kind = control_channel(config.transfer.transport).name
             lanes = tuple(declared.lane for declared in one_sided_lanes(config.transfer.transport))
-            setup = LandingSetup(
+            setup = ReceiverSetup(
                 epoch=self.epoch,
                 layout=loaded.layout,
                 num_blocks=loaded.pool.num_blocks,
@@ -154,10 +154,10 @@ class DecodeNode:
                 config=config.transfer,
             )
             if loaded.pool.device.type == "cuda":
-                return loaded, LandingService.over_device(
+                return loaded, ReceiverService.over_device(
                     loaded.pool, setup, None if group is None else group.gather_bytes
                 )
-            return loaded, LandingService.in_process(regions[0], setup)
+            return loaded, ReceiverService.in_process(regions[0], setup)
         except BaseException:
             for region in regions:
                 region.close()
@@ -176,7 +176,7 @@ class DecodeNode:
             naming=self.worker.names.naming,
             rank_pids=self.rank_pids(),
         )
-        state.kv_address, state.kv_epoch = self._landing.address, self._landing.epoch
+        state.kv_address, state.kv_epoch = self._incoming.address, self._incoming.epoch
         state.speculation.CopyFrom(self._speculation())
         state.can_prefill = True
         return state
@@ -209,7 +209,7 @@ class DecodeNode:
         return {
             "worker_id": self.config.worker_id,
             "address": self.host.address,
-            "kv_address": self._landing.address,
+            "kv_address": self._incoming.address,
             "epoch": self.epoch,
             "pid": os.getpid(),
         }
@@ -229,14 +229,14 @@ class DecodeRank:
 
     Args:
         config: the worker's.
-        seat: of this rank.
+        rank_place: of this rank.
 
     Raises:
         StartupError: see `load_worker`.
     """
 
-    def __init__(self, config: WorkerConfig, seat: Seat) -> None:
-        self.channel = follow(seat, plan_codec(), torch.device(config.device))
+    def __init__(self, config: WorkerConfig, rank_place: RankPlace) -> None:
+        self.channel = follow(rank_place, plan_codec(), torch.device(config.device))
         with closed_if_it_fails(self.channel):
             loaded = load_worker(config, pool_memory=self._pool_memory, communicator=self.channel.communicator)
             if loaded.pool.device.type == "cuda":
@@ -244,7 +244,7 @@ class DecodeRank:
 
                 share_pool(loaded.pool, self.channel.communicator.gather_bytes)
             runner = decode_runner(loaded.applied(config), loaded, self.channel.communicator)
-            self._follow = FollowRunner(runner, self.channel)
+            self._follow = RankRunner(runner, self.channel)
             self.channel.follow()
 
     def run(self) -> None:

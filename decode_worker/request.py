@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton.core.request import AttemptKey
 from baton.decode_worker.times import DecodeTimes
 from baton.engine.sequence import Sequence
-from baton.kvtransfer.landing import Sealed
+from baton.kvtransfer.incoming import Completed
 from baton.proto import worker_pb2
 from baton.worker.stream import EventSink
 
@@ -19,14 +19,14 @@ class DecodeRequest:
     Attributes:
         sequence: its own, in the engine.
         stream: to the router.
-        sealed: the transfer that brought its KV; None before, and where its prompt is computed here.
+        complete: the transfer that brought its KV; None before, and where its prompt is computed here.
         granted_s: when it had blocks for its KV; 0 before.
         first_s: when its first decoded tokens were ready; 0 before.
     """
 
     sequence: Sequence
     stream: DecodeStream
-    sealed: Sealed | None = None
+    complete: Completed | None = None
     granted_s: float = 0.0
     first_s: float = 0.0
 
@@ -63,6 +63,6 @@ class DecodeRequest:
         times = self.times
         if self.is_local:
             return 1e3 * max(0.0, times.admitted_s - times.first_token_s) if times.admitted_s else 0.0
-        if self.sealed is None:
+        if self.complete is None:
             return 0.0
-        return 1e3 * max(0.0, (times.admitted_s or self.sealed.sealed_s) - self.sealed.prefill_end_s)
+        return 1e3 * max(0.0, (times.admitted_s or self.complete.completed_s) - self.complete.prefill_end_s)

@@ -8,11 +8,11 @@ from baton.core.clock import Clock
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.proto.bundle_wire import decode_frame
+from baton.proto.stream_mux_wire import decode_frame
 from baton.proto.wire import request_from_attend
-from baton.worker.bundle import Bundle
-from baton.worker.outbox import BundledStream
 from baton.worker.prefix_watch import serve_watch
+from baton.worker.send_queue import MuxedStream
+from baton.worker.stream_mux import StreamMux
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
@@ -25,7 +25,9 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     async def AttendAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Stream all attempts of one router, a frame for each step. A call that ends cancels them."""
-        await Bundle(_Attends(self._worker, self._clock), decode_frame, self._worker.cork, self._epoch).serve(context)
+        await StreamMux(
+            _Attends(self._worker, self._clock), decode_frame, self._worker.write_coalescer, self._epoch
+        ).serve(context)
 
     async def WatchPrefixes(
         self, request: worker_pb2.WatchPrefixesRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -35,7 +37,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
 
 class _Attends:
-    """What a bundle does with its streams (`worker.bundle.Role`)."""
+    """What a stream mux does with its streams (`worker.stream_mux.Role`)."""
 
     def __init__(self, worker: DecodeWorker, clock: Clock) -> None:
         self._worker = worker
@@ -51,9 +53,9 @@ class _Attends:
         self,
         message: worker_pb2.AttendRequest,
         attempt: GenerationRequest,
-        stream: BundledStream[worker_pb2.DecodeEvent],
+        stream: MuxedStream[worker_pb2.DecodeEvent],
     ) -> None:
         self._worker.attend(attempt, stream, prefill_here=message.prefill_here)
 
-    def cancel(self, key: AttemptKey, stream: BundledStream[worker_pb2.DecodeEvent]) -> None:
+    def cancel(self, key: AttemptKey, stream: MuxedStream[worker_pb2.DecodeEvent]) -> None:
         self._worker.cancel(key, stream)

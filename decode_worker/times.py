@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from baton.kvtransfer.landing import Sealed
+from baton.kvtransfer.incoming import Completed
 from baton.proto import worker_pb2
 
 MAX_DRAFT_MS: Final = 1e9
@@ -30,26 +30,26 @@ class DecodeTimes:
     first_s: float = 0.0
 
 
-def landed_s(sealed: Sealed) -> float:
-    """When everything that the seal rests on was there; the seal itself where a landing does not say."""
-    return sealed.complete_s or sealed.sealed_s
+def landed_s(complete: Completed) -> float:
+    """When everything that the seal rests on was there; the seal itself where an incoming transfer does not say."""
+    return complete.complete_s or complete.completed_s
 
 
-def draft_s(sealed: Sealed) -> float:
+def draft_s(complete: Completed) -> float:
     """From the first token to the hand-over, as the prefill worker says; 0 if that is no duration."""
-    draft_ms = sealed.state.draft_ms
+    draft_ms = complete.state.draft_ms
     return draft_ms / 1e3 if 0 <= draft_ms < MAX_DRAFT_MS else 0.0  # nor is a NaN
 
 
-def decode_start(times: DecodeTimes, sealed: Sealed) -> worker_pb2.DecodeStart:
+def decode_start(times: DecodeTimes, complete: Completed) -> worker_pb2.DecodeStart:
     """The parts of the way to the first decoded tokens."""
-    here_s, draft = landed_s(sealed), draft_s(sealed)
+    here_s, draft = landed_s(complete), draft_s(complete)
     return worker_pb2.DecodeStart(
         draft_ms=1e3 * draft,
-        transfer_ms=1e3 * (here_s - sealed.prefill_end_s - draft),
+        transfer_ms=1e3 * (here_s - complete.prefill_end_s - draft),
         landed_ns=int(1e9 * here_s),
-        verification_ms=1e3 * (sealed.sealed_s - here_s),
-        admission_ms=1e3 * (times.admitted_s - sealed.sealed_s),
+        verification_ms=1e3 * (complete.completed_s - here_s),
+        admission_ms=1e3 * (times.admitted_s - complete.completed_s),
         step_ms=1e3 * (times.first_s - times.admitted_s),
     )
 

@@ -1,4 +1,4 @@
-"""A sequence's spans at a decode worker, its landing's among them, made when the worker has given it up."""
+"""A sequence's spans at a decode worker, its incoming transfer's among them, made when the worker has given it up."""
 
 import functools
 
@@ -19,7 +19,7 @@ def trace_decode(tracer: Tracer, request: DecodeRequest, now_s: float, error: st
 
 
 def _make(context: TraceContext, request: DecodeRequest, now_s: float, error: str, batch: SpanBatch) -> None:
-    sequence, times, sealed = request.sequence, request.times, request.sealed
+    sequence, times, complete = request.sequence, request.times, request.complete
     counts = sequence.counts
     about: dict[str, Attribute] = {
         "request_id": sequence.key.request_id,
@@ -31,12 +31,12 @@ def _make(context: TraceContext, request: DecodeRequest, now_s: float, error: st
     if request.is_local:
         batch.child(context, "decode.queue", times.attended_s, times.computing_s)
         batch.child(context, "decode.prefill", times.computing_s, times.admitted_s)
-    elif sealed is None:
-        batch.child(context, "landing", times.granted_s, now_s)
+    elif complete is None:
+        batch.child(context, "incoming", times.granted_s, now_s)
     else:
-        batch.child(context, "landing", times.granted_s, landed_s(sealed), {"bytes_landed": sealed.bytes_landed})
-        batch.child(context, "landing.verification", landed_s(sealed), sealed.sealed_s)
-        batch.child(context, "decode.admission", sealed.sealed_s, times.admitted_s)
+        batch.child(context, "incoming", times.granted_s, landed_s(complete), {"bytes_landed": complete.bytes_landed})
+        batch.child(context, "transfer.verification", landed_s(complete), complete.completed_s)
+        batch.child(context, "decode.admission", complete.completed_s, times.admitted_s)
     batch.child(context, "decode.first_step", times.admitted_s, times.first_s)
     steps = {
         "num_verify_steps": counts.num_verify_steps,

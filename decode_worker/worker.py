@@ -1,8 +1,8 @@
 """The decode role: an engine that receives KV from prefill workers, and computes prompts where it is asked to.
 
 A plain class around one loop thread, so that tests run it without Ray. No step ever reads blocks of a transfer that is
-not complete: a sequence gets a slot only through `Sealed`, which kvtransfer sends once every position of every layer is
-there and its digest matches.
+not complete: a sequence gets a slot only through `Completed`, which kvtransfer sends once every position of every layer
+is there and its digest matches.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from baton.decode_worker.tracing import trace_decode
 from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
 from baton.engine.grammar import check_compiles
-from baton.engine.lead import LeadRunner
+from baton.engine.lead import Rank0Runner
 from baton.engine.runner import Runner
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase
@@ -38,12 +38,12 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.pool import KVPool
 from baton.kvcache.prefix_index import PrefixIndex
-from baton.kvtransfer.landing import Drained, LandingFailed, LandingService, ReserveWanted, Sealed
+from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed, ReceiverService, ReserveWanted
 from baton.proto import kv_pb2, worker_pb2
-from baton.worker.cork import Cork
 from baton.worker.gate import Gate
 from baton.worker.loop import LoopThread
 from baton.worker.prefix_names import PrefixNames
+from baton.worker.write_coalescer import WriteCoalescer
 
 MAX_ENDED = 4096  # attempts remembered after they ended, so that a late RESERVE is refused and not parked
 
@@ -60,11 +60,11 @@ class DecodeWorker:
     def __init__(
         self,
         *,
-        runner: Runner | LeadRunner,
+        runner: Runner | Rank0Runner,
         pool: KVPool,
         tokenizer: Tokenizer,
         limits: RequestLimits,
-        landing: LandingService,
+        incoming: ReceiverService,
         max_queue_len: int,
         clock: Clock,
         on_fatal: Callable[[BaseException], None],
@@ -79,7 +79,7 @@ class DecodeWorker:
         self._tracer = tracer
         self._runner = runner
         self._tokenizer = tokenizer
-        self._landing = landing
+        self._incoming = incoming
         self._clock = clock
         self.names = PrefixNames(pool.layout, with_mtp=runner.has_mtp, enabled=prefix_cache)
         self.block_log = BlockLog()
@@ -96,7 +96,7 @@ class DecodeWorker:
         )
         self._limits = dataclasses.replace(limits, decode_capacity_len=pool.num_blocks * pool.layout.block_size)
         self._gate = Gate("the decode worker is full", max_queue_len)
-        self.cork = Cork()  # held while a step is published
+        self.write_coalescer = WriteCoalescer()  # held while a step is published
         self._requests: dict[AttemptKey, DecodeRequest] = {}
         self._reserves: deque[ReserveWanted] = deque()  # that are not answered, in order of arrival
         self._draining: dict[AttemptKey, EngineSequence] = {}  # ended, and a prefill worker may still write its blocks
@@ -104,7 +104,7 @@ class DecodeWorker:
         self._num_finished = 0
         self._num_failed = 0
         self._loop = LoopThread("decode-loop", self.engine.step, on_fatal)
-        landing.wakeup = self._loop.wake
+        incoming.wakeup = self._loop.wake
 
     @property
     def speculation(self) -> Speculation:
@@ -113,16 +113,16 @@ class DecodeWorker:
 
     def start(self) -> None:
         """Begin to serve."""
-        self._landing.start()
+        self._incoming.start()
         self._loop.start()
 
     def close(self) -> None:
         """Stop; requests that are here end with `RequestCancelled`."""
         self._loop.close()
-        self._runner.drain()  # a step in flight writes the pool, whose memory is the landing's
+        self._runner.drain()  # a step in flight writes the pool, whose memory is the incoming transfer's
         for request in self._requests.values():
             request.stream.end(RequestCancelled("the decode worker is shutting down"))
-        self._landing.close()
+        self._incoming.close()
 
     def attend(self, request: GenerationRequest, stream: DecodeStream, *, prefill_here: bool = False) -> None:
         """Expect this attempt's KV, or compute its prompt here; tokens go to `stream`. Allocates nothing.
@@ -172,11 +172,11 @@ class DecodeWorker:
         found = decode_inventory(
             self.engine,
             self._runner,
-            self._landing.inventory(),
+            self._incoming.inventory(),
             asking=asking,
             num_finished=self._num_finished,
             num_failed=self._num_failed,
-            max_handoff_len=self._landing.staging_len,
+            max_handoff_len=self._incoming.staging_len,
         )
         if self._runner.grammars is not None:
             found.grammar_seconds = self._runner.grammars.spent_s
@@ -186,22 +186,22 @@ class DecodeWorker:
 
     def receive(self) -> bool:
         """See `Role`."""
-        events = self._landing.poll()
+        events = self._incoming.poll()
         for event in events:
             match event:
                 case ReserveWanted():
                     self._reserve(event)
                 case Drained():
                     self.engine.scheduler.drained(self._draining.pop(event.attempt))
-                case Sealed():
+                case Completed():
                     request = self._requests.get(event.attempt)
                     if request is not None and request.sequence.phase is Phase.RECEIVING:
-                        self._sealed(request, event)
-                case LandingFailed():
+                        self._complete(request, event)
+                case IncomingFailed():
                     self._deny(event.attempt, None, "")
                     request = self._requests.get(event.attempt)
                     if request is not None:
-                        self._landing_failed(request, event)
+                        self._incoming_failed(request, event)
         now_s = self._clock.now_s()
         for reserve in [reserve for reserve in self._reserves if reserve.deadline_s <= now_s]:
             self._deny(reserve.attempt, kv_pb2.Deny.BUSY, "no blocks, or no stream, in time")
@@ -226,7 +226,7 @@ class DecodeWorker:
         reserve = next(item for item in self._reserves if item.attempt == sequence.key)
         self._reserves.remove(reserve)
         self._requests[sequence.key].granted_s = self._clock.now_s()
-        self._landing.grant(sequence.key, sequence.table)
+        self._incoming.grant(sequence.key, sequence.table)
 
     def prompt_logprobs(self, sequence: EngineSequence, reports: tuple[TokenLogprobs, ...]) -> None:
         """See `Role`."""
@@ -235,7 +235,7 @@ class DecodeWorker:
     def publish(self, published: Sequence[Published]) -> None:
         """See `Role`."""
         now_s = self._clock.now_s()
-        with self.cork.hold():
+        with self.write_coalescer.hold():
             for made in published:
                 request = self._requests.get(made.sequence.key)
                 if request is None:
@@ -252,7 +252,7 @@ class DecodeWorker:
     def preempted(self, sequence: EngineSequence) -> None:
         """See `Role`: it has left the blocks that its KV was pushed into."""
         if sequence.is_received and sequence.num_preemptions == 1:
-            self._landing.release(sequence.key)
+            self._incoming.release(sequence.key)
 
     def ended(self, sequence: EngineSequence, error: BatonError | None) -> None:
         """See `Role`."""
@@ -267,11 +267,11 @@ class DecodeWorker:
         if self._tracer is not None:
             trace_decode(self._tracer, request, self._clock.now_s(), "" if error is None else why)
         if sequence.phase is Phase.RECEIVING:
-            self._landing.abort(sequence.key, why)
+            self._incoming.abort(sequence.key, why)
             self._draining[sequence.key] = sequence
         elif sequence.is_received and sequence.phase in (Phase.READY, Phase.RUNNING) and not sequence.num_preemptions:
             # Complete: nothing of this transfer is written any more.
-            self._landing.release(sequence.key)
+            self._incoming.release(sequence.key)
         self._ended[sequence.key] = None
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
@@ -289,7 +289,7 @@ class DecodeWorker:
     def _reserve(self, reserve: ReserveWanted) -> None:
         request = self._requests.get(reserve.attempt)
         if reserve.attempt in self._ended or (request is not None and request.is_local):
-            self._landing.deny(reserve.attempt, kv_pb2.Deny.STALE, "the attempt has ended")
+            self._incoming.deny(reserve.attempt, kv_pb2.Deny.STALE, "the attempt has ended")
         else:
             self._reserves.append(reserve)
 
@@ -298,18 +298,18 @@ class DecodeWorker:
         for reserve in [item for item in self._reserves if item.attempt == key]:
             self._reserves.remove(reserve)
             if reason is not None:
-                self._landing.deny(key, reason, why)
+                self._incoming.deny(key, reason, why)
         request = self._requests.get(key)
         if request is not None and request.sequence.phase is Phase.WAITING and request.sequence.is_received:
             if not request.sequence.num_preemptions:
                 self.engine.scheduler.step_back(request.sequence)
 
-    def _sealed(self, request: DecodeRequest, sealed: Sealed) -> None:
-        request.sealed = sealed
+    def _complete(self, request: DecodeRequest, complete: Completed) -> None:
+        request.complete = complete
         sequence, runner = request.sequence, self._runner
         try:
             first_token, resume = resume_of(
-                sealed,
+                complete,
                 sequence.request,
                 vocab_size=self._limits.vocab_size,
                 hidden_bytes=runner.hidden_size * runner.hidden_dtype.itemsize,
@@ -328,7 +328,7 @@ class DecodeWorker:
         self.engine.scheduler.name_blocks(sequence, sequence.table, 0, sequence.request.prompt_len)
         self.engine.scheduler.make_ready(sequence)
 
-    def _landing_failed(self, request: DecodeRequest, event: LandingFailed) -> None:
+    def _incoming_failed(self, request: DecodeRequest, event: IncomingFailed) -> None:
         error = TransferFailed(f"the KV hand-off failed: {event.reason}")
         if event.by_peer and not request.stream.ended:
             # The prefill worker gave the request up and counts it itself: finished at its first token, or failed.

@@ -133,7 +133,7 @@ class CudaBackend:
         num_before = group.num_operations
         with torch.cuda.stream(self._stream):
             try:
-                # Other threads (a landing's copies) may go on with what would break a capture of their own.
+                # Other threads (an incoming transfer's copies) may go on with what would break a capture of their own.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()

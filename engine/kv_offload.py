@@ -2,8 +2,8 @@
 
 Copies are work of the lane, so they lie between the steps launched before and after them; a step that comes later may
 write the blocks that were copied, and a range of host blocks may be used again as soon as its `load` was given. Only
-others who write the pool (a landing) must wait for the future of a copy: at rank 0 of a group it says that *every* rank
-has copied. Which host blocks are whose is the caller's to say (`kvcache.host_ranges`).
+others who write the pool (a transfer) must wait for the future of a copy: at rank 0 of a group it says that *every*
+rank has copied. Which host blocks are whose is the caller's to say (`kvcache.host_ranges`).
 
 Legend: N host blocks, n blocks of a sequence, D hidden size.
 """

@@ -1,6 +1,6 @@
 """The ranks of a tensor-parallel worker: rank 0 plans, and all ranks run the same plans.
 
-`LeadRunner` is rank 0's runner: it sends each plan to the other ranks, then runs it. `FollowRunner` is another rank's
+`Rank0Runner` is rank 0's runner: it sends each plan to the other ranks, then runs it. `RankRunner` is another rank's
 loop. Refuses to know what a worker does beside computing, and what a plan means (`runner`).
 """
 
@@ -25,7 +25,7 @@ _LOOK_S = 0.02
 _MAX_AHEAD = 2
 
 
-class LeadRunner:
+class Rank0Runner:
     """Rank 0's `Runner`. Plans go to the other ranks when they are made, ahead of what is being computed."""
 
     def __init__(self, runner: Runner, channel: PlanChannel) -> None:
@@ -111,7 +111,7 @@ class LeadRunner:
         self._runner.close()
 
 
-class FollowRunner:
+class RankRunner:
     """Another rank's loop: it runs what rank 0 plans.
 
     Args:

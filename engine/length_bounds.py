@@ -3,8 +3,8 @@
 A step in flight adds at least one token to a sequence (but for one whose grammar is late: none, which is known when the
 step is read) and at most one more than it may accept drafts. Both bounds are
 moved when it is launched and made exact again by what it is then said to have emitted; the order in which results
-come in does not matter. A slot's life counts its sequences, so that a result that comes after its sequence has left
-changes nothing for the next.
+come in does not matter. A slot's incarnation counts its sequences, so that a result that comes after its sequence has
+left changes nothing for the next.
 
 Legend: N slots, B sequences of a step.
 """
@@ -23,12 +23,12 @@ class LaunchedLengths:
 
     Attributes:
         slots_B: what was run.
-        lives_B: whose they were.
+        incarnations_B: whose they were.
         most_B: tokens each could emit.
     """
 
     slots_B: Ints
-    lives_B: Ints
+    incarnations_B: Ints
     most_B: Ints
 
 
@@ -41,7 +41,7 @@ class LengthBounds:
         self._limit_N = np.zeros(num_slots, dtype=np.int64)
         self._end_N = np.zeros(num_slots, dtype=np.int64)
         self._last_N = np.zeros(num_slots, dtype=np.int64)
-        self._life_N = np.zeros(num_slots, dtype=np.int64)
+        self._incarnation_N = np.zeros(num_slots, dtype=np.int64)
 
     def admit(self, slot: int, length: int, *, limit: int, end: int, max_len: int | None = None) -> None:
         """A sequence of known length takes a slot.
@@ -53,7 +53,7 @@ class LengthBounds:
             end: L at which it is finished.
             max_len: the model's longest; `limit` if None: then it has all the room it will ever have.
         """
-        self._life_N[slot] += 1
+        self._incarnation_N[slot] += 1
         self._least_N[slot] = self._most_N[slot] = length
         self._limit_N[slot] = limit
         self._end_N[slot] = end
@@ -93,12 +93,12 @@ class LengthBounds:
         """A step was launched that emits 1 ... most_B tokens of each."""
         self._least_N[slots_B] += 1
         self._most_N[slots_B] += most_B
-        return LaunchedLengths(slots_B, self._life_N[slots_B], most_B)
+        return LaunchedLengths(slots_B, self._incarnation_N[slots_B], most_B)
 
     def collect(self, launched: LaunchedLengths, emitted_B: Ints) -> None:
         """That step emitted so many."""
         assert ((emitted_B >= 0) & (emitted_B <= launched.most_B)).all(), "a step emitted more than it could"
-        still_B = self._life_N[launched.slots_B] == launched.lives_B
+        still_B = self._incarnation_N[launched.slots_B] == launched.incarnations_B
         slots = launched.slots_B[still_B]
         self._least_N[slots] += emitted_B[still_B] - 1
         self._most_N[slots] -= (launched.most_B - emitted_B)[still_B]

@@ -1,8 +1,8 @@
 """A tensor-parallel group over NCCL: how ranks with a GPU each reach each other (`model.parallel.Communicator`).
 
 Operations are put on the current stream and nothing here waits for them, so none of them can fail in the caller's
-hands: a rank that dies or hangs is found by whoever watches the step (`gang_link`), who ends the process. Bytes, which
-are for starting only, go through the store. NVLink multicast stays off (`NCCL_NVLS_ENABLE=0`).
+hands: a rank that dies or hangs is found by whoever watches the step (`tp_group_link`), who ends the process. Bytes,
+which are for starting only, go through the store. NVLink multicast stays off (`NCCL_NVLS_ENABLE=0`).
 """
 
 import datetime

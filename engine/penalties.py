@@ -62,12 +62,12 @@ class Penalties:
 def _penalized(
     logits_PQX: torch.Tensor, counts_PQX: torch.Tensor, in_prompt_PQX: torch.Tensor, values_P3: torch.Tensor
 ) -> torch.Tensor:
-    repetition_P, presence_P, frequency_P = (value_P[:, None, None] for value_P in values_P3.unbind(1))
+    repetition_P, presence_p, frequency_P = (value_P[:, None, None] for value_P in values_P3.unbind(1))
     is_output_PQX = counts_PQX > 0
     scaled_PQX = torch.where(logits_PQX > 0, logits_PQX / repetition_P, logits_PQX * repetition_P)
     logits_PQX = torch.where(is_output_PQX | in_prompt_PQX, scaled_PQX, logits_PQX)
     logits_PQX = logits_PQX - frequency_P * counts_PQX.to(logits_PQX.dtype)
-    return logits_PQX - presence_P * is_output_PQX.to(logits_PQX.dtype)
+    return logits_PQX - presence_p * is_output_PQX.to(logits_PQX.dtype)
 
 
 class PenaltyTable:

@@ -1,8 +1,9 @@
-"""The plan of a tensor-parallel gang: rank 0 says what is done next, the other ranks do the same in the same order.
+"""The plan of a tensor-parallel TP group: rank 0 says what is done next, the other ranks do the same in the same order.
 
 A plan is told before the work it is about, because that work adds over ranks; it goes over a socket of the host
-(`gang_link`), so rank 0 never waits until it is taken. `PlanChannel` is one rank's way to tell or hear plans, and puts
-the deadline of a step on the collectives in it. Owns neither form (`plan_codec`) nor meaning (`gang`) of a message.
+(`tp_group_link`), so rank 0 never waits until it is taken. `PlanChannel` is one rank's way to tell or hear plans, and
+puts
+the deadline of a step on the collectives in it. Owns neither form (`plan_codec`) nor meaning (`tp_group`) of a message.
 """
 
 import time
@@ -10,26 +11,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.core.errors import BatonError
-from baton.engine.gang_link import GangLink
-from baton.engine.gang_watch import STARVED_S
 from baton.engine.plan_codec import PlanCodec
 from baton.engine.plan_messages import CONTROL_KINDS, Ready
 from baton.engine.step_limit import StepLimit
 from baton.engine.step_plan import PLAN_KINDS
+from baton.engine.tp_group_link import TPGroupLink
+from baton.engine.tp_group_watch import STARVED_S
 from baton.model.parallel import Communicator
 
 SLACK_S = STARVED_S + 1.0  # a collective gives up after the watch, which knows whom to name
 
 
 def plan_codec(more: Mapping[int, type] | None = None) -> PlanCodec:
-    """The codec of a gang; `more` kinds of messages belong to the role."""
+    """The codec of a TP group; `more` kinds of messages belong to the role."""
     return PlanCodec({**CONTROL_KINDS, **PLAN_KINDS, **(more or {})})
 
 
 class PlanChannel:
     """One rank's end: rank 0 tells, the others hear."""
 
-    def __init__(self, link: GangLink, communicator: Communicator) -> None:
+    def __init__(self, link: TPGroupLink, communicator: Communicator) -> None:
         assert (link.rank, link.size) == (communicator.rank, communicator.size)
         self.link = link
         self.communicator = communicator
@@ -40,7 +41,7 @@ class PlanChannel:
         """Rank 0: the next thing to do.
 
         Raises:
-            WorkerLost: the gang has failed.
+            WorkerLost: the TP group has failed.
         """
         self.link.tell(message)
 
@@ -55,7 +56,7 @@ class PlanChannel:
     def begin_step(self, limit: StepLimit, num_rows: int, limit_s: float) -> Callable[[], None]:
         """Rank 0 has told a step, which must end within `limit_s`: the function that says it has.
 
-        `limit` learns what it took. A step that raised need not be ended: the gang is over then.
+        `limit` learns what it took. A step that raised need not be ended: the TP group is over then.
         """
         self.communicator.limit_s = limit_s + SLACK_S
         start_s = time.monotonic()
@@ -86,5 +87,5 @@ class PlanChannel:
         self.link.tell(Ready())
 
     def close(self, error: BatonError | None = None) -> None:
-        """Leave the gang."""
+        """Leave the TP group."""
         self.link.leave(error)

@@ -1,4 +1,4 @@
-"""The messages between the ranks of a gang as bytes: versioned, counted, checked; any dataclass of plain values.
+"""The messages between the ranks of a TP group as bytes: versioned, counted, checked; any dataclass of plain values.
 
 A frame is a header (magic, version, kind, count, schema, payload length), the crc32c of header and payload, and the
 payload. `schema` is a checksum of the fields' names and types, so that two builds whose messages differ refuse each

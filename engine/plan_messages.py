@@ -12,7 +12,7 @@ class Join:
 
     Attributes:
         rank: its own.
-        token: of the gang; whoever does not know it is nobody's rank.
+        token: of the TP group; whoever does not know it is nobody's rank.
     """
 
     rank: int

@@ -3,7 +3,7 @@
 A plan is an *operation* on slots and blocks (`Place`, `Release`, `Grow`, `Save`, `Load`) or a `Step`. Ranks carry them
 out in the order in which rank 0 made them, so that all ranks hold the same slots and block tables. The numbers of the
 kinds are fixed: a kind that is deleted takes its number with it. Numbers from 64 on belong to the KV sender
-(`prefill_worker.gang_messages`); `plan_codec` turns messages into bytes.
+(`prefill_worker.tp_group_messages`); `plan_codec` turns messages into bytes.
 """
 
 from dataclasses import dataclass

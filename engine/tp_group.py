@@ -2,7 +2,7 @@
 
 Sums are made by everybody from everybody's parts, in rank order, so that each rank gets the same bits. Every wait has a
 deadline, `limit_s`; a rank that does not answer ends the group for all, and `blame` says whose fault that is, if
-somebody watches (`gang_link`). It owns no global state: several groups, and several ranks of one, may live in one
+somebody watches (`tp_group_link`). It owns no global state: several groups, and several ranks of one, may live in one
 process. It refuses CUDA tensors (`nccl_group`).
 """
 

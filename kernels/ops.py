@@ -22,7 +22,7 @@ from baton.kernels.attention.ordered import (
     attention_ordered_prefill_lens,
 )
 from baton.kernels.attention.prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
-from baton.kernels.attention.shares import SharePlans
+from baton.kernels.attention.shares import SplitKVPlans
 from baton.kernels.gemm import linear
 from baton.kernels.gemm.fp8 import linear_fp8
 from baton.kernels.gemm.fp8_weight import Fp8Weight
@@ -173,7 +173,7 @@ class Ops:
         context_lens: Sequence[int],
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
         *,
-        plans: SharePlans | None = None,
+        plans: SplitKVPlans | None = None,
         scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
         """Attention of chunks laid one after the other -> [T, A, D]; `scales` are those of float8 KV.
@@ -211,7 +211,7 @@ class Ops:
         positions_BQ: torch.Tensor,
         max_context_len: int,
         *,
-        plans: SharePlans | None = None,
+        plans: SplitKVPlans | None = None,
         scales: float8_kv.Scales | None = None,
     ) -> torch.Tensor:
         """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV.

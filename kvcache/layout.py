@@ -1,6 +1,6 @@
 """What the bytes of KV blocks mean, whoever holds them: layers, heads, parts, dtype, and who of a group holds what.
 
-No tensors and no torch here: the landing process and the protocol know layouts, not tensors.
+No tensors and no torch here: the KV receiver process and the protocol know layouts, not tensors.
 """
 
 import hashlib

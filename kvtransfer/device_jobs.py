@@ -1,12 +1,12 @@
-"""What a landing asks of the engine where pools are on GPUs, which the landing's process cannot touch.
+"""What a transfer asks of the engine where pools are on GPUs, which the incoming transfer's process cannot touch.
 
 Payloads of two-sided lanes lie in *staging* blocks of host memory first. Each complete layer becomes a wish
 (`DigestWanted`, one for each rank's pool): bring it from staging into the pool, if it is there, and digest it in the
 pool. The engine's kernels answer through flag words, one flag for each rank; a wish is fulfilled when all of them are
-up, and their digests are put together (`rank_digests`). One wish of a landing is open at a time, so that layers gather
+up, and their digests are put together (`rank_digests`). One wish of a transfer is open at a time, so that layers gather
 while the engine is at a step; once all have landed, the rest is asked for at once.
 
-A wish that was made is waited for: until then its staging is not used again, and its landing has not drained, because
+A wish that was made is waited for: until then its staging is not used again, and its transfer has not drained, because
 a kernel may still read the one and write the other.
 """
 
@@ -19,9 +19,9 @@ from baton.kvcache.allocator import BlockAllocator, BlockTable, OutOfBlocks
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.flag_page import Flag, FlagPage
-from baton.kvtransfer.landing_actions import DigestWanted
-from baton.kvtransfer.landing_table import Landing
+from baton.kvtransfer.incoming_table import IncomingTransfer
 from baton.kvtransfer.rank_digests import RankDigests
+from baton.kvtransfer.receiver_actions import DigestWanted
 
 FLAGS_POOL = 1  # of the shared region; staging memory is pool 0
 SLOT_WORDS = 264  # MAX_LAYERS of a launch, and the number
@@ -42,10 +42,10 @@ def flag_page(memory: memoryview) -> FlagPage:
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """A landing that was granted and has not ended here.
+    """An incoming transfer that was granted and has not ended here.
 
     Attributes:
-        landing: its record.
+        incoming: its record.
         staging: its blocks there; empty on a one-sided lane.
         has_digest: its layers are to be digested.
         ready: complete layers that were not asked for yet.
@@ -53,7 +53,7 @@ class _Filling:
         is_over: it was fenced, or has drained: nothing more is asked for.
     """
 
-    landing: Landing
+    incoming: IncomingTransfer
     staging: BlockTable
     has_digest: bool
     ready: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Job:
 
 
 class DeviceJobs:
-    """All landings of one life of a landing process over pools on GPUs.
+    """All incoming transfers of one incarnation of a KV receiver process over pools on GPUs.
 
     Args:
         layout: of the pools.
@@ -108,20 +108,20 @@ class DeviceJobs:
         """Positions that the staging memory has room for."""
         return self._staging.num_blocks * self._layout.block_size
 
-    def begin(self, landing: Landing, *, has_digest: bool) -> bool:
-        """A landing is to be granted; False if it has to wait for staging memory."""
-        if is_one_sided(landing.lane):
+    def begin(self, incoming: IncomingTransfer, *, has_digest: bool) -> bool:
+        """An incoming transfer is to be granted; False if it has to wait for staging memory."""
+        if is_one_sided(incoming.lane):
             staging = BlockTable((), self._layout.block_size)
         else:
             try:
-                staging = self._staging.reserve(landing.prompt_len)
+                staging = self._staging.reserve(incoming.prompt_len)
             except OutOfBlocks:
                 return False
-        self._fillings[landing.attempt] = _Filling(landing, staging, has_digest)
+        self._fillings[incoming.attempt] = _Filling(incoming, staging, has_digest)
         return True
 
     def staging_blocks(self, attempt: AttemptKey) -> tuple[int, ...]:
-        """Where payloads of a landing go."""
+        """Where payloads of an incoming transfer go."""
         return self._fillings[attempt].staging.blocks
 
     def complete(self, attempt: AttemptKey, layer: int) -> bool:
@@ -132,19 +132,19 @@ class DeviceJobs:
         filling.ready.append(layer)
         return True
 
-    def wishes(self) -> list[DigestWanted]:
+    def desired_state(self) -> list[DigestWanted]:
         """What the engine has to be asked for now."""
         found: list[DigestWanted] = []
         for filling in self._fillings.values():
             while filling.ready and not filling.is_over and self._may_ask(filling):
-                wanted = self._wish(filling)
+                wanted = self._desired(filling)
                 if not wanted:
                     return found
                 found += wanted
         return found
 
     def answers(self) -> list[tuple[int, int, int]]:
-        """(landing id, layer, digest) of every wish that was fulfilled since the last call."""
+        """(incoming transfer id, layer, digest) of every wish that was fulfilled since the last call."""
         found = []
         for _ in range(len(self._jobs)):
             job = self._jobs.popleft()
@@ -155,25 +155,25 @@ class DeviceJobs:
             for flag in job.flags:  # none before all: a kernel may still be at the blocks
                 self._flags.release(flag)
             job.filling.num_open -= 1
-            landing_id = job.filling.landing.landing_id
+            incoming_id = job.filling.incoming.incoming_id
             for layer, digests in enumerate(zip(*by_rank, strict=True), start=job.layer):
-                found.append((landing_id, layer, self._ranks.total(layer, digests)))
+                found.append((incoming_id, layer, self._ranks.total(layer, digests)))
         return found
 
     def is_busy(self, attempt: AttemptKey) -> bool:
-        """Whether a kernel may still be at a landing's blocks."""
+        """Whether a kernel may still be at an incoming transfer's blocks."""
         filling = self._fillings.get(attempt)
         return filling is not None and bool(filling.num_open)
 
     def stop(self, attempt: AttemptKey) -> None:
-        """The landing was fenced: ask for nothing more."""
+        """The incoming transfer was fenced: ask for nothing more."""
         filling = self._fillings.get(attempt)
         if filling is not None:
             filling.is_over = True
             filling.ready.clear()
 
     def end(self, attempt: AttemptKey) -> None:
-        """The landing was sealed, or has drained, and no kernel is at it; its staging is free."""
+        """The incoming transfer was complete, or has drained, and no kernel is at it; its staging is free."""
         filling = self._fillings.pop(attempt, None)
         if filling is not None:
             assert not filling.num_open
@@ -181,17 +181,17 @@ class DeviceJobs:
                 self._staging.release(filling.staging)
 
     def _may_ask(self, filling: _Filling) -> bool:
-        return not filling.num_open or filling.landing.coverage.is_complete()
+        return not filling.num_open or filling.incoming.coverage.is_complete()
 
-    def _wish(self, filling: _Filling) -> list[DigestWanted]:
+    def _desired(self, filling: _Filling) -> list[DigestWanted]:
         """A launch for each rank: layers of one shape that follow each other. Nothing if there are no flags for it."""
         flags = self._flags.claim(self._ranks.num_ranks)
         if flags is None:
             return []
         filling.ready.sort()
         first = filling.ready[0]
-        landing = filling.landing
-        count = self._layout.layer_len(first, landing.prompt_len)
+        incoming = filling.incoming
+        count = self._layout.layer_len(first, incoming.prompt_len)
         num_layers = 1
         while (
             num_layers < min(len(filling.ready), MAX_LAYERS)
@@ -204,7 +204,7 @@ class DeviceJobs:
         self._jobs.append(_Job(filling, tuple(flags), first, num_layers))
         return [
             DigestWanted(
-                attempt=landing.attempt,
+                attempt=incoming.attempt,
                 rank=rank,
                 flag=flag.slot,
                 sequence=flag.sequence,

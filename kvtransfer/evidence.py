@@ -1,13 +1,13 @@
-"""What proves that a prefill rank which may write into this worker's memory is dead. See `life_file`."""
+"""What proves that a prefill rank which may write into this worker's memory is dead. See `incarnation_file`."""
 
 import functools
 from collections.abc import Iterable
 from pathlib import Path
 
 from baton.core.kv_transports import is_same_host
-from baton.kvtransfer.landing_peers import Life
-from baton.kvtransfer.landing_setup import Legacy
-from baton.kvtransfer.life_file import DIRECTORY, is_over, life_path
+from baton.kvtransfer.incarnation_file import DIRECTORY, incarnation_path, is_over
+from baton.kvtransfer.receiver_peers import PeerIncarnation
+from baton.kvtransfer.receiver_setup import Legacy
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -28,15 +28,17 @@ class Evidence:
     """Looks for proof that lives are over.
 
     Args:
-        legacies: what former lives of this landing left: their prefill workers may never say HELLO to this one.
+        legacies: what former lives of this transfer left: their prefill workers may never say HELLO to this one.
     """
 
     def __init__(self, legacies: Iterable[Legacy]) -> None:
         self._of_this_host = {legacy.p_epoch for legacy in legacies if is_same_host(legacy.lane)}
 
-    def is_over(self, life: Life) -> bool:
+    def is_over(self, incarnation: PeerIncarnation) -> bool:
         """Whether this rank is proven dead. False also if nothing can prove it here."""
-        path = life_path(life.p_epoch, life.rank)
-        if life.life_file:  # a peer's word, and only believed where it names the one file that can be its own
-            return life.host_id == host_id() and life.life_file == str(path) and is_over(path)
-        return life.p_epoch in self._of_this_host and is_over(path)
+        path = incarnation_path(incarnation.p_epoch, incarnation.rank)
+        if (
+            incarnation.incarnation_file
+        ):  # a peer's word, and only believed where it names the one file that can be its own
+            return incarnation.host_id == host_id() and incarnation.incarnation_file == str(path) and is_over(path)
+        return incarnation.p_epoch in self._of_this_host and is_over(path)

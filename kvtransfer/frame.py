@@ -6,7 +6,7 @@ own, so that it can be believed before the payload is there; the payload has exa
 (`kernels.kv.digest`), or its crc32c where digests are off.
 
 A length on the wire is never trusted: `FrameShape.check` compares all of them with the layout. This module refuses to
-know about landings; fencing is `landing_protocol`'s.
+know about incoming transfers; fencing is `receiver_protocol`'s.
 """
 
 import struct
@@ -33,12 +33,12 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
-    """Where a payload belongs. (`d_epoch`, `landing_id`, `attempt`) is its fence."""
+    """Where a payload belongs. (`d_epoch`, `incoming_id`, `attempt`) is its fence."""
 
     d_epoch: int
-    landing_id: int
+    incoming_id: int
     attempt: int
-    seq: int  # counts the frames posted for a landing; for logs, never trusted
+    seq: int  # counts the frames posted for an incoming transfer; for logs, never trusted
     layer: int
     head_first: int
     head_count: int
@@ -93,7 +93,7 @@ def encode_header(header: FrameHeader, payload_digest: int | None = None, payloa
         flags,
         header.order_block_size,
         header.d_epoch,
-        header.landing_id,
+        header.incoming_id,
         header.attempt,
         header.seq,
         header.layer,
@@ -118,7 +118,7 @@ def decode_header(data: Bytes) -> FrameHeader:
     """
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
-    magic, version, flags, order, epoch, landing_id, attempt, seq, *rest = _HEADER.unpack(data)
+    magic, version, flags, order, epoch, incoming_id, attempt, seq, *rest = _HEADER.unpack(data)
     layer, head_first, head_count, reserved, first, count, payload_bytes, digest, payload_crc, crc = rest
     if magic != MAGIC or version != VERSION or flags & ~(_WRITTEN | _DIGEST | _PAYLOAD_CRC) or reserved:
         raise ProtocolError(f"not a frame of KVP/1: magic {magic!r}, version {version}, flags {flags}")
@@ -126,7 +126,7 @@ def decode_header(data: Bytes) -> FrameHeader:
         raise ProtocolError("crc32c of a frame header differs")
     return FrameHeader(
         d_epoch=epoch,
-        landing_id=landing_id,
+        incoming_id=incoming_id,
         attempt=attempt,
         seq=seq,
         layer=layer,

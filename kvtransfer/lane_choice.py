@@ -1,7 +1,7 @@
 """Which data lane a prefill rank uses to each decode worker, and why not a better one.
 
-Owns the lanes that are open, one for each peer's address and life. A choice is made by policy and proved: what cannot
-be opened is not chosen. It refuses to speak to peers; offers come from the protocol.
+Owns the lanes that are open, one for each peer's address and incarnation. A choice is made by policy and proved: what
+cannot be opened is not chosen. It refuses to speak to peers; offers come from the protocol.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LaneChoice:
-    """The lane to one life of one decode worker.
+    """The lane to one incarnation of one decode worker.
 
     Attributes:
-        epoch: of that life.
+        epoch: of that incarnation.
         lane: its name; empty if none that the policy allows could be opened.
         opened: what to write with, on a one-sided lane.
         refused: better lanes, each with the reason why it is not used.
@@ -57,7 +57,7 @@ class LaneChooser:
         self._openers = {opener.name: opener for opener in openers}
         self._transport = transport
         self._choices: dict[str, LaneChoice] = {}
-        self._retired: list[tuple[str, int, PushLane]] = []  # address, life, and what led there
+        self._retired: list[tuple[str, int, PushLane]] = []  # address, incarnation, and what led there
         self._told: dict[str, str] = {}  # what was logged last about each address
 
     @property

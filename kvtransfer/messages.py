@@ -27,7 +27,7 @@ Message = (
     | kv_pb2.Resume
     | kv_pb2.Have
 )
-# What a peer may make this side keep. A record of it fits the landing's rings (landing.MIN_RING_BYTES) many times.
+# What a peer may make this side keep. A record of it fits the transfer's rings (landing.MIN_RING_BYTES) many times.
 MAX_REQUEST_ID_BYTES = 512  # every id the router lets in: 128 characters
 MAX_TEXT_BYTES = 1024
 MAX_STATE_BYTES = 256 << 10
@@ -103,7 +103,7 @@ def _bound(control: kv_pb2.Control) -> None:
         if size > MAX_STATE_BYTES or num_drafts > MAX_DRAFT_TOKENS:
             raise MalformedMessage(f"a COMMIT with a state of {size} bytes and {num_drafts} drafts")
     if kind == "hello":
-        texts = (message.host_id, message.life_file, *message.lanes, *message.capabilities)
+        texts = (message.host_id, message.incarnation_file, *message.lanes, *message.capabilities)
         if len(texts) > MAX_LANES or any(len(text) > MAX_TEXT_BYTES for text in texts):
             raise MalformedMessage("a HELLO with too many lanes or names that are too long")
         if max(len(message.number), len(message.challenge), len(message.proof)) > MAX_PROOF_BYTES:

@@ -1,12 +1,12 @@
 """The lane of the optional extra `baton-pd[nixl]`: NIXL writes over UCX, from pool to pool.
 
-Each side registers its pools once. The decode worker's landing offers them (`nixl_pools`); a prefill worker's opener
+Each side registers its pools once. The decode worker's transfer offers them (`nixl_pools`); a prefill worker's opener
 prepares, once for each peer, descriptors of every block that it and a rank of the peer both hold heads of. A layer of
 whole blocks is then one transfer made of indices; parts of blocks are named by address.
 
 Pools are in host memory. NIXL cannot cancel. A write is done when NIXL says so. One that was posted and then failed is
 neither done nor over, since what left this host may still be applied: it stays so, and `drain` does not succeed, until
-the peer's life is known to have ended (`outlived`).
+the peer's incarnation is known to have ended (`outlived`).
 
 Shapes: T descriptors.
 """
@@ -37,7 +37,7 @@ class NixlOpener:
     """The lane on the prefill side; see `push_lane.LaneOpener`.
 
     Args:
-        epoch: of this life.
+        epoch: of this incarnation.
         pool: this rank's, in host memory.
         memory: of that pool.
         rank: in the tensor-parallel group.
@@ -94,7 +94,7 @@ class _Prepared:
 
 
 class NixlLane:
-    """The lane to one life of one peer; see `push_lane.PushLane`."""
+    """The lane to one incarnation of one peer; see `push_lane.PushLane`."""
 
     name = "nixl"
 
@@ -154,7 +154,7 @@ class NixlLane:
         return all(item.wait(max(0.0, end_s - time.monotonic())) for item in posted)
 
     def outlived(self) -> None:
-        """Writes that failed are over: what of them was on its way, only that life could have applied."""
+        """Writes that failed are over: what of them was on its way, only that incarnation could have applied."""
         with self._lock:
             lost = [item for item in self._posted if item.is_lost]
         for item in lost:

@@ -9,10 +9,10 @@ from typing import Any
 
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
-from baton.kvtransfer.landing_lane import ReceiverSide, ServedLane
 from baton.kvtransfer.nixl_agent import NixlAgent
 from baton.kvtransfer.pool_io import PoolMemory
 from baton.kvtransfer.push_lane import LaneRefused
+from baton.kvtransfer.receiver_lane import ReceiverSide, ServedLane
 from baton.proto import kv_pb2
 
 REGISTER_LIMIT_S = 30.0
@@ -21,7 +21,7 @@ MAX_RANKS = 64
 
 
 def agent_name(role: str, epoch: int) -> str:
-    """Of one life of one process."""
+    """Of one incarnation of one process."""
     return f"baton-{role}-{epoch:016x}"
 
 
@@ -34,7 +34,7 @@ class NixlPools:
     """The decode worker's end: its ranks' pools, registered once.
 
     Args:
-        epoch: of this life.
+        epoch: of this incarnation.
         pools: memory of each rank's pool.
         places: what they are; offsets are left out of the offer.
 
@@ -89,10 +89,10 @@ def read_offer(offer: kv_pb2.NixlOffer, epoch: int, layout: KVLayout) -> list[Ta
     """The pools of an offer, checked against each other.
 
     Raises:
-        LaneRefused: they cannot be the pools of one life of one worker of this layout.
+        LaneRefused: they cannot be the pools of one incarnation of one worker of this layout.
     """
     if offer.agent != agent_name("decode", epoch):
-        raise LaneRefused(f"the agent {offer.agent[:64]!r} is not of the life {epoch:016x}")
+        raise LaneRefused(f"the agent {offer.agent[:64]!r} is not of the incarnation {epoch:016x}")
     sizes = {(pool.place.tp_size, pool.place.num_blocks, pool.place.block_size) for pool in offer.pools}
     ranks = [pool.place.tp_rank for pool in offer.pools]
     if len(sizes) != 1 or len(ranks) > MAX_RANKS:

@@ -5,7 +5,8 @@ thread's stream for each rank that holds some of its heads, behind the layer's e
 done stands in words of host memory, which the kernel writes after all bytes, with the digest of what it read.
 
 Nothing in an offer is believed: sizes are computed from the layout and compared with the allocation, and the decode
-worker's shared region must say that this is the life that was met. Whether a write is allowed is `push`'s to know.
+worker's shared region must say that this is the incarnation that was met. Whether a write is allowed is `push`'s to
+know.
 """
 
 import mmap
@@ -72,12 +73,12 @@ class _Route:
 
 
 class NvlinkLane:
-    """The pools of all ranks of one life of a decode worker.
+    """The pools of all ranks of one incarnation of a decode worker.
 
     Args:
         pool: this rank's.
         region: of the decode worker, mapped; without one nothing is written.
-        epoch: of its life.
+        epoch: of its incarnation.
         targets: its pools, by rank.
         flags: where kernels report.
         flags_address: the same for the device.
@@ -115,7 +116,7 @@ class NvlinkLane:
     ) -> NvlinkWrite:
         """Launch on the current stream."""
         if self._is_closed or self._region is None or self._region.epoch != self._epoch:
-            raise LaneFailed("the decode worker's memory belongs to another life")
+            raise LaneFailed("the decode worker's memory belongs to another incarnation")
         pieces = self._pieces(span)
         flags = self._claim(len(pieces))
         try:
@@ -247,7 +248,8 @@ class NvlinkOpener:
         """Map the pools that are offered.
 
         Raises:
-            LaneRefused: they are not of this host or that life, cannot be reached, or are not what the layout says.
+            LaneRefused: they are not of this host or that incarnation, cannot be reached, or are not what the layout
+            says.
         """
         if self.problem:
             raise LaneRefused(self.problem)
@@ -305,7 +307,7 @@ def _attach(offer: kv_pb2.NvlinkOffer, epoch: int) -> SharedRegion:
         raise LaneRefused(error.message) from error
     if region.epoch != epoch:
         region.close()
-        raise LaneRefused("the shared region belongs to another life of the peer")
+        raise LaneRefused("the shared region belongs to another incarnation of the peer")
     return region
 
 

@@ -1,6 +1,6 @@
 """The decode worker's end of the `nvlink` lane: how its host's prefill workers open its GPU pools. No torch."""
 
-from baton.kvtransfer.landing_lane import ReceiverSide, ServedLane
+from baton.kvtransfer.receiver_lane import ReceiverSide, ServedLane
 from baton.kvtransfer.shared_region import NONCE_BYTES
 from baton.proto import kv_pb2
 

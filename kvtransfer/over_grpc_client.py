@@ -16,7 +16,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import ProtocolError
 from baton.kvtransfer.over_grpc_inbox import Inbox, StreamReader
 from baton.kvtransfer.over_grpc_options import BULK, KIND_KEY, METHOD, NAME_KEY, PASS_KEY, SCHEME, channel_options
-from baton.kvtransfer.over_grpc_outbox import Outbox
+from baton.kvtransfer.over_grpc_send_queue import SendQueue
 from baton.kvtransfer.proof import connection_pass
 from baton.kvtransfer.transport import TransportCounts
 from baton.proto.secure_channel import SecureChannels
@@ -63,10 +63,10 @@ class GrpcClient:
 
         def open_control() -> _Stream:
             reader = StreamReader(peer, inbox, 0, takes_frames=False)
-            return _Stream(self._newest(), shown, Outbox(0), reader)
+            return _Stream(self._newest(), shown, SendQueue(0), reader)
 
         def open_bulk() -> _Stream:
-            return _Stream(self._newest(), (*shown, (KIND_KEY, BULK)), Outbox(2 * config.window_bytes), None)
+            return _Stream(self._newest(), (*shown, (KIND_KEY, BULK)), SendQueue(2 * config.window_bytes), None)
 
         self._control = _Link(peer, open_control, counts)
         self._bulk = _Link(peer, open_bulk, counts)
@@ -74,19 +74,19 @@ class GrpcClient:
     @property
     def num_pinned(self) -> int:
         """Frames whose memory may still be read."""
-        return self._bulk.outbox.num_pinned
+        return self._bulk.send_queue.num_pinned
 
     def send(self, message: bytes) -> None:
         """Post a Control."""
-        self._counts.messages_lost += not self._control.outbox.put(message)
+        self._counts.messages_lost += not self._control.send_queue.put(message)
 
     def send_frame(self, header: bytes, payload: Sequence[memoryview]) -> None:
         """Post a frame; beyond twice the window it is dropped."""
-        self._counts.frames_dropped += not self._bulk.outbox.put_frame(header, payload)
+        self._counts.frames_dropped += not self._bulk.send_queue.put_frame(header, payload)
 
     def unpin(self, match: Callable[[bytes], bool]) -> None:
         """See `Transport.unpin`."""
-        self._counts.frames_dropped += self._bulk.outbox.unpin(match)
+        self._counts.frames_dropped += self._bulk.send_queue.unpin(match)
 
     def tick(self) -> None:
         """Make streams again that broke."""
@@ -124,9 +124,9 @@ class _Link:
         self._stream = make()
 
     @property
-    def outbox(self) -> Outbox:
+    def send_queue(self) -> SendQueue:
         """Of the stream there is; closed if it has ended."""
-        return self._stream.outbox
+        return self._stream.send_queue
 
     def tick(self) -> None:
         """Note that the stream has ended, or make the next."""
@@ -136,7 +136,7 @@ class _Link:
                 self._retry_s = MIN_RETRY_S
         elif not self._stream.is_buried:
             self._stream.is_buried = True
-            self._counts.frames_dropped += self.outbox.close()
+            self._counts.frames_dropped += self.send_queue.close()
             self._counts.lanes_failed += 1
             self._retry_at_s = now_s + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
@@ -148,7 +148,7 @@ class _Link:
 
     def close(self) -> None:
         """End it."""
-        self._counts.frames_dropped += self.outbox.close()
+        self._counts.frames_dropped += self.send_queue.close()
         self._stream.cancel()
 
 
@@ -156,22 +156,26 @@ class _Stream:
     """One life of a stream.
 
     Attributes:
-        outbox: what waits to be sent.
+        send_queue: what waits to be sent.
         has_ended: it is over.
         is_buried: and that was noted.
         why: it ended.
     """
 
     def __init__(
-        self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], outbox: Outbox, reader: StreamReader | None
+        self,
+        channel: grpc.Channel,
+        metadata: tuple[tuple[str, str], ...],
+        send_queue: SendQueue,
+        reader: StreamReader | None,
     ) -> None:
-        self.outbox = outbox
+        self.send_queue = send_queue
         self.has_ended = False
         self.is_buried = False
         self.why = ""
         self._reader = reader
         exchange = channel.stream_stream(METHOD, None, None)  # bytes as they are
-        self._call = exchange(iter(outbox), metadata=metadata)
+        self._call = exchange(iter(send_queue), metadata=metadata)
         if reader is None:
             assert isinstance(self._call, grpc.Future)
             self._call.add_done_callback(self._ended)

@@ -1,8 +1,8 @@
 """The listening end: a gRPC server whose streams feed one inbox.
 
 A thread of gRPC's pool reads a stream of frames. A stream of Controls has two: the pool's sends what waits in its
-outbox, and one here reads. A peer that connects again under its name takes the place of its connection before, which
-this end may believe alive.
+send queue, and one here reads. A peer that connects again under its name takes the place of its connection before,
+which this end may believe alive.
 """
 
 import hmac
@@ -31,7 +31,7 @@ from baton.kvtransfer.over_grpc_options import (
     channel_options,
     listener_credentials,
 )
-from baton.kvtransfer.over_grpc_outbox import Outbox
+from baton.kvtransfer.over_grpc_send_queue import SendQueue
 from baton.kvtransfer.proof import connection_pass
 from baton.kvtransfer.transport import TransportCounts
 from baton.proto.roles import ALLOWED, require_roles, roles_of
@@ -90,7 +90,7 @@ class GrpcServer:
         """Post a Control; it is lost if the peer is not connected."""
         with self._lock:
             stream = self._streams.get((peer, False))
-        self._counts.messages_lost += stream is None or not stream.outbox.put(message)
+        self._counts.messages_lost += stream is None or not stream.send_queue.put(message)
 
     def drop(self, peer: str) -> None:
         """End a peer's streams."""
@@ -139,7 +139,7 @@ class GrpcServer:
             self._read(stream, packets)
         else:
             threading.Thread(target=self._read, args=(stream, packets), name="kv-grpc-read", daemon=True).start()
-            yield from stream.outbox
+            yield from stream.send_queue
         if stream.refused:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, stream.refused)
 
@@ -173,13 +173,13 @@ class _Stream:
         self.is_bulk = is_bulk
         self.key = name, is_bulk
         self.refused = ""
-        self.outbox = Outbox(0)
+        self.send_queue = SendQueue(0)
         self.reader = StreamReader(name, inbox, config.max_frame_bytes, takes_frames=True)
         self._context = context
 
     def stop(self) -> None:
         """End both directions. Any thread, any number of times."""
-        self.outbox.close()
+        self.send_queue.close()
         self.reader.stop()
         if not self.refused:
             self._context.cancel()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The hand-off over ZMQ and TCP: a ROUTER where landings are, a DEALER for each peer where pushes start.
+"""The hand-off over ZMQ and TCP: a ROUTER where incoming transfers are, a DEALER for each peer where pushes start.
 
 Queues are bounded and nothing waits: a message for a full queue or a dead peer is lost and counted, which the protocol
 repairs or reports. Payloads take the raw lane where both sides have it (`raw_lane`), and otherwise go inline: as one

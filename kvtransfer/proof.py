@@ -59,7 +59,7 @@ class KvProofs:
     # The decode side
 
     def challenge(self, epoch: int, peer: str, now_s: float) -> bytes:
-        """What a connection to this life has to prove now."""
+        """What a connection to this incarnation has to prove now."""
         return self._challenge(epoch, peer, int(now_s // CHALLENGE_S))
 
     def has_challenge(self, hello: kv_pb2.Hello, epoch: int, peer: str, now_s: float) -> bool:

@@ -25,8 +25,8 @@ from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import AsyncWriter, PushPart, WriterStep
 from baton.kvtransfer.evidence import host_id
 from baton.kvtransfer.frame import FrameShape
+from baton.kvtransfer.incarnation_file import IncarnationFile
 from baton.kvtransfer.lane_choice import LaneChoice, LaneChooser
-from baton.kvtransfer.life_file import LifeFile
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.push_actions import (
     Acked,
@@ -80,7 +80,7 @@ class PushService:
     Args:
         pool: source of the blocks.
         layout: of the pool.
-        epoch: of this life; random, and the same for all ranks.
+        epoch: of this incarnation; random, and the same for all ranks.
         transport: the connecting side; owned from here on.
         config: limits and times; `transport` is the policy for lanes.
         clock: the worker's.
@@ -119,7 +119,7 @@ class PushService:
         if problem:
             transport.close()
             raise ConfigInvalid(f"KV cannot be pushed: {problem}", keys=["transport"])
-        self._life = LifeFile(epoch, self._rank)
+        self._incarnation = IncarnationFile(epoch, self._rank)
         identity = self._identity(epoch, config)
         protocol = self._protocol = PushProtocol(identity=identity, layout=layout, config=config)
         self.writer = AsyncWriter(
@@ -198,7 +198,7 @@ class PushService:
         capacity_len: int,
         wait_s: float,
     ) -> None:
-        """Rank 0: ask for a landing. One of `Granted`, `Denied`, `PushFailed` follows within `wait_s`, or a lease."""
+        """Rank 0: ask for a transfer. One of `Granted`, `Denied`, `PushFailed` follows within `wait_s`, or a lease."""
         assert 0 < prompt_len <= min(capacity_len, table.capacity_len)
         self._routes.add(Route(attempt, peer.kv_address, table.blocks, prompt_len))
 
@@ -305,7 +305,7 @@ class PushService:
             size=self._size,
             lanes=self._chooser.names,
             host_id=host_id(),
-            life_file=str(self._life.path),
+            incarnation_file=str(self._incarnation.path),
             has_digest=config.digest,
         )
 
@@ -352,7 +352,7 @@ class PushService:
     def _end(self) -> None:
         self._transport.close()
         self._chooser.close(LANE_CLOSE_S)
-        self._life.close()
+        self._incarnation.close()
 
 
 def _device_source(pool: KVPool) -> SourcePool:

@@ -13,8 +13,8 @@ class DecodePeer:
 
     Attributes:
         worker_id: for logs and messages.
-        kv_address: where its landing listens.
-        epoch: of the life the router chose; another life at the same address is refused.
+        kv_address: where its incoming transfer listens.
+        epoch: of the incarnation the router chose; another incarnation at the same address is refused.
     """
 
     worker_id: str
@@ -27,8 +27,8 @@ class GrantInfo:
     """What rank 0 was granted, for `PushProtocol.adopt` on the other ranks.
 
     Attributes:
-        d_epoch: the decode worker's life.
-        landing_id: with the epoch, the fence of every frame.
+        d_epoch: the decode worker's incarnation.
+        incoming_id: with the epoch, the fence of every frame.
         credit_bytes: the most that may be in flight on one connection.
         lease_s: how long the decode worker waits for a sign of life.
         lane: named in the RESERVE.
@@ -37,7 +37,7 @@ class GrantInfo:
     """
 
     d_epoch: int
-    landing_id: int
+    incoming_id: int
     credit_bytes: int
     lease_s: float
     lane: str
@@ -86,7 +86,7 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushDrained:
-    """The last word on an aborted or failed transfer: nothing reads its source blocks or writes its landing."""
+    """The last word on an aborted or failed transfer: nothing reads its source blocks or writes its transfer."""
 
     attempt: AttemptKey
 
@@ -135,14 +135,14 @@ class StopFrames:
     peer: str
     attempt: AttemptKey
     d_epoch: int
-    landing_id: int
+    incoming_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLane:
-    """A decode worker's life was met: open the best lane that works, then call `PushProtocol.lane_opened` at once.
+    """An incarnation of a decode worker was met: open the best lane that works, then `PushProtocol.lane_opened`.
 
-    What was opened for an earlier life at this address leads nowhere any more.
+    What was opened for an earlier incarnation at this address leads nowhere any more.
     """
 
     peer: str

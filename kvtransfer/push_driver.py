@@ -316,11 +316,11 @@ class PushDriver:
         return []
 
     def _stop(self, action: StopFrames) -> Actions:
-        def is_of_landing(data: bytes) -> bool:
+        def is_of_incoming(data: bytes) -> bool:
             header = decode_header(data)
-            return (header.d_epoch, header.landing_id) == (action.d_epoch, action.landing_id)
+            return (header.d_epoch, header.incoming_id) == (action.d_epoch, action.incoming_id)
 
-        self._transport.unpin(action.peer, is_of_landing)
+        self._transport.unpin(action.peer, is_of_incoming)
         return self._routes.shut(action.attempt)
 
     def _deliver(self, arrival: Delivery | PayloadDone) -> None:

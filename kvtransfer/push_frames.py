@@ -1,6 +1,6 @@
 """Posts frames: fills in their checks, and sends what writer threads read, or says what they wrote.
 
-Runs on the push thread. Where a one-sided frame is not written yet - it was lost, or its landing was closed to writers
+Runs on the push thread. Where a one-sided frame is not written yet - it was lost, or its transfer was closed to writers
 when the part was computed - a writer thread does it now.
 """
 

@@ -80,7 +80,7 @@ class PushInbox:
         refused = reply.refused or hello_problem(reply.version, reply.layout, rules.layout)
         is_new = peer.epoch != reply.epoch
         if is_new:
-            peer.forget_life()  # and with it every HELLO that the old one may still answer
+            peer.forget_incarnation()  # and with it every HELLO that the old one may still answer
             peer.hello_s = now_s
             peer.epoch = reply.epoch
             peer.offsets.clear()
@@ -94,7 +94,7 @@ class PushInbox:
             elif refused or transfer.peer.epoch != peer.epoch:
                 actions += rules.fail(transfer, refused or "the decode worker restarted", now_s)
         if refused:
-            peer.forget_life()  # whoever comes next asks again
+            peer.forget_incarnation()  # whoever comes next asks again
         elif not peer.lane:
             actions.append(OpenLane(address, peer.epoch, reply.host_id, tuple(reply.offers)))
         return actions
@@ -131,7 +131,7 @@ class PushInbox:
             return []
         transfer.grant = GrantInfo(
             d_epoch=grant.epoch,
-            landing_id=grant.landing_id,
+            incoming_id=grant.incoming_id,
             credit_bytes=grant.credit_bytes,
             lease_s=grant.lease_ms / 1e3,
             lane=grant.lane,
@@ -145,14 +145,14 @@ class PushInbox:
         transfer.lease_s = transfer.grant.lease_s
         transfer.progress.renew(now_s)
         transfer.is_told = True
-        rules.by_landing[transfer.landing_key] = transfer
+        rules.by_incoming[transfer.incoming_key] = transfer
         return [Granted(transfer.attempt, transfer.grant)]
 
     def _grant_problem(self, transfer: Transfer, peer: PushPeer) -> str:
         grant = transfer.grant
         assert grant is not None
-        if not grant.landing_id or not grant.lease_s or transfer.landing_key in self._rules.by_landing:
-            return f"the decode worker granted landing {grant.landing_id} with a lease of {grant.lease_s} s"
+        if not grant.incoming_id or not grant.lease_s or transfer.incoming_key in self._rules.by_incoming:
+            return f"the decode worker granted incoming transfer {grant.incoming_id} with a lease of {grant.lease_s} s"
         if grant.lane != transfer.lane:
             return f"lane {transfer.lane} was asked for and {grant.lane[:32]!r} granted"
         if is_one_sided(grant.lane) and len(grant.blocks) * peer.block_size < transfer.prompt_len:
@@ -167,7 +167,7 @@ class PushInbox:
         return self._rules.end(transfer, Denied(transfer.attempt, deny.reason, deny.detail))
 
     def _on_ack(self, address: str, peer: PushPeer, ack: kv_pb2.CommitAck, now_s: float) -> Actions:
-        transfer = self._rules.by_landing.get((address, peer.epoch, ack.landing_id))
+        transfer = self._rules.by_incoming.get((address, peer.epoch, ack.incoming_id))
         if transfer is None or transfer.state is not TransferState.COMMITTING or transfer.num_writes:
             return []
         self._rules.totals.acked(transfer, now_s)
@@ -175,7 +175,7 @@ class PushInbox:
 
     def _on_nack(self, address: str, peer: PushPeer, nack: kv_pb2.CommitNack, now_s: float) -> Actions:
         rules = self._rules
-        transfer = rules.by_landing.get((address, peer.epoch, nack.landing_id))
+        transfer = rules.by_incoming.get((address, peer.epoch, nack.incoming_id))
         if transfer is None or transfer.state is not TransferState.COMMITTING:
             return []
         rules.named(transfer, now_s)
@@ -191,7 +191,7 @@ class PushInbox:
 
     def _on_have(self, address: str, peer: PushPeer, have: kv_pb2.Have, now_s: float) -> Actions:
         rules = self._rules
-        transfer = rules.by_landing.get((address, peer.epoch, have.landing_id))
+        transfer = rules.by_incoming.get((address, peer.epoch, have.incoming_id))
         if transfer is None or transfer.state not in (TransferState.PUSHING, TransferState.COMMITTING):
             return []
         rules.named(transfer, now_s)
@@ -206,8 +206,8 @@ class PushInbox:
 
     def _on_credit(self, address: str, peer: PushPeer, credit: kv_pb2.Credit, now_s: float) -> Actions:
         rules = self._rules
-        for entry in credit.landings:
-            transfer = rules.by_landing.get((address, peer.epoch, entry.landing_id))
+        for entry in credit.incoming_transfers:
+            transfer = rules.by_incoming.get((address, peer.epoch, entry.incoming_id))
             if transfer is None or entry.charged_bytes <= transfer.credited_bytes:
                 continue
             rules.named(transfer, now_s)
@@ -218,29 +218,29 @@ class PushInbox:
         return rules.pump(address, now_s)
 
     def _on_lease(self, address: str, peer: PushPeer, lease: kv_pb2.Lease, now_s: float) -> Actions:
-        for landing_id in lease.landing_ids:
-            transfer = self._rules.by_landing.get((address, peer.epoch, landing_id))
+        for incoming_id in lease.incoming_ids:
+            transfer = self._rules.by_incoming.get((address, peer.epoch, incoming_id))
             if transfer is not None:
                 self._rules.named(transfer, now_s)
         return []
 
     def _on_abort(self, address: str, peer: PushPeer | None, abort: kv_pb2.Abort, now_s: float) -> Actions:
-        """The decode worker gave a landing up, in this life or one gone by, and wants to know when it is quiet."""
+        """The decode worker gave a transfer up, in this or an earlier incarnation, and asks when it is quiet."""
         rules = self._rules
         if abort.peer_epoch not in (0, self._me.epoch):
             self.num_refused += 1
-            return []  # only the life that was granted it may answer
+            return []  # only the incarnation that was granted it may answer
         attempt = attempt_of(abort.attempt)
         transfer = rules.transfers.get(attempt)
         if peer is not None and abort.epoch == peer.epoch:
             if abort.sender_epoch == peer.epoch:
                 peer.heard.renew(now_s)
             elif abort.sender_epoch:
-                peer.forget_life()
+                peer.forget_incarnation()
         is_live = (
             transfer is not None
             and (transfer.peer.kv_address, transfer.peer.epoch) == (address, abort.epoch)
-            and (not transfer.landing_id or abort.landing_id in (0, transfer.landing_id))
+            and (not transfer.incoming_id or abort.incoming_id in (0, transfer.incoming_id))
         )
         if transfer is None or not is_live:
             farewell = peer.farewells.get(attempt) if peer is not None else None

@@ -1,7 +1,7 @@
 """A way to write straight into a peer's pools: what a one-sided lane is to the push side.
 
-`LaneOpener` is a lane as this process has it, made once; `PushLane` is that lane opened towards one life of one peer.
-`sender_lanes` makes the openers that `core.kv_transports` declares.
+`LaneOpener` is a lane as this process has it, made once; `PushLane` is that lane opened towards one incarnation of one
+peer. `sender_lanes` makes the openers that `core.kv_transports` declares.
 Two-sided lanes are the transport's (`Transport.open_lane`). Whether a write is allowed is not asked here: `push` calls
 `write` only while a transfer is granted and not given up, and answers for the window.
 """
@@ -16,7 +16,7 @@ from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
 
 if TYPE_CHECKING:
-    from baton.kvcache.pool import KVPool  # the landing process imports this module, and no torch
+    from baton.kvcache.pool import KVPool  # the KV receiver process imports this module, and no torch
 
 
 class LaneRefused(Exception):
@@ -90,7 +90,7 @@ class PushLane(Protocol):
         ...
 
     def outlived(self) -> None:
-        """Another life answers where this one did, so this one is dead, and applies nothing any more."""
+        """Another incarnation answers where this one did, so this one is dead, and applies nothing any more."""
         ...
 
     def close(self) -> None:
@@ -113,11 +113,11 @@ class LaneOpener(Protocol):
         ...
 
     def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> PushLane:
-        """Open the lane to one life of a peer, and prove that what was opened is that life's.
+        """Open the lane to one incarnation of a peer, and prove that what was opened is that incarnation's.
 
         Args:
             offer: the peer's, of this lane; it is data, and may be nonsense.
-            epoch: of the peer's life.
+            epoch: of the peer's incarnation.
             host_id: the peer's; its lanes that stay on one host compare it with `messages.host_id`.
 
         Raises:
@@ -133,7 +133,7 @@ class SenderSide:
     Attributes:
         pool: this rank's.
         io: the same, if it is in host memory.
-        epoch: of this life.
+        epoch: of this incarnation.
         host_id: of this host.
     """
 

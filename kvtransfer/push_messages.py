@@ -17,15 +17,15 @@ MAX_I64 = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class PushIdentity:
-    """Who pushes: one rank of one life of a prefill worker.
+    """Who pushes: one rank of one incarnation of a prefill worker.
 
     Attributes:
-        epoch: of this life; all ranks have the same.
+        epoch: of this incarnation; all ranks have the same.
         rank: of the tensor-parallel group.
         size: of it.
         lanes: what this process can send on, best first.
         host_id: of this machine.
-        life_file: this process holds a lock on it; empty: none.
+        incarnation_file: this process holds a lock on it; empty: none.
         has_digest: frames and layers are digested.
     """
 
@@ -34,7 +34,7 @@ class PushIdentity:
     size: int = 1
     lanes: tuple[str, ...] = ("inline",)
     host_id: str = ""
-    life_file: str = ""
+    incarnation_file: str = ""
     has_digest: bool = True
 
 
@@ -64,7 +64,7 @@ class PushMessages:
             sent_ns=sent_ns,
             lanes=self._me.lanes,
             host_id=self._me.host_id,
-            life_file=self._me.life_file,
+            incarnation_file=self._me.incarnation_file,
             number=self.proofs.number(address, self._me.epoch, sent_ns),
             challenge=challenge,
         )
@@ -91,7 +91,7 @@ class PushMessages:
         heads = self.heads[gap.layer]
         return FrameHeader(
             d_epoch=transfer.peer.epoch,
-            landing_id=transfer.landing_id,
+            incoming_id=transfer.incoming_id,
             attempt=transfer.attempt.attempt,
             seq=transfer.next_seq & MAX_U32,
             layer=gap.layer,
@@ -108,7 +108,7 @@ class PushMessages:
         """COMMIT of this rank's part."""
         commit = kv_pb2.Commit(
             epoch=transfer.peer.epoch,
-            landing_id=transfer.landing_id,
+            incoming_id=transfer.incoming_id,
             attempt=wire_attempt(transfer.attempt),
             prompt_len=transfer.prompt_len,
             num_layers=self._layout.num_all_layers,
@@ -127,34 +127,34 @@ class PushMessages:
         """RESUME: which of the frames posted have landed?"""
         resume = kv_pb2.Resume(
             epoch=transfer.peer.epoch,
-            landing_id=transfer.landing_id,
+            incoming_id=transfer.incoming_id,
             round=transfer.resume_round,
             next_seq=transfer.next_seq & MAX_U32,
         )
         return control_of(resume)
 
-    def lease(self, landing_ids: Iterable[int]) -> kv_pb2.Control:
+    def lease(self, incoming_ids: Iterable[int]) -> kv_pb2.Control:
         """LEASE."""
-        return control_of(kv_pb2.Lease(epoch=self._me.epoch, landing_ids=landing_ids))
+        return control_of(kv_pb2.Lease(epoch=self._me.epoch, incoming_ids=incoming_ids))
 
     def abort(self, transfer: Transfer, reason: str) -> kv_pb2.Control:
         """ABORT."""
         abort = kv_pb2.Abort(
             epoch=transfer.peer.epoch,
-            landing_id=transfer.landing_id,
+            incoming_id=transfer.incoming_id,
             attempt=wire_attempt(transfer.attempt),
             reason=reason,
         )
         return control_of(abort)
 
     def abort_ack(self, abort: kv_pb2.Abort, *, is_told: bool) -> kv_pb2.Control:
-        """ABORT_ACK: this rank reads, posts and writes nothing for that landing, and never will.
+        """ABORT_ACK: this rank reads, posts and writes nothing for that incoming transfer, and never will.
 
         `is_told`: other ranks may know of the grant, and must be asked too.
         """
         ack = kv_pb2.AbortAck(
             epoch=abort.epoch,
-            landing_id=abort.landing_id,
+            incoming_id=abort.incoming_id,
             attempt=abort.attempt,
             drained=True,
             peer_epoch=self._me.epoch,

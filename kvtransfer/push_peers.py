@@ -30,7 +30,7 @@ class PushPeers:
             if now_s - peer.hello_s >= self._config.heartbeat_s * (HELLO_HEARTBEATS if is_met else 1):
                 actions.append(rules.hello(address, now_s))
             if live and peer.epoch:
-                ids = [transfer.landing_id for transfer in live if transfer.landing_id]
+                ids = [transfer.incoming_id for transfer in live if transfer.incoming_id]
                 actions.append(SendControl(address, rules.messages.lease(ids)))
         if not rules.live_on(address) and not peer.farewells and now_s - peer.used_s > IDLE_LEASES * lease_s:
             del rules.peers[address]
@@ -48,7 +48,7 @@ class PushPeers:
         actions: Actions = [DropPeer(address)]
         for transfer in live:
             actions += rules.fail(transfer, f"nothing heard from the decode worker for {lease_s} s", now_s)
-        peer.forget_life()
+        peer.forget_incarnation()
         return actions
 
     def _farewells(self, address: str, peer: PushPeer, now_s: float) -> Actions:

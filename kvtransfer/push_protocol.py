@@ -7,7 +7,7 @@ worker (`push_actions`). It promises:
 - bytes in flight to one decode worker never exceed the window;
 - where this side writes the decode worker's pool, it says that it has drained only when no write is in progress and
   none will ever begin; it commits only when none is in progress; and it begins none without a fresh sign that the
-  landing is still its own;
+  incoming transfer is still its own;
 - every wait has a deadline: for a GRANT, for credit, for the answer to a COMMIT, and for any sign of life.
 """
 
@@ -55,7 +55,7 @@ class PushProtocol:
 
     @property
     def num_messages_refused(self) -> int:
-        """Messages of other lives, or about them."""
+        """Messages of other incarnations, or about them."""
         return self._inbox.num_refused
 
     @property
@@ -83,7 +83,7 @@ class PushProtocol:
     def write_deadline_s(self, attempt: AttemptKey) -> float:
         """Until when writes into granted blocks may begin before a `SendFrame` asks for them.
 
-        It moves with every sign that the landing is still this transfer's. Whoever writes so holds the transfer.
+        It moves with every sign that the transfer is still this transfer's. Whoever writes so holds the transfer.
         """
         transfer = self._rules.transfers.get(attempt)
         if transfer is None or transfer.state is not TransferState.PUSHING or not transfer.is_one_sided:
@@ -109,7 +109,7 @@ class PushProtocol:
         wait_s: float,
         now_s: float,
     ) -> Actions:
-        """Rank 0: ask `peer` for a landing; it answers within `wait_s`, or the transfer fails."""
+        """Rank 0: ask `peer` for an incoming transfer; it answers within `wait_s`, or the transfer fails."""
         assert self._me.rank == 0, "rank 0 reserves; the others adopt"
         problem = request_id_problem(attempt.request_id)
         if problem or capacity_len > MAX_U32:
@@ -128,7 +128,7 @@ class PushProtocol:
         """
         assert self._me.rank > 0, "rank 0 hears of its grants itself"
         if grant.d_epoch != peer.epoch:
-            return [PushFailed(attempt, "the grant is another life's"), PushDrained(attempt)]
+            return [PushFailed(attempt, "the grant is another incarnation's"), PushDrained(attempt)]
         transfer = self._add(attempt, peer, prompt_len, prompt_len, now_s, now_s)
         transfer.state = TransferState.PUSHING
         transfer.grant = grant
@@ -137,7 +137,7 @@ class PushProtocol:
         transfer.is_confirmed = False
         self._num_adopted += 1
         transfer.resume_round = self._num_adopted * ROUNDS & MAX_U32
-        self._rules.by_landing[transfer.landing_key] = transfer
+        self._rules.by_incoming[transfer.incoming_key] = transfer
         return self._begin(transfer, now_s)
 
     def pushed(self, attempt: AttemptKey, layer: int, first: int, count: int, digest: int, now_s: float) -> Actions:
@@ -229,7 +229,7 @@ class PushProtocol:
         transfer = self._rules.transfers.get(attempt)
         assert transfer is not None, "a transfer stays until all its writes are over"
         assert transfer.num_writes > 0
-        assert transfer.landing_id == header.landing_id
+        assert transfer.incoming_id == header.incoming_id
         transfer.num_writes -= 1
         if transfer.state is TransferState.ABORTING:
             return self._rules.drain_if_quiet(transfer)
@@ -312,7 +312,7 @@ class PushProtocol:
         elif not rules.active_on(peer.kv_address):
             is_silent = known.heard.silence_s(now_s) > self._config.lease_s
             if is_silent or known.epoch not in (0, peer.epoch):
-                known.forget_life()  # out of touch: it may have forgotten us, or be another life
+                known.forget_incarnation()  # out of touch: it may have forgotten us, or be another incarnation
                 known.heard.renew(now_s)
         known.used_s = now_s
         rules.transfers[attempt] = transfer
@@ -322,7 +322,8 @@ class PushProtocol:
         rules, address = self._rules, transfer.peer.kv_address
         known = rules.peers[address]
         if known.epoch != transfer.peer.epoch:
-            # Not met yet, or whoever named this life is ahead of us or behind: the answer says which, and that decides.
+            # Not met yet, or whoever named this incarnation is ahead of us or behind: the answer says which, and that
+            # decides.
             is_waiting = now_s - known.hello_s < self._config.heartbeat_s
             return [] if is_waiting else [rules.hello(address, now_s)]
         return rules.connected(transfer, now_s) if known.lane else []

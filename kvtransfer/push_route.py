@@ -1,7 +1,7 @@
-"""Where one transfer's frames come from and go to, as writer threads see it, and the gate before its landing.
+"""Where one transfer's frames come from and go to, as writer threads see it, and the gate before its incoming transfer.
 
 The push thread decides: it fills in the lane and opens and closes the gate. Writer threads pass the gate, or not. Once
-it is closed and the last of them is out, nothing writes the landing any more, and that is said on the wire.
+it is closed and the last of them is out, nothing writes the incoming transfer any more, and that is said on the wire.
 """
 
 import threading
@@ -35,7 +35,7 @@ class Frame:
 
 
 class Gate:
-    """Who is inside a landing. Any thread."""
+    """Who is inside an incoming transfer. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class Route:
         opened: what to write with, on a one-sided lane.
         target_blocks: the decode worker's, on a one-sided lane.
         frames: read, or written, and not posted yet, by (layer, first position).
-        gate: before the landing.
+        gate: before the incoming transfer.
         is_held: the push thread holds the transfer in the protocol for as long as somebody may be inside.
         num_open: what was begun for it and has to be over before it may be committed. Of the push thread.
         commit: waits for that.

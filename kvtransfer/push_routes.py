@@ -1,4 +1,4 @@
-"""The routes of one prefill rank: which lane each transfer takes, and who may write into its landing.
+"""The routes of one prefill rank: which lane each transfer takes, and who may write into its incoming transfer.
 
 Owns routes and their gates, and the lanes they lead over. Only the push thread changes them. What follows for the
 protocol is returned as actions.
@@ -61,7 +61,7 @@ class PushRoutes:
         return route
 
     def refusal(self, attempt: AttemptKey, address: str, epoch: int) -> Actions:
-        """The answer to a wish for a landing that cannot be pushed to, by all that is known; empty if it may."""
+        """The answer to a wish for a transfer that cannot be pushed to, by all that is known; empty if it may."""
         choice = self._chooser.lane_of(address)
         if choice is None or choice.epoch != epoch or choice.lane:
             return []
@@ -130,12 +130,12 @@ class PushRoutes:
         self._chooser.forget(address)
 
     def shut(self, attempt: AttemptKey) -> Actions:
-        """Let no writer into a landing any more; when the last is out, the transfer may drain."""
+        """Let no writer into an incoming transfer any more; when the last is out, the transfer may drain."""
         route = self._routes.get(attempt)
         return self.release(route) if route is not None and route.gate.shut() else []
 
     def release(self, route: Route) -> Actions:
-        """Nobody is inside the landing, nor ever will be."""
+        """Nobody is inside the incoming transfer, nor ever will be."""
         if not route.is_held:
             return []
         route.is_held = False

@@ -42,7 +42,7 @@ class PushRules:
 
     def __init__(self, identity: PushIdentity, layout: KVLayout, config: KVTransferConfig) -> None:
         self.transfers: dict[AttemptKey, Transfer] = {}
-        self.by_landing: dict[tuple[str, int, int], Transfer] = {}  # by `Transfer.landing_key`
+        self.by_incoming: dict[tuple[str, int, int], Transfer] = {}  # by `Transfer.incoming_key`
         self.peers: dict[str, PushPeer] = {}
         self.num_bytes_resent = 0
         self.totals = PushTotals()
@@ -163,7 +163,7 @@ class PushRules:
         transfer.named_s = now_s
 
     def connected(self, transfer: Transfer, now_s: float) -> Actions:
-        """There is a lane to the life that this transfer is for: reserve, or push what rank 0 reserved."""
+        """There is a lane to the incarnation that this transfer is for: reserve, or push what rank 0 reserved."""
         peer = self.peers[transfer.peer.kv_address]
         if transfer.state is TransferState.RESERVING:
             transfer.lane = transfer.lane or peer.lane
@@ -174,7 +174,7 @@ class PushRules:
         if is_one_sided(wanted) and peer.lane != wanted:
             return self.fail(transfer, f"rank 0 was granted lane {wanted}, this rank has {peer.lane}", now_s)
         transfer.lane = wanted if is_one_sided(wanted) else INLINE if is_one_sided(peer.lane) else peer.lane
-        # The landing may have been fenced, and this rank have said that it writes nothing, before it knew of it.
+        # The transfer may have been fenced, and this rank have said that it writes nothing, before it knew of it.
         return [self.resume_message(transfer, now_s)]
 
     def due(self, transfer: Transfer, now_s: float) -> Actions:
@@ -225,7 +225,7 @@ class PushRules:
         return [*actions, *self.drain_if_quiet(transfer)]
 
     def drain_if_quiet(self, transfer: Transfer) -> Actions:
-        """End a transfer that was given up, once nothing reads its blocks or writes its landing."""
+        """End a transfer that was given up, once nothing reads its blocks or writes its incoming transfer."""
         if transfer.state is not TransferState.ABORTING or not transfer.is_quiet:
             return []
         return self.end(transfer, PushDrained(transfer.attempt))
@@ -236,8 +236,8 @@ class PushRules:
         address = transfer.peer.kv_address
         self.write_off(transfer)
         del self.transfers[transfer.attempt]
-        if self.by_landing.get(transfer.landing_key) is transfer:
-            del self.by_landing[transfer.landing_key]
+        if self.by_incoming.get(transfer.incoming_key) is transfer:
+            del self.by_incoming[transfer.incoming_key]
         actions = self._stop(transfer) if isinstance(event, Acked) else []
         actions.append(event)
         if transfer.abort is not None:
@@ -274,7 +274,7 @@ class PushRules:
         if not transfer.next_seq:
             return []
         address = transfer.peer.kv_address
-        return [StopFrames(address, transfer.attempt, transfer.peer.epoch, transfer.landing_id)]
+        return [StopFrames(address, transfer.attempt, transfer.peer.epoch, transfer.incoming_id)]
 
     def _window_bytes(self, peer: PushPeer, live: list[Transfer], now_s: float) -> int:
         two_layers_bytes = max(transfer.two_layers_bytes for transfer in live)

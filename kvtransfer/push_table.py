@@ -25,7 +25,7 @@ class TransferState(Enum):
     RESERVING = auto()
     PUSHING = auto()  # granted; frames may be posted
     COMMITTING = auto()
-    ABORTING = auto()  # nothing is posted any more; source blocks may still be read, or the landing written
+    ABORTING = auto()  # nothing is posted any more; source blocks may still be read, or the incoming transfer written
 
 
 @dataclass(slots=True)
@@ -85,14 +85,14 @@ class Transfer:
     abort: kv_pb2.Abort | None = None
 
     @property
-    def landing_id(self) -> int:
+    def incoming_id(self) -> int:
         """0 before the grant."""
-        return self.grant.landing_id if self.grant is not None else 0
+        return self.grant.incoming_id if self.grant is not None else 0
 
     @property
-    def landing_key(self) -> tuple[str, int, int]:
-        """Which landing: every life of a decode worker counts its own from 1."""
-        return self.peer.kv_address, self.peer.epoch, self.landing_id
+    def incoming_key(self) -> tuple[str, int, int]:
+        """Which incoming transfer: every incarnation of a decode worker counts its own from 1."""
+        return self.peer.kv_address, self.peer.epoch, self.incoming_id
 
     @property
     def in_flight_bytes(self) -> int:
@@ -117,7 +117,7 @@ class Transfer:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing reads the source blocks or writes the landing on behalf of this transfer."""
+        """Whether nothing reads the source blocks or writes the incoming transfer on behalf of this transfer."""
         return not self.num_holds and not self.num_writes
 
 
@@ -140,7 +140,7 @@ class PushPeer:
         used_s: when something was last to be said to it.
         progress_s: when credit last came from it.
         epoch: 0 until a HELLO was answered.
-        lane: the best that was opened to that life; empty until then.
+        lane: the best that was opened to that incarnation; empty until then.
         has_digest: it verifies by digest.
         block_size: of its pools.
         hellos: moments of those sent and not answered, in ns.
@@ -178,8 +178,8 @@ class PushPeer:
         """The shortest lately; 0 if none was measured."""
         return min(self.offsets)[0] if self.offsets else 0.0
 
-    def forget_life(self) -> None:
-        """What answers next may be another life; replies of the old one are no answers any more."""
+    def forget_incarnation(self) -> None:
+        """What answers next may be another incarnation; replies of the old one are no answers any more."""
         self.epoch = 0
         self.lane = ""
         self.hellos.clear()

@@ -14,8 +14,8 @@ class PathCounts:
     """How one decode worker is reached.
 
     Attributes:
-        address: of its landing.
-        epoch: of its life; 0 if it is not known now.
+        address: of its incoming transfer.
+        epoch: of its incarnation; 0 if it is not known now.
         bytes_pushed: of transfers that were acknowledged.
         num_acked: transfers.
         bytes_per_s: the best rate at which pushed bytes were credited lately; 0 if none was measured.
@@ -44,7 +44,7 @@ class PushTotals:
         self._acked: dict[str, tuple[int, int]] = {}  # by address: transfers, bytes
 
     def acked(self, transfer: Transfer, now_s: float) -> None:
-        """A transfer was sealed over there."""
+        """A transfer was complete over there."""
         self.num_acked += 1
         transfer_s = now_s - (transfer.first_posted_s or now_s)
         exposed_s = max(0.0, now_s - transfer.prefill_end_s)

@@ -1,4 +1,4 @@
-"""What the answers of a worker's ranks make together: each verified its own pool, a landing has one digest for a layer.
+"""What the answers of a worker's ranks make together: each verified its pool, a transfer has one digest for a layer.
 
 A digest adds up over heads, so the parts of ranks that hold different heads are added. Ranks that hold the same heads
 (fewer heads than ranks, or a layer that every rank has whole) must agree, and count once: a copy that is damaged at one

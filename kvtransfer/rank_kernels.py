@@ -14,14 +14,14 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.device_jobs import SCRATCH_SLOT, SLOT_WORDS
 from baton.kvtransfer.device_stream import DeviceStream
 from baton.kvtransfer.flag_page import WORD_BYTES
-from baton.kvtransfer.landing_actions import DigestWanted
+from baton.kvtransfer.receiver_actions import DigestWanted
 
 _NOBODY = AttemptKey("", 0)
 
 # Measured beside the decode step of an 8B model: four multiprocessors verify 165 GB/s and slow it by less than 1 %.
 VERIFY = Tuning(num_programs=4)
 FILL = Tuning(num_programs=8)  # PCIe is the limit
-GANG_PROGRAMS = 8  # of all ranks together: each has a part of the bytes, and most of them lie behind NVLink
+TP_GROUP_PROGRAMS = 8  # of all ranks together: each has a part of the bytes, and most of them lie behind NVLink
 
 
 class RankKernels:
@@ -42,7 +42,7 @@ class RankKernels:
         self._staging = staging
         self._flags_address = flags_address
         self._launches = DeviceStream(device)
-        each = Tuning(num_programs=max(1, GANG_PROGRAMS // num_ranks))
+        each = Tuning(num_programs=max(1, TP_GROUP_PROGRAMS // num_ranks))
         self._fill, self._verify = (FILL, VERIFY) if num_ranks == 1 else (each, each)
 
     def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
@@ -59,7 +59,7 @@ class RankKernels:
             kv_digest(self._pool, ids, piece, workspace, answer, self._verify)
 
     def warm_up(self) -> None:
-        """Have the kernels compiled that landings will need, by launches that move nothing."""
+        """Have the kernels compiled that incoming transfers will need, by launches that move nothing."""
         shapes = set()
         for index, layer in enumerate(self._pool.layers):
             shape = (layer.head_first, layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)

@@ -1,4 +1,4 @@
-"""The pools of all ranks of a decode worker on GPUs, as the landing at rank 0 reaches them: opened by CUDA IPC.
+"""The pools of all ranks of a decode worker on GPUs, as the transfer at rank 0 reaches them: opened by CUDA IPC.
 
 Every rank tells where its pool is, and every rank hears of all, so that one whose pool cannot be shared stops them all
 with the same words. Rank 0 opens the others' on its own GPU, and its kernels write and read them over NVLink. A worker
@@ -17,7 +17,7 @@ from baton.core.errors import WorkerStartFailed
 from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, can_reach, device_uuid, export
-from baton.kvtransfer.landing_setup import DevicePool
+from baton.kvtransfer.receiver_setup import DevicePool
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""How events and commands of the landing look in a ring: plain bytes, so that the two sides may be two processes.
+"""How events and commands of the transfer look in a ring: plain bytes, so that the two sides may be two processes.
 
 A record is a kind, a slot, and the fields of one dataclass in their order. Both ends are of one version.
 """
@@ -11,13 +11,13 @@ from google.protobuf.message import DecodeError
 from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.landing_actions import (
+from baton.kvtransfer.receiver_actions import (
+    Completed,
     DigestWanted,
     Drained,
-    LandingEvent,
-    LandingFailed,
+    IncomingFailed,
+    ReceiverEvent,
     ReserveWanted,
-    Sealed,
 )
 from baton.proto import kv_pb2
 
@@ -49,18 +49,18 @@ class AbortCommand:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCommand:
-    """A sealed landing's sequence has ended."""
+    """A sealed incoming transfer's sequence has ended."""
 
     attempt: AttemptKey
 
 
 Command = GrantCommand | DenyCommand | AbortCommand | ReleaseCommand
-Record = LandingEvent | DigestWanted | Command
+Record = ReceiverEvent | DigestWanted | Command
 NO_SLOT = 0xFFFFFFFF
 _KINDS: tuple[type[Record], ...] = (
     ReserveWanted,
-    Sealed,
-    LandingFailed,
+    Completed,
+    IncomingFailed,
     Drained,
     GrantCommand,
     DenyCommand,

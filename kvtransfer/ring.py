@@ -75,7 +75,7 @@ class Ring:
 
 
 class CompletionWords:
-    """One 64-bit word for each landing slot: the id of the landing sealed there, 0 for none."""
+    """One 64-bit word for each incoming transfer slot: the id of the incoming transfer sealed there, 0 for none."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._words = memoryview(buffer).cast("B").cast("Q")
@@ -88,15 +88,15 @@ class CompletionWords:
     def __len__(self) -> int:
         return len(self._words)
 
-    def set(self, slot: int, landing_id: int) -> None:
-        """Only the landing side writes."""
-        self._words[slot] = landing_id
+    def set(self, slot: int, incoming_id: int) -> None:
+        """Only the incoming transfer side writes."""
+        self._words[slot] = incoming_id
 
     def get(self, slot: int) -> int:
         """The engine's side reads; 0 for a slot that is none."""
         return self._words[slot] if slot < len(self._words) else 0
 
     def reset(self) -> None:
-        """Nothing is sealed. Nobody may be at the other end."""
+        """Nothing is complete. Nobody may be at the other end."""
         for slot in range(len(self._words)):
             self._words[slot] = 0

@@ -1,6 +1,6 @@
-"""The memory that a decode worker shares with its landing process and, on one host, with prefill workers: a named file.
+"""The memory that a decode worker shares with its KV receiver and, on one host, with prefill workers: a named file.
 
-Owns the file: its order (header, then the landing's link, then the pool of each rank, page aligned), its room in
+Owns the file: its order (header, then the transfer's link, then the pool of each rank, page aligned), its room in
 /dev/shm, and its end. The process that made it holds a lock on it as long as it lives; that lock, never an age, is what
 `sweep` goes by. Refuses to know what the bytes mean.
 """
@@ -25,7 +25,7 @@ MAX_POOLS = 64
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, number of pools, nonce, bytes of the link, bytes in all
 NONCE_AT, NONCE_BYTES = 16, 8  # in the file, little endian
-_EPOCH_AT = 64  # a word on a cache line of its own: the life of the landing that the memory belongs to now
+_EPOCH_AT = 64  # a word on a cache line of its own: the life of the incoming transfer that the memory belongs to now
 _POOLS_AT = 128
 _POOL = struct.Struct("<QQ")  # offset, bytes
 
@@ -131,7 +131,7 @@ class SharedRegion:
 
     @property
     def link(self) -> memoryview:
-        """The part for `LandingLink`."""
+        """The part for `ReceiverLink`."""
         return self._memory[PAGE_BYTES : PAGE_BYTES + self._link_bytes]
 
     def pool(self, rank: int) -> memoryview:
@@ -141,7 +141,7 @@ class SharedRegion:
 
     @property
     def epoch(self) -> int:
-        """The life of the landing that may write here; 0 while there is none."""
+        """The life of the incoming transfer that may write here; 0 while there is none."""
         return self._memory[_EPOCH_AT : _EPOCH_AT + 8].cast("Q")[0]
 
     @epoch.setter

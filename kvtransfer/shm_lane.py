@@ -1,7 +1,7 @@
 """The push side of the `shm` lane: a decode worker of this host, whose pools are mapped and written in place.
 
 Opening proves that both sides see the same memory: the offer's nonce stands in the file, and so does the epoch of the
-landing's life. Nothing in an offer is believed: where pools lie and how large they are is computed from the layout and
+transfer's life. Nothing in an offer is believed: where pools lie and how large they are is computed from the layout and
 compared. Whether a write is allowed is `push`'s to know; that it stays inside the pools is checked here.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 from baton.core.errors import ProtocolError
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
-from baton.kvtransfer.landing_lane import ReceiverSide, ServedLane
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.push_lane import LaneFailed, LaneRefused, SenderSide, WrittenAtOnce
+from baton.kvtransfer.receiver_lane import ReceiverSide, ServedLane
 from baton.kvtransfer.shared_region import DIRECTORY, NONCE_AT, NONCE_BYTES, PREFIX, SharedRegion
 from baton.kvtransfer.span import Span
 from baton.proto import kv_pb2
@@ -27,11 +27,11 @@ _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-zA-Z_.-]{1,100}")
 
 
 class ShmLane:
-    """The pools of all ranks of one life of a decode worker.
+    """The pools of all ranks of one incarnation of a decode worker.
 
     Args:
         region: mapped.
-        epoch: of the life.
+        epoch: of the incarnation.
         source: this rank's pool.
         targets: the decode worker's, of each rank.
     """
@@ -52,7 +52,7 @@ class ShmLane:
     ) -> WrittenAtOnce:
         """Copy a span to every rank that holds a head of it; over when this returns."""
         if self._is_closed or self._region.epoch != self._epoch:
-            raise LaneFailed("the decode worker's memory belongs to another life")
+            raise LaneFailed("the decode worker's memory belongs to another incarnation")
         digest = 0
         for first, stop, target, counts in self._routes[span.layer]:
             low, high = max(first, span.head_first), min(stop, span.head_first + span.head_count)
@@ -101,7 +101,7 @@ class ShmOpener:
         """Map the file that is offered.
 
         Raises:
-            LaneRefused: it is not here, not that life's, or its pools are not what the layout says.
+            LaneRefused: it is not here, not that incarnation's, or its pools are not what the layout says.
         """
         if host_id != self._host_id:
             raise LaneRefused("the peer is on another host")
@@ -161,7 +161,7 @@ def _map(
     region: SharedRegion, epoch: int, places: Sequence[kv_pb2.PoolPlace], geometries: Sequence[PoolGeometry]
 ) -> list[PoolIO]:
     if region.epoch != epoch:
-        raise LaneRefused("the shared region belongs to another life of the peer")
+        raise LaneRefused("the shared region belongs to another incarnation of the peer")
     if [(p.offset_bytes, p.num_bytes) for p in region.pools] != [(p.offset_bytes, p.num_bytes) for p in places]:
         raise LaneRefused("the shared region has other pools than were offered")
     return [

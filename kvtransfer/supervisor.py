@@ -1,7 +1,9 @@
-"""Keeps a landing process alive beside a decode worker: starts it, watches it, ends one that hangs, starts the next.
+"""Keeps a KV receiver alive beside a decode worker: starts it, watches it, ends one that hangs, starts the next.
 
-Each life has an epoch of its own. Between two lives the worker's side has to read what the dead one left and say so
-(`revive`); nothing of the old life is touched before. Refuses to go on when lives are too short: then the worker ends.
+Each incarnation has an epoch of its own. Between two incarnations the worker's side has to read what the dead one left
+and say so
+(`revive`); nothing of the old incarnation is touched before. Refuses to go on when lives are too short: then the worker
+ends.
 """
 
 import logging
@@ -15,9 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from baton.core.errors import BatonError, TransferFailed
-from baton.kvtransfer.landing_child import LandingChild
-from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import LandingSetup, Legacy
+from baton.kvtransfer.receiver_child import ReceiverChild
+from baton.kvtransfer.receiver_link import ReceiverLink
+from baton.kvtransfer.receiver_setup import Legacy, ReceiverSetup
 from baton.kvtransfer.shared_region import SharedRegion
 
 log = logging.getLogger(__name__)
@@ -29,26 +31,26 @@ MAX_PAUSE_S: Final = 2.0
 JOIN_S: Final = 10.0
 
 
-class LandingSupervisor:
-    """A landing in a process of its own. See `landing_host.LandingHost`.
+class ReceiverSupervisor:
+    """An incoming transfer in a process of its own. See `receiver_host.ReceiverHost`.
 
     Args:
         region: what is shared; not owned.
         link: in it.
-        setup: of the first life.
+        setup: of the first incarnation.
     """
 
-    def __init__(self, region: SharedRegion, link: LandingLink, setup: LandingSetup) -> None:
+    def __init__(self, region: SharedRegion, link: ReceiverLink, setup: ReceiverSetup) -> None:
         self.wakeup: Callable[[], None] = lambda: None
         self.address = ""
         self.epoch = setup.epoch
-        self.num_lives = 0
+        self.num_incarnations = 0
         self.pid = 0
         self._region = region
         self._link = link
         self._setup = setup
         self._hang_s = max(setup.config.lease_s, MIN_HANG_S)
-        self._deaths: deque[float] = deque(maxlen=setup.config.max_landing_deaths)
+        self._deaths: deque[float] = deque(maxlen=setup.config.max_receiver_deaths)
         self._notify = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the child has news for the worker
         self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the worker has commands for the child
         self._call = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # this side has something for the thread
@@ -61,7 +63,7 @@ class LandingSupervisor:
         self._thread = threading.Thread(target=self._run, name="kv-supervisor", daemon=True)
 
     def start(self) -> None:
-        """Start the first life, unless that was done; returns when it serves.
+        """Start the first incarnation, unless that was done; returns when it serves.
 
         Raises:
             StartupError: it cannot.
@@ -85,14 +87,14 @@ class LandingSupervisor:
             TransferFailed: too many lives ended too soon, or the supervisor itself did.
         """
         if self._error is not None:
-            raise TransferFailed(f"the landing process is gone for good: {self._error}") from self._error
+            raise TransferFailed(f"the KV receiver process is gone for good: {self._error}") from self._error
 
     def death(self) -> str | None:
-        """Why the last life ended, from its end to `revive`; it is reaped, so nothing of it is written any more."""
+        """Why the last incarnation ended, from its end to `revive`; it is reaped, and writes nothing any more."""
         return self._death
 
     def revive(self, legacies: Sequence[Legacy]) -> None:
-        """Everything a dead life left was read and the link was reset: start the next one.
+        """Everything a dead incarnation left was read and the link was reset: start the next one.
 
         Args:
             legacies: what it had granted and somebody still needs.
@@ -103,7 +105,7 @@ class LandingSupervisor:
         os.eventfd_write(self._call, 1)
 
     def condemn(self, reason: str) -> None:
-        """What this life says cannot be: end it."""
+        """What this incarnation says cannot be: end it."""
         self._condemned = reason
         os.eventfd_write(self._call, 1)
 
@@ -115,7 +117,7 @@ class LandingSupervisor:
         os.eventfd_write(self._call, 1)
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
-            assert not self._thread.is_alive(), "the supervisor of the landing process did not stop"
+            assert not self._thread.is_alive(), "the supervisor of the KV receiver process did not stop"
         files = (self._notify, self._nudge, self._call)
         self._nudge = -1
         for file in files:
@@ -126,34 +128,34 @@ class LandingSupervisor:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._one_life()
-        # The boundary of the thread: `start` or `check` raises it, and the worker must not go on without a landing.
+                self._one_incarnation()
+        # The boundary of the thread: `start` or `check` raises it, and the worker must not go on without a transfer.
         except BaseException as error:
             if self._ready.is_set():
-                log.exception("the landing process is given up")
+                log.exception("the KV receiver process is given up")
             self._error = error
             self.wakeup()
         finally:
             self._region.epoch = 0
             self._ready.set()
 
-    def _one_life(self) -> None:
+    def _one_incarnation(self) -> None:
         """From a start to a death that the worker knows of, or to `close`."""
         inherited = {"notify": self._notify, "nudge": self._nudge}
         self._condemned = ""
-        # Before this life can say or offer anything to anybody.
+        # Before this incarnation can say or offer anything to anybody.
         self._region.epoch = self.epoch = self._setup.epoch
-        child = LandingChild(self._setup.to_json(parent=os.getpid(), **inherited), tuple(inherited.values()))
+        child = ReceiverChild(self._setup.to_json(parent=os.getpid(), **inherited), tuple(inherited.values()))
         reason = ""
         try:
             greeting = child.greeting()
             self.address, self.pid = greeting["address"], child.pid
-            self.num_lives += 1
+            self.num_incarnations += 1
             self._ready.set()
             self.wakeup()
             reason = self._watch(child)
         except BatonError as error:
-            if self.num_lives == 0:
+            if self.num_incarnations == 0:
                 raise
             reason = error.message
         finally:
@@ -162,7 +164,7 @@ class LandingSupervisor:
         if not self._is_closing:
             self._bury(f"{reason or 'it ended'} (status {status})")
 
-    def _watch(self, child: LandingChild) -> str:
+    def _watch(self, child: ReceiverChild) -> str:
         """Serve the child until it has to end; returns why, empty if it did so itself."""
         poll = select.poll()
         for file in (self._notify, self._call, child.pidfd):
@@ -189,18 +191,20 @@ class LandingSupervisor:
         return "the worker closes"
 
     def _bury(self, reason: str) -> None:
-        """Let the worker read what the dead life left, and prepare the next life."""
-        log.warning("a landing process ended: %s", reason)
+        """Let the worker read what the dead incarnation left, and prepare the next incarnation."""
+        log.warning("a KV receiver process ended: %s", reason)
         now_s = time.monotonic()
         self._deaths.append(now_s)
         if len(self._deaths) == self._deaths.maxlen and now_s - self._deaths[0] < DEATHS_WITHIN_S:
-            raise TransferFailed(f"{len(self._deaths)} of its lives ended within {now_s - self._deaths[0]:.1f} s")
+            raise TransferFailed(
+                f"{len(self._deaths)} of its incarnations ended within {now_s - self._deaths[0]:.1f} s"
+            )
         self._death = reason
         self.wakeup()
         legacies = self._wait_for_revival()
         num_recent = sum(now_s - death_s < DEATHS_WITHIN_S for death_s in self._deaths)
         self._pause(min(0.05 * (2 ** (num_recent - 1) - 1), MAX_PAUSE_S))
-        self._setup = self._setup.next_life(secrets.randbits(64) or 1, self.address, legacies)
+        self._setup = self._setup.next_incarnation(secrets.randbits(64) or 1, self.address, legacies)
 
     def _wait_for_revival(self) -> Sequence[Legacy]:
         while not self._is_closing and self._revived is None:

@@ -12,7 +12,7 @@ TIME_NAMES: Final = tuple(f"{kind}_bucket_{at}" for kind in (TRANSFER, EXPOSED) 
 
 
 class TransferTimes:
-    """Times of transfers that were acknowledged or sealed."""
+    """Times of transfers that were acknowledged or complete."""
 
     def __init__(self) -> None:
         self._transfer = Buckets(TIME_BOUNDS_S)

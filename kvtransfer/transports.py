@@ -1,4 +1,4 @@
-"""Makes the control channels that `core.kv_transports` declares. Lanes are made by `push_lane` and `landing_lane`."""
+"""Makes the control channels that `core.kv_transports` declares. Lanes are made by `push_lane` and `receiver_lane`."""
 
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import CONTROL_CHANNELS, control_channel, load
@@ -20,7 +20,7 @@ def connecting_transport(config: KVTransferConfig) -> Transport:
 
 
 def listening_transport(kind: str, bind: str, config: KVTransferConfig) -> Transport:
-    """The side where landings are.
+    """The side where incoming transfers are.
 
     Args:
         kind: name of the control channel.

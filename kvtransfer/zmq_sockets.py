@@ -8,8 +8,8 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.proof import connection_pass
+from baton.kvtransfer.zmq_connection_authenticator import Admission, ConnectionAuthenticator, PlainAdmission
 from baton.kvtransfer.zmq_curve import CurveKeys
-from baton.kvtransfer.zmq_doorman import Admission, Doorman, PlainAdmission
 
 HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
 _MIN_MESSAGE_BYTES = 1 << 20  # control messages must fit even where frames are small
@@ -42,7 +42,7 @@ class ZmqSockets:
         self.poller = zmq.Poller()
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, 4096)
-        self._doorman: Doorman | None = None
+        self._connection_authenticator: ConnectionAuthenticator | None = None
         self._num_refused = 0
         self._wake_lock = threading.Lock()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # cheaper to poll than a pair of sockets
@@ -58,9 +58,9 @@ class ZmqSockets:
         socket.set(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
         socket.set(zmq.HEARTBEAT_TTL, timeout_ms)
         socket.set(zmq.HANDSHAKE_IVL, timeout_ms)
-        if is_server and self._doorman is None:
-            self._doorman = Doorman(self._context, self._admission)
-            self.poller.register(self._doorman.socket, zmq.POLLIN)
+        if is_server and self._connection_authenticator is None:
+            self._connection_authenticator = ConnectionAuthenticator(self._context, self._admission)
+            self.poller.register(self._connection_authenticator.socket, zmq.POLLIN)
         self._admission.arm(socket, is_server=is_server)
         return socket
 
@@ -79,8 +79,8 @@ class ZmqSockets:
                 self._is_woken = False
                 os.eventfd_read(self._waker)
             return True
-        if self._doorman is not None and source is self._doorman.socket:
-            self._num_refused += self._doorman.answer()
+        if self._connection_authenticator is not None and source is self._connection_authenticator.socket:
+            self._num_refused += self._connection_authenticator.answer()
             return True
         return False
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.kernels.attention.shares import SharePlans
+from baton.kernels.attention.shares import SplitKVPlans
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kvcache.pool import KVPool
@@ -37,7 +37,7 @@ class AttentionInputs:
     cos_TF: torch.Tensor
     sin_TF: torch.Tensor
     on_layer: Callable[[int], None]
-    plans: SharePlans = field(default_factory=SharePlans)
+    plans: SplitKVPlans = field(default_factory=SplitKVPlans)
 
     @property
     def may_wait(self) -> bool:
@@ -94,7 +94,7 @@ class Attention:
                 )
 
     def _attend_prompts(
-        self, query_TAE: torch.Tensor, batch: PrefillBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SharePlans
+        self, query_TAE: torch.Tensor, batch: PrefillBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SplitKVPlans
     ) -> torch.Tensor:
         return self._ops.attention_prefill(
             query_TAE,
@@ -108,7 +108,7 @@ class Attention:
         )
 
     def _attend_decode(
-        self, query_TAE: torch.Tensor, batch: DecodeBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SharePlans
+        self, query_TAE: torch.Tensor, batch: DecodeBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SplitKVPlans
     ) -> torch.Tensor:
         mixed_BQAE = self._ops.attention_decode(
             query_TAE.unflatten(0, batch.positions_BQ.shape),

@@ -1,8 +1,8 @@
-"""What a decode worker's no to a landing means for the request."""
+"""What a decode worker's no to an incoming transfer means for the request."""
 
 from baton.core.errors import BatonError, HandoffTooLong, Overloaded, PromptTooLong, TransferFailed
-from baton.kvtransfer.landing_driver import STAGING_KEY
 from baton.kvtransfer.push import Denied
+from baton.kvtransfer.receiver_driver import STAGING_KEY
 from baton.proto import kv_pb2
 
 
@@ -14,7 +14,7 @@ def error_of(event: Denied) -> BatonError:
         return HandoffTooLong(f"the decode worker cannot take the hand-off: {event.detail}")
     if event.reason == kv_pb2.Deny.TOO_LONG:
         return PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
-    error = TransferFailed(f"the decode worker refused the landing: {event.detail}")
+    error = TransferFailed(f"the decode worker refused the incoming transfer: {event.detail}")
     if event.reason == kv_pb2.Deny.LAYOUT:
         error.fields["pair_refused"] = event.detail  # the router pairs these two no more
     return error

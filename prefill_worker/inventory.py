@@ -2,8 +2,8 @@
 
 from baton.engine.engine import Engine
 from baton.kvtransfer.push import PushService
-from baton.prefill_worker.gang import GangPush
 from baton.prefill_worker.push_line import PushLine
+from baton.prefill_worker.tp_group import TPGroupPush
 from baton.proto import worker_pb2
 from baton.worker.inventory import engine_inventory
 from baton.worker.transfer_counts import push_counts
@@ -12,7 +12,7 @@ from baton.worker.transfer_counts import push_counts
 def prefill_inventory(
     engine: Engine,
     line: PushLine,
-    push: PushService | GangPush,
+    push: PushService | TPGroupPush,
     *,
     full_tokens_per_s: float,
     num_requests: int,
@@ -39,7 +39,7 @@ def prefill_inventory(
         num_finished=num_finished,
         num_failed=num_failed,
     )
-    held.num_landings = pushes["num_pushes"]
+    held.num_kv_receives = pushes["num_pushes"]
     held.kv_bytes = pushes["bytes_pushed"]
     held.transfer.CopyFrom(push_counts(pushes, push.paths(), push.lanes()))
     held.num_prefill_tokens_queued = line.num_tokens_queued()

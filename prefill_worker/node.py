@@ -14,22 +14,22 @@ from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.core.logs import know
 from baton.core.telemetry import Telemetry
-from baton.engine.lead import FollowRunner, LeadRunner
+from baton.engine.lead import Rank0Runner, RankRunner
 from baton.engine.runner import Runner
-from baton.kvtransfer.life_file import sweep_lives
+from baton.kvtransfer.incarnation_file import sweep_incarnations
 from baton.kvtransfer.push import PushService
 from baton.kvtransfer.transports import connecting_transport
-from baton.prefill_worker.gang import GangPush, PrefillFollower
-from baton.prefill_worker.gang_messages import prefill_codec
 from baton.prefill_worker.service import PrefillService
+from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush
+from baton.prefill_worker.tp_group_messages import prefill_codec
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.worker.gang import closed_if_it_fails, follow, lead_worker, watch_gang
 from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
+from baton.worker.rank_place import RankPlace, RankStarter
 from baton.worker.runner import prefill_runner
-from baton.worker.seat import RankStarter, Seat
+from baton.worker.tp_group import closed_if_it_fails, follow, lead_worker, watch_tp_group
 
 
 class PrefillNode:
@@ -37,8 +37,8 @@ class PrefillNode:
 
     Args:
         config: what to load and where to report.
-        on_fatal: told when the loop broke, or a rank; an actor ends its process then, so that Ray starts a new life.
-        starter: of the other ranks, where there are any.
+        on_fatal: told when the loop broke, or a rank; an actor ends its process then, so that Ray starts a new
+        incarnation. starter: of the other ranks, where there are any.
 
     Raises:
         StartupError: see `load_worker`.
@@ -70,7 +70,7 @@ class PrefillNode:
             self.worker = self._make_worker(loaded, runner, push)
             undo.pop_all()  # it is the worker's
             undo.callback(self.worker.close)
-            watch_gang(self._channel, self._on_fatal)
+            watch_tp_group(self._channel, self._on_fatal)
             self.worker.start()
             self.host = self._make_host()
             self.host.start()
@@ -82,13 +82,13 @@ class PrefillNode:
         self._telemetry = Telemetry(config.telemetry, "prefill", clock, about)
         return PrefillWorker(
             tracer=self._telemetry.tracer,
-            runner=runner if channel is None else LeadRunner(runner, channel),
+            runner=runner if channel is None else Rank0Runner(runner, channel),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
             limits=request_limits(
                 loaded.model, max_model_len=config.max_model_len, num_draft_tokens=config.num_draft_tokens
             ),
-            push=push if channel is None else GangPush(push, channel),
+            push=push if channel is None else TPGroupPush(push, channel),
             max_num_batched_tokens=config.chunk_len,
             scheduling=config.scheduling,
             max_queue_len=config.max_queue_len,
@@ -158,20 +158,20 @@ class PrefillRank:
 
     Args:
         config: the worker's.
-        seat: of this rank.
+        rank_place: of this rank.
 
     Raises:
         StartupError: see `load_worker`.
     """
 
-    def __init__(self, config: WorkerConfig, seat: Seat) -> None:
-        channel = self.channel = follow(seat, prefill_codec(), torch.device(config.device))
+    def __init__(self, config: WorkerConfig, rank_place: RankPlace) -> None:
+        channel = self.channel = follow(rank_place, prefill_codec(), torch.device(config.device))
         with closed_if_it_fails(channel):
             loaded = load_worker(config, communicator=channel.communicator)
             config = loaded.applied(config)
-            push = _push(config, loaded, seat.epoch)
+            push = _push(config, loaded, rank_place.epoch)
             runner = prefill_runner(config, loaded, channel.communicator, push.open_step)
-            self._follower = PrefillFollower(FollowRunner(runner, channel), push, channel)
+            self._follower = PrefillRankPush(RankRunner(runner, channel), push, channel)
             channel.follow()
 
     def run(self) -> None:
@@ -186,7 +186,7 @@ class PrefillRank:
 
 
 def _push(config: WorkerConfig, loaded: LoadedWorker, epoch: int) -> PushService:
-    sweep_lives()  # of workers that were killed
+    sweep_incarnations()  # of workers that were killed
     return PushService(
         pool=loaded.pool,
         layout=loaded.layout,

@@ -9,12 +9,12 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.kvtransfer.push import DecodePeer
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.proto.bundle_wire import prefill_frame
+from baton.proto.stream_mux_wire import prefill_frame
 from baton.proto.wire import request_from_prefill
-from baton.worker.bundle import Bundle
-from baton.worker.cork import Cork
-from baton.worker.outbox import BundledStream
 from baton.worker.prefix_watch import serve_watch
+from baton.worker.send_queue import MuxedStream
+from baton.worker.stream_mux import StreamMux
+from baton.worker.write_coalescer import WriteCoalescer
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
@@ -27,7 +27,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 
     async def RunAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Prefill all attempts of one router. A call that ends cancels them."""
-        await Bundle(_Runs(self._worker, self._clock), prefill_frame, Cork(), self._epoch).serve(context)
+        await StreamMux(_Runs(self._worker, self._clock), prefill_frame, WriteCoalescer(), self._epoch).serve(context)
 
     async def WatchPrefixes(
         self, request: worker_pb2.WatchPrefixesRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -37,7 +37,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 
 
 class _Runs:
-    """What a bundle does with its streams (`worker.bundle.Role`)."""
+    """What a stream mux does with its streams (`worker.stream_mux.Role`)."""
 
     def __init__(self, worker: PrefillWorker, clock: Clock) -> None:
         self._worker = worker
@@ -53,11 +53,11 @@ class _Runs:
         self,
         message: worker_pb2.PrefillRequest,
         attempt: GenerationRequest,
-        stream: BundledStream[worker_pb2.PrefillEvent],
+        stream: MuxedStream[worker_pb2.PrefillEvent],
     ) -> None:
         self._worker.submit(attempt, _peer(message), stream)
 
-    def cancel(self, key: AttemptKey, stream: BundledStream[worker_pb2.PrefillEvent]) -> None:
+    def cancel(self, key: AttemptKey, stream: MuxedStream[worker_pb2.PrefillEvent]) -> None:
         self._worker.cancel(key, stream)
 
 

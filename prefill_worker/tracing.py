@@ -25,7 +25,7 @@ def _make(context: TraceContext, request: PrefillRequest, now_s: float, batch: S
     }
     batch.add(context, "prefill", sequence.submitted_s, now_s, kind=SERVER, error=request.error, attributes=about)
     batch.child(context, "prefill.queue", sequence.submitted_s, request.reserved_s or now_s)
-    batch.child(context, "landing.wait", request.reserved_s, request.granted_s or now_s)
+    batch.child(context, "grant.wait", request.reserved_s, request.granted_s or now_s)
     for start_s, end_s, first, length in sequence.chunks:
         batch.child(context, "prefill.chunk", start_s, end_s, {"first": first, "num_tokens": length})
     batch.child(context, "prefill.mtp", sequence.first_token_s, request.handed_off_s)

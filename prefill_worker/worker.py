@@ -20,7 +20,7 @@ from baton.core.validate import RequestLimits, validate_attempt
 from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
 from baton.engine.grammar import check_compiles
-from baton.engine.lead import LeadRunner
+from baton.engine.lead import Rank0Runner
 from baton.engine.runner import Runner
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase
@@ -33,10 +33,10 @@ from baton.kvcache.pool import KVPool
 from baton.kvcache.prefix_index import PrefixIndex
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
 from baton.prefill_worker.denial import error_of
-from baton.prefill_worker.gang import GangPush
 from baton.prefill_worker.inventory import prefill_inventory
 from baton.prefill_worker.push_line import PushLine
 from baton.prefill_worker.request import PrefillRequest, PrefillStream
+from baton.prefill_worker.tp_group import TPGroupPush
 from baton.prefill_worker.tracing import trace_prefill
 from baton.proto import kv_pb2, worker_pb2
 from baton.proto.wire import logprobs_to_proto
@@ -55,11 +55,11 @@ class PrefillWorker:
     def __init__(
         self,
         *,
-        runner: Runner | LeadRunner,
+        runner: Runner | Rank0Runner,
         pool: KVPool,
         tokenizer: Tokenizer,
         limits: RequestLimits,
-        push: PushService | GangPush,
+        push: PushService | TPGroupPush,
         max_num_batched_tokens: int,
         max_queue_len: int,
         prefix_cache: bool = True,
@@ -292,7 +292,7 @@ class PrefillWorker:
             token=made.token_ids[0],
             finish_reason=made.reason.value if made.reason else "",
             queue_ms=1e3 * (request.reserved_s - sequence.submitted_s),
-            landing_ms=1e3 * (request.granted_s - request.reserved_s),
+            grant_wait_ms=1e3 * (request.granted_s - request.reserved_s),
             prefill_ms=1e3 * (sequence.first_token_s - request.granted_s),
             received_ns=int(1e9 * sequence.submitted_s),
             sent_ns=int(1e9 * sequence.first_token_s),

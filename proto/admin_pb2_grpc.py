@@ -115,8 +115,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Restart(self, request, context):
-        """Ends a life of a worker; Ray starts another. What it was serving is lost: drain it first. Asked of the router: the
-        worker that is named; asked of a worker: itself. Does nothing if that life is over already.
+        """Ends an incarnation of a worker; Ray starts another. What it was serving is lost: drain it first. Asked of the router: the
+        worker that is named; asked of a worker: itself. Does nothing if that incarnation is over already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,9 +8,9 @@ def held(inventory: worker_pb2.Inventory) -> dict[str, int]:
     return {
         "blocks": inventory.num_blocks - inventory.num_blocks_free,
         "quarantined_blocks": inventory.num_blocks_quarantined,
-        "landings": inventory.num_landings,
+        "incoming_transfers": inventory.num_kv_receives,
         "slots": inventory.num_slots_in_use,
-        "attends": inventory.num_attends,
+        "attends": inventory.num_requests_held,
         "waiting_requests": inventory.num_requests_waiting,
         "running_requests": inventory.num_requests_running,
     }

@@ -48,7 +48,7 @@ class InsideChannel:
     Args:
         channel: underneath.
         caller: who calls.
-        callee: the server in the life that is meant; asked for at each call.
+        callee: the server in the incarnation that is meant; asked for at each call.
     """
 
     def __init__(self, channel: Any, caller: Caller, callee: Callable[[], str]) -> None:

@@ -183,7 +183,7 @@ class NixlPool(_message.Message):
     def __init__(self, place: _Optional[_Union[PoolPlace, _Mapping]] = ..., address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns", "lanes", "host_id", "life_file", "number", "challenge", "proof")
+    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns", "lanes", "host_id", "incarnation_file", "number", "challenge", "proof")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -195,7 +195,7 @@ class Hello(_message.Message):
     SENT_NS_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
-    LIFE_FILE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FILE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
@@ -210,11 +210,11 @@ class Hello(_message.Message):
     sent_ns: int
     lanes: _containers.RepeatedScalarFieldContainer[str]
     host_id: str
-    life_file: str
+    incarnation_file: str
     number: bytes
     challenge: bytes
     proof: bytes
-    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ..., lanes: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., life_file: _Optional[str] = ..., number: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ..., lanes: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., incarnation_file: _Optional[str] = ..., number: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ("version", "epoch", "peer_epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "echo_sent_ns", "receiver_ns", "refused", "offers", "host_id", "challenge", "proof")
@@ -273,22 +273,22 @@ class Reserve(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ..., lane: _Optional[str] = ..., tp_size: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("attempt", "epoch", "landing_id", "credit_bytes", "lease_ms", "lane", "blocks")
+    __slots__ = ("attempt", "epoch", "incoming_id", "credit_bytes", "lease_ms", "lane", "blocks")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     epoch: int
-    landing_id: int
+    incoming_id: int
     credit_bytes: int
     lease_ms: int
     lane: str
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., lane: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., lane: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Deny(_message.Message):
     __slots__ = ("attempt", "epoch", "reason", "detail")
@@ -333,9 +333,9 @@ class SequenceState(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., hidden: _Optional[bytes] = ..., num_draws: _Optional[int] = ..., draft_ms: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("epoch", "landing_id", "attempt", "prompt_len", "num_layers", "layer_digests", "state", "prefill_end_ns", "payload_bytes", "round", "tp_rank", "tp_size", "next_seq")
+    __slots__ = ("epoch", "incoming_id", "attempt", "prompt_len", "num_layers", "layer_digests", "state", "prefill_end_ns", "payload_bytes", "round", "tp_rank", "tp_size", "next_seq")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -348,7 +348,7 @@ class Commit(_message.Message):
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landing_id: int
+    incoming_id: int
     attempt: Attempt
     prompt_len: int
     num_layers: int
@@ -360,15 +360,15 @@ class Commit(_message.Message):
     tp_rank: int
     tp_size: int
     next_seq: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., prompt_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., layer_digests: _Optional[_Iterable[int]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., prefill_end_ns: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., round: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., prompt_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., layer_digests: _Optional[_Iterable[int]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., prefill_end_ns: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., round: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
 
 class CommitAck(_message.Message):
-    __slots__ = ("epoch", "landing_id")
+    __slots__ = ("epoch", "incoming_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landing_id: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ...) -> None: ...
+    incoming_id: int
+    def __init__(self, epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ...) -> None: ...
 
 class LayerGap(_message.Message):
     __slots__ = ("layer", "first", "count")
@@ -381,104 +381,104 @@ class LayerGap(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class CommitNack(_message.Message):
-    __slots__ = ("epoch", "landing_id", "missing", "corrupt_layers", "round", "charged_bytes")
+    __slots__ = ("epoch", "incoming_id", "missing", "corrupt_layers", "round", "charged_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_LAYERS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CHARGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landing_id: int
+    incoming_id: int
     missing: _containers.RepeatedCompositeFieldContainer[LayerGap]
     corrupt_layers: _containers.RepeatedScalarFieldContainer[int]
     round: int
     charged_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., corrupt_layers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., corrupt_layers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
 
 class Credit(_message.Message):
-    __slots__ = ("epoch", "landings")
+    __slots__ = ("epoch", "incoming_transfers")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDINGS_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landings: _containers.RepeatedCompositeFieldContainer[LandingCredit]
-    def __init__(self, epoch: _Optional[int] = ..., landings: _Optional[_Iterable[_Union[LandingCredit, _Mapping]]] = ...) -> None: ...
+    incoming_transfers: _containers.RepeatedCompositeFieldContainer[TransferCredit]
+    def __init__(self, epoch: _Optional[int] = ..., incoming_transfers: _Optional[_Iterable[_Union[TransferCredit, _Mapping]]] = ...) -> None: ...
 
-class LandingCredit(_message.Message):
-    __slots__ = ("landing_id", "charged_bytes")
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+class TransferCredit(_message.Message):
+    __slots__ = ("incoming_id", "charged_bytes")
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     CHARGED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    landing_id: int
+    incoming_id: int
     charged_bytes: int
-    def __init__(self, landing_id: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, incoming_id: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("epoch", "landing_ids")
+    __slots__ = ("epoch", "incoming_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_IDS_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landing_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., landing_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    incoming_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., incoming_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("epoch", "landing_id", "attempt", "reason", "sender_epoch", "peer_epoch")
+    __slots__ = ("epoch", "incoming_id", "attempt", "reason", "sender_epoch", "peer_epoch")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SENDER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landing_id: int
+    incoming_id: int
     attempt: Attempt
     reason: str
     sender_epoch: int
     peer_epoch: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sender_epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sender_epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class AbortAck(_message.Message):
-    __slots__ = ("epoch", "landing_id", "attempt", "drained", "peer_epoch", "tp_rank", "all_ranks")
+    __slots__ = ("epoch", "incoming_id", "attempt", "drained", "peer_epoch", "tp_rank", "all_ranks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     ALL_RANKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landing_id: int
+    incoming_id: int
     attempt: Attempt
     drained: bool
     peer_epoch: int
     tp_rank: int
     all_ranks: bool
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ..., peer_epoch: _Optional[int] = ..., tp_rank: _Optional[int] = ..., all_ranks: bool = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., drained: bool = ..., peer_epoch: _Optional[int] = ..., tp_rank: _Optional[int] = ..., all_ranks: bool = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("epoch", "landing_id", "round", "next_seq")
+    __slots__ = ("epoch", "incoming_id", "round", "next_seq")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landing_id: int
+    incoming_id: int
     round: int
     next_seq: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., round: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., round: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
 
 class Have(_message.Message):
-    __slots__ = ("epoch", "landing_id", "missing", "round", "charged_bytes")
+    __slots__ = ("epoch", "incoming_id", "missing", "round", "charged_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANDING_ID_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CHARGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    landing_id: int
+    incoming_id: int
     missing: _containers.RepeatedCompositeFieldContainer[LayerGap]
     round: int
     charged_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., landing_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., round: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[LayerGap, _Mapping]]] = ..., round: _Optional[int] = ..., charged_bytes: _Optional[int] = ...) -> None: ...
 
 class Packet(_message.Message):
     __slots__ = ("control", "header", "payload")

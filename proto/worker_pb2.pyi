@@ -58,11 +58,11 @@ class PromptLogprobs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token", "finish_reason", "queue_ms", "landing_ms", "prefill_ms", "sent_ns", "received_ns", "num_cached_tokens", "logprobs", "index")
+    __slots__ = ("token", "finish_reason", "queue_ms", "grant_wait_ms", "prefill_ms", "sent_ns", "received_ns", "num_cached_tokens", "logprobs", "index")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
-    LANDING_MS_FIELD_NUMBER: _ClassVar[int]
+    GRANT_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     SENT_NS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_NS_FIELD_NUMBER: _ClassVar[int]
@@ -72,14 +72,14 @@ class FirstToken(_message.Message):
     token: int
     finish_reason: str
     queue_ms: float
-    landing_ms: float
+    grant_wait_ms: float
     prefill_ms: float
     sent_ns: int
     received_ns: int
     num_cached_tokens: int
     logprobs: _inference_pb2.TokenLogprobs
     index: int
-    def __init__(self, token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., queue_ms: _Optional[float] = ..., landing_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., sent_ns: _Optional[int] = ..., received_ns: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
+    def __init__(self, token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., queue_ms: _Optional[float] = ..., grant_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., sent_ns: _Optional[int] = ..., received_ns: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("kv_bytes_pushed", "handed_off", "kv_lane")
@@ -294,7 +294,7 @@ class DecodeStats(_message.Message):
     def __init__(self, num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., kv_bytes_landed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "kv_dtype", "clock_id", "wishes_version", "wishes", "wishes_life", "can_prefill")
+    __slots__ = ("worker_id", "role", "epoch", "address", "kv_address", "model", "layout_hash", "max_model_len", "num_draft_tokens", "inventory", "block_size", "numerics", "dtype", "kv_epoch", "rank_pids", "speculation", "prefix_naming", "max_num_seqs", "kv_bytes_per_position", "build", "kv_dtype", "clock_id", "desired_state_version", "desired_state", "desired_state_incarnation", "can_prefill")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -317,9 +317,9 @@ class WorkerState(_message.Message):
     BUILD_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_ID_FIELD_NUMBER: _ClassVar[int]
-    WISHES_VERSION_FIELD_NUMBER: _ClassVar[int]
-    WISHES_FIELD_NUMBER: _ClassVar[int]
-    WISHES_LIFE_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_STATE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_STATE_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_STATE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CAN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
@@ -343,26 +343,26 @@ class WorkerState(_message.Message):
     build: str
     kv_dtype: str
     clock_id: str
-    wishes_version: int
-    wishes: Wishes
-    wishes_life: int
+    desired_state_version: int
+    desired_state: DesiredState
+    desired_state_incarnation: int
     can_prefill: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., clock_id: _Optional[str] = ..., wishes_version: _Optional[int] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wishes_life: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., model: _Optional[str] = ..., layout_hash: _Optional[bytes] = ..., max_model_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., block_size: _Optional[int] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_epoch: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_naming: _Optional[_Union[PrefixNaming, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., kv_bytes_per_position: _Optional[float] = ..., build: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., clock_id: _Optional[str] = ..., desired_state_version: _Optional[int] = ..., desired_state: _Optional[_Union[DesiredState, _Mapping]] = ..., desired_state_incarnation: _Optional[int] = ..., can_prefill: bool = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("known", "speculation", "wishes", "wants_wishes")
+    __slots__ = ("known", "speculation", "desired_state", "wants_desired_state")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
-    WISHES_FIELD_NUMBER: _ClassVar[int]
-    WANTS_WISHES_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_STATE_FIELD_NUMBER: _ClassVar[int]
+    WANTS_DESIRED_STATE_FIELD_NUMBER: _ClassVar[int]
     known: bool
     speculation: SpeculationMode
-    wishes: Wishes
-    wants_wishes: bool
-    def __init__(self, known: bool = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., wishes: _Optional[_Union[Wishes, _Mapping]] = ..., wants_wishes: bool = ...) -> None: ...
+    desired_state: DesiredState
+    wants_desired_state: bool
+    def __init__(self, known: bool = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., desired_state: _Optional[_Union[DesiredState, _Mapping]] = ..., wants_desired_state: bool = ...) -> None: ...
 
-class Wishes(_message.Message):
-    __slots__ = ("version", "speculation", "max_queue_len", "scale_num_prefill", "scale_num_decode", "drains", "blamed", "life")
+class DesiredState(_message.Message):
+    __slots__ = ("version", "speculation", "max_queue_len", "scale_num_prefill", "scale_num_decode", "drains", "blamed", "incarnation")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -370,18 +370,18 @@ class Wishes(_message.Message):
     SCALE_NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
     DRAINS_FIELD_NUMBER: _ClassVar[int]
     BLAMED_FIELD_NUMBER: _ClassVar[int]
-    LIFE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     version: int
     speculation: SpeculationMode
     max_queue_len: int
     scale_num_prefill: int
     scale_num_decode: int
-    drains: _containers.RepeatedCompositeFieldContainer[DrainedLife]
+    drains: _containers.RepeatedCompositeFieldContainer[DrainedIncarnation]
     blamed: _containers.RepeatedCompositeFieldContainer[BlamedRequest]
-    life: int
-    def __init__(self, version: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., max_queue_len: _Optional[int] = ..., scale_num_prefill: _Optional[int] = ..., scale_num_decode: _Optional[int] = ..., drains: _Optional[_Iterable[_Union[DrainedLife, _Mapping]]] = ..., blamed: _Optional[_Iterable[_Union[BlamedRequest, _Mapping]]] = ..., life: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, version: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., max_queue_len: _Optional[int] = ..., scale_num_prefill: _Optional[int] = ..., scale_num_decode: _Optional[int] = ..., drains: _Optional[_Iterable[_Union[DrainedIncarnation, _Mapping]]] = ..., blamed: _Optional[_Iterable[_Union[BlamedRequest, _Mapping]]] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
-class DrainedLife(_message.Message):
+class DrainedIncarnation(_message.Message):
     __slots__ = ("worker_id", "epoch")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -416,16 +416,16 @@ class Speculation(_message.Message):
     def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class Inventory(_message.Message):
-    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "compute", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len", "full_prefill_tokens_per_s", "grammar_seconds", "max_handoff_len")
+    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_kv_receives", "num_slots_in_use", "num_requests_held", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "compute", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len", "full_prefill_tokens_per_s", "grammar_seconds", "max_handoff_len")
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_RESERVED_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
-    NUM_LANDINGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_RECEIVES_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
-    NUM_ATTENDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_HELD_FIELD_NUMBER: _ClassVar[int]
     FRAMES_LATE_DROPPED_FIELD_NUMBER: _ClassVar[int]
     FRAMES_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -464,9 +464,9 @@ class Inventory(_message.Message):
     num_blocks_free: int
     num_blocks_reserved: int
     num_blocks_quarantined: int
-    num_landings: int
+    num_kv_receives: int
     num_slots_in_use: int
-    num_attends: int
+    num_requests_held: int
     frames_late_dropped: int
     frames_corrupt: int
     num_draft_tokens: int
@@ -499,7 +499,7 @@ class Inventory(_message.Message):
     full_prefill_tokens_per_s: float
     grammar_seconds: float
     max_handoff_len: int
-    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_landings: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_attends: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., compute: _Optional[_Union[Compute, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ..., full_prefill_tokens_per_s: _Optional[float] = ..., grammar_seconds: _Optional[float] = ..., max_handoff_len: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_kv_receives: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_requests_held: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., compute: _Optional[_Union[Compute, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ..., full_prefill_tokens_per_s: _Optional[float] = ..., grammar_seconds: _Optional[float] = ..., max_handoff_len: _Optional[int] = ...) -> None: ...
 
 class PrefillPace(_message.Message):
     __slots__ = ("fixed_s", "per_token_s", "draft_s")

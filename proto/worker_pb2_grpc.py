@@ -50,14 +50,14 @@ class PrefillServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def WatchPrefixes(self, request, context):
-        """Which blocks of prompts this life holds, from what the reader knows on; never ends by itself.
+        """Which blocks of prompts this incarnation holds, from what the reader knows on; never ends by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunAll(self, request_iterator, context):
-        """All runs of a router over one call, which it keeps open for as long as it knows this life. A run computes the prompt,
+        """All runs of a router over one call, which it keeps open for as long as it knows this incarnation. A run computes the prompt,
         pushes its KV to `decode`, and says the first token and then what happened. What is ready at the same time comes in
         one frame. When the call ends, all its runs are cancelled.
         """
@@ -169,7 +169,7 @@ class DecodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def AttendAll(self, request_iterator, context):
-        """All attends of a router over one call, like Prefill.RunAll: a decode step is one frame. An attend waits for the landing
+        """All attends of a router over one call, like Prefill.RunAll: a decode step is one frame. An attend waits for the incoming transfer
         of its attempt and streams its tokens; nothing is allocated by attending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

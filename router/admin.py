@@ -13,6 +13,7 @@ from baton.core.errors import BatonError, InvalidRequest, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
 from baton.router.admission import Admission
 from baton.router.channels import Channels
+from baton.router.desired_state import DesiredScale
 from baton.router.local_prefill import NEVER
 from baton.router.members import DECODE, MAX_WORKERS, PREFILL, Member, Members
 from baton.router.metrics import RouterMetrics
@@ -21,8 +22,7 @@ from baton.router.operations import Operations
 from baton.router.policy import require
 from baton.router.refusals import Refusals
 from baton.router.retry_budget import RetryBudget
-from baton.router.speculation import SpeculationWish
-from baton.router.wishes import ScaleWish
+from baton.router.speculation import DesiredSpeculation
 
 INVENTORY_TIMEOUT_S: Final = 1.0
 
@@ -41,8 +41,8 @@ class AdminService(Operations):
         channels: Channels,
         metrics: RouterMetrics,
         admission: Admission,
-        speculation: SpeculationWish,
-        scale: ScaleWish,
+        speculation: DesiredSpeculation,
+        scale: DesiredScale,
         migration: Migration,
         retries: RetryBudget,
         clock: Clock,
@@ -57,7 +57,7 @@ class AdminService(Operations):
         self._admission = admission
         self._speculation = speculation
         self._clock = clock
-        self._local = migration.attendance.local
+        self._local = migration.in_flight_tracker.local
         self._start_s = clock.now_s()
         self._scale = scale
 

@@ -15,10 +15,10 @@ from baton.core.clock import Clock
 from baton.core.errors import BatonError, HandoffTooLong, NoWorker, TransferFailed, WorkersIncompatible, as_internal
 from baton.core.request import GenerationRequest
 from baton.proto import worker_pb2
-from baton.router.attendance import Attendance, Visitor
 from baton.router.channels import Channels
 from baton.router.continuation import Again, Cause, Continuation, MigrationLimits, cause_of
-from baton.router.handoff import Lives, refusal, too_long
+from baton.router.handoff import Incarnations, refusal, too_long
+from baton.router.in_flight_tracker import InFlightTracker, Visitor
 from baton.router.local_run import LocalRun
 from baton.router.members import DECODE, PREFILL, Member
 from baton.router.outcasts import Outcasts, fits
@@ -39,7 +39,7 @@ class AttemptsContext:
 
     Attributes:
         policy: chooses pairs.
-        attendance: who is alive, and where requests are.
+        in_flight_tracker: who is alive, and where requests are.
         refusals: pairs that cannot work; it grows by what is found here.
         channels: to workers.
         clock: that deadlines are read from.
@@ -54,7 +54,7 @@ class AttemptsContext:
     """
 
     policy: Policy
-    attendance: Attendance
+    in_flight_tracker: InFlightTracker
     refusals: Refusals
     channels: Channels
     clock: Clock
@@ -85,7 +85,7 @@ class Attempts:
         self._context = context
         self._answer = Continuation(request, context.limits, random.random)
         self._outcasts = Outcasts()
-        self._too_long: set[Lives] = set()  # pairs that refused to hand so much over
+        self._too_long: set[Incarnations] = set()  # pairs that refused to hand so much over
         self._pair: Pair | None = None
         self._run: RequestRun | None = None
 
@@ -157,7 +157,7 @@ class Attempts:
 
     def _came(self, member: Member) -> None:
         """A worker has done its part."""
-        self._context.attendance.canary.came(member.life, self._context.clock.now_s())
+        self._context.in_flight_tracker.canary.came(member.incarnation, self._context.clock.now_s())
 
     async def _find_pair(self) -> Pair:
         """A pair, waited for where the answer has begun.
@@ -182,7 +182,7 @@ class Attempts:
             HandoffTooLong: every other one cannot hand so much over, and no decode worker may compute it.
         """
         prefill, decode = self._serving(PREFILL), self._serving(DECODE)
-        refused = self._context.refusals.lives()
+        refused = self._context.refusals.incarnations()
         prompt_len = self.request.prompt_len + self._answer.num_tokens
         long = too_long(prefill, decode, prompt_len)
         long.surely |= self._too_long
@@ -195,7 +195,7 @@ class Attempts:
                 continue
         raise refusal(prompt_len, decode)
 
-    def _choose(self, prefill: list[Member], decode: list[Member], refused: Set[Lives]) -> Pair:
+    def _choose(self, prefill: list[Member], decode: list[Member], refused: Set[Incarnations]) -> Pair:
         outcasts = self._outcasts
         pick = self._context.policy.pick
         if outcasts.pairs:
@@ -215,12 +215,17 @@ class Attempts:
 
         If any is left: that are fit, and lost no others' stream.
         """
-        attendance, draining = self._context.attendance, self._context.attendance.drains.lives()
-        live = [member for member in attendance.members.live(role) if member.life not in draining]
+        in_flight_tracker, draining = (
+            self._context.in_flight_tracker,
+            self._context.in_flight_tracker.drains.incarnations(),
+        )
+        live = [member for member in in_flight_tracker.members.live(role) if member.incarnation not in draining]
         if self._answer.tried:  # before, it was checked against all
             live = [member for member in self._outcasts.heard(live) if fits(self.request, member)]
-        live = [member for member in live if not attendance.canary.is_unfit(member.life)] or live
-        return [member for member in live if not attendance.presence.is_unsettled(member.life)] or live
+        live = [member for member in live if not in_flight_tracker.canary.is_unfit(member.incarnation)] or live
+        return [
+            member for member in live if not in_flight_tracker.in_flight_requests.is_unsettled(member.incarnation)
+        ] or live
 
     def _incompatible(self, error: WorkersIncompatible) -> WorkersIncompatible:
         found = next(iter(self._context.refusals.all()), None)
@@ -235,7 +240,7 @@ class Attempts:
         kind = LocalRun if pair.is_local else RequestRun
         run = kind(request, pair, channels=context.channels, clock=context.clock)
         run.on_arrival = self.on_arrival
-        run.start(Visitor(context.attendance, self.request, self._may_move))
+        run.start(Visitor(context.in_flight_tracker, self.request, self._may_move))
         self.runs.append(run)
         return run
 
@@ -260,12 +265,16 @@ class Attempts:
         reason = error.fields.get("pair_refused") if isinstance(error, TransferFailed) else None
         if reason:
             self._context.refusals.add(pair, str(reason))
-            log.warning("%s and %s are not paired again: %s", *(life.worker_id for life in pair.lives), reason)
+            log.warning(
+                "%s and %s are not paired again: %s",
+                *(incarnation.worker_id for incarnation in pair.incarnations),
+                reason,
+            )
         if isinstance(error, HandoffTooLong):
-            self._too_long.add(pair.lives)
+            self._too_long.add(pair.incarnations)
         now_s = self._context.clock.now_s()
         self._outcasts.add(pair, role=error.fields.get("role") if cause_of(error) else None, now_s=now_s)
-        names = [life.worker_id for life in pair.lives]
+        names = [incarnation.worker_id for incarnation in pair.incarnations]
         again = self._answer.failed(error, prefill=names[0], decode=names[1], now_s=now_s)
         if again.takes_budget and (wait_s := self._context.budget.retry(now_s)):
             self._context.on_retry_refused()
@@ -286,9 +295,9 @@ class Attempts:
 
     async def _settle(self) -> None:
         """After a second broken stream: wait until it is known whether workers died, so that no third one does."""
-        presence = self._context.attendance.presence
+        in_flight_requests = self._context.in_flight_tracker.in_flight_requests
         for _ in range(SETTLE_LOOKS):
-            if not any(presence.is_unsettled(life) for life in self._outcasts.lost):
+            if not any(in_flight_requests.is_unsettled(incarnation) for incarnation in self._outcasts.lost):
                 return
             await asyncio.sleep(SETTLE_S)
 
@@ -296,13 +305,13 @@ class Attempts:
         """Whether a worker that is being emptied can be left: there is another, and a migration to it."""
         if self._pair is None or not self._answer.migrates:
             return False
-        attendance = self._context.attendance
-        draining = attendance.drains.lives()
-        refused = self._context.refusals.lives()
+        in_flight_tracker = self._context.in_flight_tracker
+        draining = in_flight_tracker.drains.incarnations()
+        refused = self._context.refusals.incarnations()
         prefill, decode = (
-            [member for member in attendance.members.live(role) if member.life not in draining]
+            [member for member in in_flight_tracker.members.live(role) if member.incarnation not in draining]
             for role in (PREFILL, DECODE)
         )
-        if attendance.local.able(decode, refused):
+        if in_flight_tracker.local.able(decode, refused):
             return True
-        return any((one.life, other.life) not in refused for one in prefill for other in decode)
+        return any((one.incarnation, other.incarnation) not in refused for one in prefill for other in decode)

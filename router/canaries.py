@@ -16,13 +16,13 @@ from baton.core.clock import Clock
 from baton.core.errors import BatonError, Overloaded, TransferFailed, WorkerLost
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
-from baton.router.attendance import Attendance, Inspector
 from baton.router.canary import Outcome, Probe, Roster
 from baton.router.channels import Channels
+from baton.router.in_flight_requests import BROKEN_S, HEARD_S
+from baton.router.in_flight_tracker import InFlightTracker, Inspector
 from baton.router.local_run import LocalRun
-from baton.router.members import DECODE, PREFILL, Life, Member
+from baton.router.members import DECODE, PREFILL, Incarnation, Member
 from baton.router.policy import Pair
-from baton.router.presence import BROKEN_S, HEARD_S
 from baton.router.refusals import Refusals
 from baton.router.request_run import RequestRun
 
@@ -40,7 +40,7 @@ class Canaries:
     """One router's. `tick` is called several times a second.
 
     Args:
-        attendance: who is alive, where requests are, and who is to be asked.
+        in_flight_tracker: who is alive, where requests are, and who is to be asked.
         refusals: pairs that cannot work; it grows by what is found here.
         channels: to workers.
         clock: that deadlines are read from.
@@ -50,7 +50,7 @@ class Canaries:
 
     def __init__(
         self,
-        attendance: Attendance,
+        in_flight_tracker: InFlightTracker,
         refusals: Refusals,
         channels: Channels,
         clock: Clock,
@@ -58,8 +58,8 @@ class Canaries:
         vocab_size: int,
     ) -> None:
         self.counts: Counter[tuple[str, str, str]] = Counter()  # by worker, role and outcome; of workers that are known
-        self._attendance = attendance
-        self._watch = attendance.canary
+        self._in_flight_tracker = in_flight_tracker
+        self._watch = in_flight_tracker.canary
         self._refusals = refusals
         self._channels = channels
         self._clock = clock
@@ -72,27 +72,31 @@ class Canaries:
         now_s = self._clock.now_s()
         if not self._watch.config.idle_s or self._watch.under_way is not None or now_s < self._look_s:
             return
-        members = {role: self._attendance.members.live(role) for role in (PREFILL, DECODE)}
+        members = {role: self._in_flight_tracker.members.live(role) for role in (PREFILL, DECODE)}
         self._look_s = now_s + max(LOOK_S, self._watch.config.idle_s / LOOKS)
         probe = self._watch.begin(self._roster(members[PREFILL], members[DECODE]), now_s)
         if probe is None:
             return
-        by_life = {member.life: member for member in (*members[PREFILL], *members[DECODE])}
-        self._spawn(self._ask(probe, Pair(by_life[probe.prefill], by_life[probe.decode])))
+        by_incarnation = {member.incarnation: member for member in (*members[PREFILL], *members[DECODE])}
+        self._spawn(self._ask(probe, Pair(by_incarnation[probe.prefill], by_incarnation[probe.decode])))
 
     def _roster(self, prefill: list[Member], decode: list[Member]) -> Roster:
-        draining, refused = self._attendance.drains.lives(), self._refusals.lives()
-        barred = {member.life for member in (*prefill, *decode) if member.life in draining or not self._fits(member)}
+        draining, refused = self._in_flight_tracker.drains.incarnations(), self._refusals.incarnations()
+        barred = {
+            member.incarnation
+            for member in (*prefill, *decode)
+            if member.incarnation in draining or not self._fits(member)
+        }
         alone = set()
-        if all(member.life in draining for member in prefill):
-            alone = {member.life for member in self._attendance.local.able(decode, refused)}
+        if all(member.incarnation in draining for member in prefill):
+            alone = {member.incarnation for member in self._in_flight_tracker.local.able(decode, refused)}
         return Roster(
-            prefill={member.life for member in prefill},
-            decode={member.life for member in decode},
+            prefill={member.incarnation for member in prefill},
+            decode={member.incarnation for member in decode},
             barred=barred,
             apart=refused,
             alone=alone,
-            is_busy=lambda life: self._attendance.presence.num_at(life) > 0,
+            is_busy=lambda incarnation: self._in_flight_tracker.in_flight_requests.num_at(incarnation) > 0,
         )
 
     @staticmethod
@@ -125,7 +129,7 @@ class Canaries:
         kind = LocalRun if pair.is_local else RequestRun
         run = kind(request, pair, channels=self._channels, clock=self._clock)
         try:
-            run.start(Inspector(self._attendance.members))
+            run.start(Inspector(self._in_flight_tracker.members))
             is_finished = False
             while not is_finished:
                 emitted = run.take()
@@ -148,31 +152,33 @@ class Canaries:
         reason = error.fields.get("pair_refused") if isinstance(error, TransferFailed) else None
         if reason:
             self._refusals.add(pair, str(reason))
-            log.warning("%s and %s are not paired: %s", *(life.worker_id for life in pair.lives), reason)
+            log.warning(
+                "%s and %s are not paired: %s", *(incarnation.worker_id for incarnation in pair.incarnations), reason
+            )
             return Outcome.REFUSED
         if isinstance(error, WorkerLost):
             await self._settle(probe)
         return Outcome.FAILED if self._all_live(probe) else Outcome.LOST
 
     async def _settle(self, probe: Probe) -> None:
-        """A connection broke: wait until a life is lost, or all are heard of well after that."""
-        members, broken_s = self._attendance.members, self._clock.now_s()
+        """A connection broke: wait until an incarnation is lost, or all are heard of well after that."""
+        members, broken_s = self._in_flight_tracker.members, self._clock.now_s()
         while self._all_live(probe) and self._clock.now_s() < broken_s + BROKEN_S:
-            if all(members.heard_since(life, broken_s + HEARD_S) for life in probe.lives):
+            if all(members.heard_since(incarnation, broken_s + HEARD_S) for incarnation in probe.incarnations):
                 return
             await asyncio.sleep(SETTLE_S)
 
     def _all_live(self, probe: Probe) -> bool:
-        return all(self._is_live(life) for life in probe.lives)
+        return all(self._is_live(incarnation) for incarnation in probe.incarnations)
 
-    def _is_live(self, life: Life) -> bool:
-        live = (member for role in (PREFILL, DECODE) for member in self._attendance.members.live(role))
-        return any(member.life == life for member in live)
+    def _is_live(self, incarnation: Incarnation) -> bool:
+        live = (member for role in (PREFILL, DECODE) for member in self._in_flight_tracker.members.live(role))
+        return any(member.incarnation == incarnation for member in live)
 
     def _count(self, probe: Probe, pair: Pair, outcome: Outcome) -> None:
         roles = {probe.prefill: PREFILL, probe.decode: DECODE}
-        for life in probe.lives:
-            self.counts[life.worker_id, roles[life], outcome.value] += 1
-        known = {member.state.worker_id for member in self._attendance.members.all()}
+        for incarnation in probe.incarnations:
+            self.counts[incarnation.worker_id, roles[incarnation], outcome.value] += 1
+        known = {member.state.worker_id for member in self._in_flight_tracker.members.all()}
         for key in [key for key in self.counts if key[0] not in known]:
             del self.counts[key]

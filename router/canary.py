@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from baton.router.members import Life
+from baton.router.members import Incarnation
 
-NUM_FAILURES: Final = 2  # canaries in a row without an answer make a life unfit
+NUM_FAILURES: Final = 2  # canaries in a row without an answer make an incarnation unfit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Outcome(Enum):
     FAILED = "failed"
     OVERLOADED = "overloaded"  # one has too much to do, so it is alive
     REFUSED = "refused"  # one does not take KV from the other: `refusals` knows that from now on
-    LOST = "lost"  # a life was lost: heartbeats tell that
+    LOST = "lost"  # an incarnation was lost: heartbeats tell that
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class Roster:
         is_busy: whether an attempt of a client is there now.
     """
 
-    prefill: Collection[Life]
-    decode: Collection[Life]
-    barred: Set[Life]
-    apart: Set[tuple[Life, Life]]
-    alone: Set[Life]
-    is_busy: Callable[[Life], bool]
+    prefill: Collection[Incarnation]
+    decode: Collection[Incarnation]
+    barred: Set[Incarnation]
+    apart: Set[tuple[Incarnation, Incarnation]]
+    alone: Set[Incarnation]
+    is_busy: Callable[[Incarnation], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,21 @@ class Probe:
     """One canary.
 
     Attributes:
-        prefill: who computes its prompt; the decode life itself if that does it all.
+        prefill: who computes its prompt; the decode incarnation itself if that does it all.
         decode: who writes its answer.
         target: whose turn it is, one of the two.
         judged: whom a failure counts for. A busy partner has attempts that find out.
         begun_s: when it was sent.
     """
 
-    prefill: Life
-    decode: Life
-    target: Life
-    judged: tuple[Life, ...]
+    prefill: Incarnation
+    decode: Incarnation
+    target: Incarnation
+    judged: tuple[Incarnation, ...]
     begun_s: float
 
     @property
-    def lives(self) -> tuple[Life, ...]:
+    def incarnations(self) -> tuple[Incarnation, ...]:
         """Each once."""
         return (self.decode,) if self.prefill == self.decode else (self.prefill, self.decode)
 
@@ -91,28 +91,30 @@ class _Record:
     came_s: float  # something came from it then, or it was first heard of
     asked_s: float  # its last canary ended then
     num_failures: int = 0  # in a row
-    failed_with: set[Life] = field(default_factory=set)  # since its last answer
+    failed_with: set[Incarnation] = field(default_factory=set)  # since its last answer
 
 
 class CanaryWatch:
-    """What is known of each life. `begin` and `ended` take turns: there is one canary at most.
+    """What is known of each incarnation. `begin` and `ended` take turns: there is one canary at most.
 
     Args:
         config: see there.
-        on_change: called with a life and why it is unfit from now on, or with "" when it is fit again.
+        on_change: called with an incarnation and why it is unfit from now on, or with "" when it is fit again.
     """
 
     def __init__(
-        self, config: CanaryConfig | None = None, on_change: Callable[[Life, str], None] = lambda life, why: None
+        self,
+        config: CanaryConfig | None = None,
+        on_change: Callable[[Incarnation, str], None] = lambda incarnation, why: None,
     ) -> None:
         self.config = config or CanaryConfig()
         self._on_change = on_change
-        self._records: dict[Life, _Record] = {}
-        self._unfit: dict[Life, str] = {}
+        self._records: dict[Incarnation, _Record] = {}
+        self._unfit: dict[Incarnation, str] = {}
         self._under_way: Probe | None = None
 
     @property
-    def num_lives(self) -> int:
+    def num_incarnations(self) -> int:
         """Lives that something is known of."""
         return len(self._records)
 
@@ -121,118 +123,120 @@ class CanaryWatch:
         """The canary that has not ended."""
         return self._under_way
 
-    def is_unfit(self, life: Life) -> bool:
+    def is_unfit(self, incarnation: Incarnation) -> bool:
         """Whether it has not answered its last canaries, nor anybody since."""
-        return life in self._unfit
+        return incarnation in self._unfit
 
-    def why_unfit(self, life: Life) -> str:
+    def why_unfit(self, incarnation: Incarnation) -> str:
         """What its last canary ended with; empty if it is fit."""
-        return self._unfit.get(life, "")
+        return self._unfit.get(incarnation, "")
 
-    def came(self, life: Life, now_s: float) -> None:
-        """A client got from this life what it should."""
-        record = self._records.get(life)
+    def came(self, incarnation: Incarnation, now_s: float) -> None:
+        """A client got from this incarnation what it should."""
+        record = self._records.get(incarnation)
         if record is None:
             return
         record.came_s = now_s
         record.num_failures = 0
         record.failed_with.clear()
-        if self._unfit.pop(life, None) is not None:
-            self._on_change(life, "")
+        if self._unfit.pop(incarnation, None) is not None:
+            self._on_change(incarnation, "")
 
     def begin(self, roster: Roster, now_s: float) -> Probe | None:
         """The canary to send now, if one is due and none is under way."""
         if not self.config.idle_s or self._under_way is not None:
             return None
         self._follow(roster, now_s)
-        due = [life for life, record in self._records.items() if self._due_s(record) <= now_s]
-        asked = [life for life in due if life not in roster.barred and not roster.is_busy(life)]
-        asked.sort(key=lambda life: (self._due_s(self._records[life]), life.worker_id))
+        due = [incarnation for incarnation, record in self._records.items() if self._due_s(record) <= now_s]
+        asked = [
+            incarnation for incarnation in due if incarnation not in roster.barred and not roster.is_busy(incarnation)
+        ]
+        asked.sort(key=lambda incarnation: (self._due_s(self._records[incarnation]), incarnation.worker_id))
         pair = self._settling(asked, roster) or self._waiting(asked, roster)
         if pair is not None:
-            life, partner = pair
-            order = (life, partner) if life in roster.prefill else (partner, life)
-            judged = (life,) if partner == life or roster.is_busy(partner) else (life, partner)
-            self._under_way = Probe(*order, target=life, judged=judged, begun_s=now_s)
+            incarnation, partner = pair
+            order = (incarnation, partner) if incarnation in roster.prefill else (partner, incarnation)
+            judged = (incarnation,) if partner == incarnation or roster.is_busy(partner) else (incarnation, partner)
+            self._under_way = Probe(*order, target=incarnation, judged=judged, begun_s=now_s)
         return self._under_way
 
     def ended(self, probe: Probe, outcome: Outcome, now_s: float, why: str = "") -> None:
         """What became of the canary that `begin` returned last."""
         assert probe is self._under_way
         self._under_way = None
-        for life in probe.judged:
-            record = self._records.get(life)
+        for incarnation in probe.judged:
+            record = self._records.get(incarnation)
             # A partner that is in doubt keeps its turn: others' failures with it must not put off its own canary.
-            keeps_turn = outcome is Outcome.FAILED and life != probe.target
+            keeps_turn = outcome is Outcome.FAILED and incarnation != probe.target
             if record is not None and not (keeps_turn and record.num_failures):
                 record.asked_s = now_s
         if outcome is Outcome.ANSWERED:
-            for life in probe.lives:
-                self.came(life, now_s)
+            for incarnation in probe.incarnations:
+                self.came(incarnation, now_s)
         elif outcome is Outcome.FAILED:
             self._blame(probe, why)
 
     def _follow(self, roster: Roster, now_s: float) -> None:
-        """Know every life that there is, and no other."""
+        """Know every incarnation that there is, and no other."""
         live = {*roster.prefill, *roster.decode}
-        for life in self._records.keys() - live:
-            del self._records[life]
-            self._unfit.pop(life, None)
+        for incarnation in self._records.keys() - live:
+            del self._records[incarnation]
+            self._unfit.pop(incarnation, None)
             for record in self._records.values():
-                record.failed_with.discard(life)
-        for life in live - self._records.keys():
-            self._records[life] = _Record(now_s, now_s)
+                record.failed_with.discard(incarnation)
+        for incarnation in live - self._records.keys():
+            self._records[incarnation] = _Record(now_s, now_s)
 
     def _due_s(self, record: _Record) -> float:
         if record.num_failures:
             return record.asked_s + self.config.retry_s
         return max(record.came_s, record.asked_s) + self.config.idle_s
 
-    def _settling(self, asked: Sequence[Life], roster: Roster) -> tuple[Life, Life] | None:
+    def _settling(self, asked: Sequence[Incarnation], roster: Roster) -> tuple[Incarnation, Incarnation] | None:
         """Who is in doubt, with one that is not and with whom it was not tried: that tells the two sides apart."""
-        for life in asked:
-            failed_with = self._records[life].failed_with
-            partner = self._partner(life, roster) if self._is_doubtful(life) else None
+        for incarnation in asked:
+            failed_with = self._records[incarnation].failed_with
+            partner = self._partner(incarnation, roster) if self._is_doubtful(incarnation) else None
             if partner is not None and not self._is_doubtful(partner) and partner not in failed_with:
-                return life, partner
+                return incarnation, partner
         return None
 
-    def _waiting(self, asked: Sequence[Life], roster: Roster) -> tuple[Life, Life] | None:
+    def _waiting(self, asked: Sequence[Incarnation], roster: Roster) -> tuple[Incarnation, Incarnation] | None:
         """Who has waited longest, of those for whom there is a partner."""
         lonely = set()  # roles of which nobody finds one who may have any
-        for life in asked:
-            kind = life in roster.prefill
-            is_alike = not (roster.apart or life in roster.alone or self._is_doubtful(life))
+        for incarnation in asked:
+            kind = incarnation in roster.prefill
+            is_alike = not (roster.apart or incarnation in roster.alone or self._is_doubtful(incarnation))
             if is_alike and kind in lonely:
                 continue
-            partner = self._partner(life, roster)
+            partner = self._partner(incarnation, roster)
             if partner is not None:
-                return life, partner
+                return incarnation, partner
             if is_alike:
                 lonely.add(kind)
         return None
 
-    def _is_doubtful(self, life: Life) -> bool:
-        return self._records[life].num_failures > 0
+    def _is_doubtful(self, incarnation: Incarnation) -> bool:
+        return self._records[incarnation].num_failures > 0
 
-    def _partner(self, life: Life, roster: Roster) -> Life | None:
+    def _partner(self, incarnation: Incarnation, roster: Roster) -> Incarnation | None:
         """One of the other role: rather one not in doubt, then an idle one, then one with whom it was not tried.
 
-        One in doubt only for a life that is in doubt itself: else two that hang would make an innocent partner unfit. A
-        busy one only for a life that is unfit, which else might never be asked again.
+        One in doubt only for an incarnation that is in doubt itself: else two that hang would make an innocent partner
+        unfit. A busy one only for an incarnation that is unfit, which else might never be asked again.
         """
-        is_prefill = life in roster.prefill
-        if not is_prefill and life in roster.alone:
-            return life
-        own = self._records[life]
+        is_prefill = incarnation in roster.prefill
+        if not is_prefill and incarnation in roster.alone:
+            return incarnation
+        own = self._records[incarnation]
 
-        def may(one: Life) -> bool:
-            pair = (life, one) if is_prefill else (one, life)
+        def may(one: Incarnation) -> bool:
+            pair = (incarnation, one) if is_prefill else (one, incarnation)
             if one in roster.barred or pair in roster.apart or (self._is_doubtful(one) and not own.num_failures):
                 return False
-            return self.is_unfit(life) or not roster.is_busy(one)
+            return self.is_unfit(incarnation) or not roster.is_busy(one)
 
-        def rank(one: Life) -> tuple[bool, bool, bool, int, float, str]:
+        def rank(one: Incarnation) -> tuple[bool, bool, bool, int, float, str]:
             other = self._records[one]
             is_tried, is_busy = one in own.failed_with, roster.is_busy(one)
             return (other.num_failures > 0, is_busy, is_tried, other.num_failures, -other.came_s, one.worker_id)
@@ -241,17 +245,17 @@ class CanaryWatch:
 
     def _blame(self, probe: Probe, why: str) -> None:
         """Count the failure, but not for one whose partner was known to be unfit, or who has answered meanwhile."""
-        unfit = [life for life in probe.lives if self.is_unfit(life)]
-        for life in probe.judged:
-            record = self._records.get(life)
-            others = [one for one in probe.lives if one != life]
-            excused = not self.is_unfit(life) and any(one in unfit for one in others)
+        unfit = [incarnation for incarnation in probe.incarnations if self.is_unfit(incarnation)]
+        for incarnation in probe.judged:
+            record = self._records.get(incarnation)
+            others = [one for one in probe.incarnations if one != incarnation]
+            excused = not self.is_unfit(incarnation) and any(one in unfit for one in others)
             if record is None or excused or record.came_s > probe.begun_s:
                 continue
             record.num_failures += 1
             record.failed_with.update(one for one in others if one in self._records)
             if record.num_failures >= NUM_FAILURES:
-                is_news = life not in self._unfit
-                self._unfit[life] = why
+                is_news = incarnation not in self._unfit
+                self._unfit[incarnation] = why
                 if is_news:
-                    self._on_change(life, why)
+                    self._on_change(incarnation, why)

@@ -35,5 +35,5 @@ class CanaryCollector(Collector):
         )
         for member in self._members.all():
             if member.alive:
-                unfit.add_metric((member.state.worker_id, member.state.role), self._watch.is_unfit(member.life))
+                unfit.add_metric((member.state.worker_id, member.state.role), self._watch.is_unfit(member.incarnation))
         yield from (sent, unfit)

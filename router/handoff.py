@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import HandoffTooLong
 from baton.core.kv_transports import is_one_sided
-from baton.router.members import Life, Member
+from baton.router.members import Incarnation, Member
 
-Lives = tuple[Life, Life]
+Incarnations = tuple[Incarnation, Incarnation]
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class TooLong:
         perhaps: they do if the lane that they have not used yet is not one-sided.
     """
 
-    surely: set[Lives] = field(default_factory=set)
-    perhaps: set[Lives] = field(default_factory=set)
+    surely: set[Incarnations] = field(default_factory=set)
+    perhaps: set[Incarnations] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.surely or self.perhaps)
@@ -39,7 +39,7 @@ def too_long(prefill: Sequence[Member], decode: Sequence[Member], prompt_len: in
         for sender in prefill:
             lane = _lane(sender, receiver)
             if not is_one_sided(lane):
-                (found.surely if lane else found.perhaps).add((sender.life, receiver.life))
+                (found.surely if lane else found.perhaps).add((sender.incarnation, receiver.incarnation))
     return found
 
 
@@ -55,6 +55,6 @@ def refusal(prompt_len: int, decode: Sequence[Member]) -> HandoffTooLong:
 
 def _lane(sender: Member, receiver: Member) -> str:
     """The last one that these two took; empty if they have taken none."""
-    address, epoch = receiver.state.kv_address, receiver.state.kv_epoch or receiver.life.epoch
+    address, epoch = receiver.state.kv_address, receiver.state.kv_epoch or receiver.incarnation.epoch
     paths = sender.state.inventory.transfer.paths
     return next((path.lane for path in paths if path.kv_address == address and path.epoch == epoch), "")

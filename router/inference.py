@@ -407,7 +407,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """
         prefill, decode = self._members.live(PREFILL), self._members.live(DECODE)
         require(decode, DECODE)
-        if not prefill and self._attempts_context.attendance.local.suffices(decode):
+        if not prefill and self._attempts_context.in_flight_tracker.local.suffices(decode):
             prefill = decode
         require(prefill, PREFILL)
         return RequestLimits(

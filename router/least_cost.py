@@ -24,8 +24,8 @@ from baton.router.cost import (
 from baton.router.load import Load, Loads, Pace, Sent
 from baton.router.local_cost import local_cost, split_cost
 from baton.router.local_prefill import LOCAL, SPLIT, LocalPrefill
-from baton.router.members import DECODE, PREFILL, Life, Member
-from baton.router.policy import NOBODY, Lives, Pair, require
+from baton.router.members import DECODE, PREFILL, Incarnation, Member
+from baton.router.policy import NOBODY, Incarnations, Pair, require
 from baton.router.prefix_index import PrefixIndex
 
 TIE_S: Final = 1e-6
@@ -75,7 +75,7 @@ class LeastCost:
         self,
         prefill: Sequence[Member],
         decode: Sequence[Member],
-        excluded: Set[Lives] = NOBODY,
+        excluded: Set[Incarnations] = NOBODY,
         request: GenerationRequest | None = None,
     ) -> Pair:
         """The pair of least cost, or a decode worker alone; what they are sent counts from now on.
@@ -114,13 +114,13 @@ class LeastCost:
                 return self._keep(least, asked, matched, now_s, request, "cheaper")
         self._local.chosen(SPLIT, self._local.split_reason(able, bool(local), request))
         self._send(pair, asked, at_prefill, matched, now_s, request)
-        return dataclasses.replace(pair, expected_cached_len=matched.get(pair.prefill.life, 0))
+        return dataclasses.replace(pair, expected_cached_len=matched.get(pair.prefill.incarnation, 0))
 
     def _keep(
         self,
         chosen: _Local,
         asked: Asked,
-        matched: dict[Life, int],
+        matched: dict[Incarnation, int],
         now_s: float,
         request: GenerationRequest | None,
         reason: str,
@@ -128,7 +128,7 @@ class LeastCost:
         """A decode worker computes the prompt."""
         self._local.chosen(LOCAL, reason)
         member = chosen.member
-        cached_len = matched.get(member.life, 0)
+        cached_len = matched.get(member.incarnation, 0)
         self._loads.of(member).sent.append(Sent(now_s, asked.prompt_len - cached_len, asked.num_blocks))
         self._expect(member, cached_len, chosen.busy_s, matched, now_s, request)
         return Pair(member, member, expected_cached_len=cached_len, routing=self.name)
@@ -150,22 +150,22 @@ class LeastCost:
         at_decode: list[tuple[float, Member]],
         paces: Sequence[Pace],
         asked: Asked,
-        matched: dict[Life, int],
+        matched: dict[Incarnation, int],
         now_s: float,
         *,
         is_must: bool,
     ) -> list[_Local]:
         """Of those decode workers of which it is known; of all if it must be one of them."""
-        lives, costs = {member.life for member in able}, []
+        incarnations, costs = {member.incarnation for member in able}, []
         for decode_s, member in at_decode:
-            if member.life not in lives:
+            if member.incarnation not in incarnations:
                 continue
             load = self._loads.of(member)
             cost = local_cost(
                 load,
                 asked,
                 assumed=next(iter(paces), None),
-                cached_len=matched.get(member.life, 0),
+                cached_len=matched.get(member.incarnation, 0),
                 step_s=load.step_s or self._weights.step_s,
                 now_s=now_s,
                 is_must=is_must,
@@ -181,12 +181,12 @@ class LeastCost:
         at_prefill: list[tuple[PrefillCost, Member, Load]],
         at_decode: list[tuple[float, Member]],
         asked: Asked,
-        matched: dict[Life, int],
+        matched: dict[Incarnation, int],
     ) -> float:
         """The cost of the best pair, in the terms of `local_cost`."""
         cost, load = next((cost, load) for cost, member, load in at_prefill if member is pair.prefill)
         decode_s = next(decode_s for decode_s, member in at_decode if member is pair.decode)
-        edge = load.edges.get(_landing_of(pair.decode))
+        edge = load.edges.get(_incoming_of(pair.decode))
         edge_s = edge_cost(
             edge,
             asked,
@@ -198,7 +198,7 @@ class LeastCost:
             load,
             cost,
             asked,
-            cached_len=matched.get(pair.prefill.life, 0),
+            cached_len=matched.get(pair.prefill.incarnation, 0),
             edge_s=edge_s,
             round_trip_s=edge.round_trip_s if edge is not None else 0.0,
         )
@@ -209,12 +209,14 @@ class LeastCost:
         members = must or [*prefill, *self._local.optional(decode, NOBODY, request)]
         return max(self._match(members, request, self._clock.now_s()).values(), default=0)
 
-    def _match(self, members: Sequence[Member], request: GenerationRequest | None, now_s: float) -> dict[Life, int]:
+    def _match(
+        self, members: Sequence[Member], request: GenerationRequest | None, now_s: float
+    ) -> dict[Incarnation, int]:
         """Tokens of the prompt that each has cached, or is about to; the last one is always computed."""
         if self._prefixes is None or request is None or request.sampling.prompt_logprobs is not None:
             return {}
-        found: dict[Life, int] = {}
-        matches: dict[tuple[object, ...], dict[Life, int]] = {}  # by naming; as a rule there is one
+        found: dict[Incarnation, int] = {}
+        matches: dict[tuple[object, ...], dict[Incarnation, int]] = {}  # by naming; as a rule there is one
         for member in members:
             if not member.state.HasField("prefix_naming"):
                 continue
@@ -223,7 +225,7 @@ class LeastCost:
             if key not in matches:
                 names = self._block_names(member, request)[: (request.prompt_len - 1) // naming.block_size]
                 matches[key] = self._prefixes.match(names, now_s)
-            found[member.life] = matches[key].get(member.life, 0) * naming.block_size
+            found[member.incarnation] = matches[key].get(member.incarnation, 0) * naming.block_size
         return found
 
     def _block_names(self, member: Member, request: GenerationRequest) -> tuple[bytes, ...]:
@@ -242,20 +244,20 @@ class LeastCost:
         return self._names
 
     def _prefill_costs(
-        self, members: Sequence[Member], asked: Asked, matched: dict[Life, int], now_s: float
+        self, members: Sequence[Member], asked: Asked, matched: dict[Incarnation, int], now_s: float
     ) -> list[tuple[PrefillCost, Member, Load]]:
         loads = [self._loads.of(member) for member in members]
         assumed = _mean([load.tokens_per_s for load in loads]) or self._weights.tokens_per_s
         costs = []
         for member, load in zip(members, loads, strict=True):
             num_names = None
-            if self._prefixes is not None and member.life in matched:
-                num_names = self._prefixes.num_names_of(member.life)
+            if self._prefixes is not None and member.incarnation in matched:
+                num_names = self._prefixes.num_names_of(member.incarnation)
             cost = prefill_cost(
                 load,
                 asked,
                 tokens_per_s=load.tokens_per_s or assumed,
-                cached_len=matched.get(member.life, 0),
+                cached_len=matched.get(member.incarnation, 0),
                 now_s=now_s,
                 num_names=num_names,
                 weights=self._weights,
@@ -274,7 +276,7 @@ class LeastCost:
         at_prefill: list[tuple[PrefillCost, Member, Load]],
         at_decode: list[tuple[float, Member]],
         asked: Asked,
-        excluded: Set[Lives],
+        excluded: Set[Incarnations],
     ) -> Pair:
         lists = [(at_prefill, at_decode)]
         if len(at_prefill) * len(at_decode) > MAX_PAIRS:
@@ -296,17 +298,17 @@ class LeastCost:
         at_prefill: list[tuple[PrefillCost, Member, Load]],
         at_decode: list[tuple[float, Member]],
         asked: Asked,
-        excluded: Set[Lives],
+        excluded: Set[Incarnations],
     ) -> list[tuple[float, Pair]]:
         assumed = _mean([edge.bytes_per_s for _, _, load in at_prefill for edge in load.edges.values()])
-        landings = [(cost_s, member, _landing_of(member)) for cost_s, member in at_decode]
+        incoming_transfers = [(cost_s, member, _incoming_of(member)) for cost_s, member in at_decode]
         costs = []
         for prefill, prefill_member, load in at_prefill:
-            for decode_s, decode_member, landing in landings:
-                if (prefill_member.life, decode_member.life) in excluded:
+            for decode_s, decode_member, incoming in incoming_transfers:
+                if (prefill_member.incarnation, decode_member.incarnation) in excluded:
                     continue
                 edge_s = edge_cost(
-                    load.edges.get(landing),
+                    load.edges.get(incoming),
                     asked,
                     bytes_per_position=load.bytes_per_position,
                     bytes_per_s=assumed,
@@ -321,11 +323,11 @@ class LeastCost:
         pair: Pair,
         asked: Asked,
         at_prefill: list[tuple[PrefillCost, Member, Load]],
-        matched: dict[Life, int],
+        matched: dict[Incarnation, int],
         now_s: float,
         request: GenerationRequest | None,
     ) -> None:
-        cached_len = matched.get(pair.prefill.life, 0)
+        cached_len = matched.get(pair.prefill.incarnation, 0)
         own_len = asked.prompt_len - cached_len
         num_new = -(-own_len // asked.block_size)
         self._loads.of(pair.prefill).sent.append(Sent(now_s, own_len, num_new))
@@ -338,19 +340,19 @@ class LeastCost:
         member: Member,
         cached_len: int,
         busy_s: float,
-        matched: dict[Life, int],
+        matched: dict[Incarnation, int],
         now_s: float,
         request: GenerationRequest | None,
     ) -> None:
         """A worker will hold the prompt's blocks when it has computed them."""
-        if self._prefixes is None or request is None or member.life not in matched:
+        if self._prefixes is None or request is None or member.incarnation not in matched:
             return
         first = cached_len // member.state.prefix_naming.block_size
         names = self._block_names(member, request)
-        self._prefixes.expect(member.life, names[first:], now_s + EXPECT_S + 2 * busy_s)
+        self._prefixes.expect(member.incarnation, names[first:], now_s + EXPECT_S + 2 * busy_s)
 
 
-def _landing_of(decode: Member) -> tuple[str, int]:
+def _incoming_of(decode: Member) -> tuple[str, int]:
     return decode.state.kv_address, decode.state.kv_epoch or decode.state.epoch
 
 

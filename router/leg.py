@@ -1,4 +1,4 @@
-"""One worker's stream of one attempt, in a bundle; and what its end means for the request."""
+"""One worker's stream of one attempt, in a stream mux; and what its end means for the request."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import grpc.aio
 from baton.core.errors import BatonError, RequestCancelled, WorkerLost, as_internal
 from baton.core.request import AttemptKey
 from baton.proto import wire
-from baton.router.attendance import Guest
-from baton.router.bundle import Bundle
 from baton.router.continuation import Cause
+from baton.router.in_flight_requests import Leaving
+from baton.router.in_flight_tracker import Guest
 from baton.router.members import Member
-from baton.router.presence import Leaving
+from baton.router.stream_mux import StreamMux
 
 NO_CONNECTION: Final = "failed to connect"  # gRPC has no code of its own for it
 
@@ -24,37 +24,37 @@ class Leg:
 
     def __init__(self, role: str, member: Member) -> None:
         self.role = role
-        self.life = member.life
+        self.incarnation = member.incarnation
         self.is_open = False
         self._give_up: Callable[[], object] | None = None
         self._leaving = Leaving.IN_ORDER
         self._leave: Callable[[Leaving], None] | None = None
 
     def __str__(self) -> str:
-        return f"{self.role} worker {self.life.worker_id}"
+        return f"{self.role} worker {self.incarnation.worker_id}"
 
     @property
     def worker_id(self) -> str:
         """Its name."""
-        return self.life.worker_id
+        return self.incarnation.worker_id
 
     def join(
         self,
-        bundle: Bundle,
+        stream_mux: StreamMux,
         message: Any,
         on_said: Callable[[Any], None],
         on_ended: Callable[["Leg", BaseException | None], None],
     ) -> None:
-        """Open a stream in a bundle; `on_ended` gets this leg and what ended it, None if it ended well.
+        """Open a stream in a stream mux; `on_ended` gets this leg and what ended it, None if it ended well.
 
         A leg that was cancelled is not told.
         """
         self.is_open = True
-        self._give_up = bundle.open(message, _Bundled(self, on_said, on_ended))
+        self._give_up = stream_mux.open(message, _Muxed(self, on_said, on_ended))
 
     def watch(self, guest: Guest, key: AttemptKey, on_lost: Callable[[BatonError], None]) -> None:
-        """Have `on_lost` called with a WorkerLost when the worker's life is lost, or when it should be left."""
-        self._leave = guest.enter(self.life, self.role, key, on_lost)
+        """Have `on_lost` called with a WorkerLost when the worker's incarnation is lost, or when it should be left."""
+        self._leave = guest.enter(self.incarnation, self.role, key, on_lost)
 
     def unwatch(self) -> None:
         """The request does not depend on this worker any more."""
@@ -95,8 +95,8 @@ class Leg:
         return as_internal(f"reading the stream of {self}", error)
 
 
-class _Bundled:
-    """A leg as a bundle's reader."""
+class _Muxed:
+    """A leg as a stream mux's reader."""
 
     __slots__ = ("_leg", "_on_ended", "_on_said")
 

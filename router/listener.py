@@ -22,9 +22,9 @@ from baton.proto.roles import ALLOWED, RequireRole
 from baton.proto.secure_channel import server_credentials
 from baton.proto.unreadable import RefuseUnreadable
 from baton.router.api_keys import KeyEntry
-from baton.router.door import Door
-from baton.router.guard import OPEN, Guard
-from baton.router.security import IDLE_S, DoorLimits
+from baton.router.auth_interceptor import OPEN, AuthInterceptor
+from baton.router.authenticator import Authenticator
+from baton.router.security import IDLE_S, ClientLimits
 from baton.router.security_metrics import SecurityMetrics
 
 MAX_SEND_BYTES: Final = 16 << 20
@@ -57,7 +57,7 @@ class Listener:
         outside: services for callers from outside.
 
     Attributes:
-        door: shared with other front doors of the same callers.
+        authenticator: shared with other front doors of the same callers.
         server: whoever opened it starts and stops it.
         check_num_bytes: told how long a client's message is before it is parsed; raises if it is too long.
 
@@ -71,7 +71,7 @@ class Listener:
         *,
         tls: TlsFiles,
         keys: Path | None,
-        limits: DoorLimits,
+        limits: ClientLimits,
         metrics: SecurityMetrics,
         open_services: Collection[str] = (),
         extra_keys: tuple[KeyEntry, ...] = (),
@@ -82,13 +82,13 @@ class Listener:
         self._verifier = verifier
         self._outside = frozenset(outside)
         self._name = name
-        self.door = Door(keys, limits, metrics, extra=extra_keys)
+        self.authenticator = Authenticator(keys, limits, metrics, extra=extra_keys)
         self.watch = TlsWatch(tls, on_reload=metrics.reloaded("certificates")) if tls.is_on else None
         self._handshakes: Handshakes | None = None
         if self.watch is not None:
             self._handshakes = Handshakes(name, metrics.lost_handshakes.labels(name).inc)
         self._limits = limits
-        self._guard = Guard(self.door, (*OPEN, *open_services), self._handshakes)
+        self._auth_interceptor = AuthInterceptor(self.authenticator, (*OPEN, *open_services), self._handshakes)
         self.server: Any = None
         self.port = 0
         self.check_num_bytes: Callable[[int], None] = lambda num_bytes: None
@@ -98,7 +98,7 @@ class Listener:
         options = _options(self._limits)
         require_proof = RequireProof(self._verifier, self._outside, self._count_refused)
         require_role = RequireRole(ALLOWED.get, self._metrics.refused.labels("certificate_role").inc)
-        interceptors = (require_proof, self._guard, require_role, RefuseUnreadable(check_size=self._check))
+        interceptors = (require_proof, self._auth_interceptor, require_role, RefuseUnreadable(check_size=self._check))
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
 
     def _check(self, name: str, num_bytes: int) -> None:
@@ -120,7 +120,7 @@ class Listener:
                 self.port = self.server.add_secure_port(place, server_credentials(self.watch, self._handshakes.begun))
         except RuntimeError as error:
             raise why_not_bound(host, port) from error
-        if self.door.keys is not None and self.watch is None and host not in LOOPBACK:
+        if self.authenticator.keys is not None and self.watch is None and host not in LOOPBACK:
             log.warning("API keys cross the network in clear: the %s port has no certificate", self._name)
 
     def http_context(self) -> ssl.SSLContext | None:
@@ -141,7 +141,7 @@ class Listener:
             self._handshakes.tick()
 
 
-def _options(limits: DoorLimits) -> list[tuple[str, Any]]:
+def _options(limits: ClientLimits) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         *SERVER_OPTIONS,
         ("grpc.max_receive_message_length", limits.max_message_bytes),

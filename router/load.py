@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.proto import worker_pb2
-from baton.router.members import Life, Member
+from baton.router.members import Incarnation, Member
 
 LAG_S: Final = 0.02  # between a request's leaving here and its being counted there
 STEP_WEIGHT: Final = 0.5  # of what came since the last heartbeat in a mean time
@@ -44,7 +44,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Load:
-    """Of one life, from its heartbeat and the requests since.
+    """Of one incarnation, from its heartbeat and the requests since.
 
     Attributes:
         heartbeat_s: when it was heard.
@@ -61,7 +61,7 @@ class Load:
         local_chunk_len: of a prompt between two decode steps; 0 not said.
         exposed_s: from the end of a prefill to the seal, lately; 0 not measured.
         bytes_per_position: of KV.
-        edges: by address and life of the decode worker's landing.
+        edges: by address and incarnation of the decode worker's incoming transfer.
         sent: since then.
     """
 
@@ -106,7 +106,7 @@ class Load:
         self.tokens_per_s = held.prefill_tokens_per_s
         self.num_blocks, self.num_blocks_free = held.num_blocks, held.num_blocks_free
         self.num_blocks_cached = held.num_blocks_cached
-        self.num_sequences = held.num_attends
+        self.num_sequences = held.num_requests_held
         self.max_num_seqs = member.state.max_num_seqs
         self.bytes_per_position = member.state.kv_bytes_per_position
         self.num_running = held.num_requests_running
@@ -135,19 +135,21 @@ def _newer(mean_s: float, seen: tuple[int, float], now: tuple[int, float]) -> tu
 
 
 class Loads:
-    """Loads by life, of those that were asked for lately."""
+    """Loads by incarnation, of those that were asked for lately."""
 
     def __init__(self) -> None:
-        self._loads: dict[Life, Load] = {}
+        self._loads: dict[Incarnation, Load] = {}
 
     def of(self, member: Member) -> Load:
         """The member's load, its last heartbeat taken."""
-        load = self._loads.setdefault(member.life, Load())
+        load = self._loads.setdefault(member.incarnation, Load())
         load.hear(member)
         return load
 
     def keep(self, members: list[Member]) -> None:
         """Forget everybody else."""
         if len(self._loads) > len(members):
-            lives = {member.life for member in members}
-            self._loads = {life: load for life, load in self._loads.items() if life in lives}
+            incarnations = {member.incarnation for member in members}
+            self._loads = {
+                incarnation: load for incarnation, load in self._loads.items() if incarnation in incarnations
+            }

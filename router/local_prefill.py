@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from typing import Final
 
 from baton.core.request import GenerationRequest
-from baton.router.members import Life, Member
+from baton.router.members import Incarnation, Member
 
 AUTO: Final = "auto"
 NEVER: Final = "never"
@@ -37,11 +37,17 @@ class LocalPrefill:
         self.choices: Counter[tuple[str, str]] = Counter()  # attempts, by path and reason
         self.is_only_way = False
 
-    def able(self, decode: Sequence[Member], excluded: Set[tuple[Life, Life]] = frozenset()) -> list[Member]:
+    def able(
+        self, decode: Sequence[Member], excluded: Set[tuple[Incarnation, Incarnation]] = frozenset()
+    ) -> list[Member]:
         """Decode workers that can be given a prompt."""
         if self.mode == NEVER:
             return []
-        return [member for member in decode if member.state.can_prefill and (member.life, member.life) not in excluded]
+        return [
+            member
+            for member in decode
+            if member.state.can_prefill and (member.incarnation, member.incarnation) not in excluded
+        ]
 
     def suffices(self, decode: Sequence[Member]) -> bool:
         """Whether requests can be served without any prefill worker."""
@@ -51,7 +57,7 @@ class LocalPrefill:
         self,
         prefill: Sequence[Member],
         decode: Sequence[Member],
-        excluded: Set[tuple[Life, Life]],
+        excluded: Set[tuple[Incarnation, Incarnation]],
         request: GenerationRequest | None = None,
     ) -> list[Member]:
         """Decode workers of which one must compute the prompt; empty if a prefill worker may."""
@@ -60,7 +66,10 @@ class LocalPrefill:
         return self.able(decode, excluded)
 
     def optional(
-        self, decode: Sequence[Member], excluded: Set[tuple[Life, Life]], request: GenerationRequest | None
+        self,
+        decode: Sequence[Member],
+        excluded: Set[tuple[Incarnation, Incarnation]],
+        request: GenerationRequest | None,
     ) -> list[Member]:
         """Decode workers that may compute the prompt, where a prefill worker may, too."""
         return [] if _is_split_only(request) else self.able(decode, excluded)

@@ -5,8 +5,8 @@ import asyncio
 from baton.core.clock import Clock
 from baton.core.request import GenerationRequest
 from baton.proto import wire, worker_pb2
-from baton.router.attendance import Guest
 from baton.router.channels import Channels
+from baton.router.in_flight_tracker import Guest
 from baton.router.leg import Leg
 from baton.router.policy import Pair
 from baton.router.request_run import RequestRun

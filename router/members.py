@@ -1,8 +1,9 @@
 """Who is alive: the table of workers by heartbeat. Pure; the clock is given, nobody is called over a wire.
 
-A worker has a name (`worker_id`) and a life (`epoch`). A life is lost when it is silent for `alive_s`, or when its
-worker reports under a new epoch; a replaced life never comes back, a silent one may. Nobody is heard while the router
-itself stands still, so its own stalls are not counted as silence.
+A worker has a name (`worker_id`) and an incarnation (`epoch`). An incarnation is lost when it is silent for `alive_s`,
+or when its
+worker reports under a new epoch; a replaced incarnation never comes back, a silent one may. Nobody is heard while the
+router itself stands still, so its own stalls are not counted as silence.
 """
 
 from collections import deque
@@ -25,8 +26,8 @@ DECODE: Final = "decode"
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """One life of one worker."""
+class Incarnation:
+    """One incarnation of one worker."""
 
     worker_id: str
     epoch: int
@@ -44,9 +45,9 @@ class Member:
     retired_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))
 
     @property
-    def life(self) -> Life:
-        """The life it is in."""
-        return Life(self.state.worker_id, self.state.epoch)
+    def incarnation(self) -> Incarnation:
+        """The incarnation it is in."""
+        return Incarnation(self.state.worker_id, self.state.epoch)
 
     @property
     def capacity_len(self) -> int:
@@ -61,12 +62,12 @@ class Members:
         self._clock = clock
         self._alive_s = alive_s
         self._members: dict[str, Member] = {}
-        self._watches: dict[Life, dict[object, Callable[[], None]]] = {}
+        self._watches: dict[Incarnation, dict[object, Callable[[], None]]] = {}
         self._live: dict[str, list[Member]] = {}  # by role, as long as nobody comes or goes
         self._expired_s = clock.now_s()
 
     def heartbeat(self, state: worker_pb2.WorkerState) -> bool:
-        """Take a worker's report; returns whether this life was known and alive until now.
+        """Take a worker's report; returns whether this incarnation was known and alive until now.
 
         Raises:
             InvalidRequest: the report lacks what the table needs, or its numbers do not fit together.
@@ -82,7 +83,9 @@ class Members:
             self._live.clear()
             return False
         if state.epoch in member.retired_epochs:
-            return False  # of a life that was replaced: a report that was late, or a process that should be dead
+            return (
+                False  # of an incarnation that was replaced: a report that was late, or a process that should be dead
+            )
         known = member.alive and state.epoch == member.state.epoch
         if state.epoch != member.state.epoch:
             self._lose(member, "death")
@@ -93,7 +96,7 @@ class Members:
         member.state, member.heartbeat_s, member.alive = state, now_s, True
         return known
 
-    def expire(self) -> list[Life]:
+    def expire(self) -> list[Incarnation]:
         """Give up who has been silent too long; returns the lives lost. Call it several times per MAX_GAP_S.
 
         A call that comes late extends every lease by its lateness: reports may be waiting to be read.
@@ -107,37 +110,39 @@ class Members:
             age_s = now_s - member.heartbeat_s
             if member.alive and age_s >= self._alive_s:
                 self._lose(member, "fence")
-                lost.append(member.life)
+                lost.append(member.incarnation)
             elif age_s >= FORGET_S:
                 del self._members[worker_id]
         return lost
 
-    def watch(self, life: Life, on_lost: Callable[[], None]) -> Callable[[], None]:
-        """Have `on_lost` called once if this life is lost, at once if it is already; returns what ends the watch."""
-        member = self._members.get(life.worker_id)
-        if member is None or not member.alive or member.life != life:
+    def watch(self, incarnation: Incarnation, on_lost: Callable[[], None]) -> Callable[[], None]:
+        """Have `on_lost` called once when this incarnation is lost, now if it is; returns what ends the watch."""
+        member = self._members.get(incarnation.worker_id)
+        if member is None or not member.alive or member.incarnation != incarnation:
             on_lost()
             return lambda: None
         key = object()
-        self._watches.setdefault(life, {})[key] = on_lost
+        self._watches.setdefault(incarnation, {})[key] = on_lost
 
         def unwatch() -> None:
-            watches = self._watches.get(life, {})
+            watches = self._watches.get(incarnation, {})
             watches.pop(key, None)
             if not watches:
-                self._watches.pop(life, None)
+                self._watches.pop(incarnation, None)
 
         return unwatch
 
-    def why_lost(self, life: Life) -> str:
-        """Of a life that was lost: "fence" if nothing but its silence says so, else "death"."""
-        member = self._members.get(life.worker_id)
-        return member.lost_by if member is not None and member.life == life and member.lost_by else "death"
+    def why_lost(self, incarnation: Incarnation) -> str:
+        """Of an incarnation that was lost: "fence" if nothing but its silence says so, else "death"."""
+        member = self._members.get(incarnation.worker_id)
+        return (
+            member.lost_by if member is not None and member.incarnation == incarnation and member.lost_by else "death"
+        )
 
-    def heard_since(self, life: Life, moment_s: float) -> bool:
-        """Whether this life has reported after a moment, whatever became of it then."""
-        member = self._members.get(life.worker_id)
-        return member is not None and member.life == life and member.heartbeat_s > moment_s
+    def heard_since(self, incarnation: Incarnation, moment_s: float) -> bool:
+        """Whether this incarnation has reported after a moment, whatever became of it then."""
+        member = self._members.get(incarnation.worker_id)
+        return member is not None and member.incarnation == incarnation and member.heartbeat_s > moment_s
 
     def live(self, role: str) -> list[Member]:
         """Live workers of a role, by name."""
@@ -165,7 +170,7 @@ class Members:
             member.lost_by = why
         member.alive = False
         self._live.clear()
-        for on_lost in self._watches.pop(member.life, {}).values():
+        for on_lost in self._watches.pop(member.incarnation, {}).values():
             on_lost()
 
 

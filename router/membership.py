@@ -12,9 +12,9 @@ from baton.core.inside import worker_name
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
 from baton.proto.inside import caller_name
 from baton.proto.roles import roles_of
+from baton.router.desired_state import DesiredState
 from baton.router.members import DECODE, Members
-from baton.router.speculation import SpeculationWish
-from baton.router.wishes import Wishes
+from baton.router.speculation import DesiredSpeculation
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
     Args:
         members: the table.
         model: that is served.
-        speculation, wishes: what workers are told.
+        speculation, desired_state: what workers are told.
         on_other: called when a worker reports as another.
     """
 
@@ -33,12 +33,12 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
         self,
         members: Members,
         model: str,
-        speculation: SpeculationWish,
-        wishes: Wishes,
+        speculation: DesiredSpeculation,
+        desired_state: DesiredState,
         on_other: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_other = on_other
-        self._wishes = wishes
+        self._desired_state = desired_state
         self._members = members
         self._speculation = speculation
         self._model = model
@@ -52,14 +52,14 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
             if request.model != self._model:
                 message = f"{request.worker_id} serves {request.model!r}, this router {self._model!r}"
                 raise ModelNotFound(message, model=request.model)
-            kept = request.wishes if request.HasField("wishes") else None
-            request.ClearField("wishes")
+            kept = request.desired_state if request.HasField("desired_state") else None
+            request.ClearField("desired_state")
             known = self._members.heartbeat(request)
             if kept is not None:
-                self._wishes.adopt(kept)
-            wish = self._speculation.mode if request.role == DECODE else None
-            reply = worker_pb2.HeartbeatReply(known=known, speculation=wish)
-            self._wishes.answer(request, reply)
+                self._desired_state.adopt(kept)
+            desired = self._speculation.mode if request.role == DECODE else None
+            reply = worker_pb2.HeartbeatReply(known=known, speculation=desired)
+            self._desired_state.answer(request, reply)
             return reply
         except BatonError as error:
             await wire.abort_with(context, error)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from baton.core.clock import Clock
 from baton.core.errors import RequestQuarantined
 from baton.core.request import GenerationRequest
-from baton.router.attendance import Attendance
 from baton.router.canary import CanaryWatch
 from baton.router.continuation import Cause, MigrationLimits
 from baton.router.drains import Drains
 from baton.router.fingerprint import fingerprint
+from baton.router.in_flight_requests import InFlightRequests
+from baton.router.in_flight_tracker import InFlightTracker
 from baton.router.local_prefill import LocalPrefill
 from baton.router.members import DECODE, PREFILL, Members
 from baton.router.metrics import RouterMetrics
-from baton.router.presence import Presence
-from baton.router.suspicion import HOLD_S, NUM_DEATHS, Blamed, Suspicion
+from baton.router.poison_detector import HOLD_S, NUM_DEATHS, Blamed, PoisonDetector
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class Migration:
     ) -> None:
         self.config = config
         self.limits = MigrationLimits(max_migrations=config.max_migrations, wait_s=config.wait_s)
-        self.suspicion = Suspicion(num_deaths=config.quarantine_deaths, hold_s=config.quarantine_s)
+        self.poison_detector = PoisonDetector(num_deaths=config.quarantine_deaths, hold_s=config.quarantine_s)
         self.drains = Drains(members, clock)
-        self.presence = Presence(members, self.suspicion, clock, _log_blamed)
-        self.attendance = Attendance(
-            members, self.drains, self.presence, local or LocalPrefill(), canary or CanaryWatch()
+        self.in_flight_requests = InFlightRequests(members, self.poison_detector, clock, _log_blamed)
+        self.in_flight_tracker = InFlightTracker(
+            members, self.drains, self.in_flight_requests, local or LocalPrefill(), canary or CanaryWatch()
         )
         self._members = members
         self._clock = clock
@@ -69,11 +69,12 @@ class Migration:
 
         Decode workers that compute prompts do without the other role.
         """
-        draining = self.drains.lives()
+        draining = self.drains.incarnations()
         prefill, decode = (
-            [member for member in self._members.live(role) if member.life not in draining] for role in (PREFILL, DECODE)
+            [member for member in self._members.live(role) if member.incarnation not in draining]
+            for role in (PREFILL, DECODE)
         )
-        return bool(decode) and (bool(prefill) or self.attendance.local.suffices(decode))
+        return bool(decode) and (bool(prefill) or self.in_flight_tracker.local.suffices(decode))
 
     def admit(self, request: GenerationRequest) -> None:
         """Check that a request is not one that kills workers.
@@ -81,10 +82,10 @@ class Migration:
         Raises:
             RequestQuarantined: it is.
         """
-        if not len(self.suspicion):
+        if not len(self.poison_detector):
             return
         now_s = self._clock.now_s()
-        blamed = self.suspicion.find(fingerprint(request), now_s)
+        blamed = self.poison_detector.find(fingerprint(request), now_s)
         if blamed is not None:
             left_s = blamed.until_s - now_s
             workers = ", ".join(blamed.workers)
@@ -93,8 +94,8 @@ class Migration:
 
     def finished(self, request: GenerationRequest) -> None:
         """A request ended well."""
-        if len(self.suspicion):
-            self.suspicion.finished(fingerprint(request))
+        if len(self.poison_detector):
+            self.poison_detector.finished(fingerprint(request))
 
     def migrated(self, cause: Cause) -> None:
         """An answer moves to other workers."""

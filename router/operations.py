@@ -35,22 +35,23 @@ class Operations(admin_pb2_grpc.AdminServicer):
             await wire.abort_with(context, error)
         (member,) = [one for one in self._roster.all() if one.state.worker_id == request.worker_id]
         return admin_pb2.DrainReply(
-            draining=self._is_draining(request.worker_id), num_streams=migration.presence.num_at(member.life)
+            draining=self._is_draining(request.worker_id),
+            num_streams=migration.in_flight_requests.num_at(member.incarnation),
         )
 
     async def ClearQuarantine(
         self, request: admin_pb2.ClearQuarantineRequest, context: Context
     ) -> admin_pb2.ClearQuarantineReply:
         """Take a request that was blamed for deaths again, or all of them."""
-        return admin_pb2.ClearQuarantineReply(num_cleared=self._migration.suspicion.clear(request.fingerprint))
+        return admin_pb2.ClearQuarantineReply(num_cleared=self._migration.poison_detector.clear(request.fingerprint))
 
     def describe(self, member: Member, status: admin_pb2.WorkerStatus) -> admin_pb2.WorkerStatus:
         """A worker's status, with what is known here."""
-        status.draining = member.life in self._migration.drains.lives()
-        status.num_streams = self._migration.presence.num_at(member.life)
-        canary = self._migration.attendance.canary
-        status.unfit = member.alive and canary.is_unfit(member.life)
-        status.unfit_reason = canary.why_unfit(member.life) if status.unfit else ""
+        status.draining = member.incarnation in self._migration.drains.incarnations()
+        status.num_streams = self._migration.in_flight_requests.num_at(member.incarnation)
+        canary = self._migration.in_flight_tracker.canary
+        status.unfit = member.alive and canary.is_unfit(member.incarnation)
+        status.unfit_reason = canary.why_unfit(member.incarnation) if status.unfit else ""
         return status
 
     def quarantined(self) -> list[admin_pb2.Quarantined]:
@@ -58,8 +59,8 @@ class Operations(admin_pb2_grpc.AdminServicer):
         now_s = self._now_s()
         return [
             admin_pb2.Quarantined(fingerprint=one.fingerprint, workers=one.workers, left_s=one.until_s - now_s)
-            for one in self._migration.suspicion.blamed(now_s)
+            for one in self._migration.poison_detector.blamed(now_s)
         ]
 
     def _is_draining(self, worker_id: str) -> bool:
-        return any(life.worker_id == worker_id for life in self._migration.drains.lives())
+        return any(incarnation.worker_id == worker_id for incarnation in self._migration.drains.incarnations())

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from baton.core.request import GenerationRequest
-from baton.router.members import DECODE, PREFILL, Life, Member
-from baton.router.policy import Lives, Pair
+from baton.router.members import DECODE, PREFILL, Incarnation, Member
+from baton.router.policy import Incarnations, Pair
 
 HEARD_S: Final = 0.5  # a report that was under way when a worker died is not taken for a sign of life
 
@@ -18,22 +18,22 @@ class Outcasts:
     """Of one request."""
 
     def __init__(self) -> None:
-        self.pairs: set[Lives] = set()
-        self.lost: dict[Life, float] = {}  # since when
-        self._lives: set[Life] = set()
+        self.pairs: set[Incarnations] = set()
+        self.lost: dict[Incarnation, float] = {}  # since when
+        self._incarnations: set[Incarnation] = set()
 
     def add(self, pair: Pair, *, role: object, now_s: float) -> None:
         """An attempt of these two failed; `role` is whose stream was lost, if one was."""
-        self.pairs.add(pair.lives)
-        self._lives.update(pair.lives)
+        self.pairs.add(pair.incarnations)
+        self._incarnations.update(pair.incarnations)
         if role == PREFILL:
-            self.lost[pair.prefill.life] = now_s
+            self.lost[pair.prefill.incarnation] = now_s
         elif role == DECODE:
-            self.lost[pair.decode.life] = now_s
+            self.lost[pair.decode.incarnation] = now_s
 
     def without(self, members: Sequence[Member]) -> list[Member]:
         """Those that had no part in a failed attempt."""
-        return [member for member in members if member.life not in self._lives]
+        return [member for member in members if member.incarnation not in self._incarnations]
 
     def heard(self, members: Sequence[Member]) -> list[Member]:
         """Those that lost no stream, or were heard of since."""
@@ -42,7 +42,7 @@ class Outcasts:
         return [
             member
             for member in members
-            if member.life not in self.lost or member.heartbeat_s > self.lost[member.life] + HEARD_S
+            if member.incarnation not in self.lost or member.heartbeat_s > self.lost[member.incarnation] + HEARD_S
         ]
 
 

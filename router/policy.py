@@ -8,10 +8,10 @@ from typing import Protocol
 from baton.core.errors import NoWorker, WorkersIncompatible
 from baton.core.request import GenerationRequest
 from baton.router.local_prefill import LOCAL, SPLIT, LocalPrefill
-from baton.router.members import DECODE, PREFILL, Life, Member
+from baton.router.members import DECODE, PREFILL, Incarnation, Member
 
-Lives = tuple[Life, Life]  # of a prefill worker and a decode worker
-NOBODY: Set[Lives] = frozenset()
+Incarnations = tuple[Incarnation, Incarnation]  # of a prefill worker and a decode worker
+NOBODY: Set[Incarnations] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Pair:
     routing: str = ""  # the policy that chose it
 
     @property
-    def lives(self) -> Lives:
+    def incarnations(self) -> Incarnations:
         """The lives the two are in."""
-        return self.prefill.life, self.decode.life
+        return self.prefill.incarnation, self.decode.incarnation
 
     @property
     def is_local(self) -> bool:
         """Whether the decode worker computes the prompt."""
-        return self.prefill.life == self.decode.life
+        return self.prefill.incarnation == self.decode.incarnation
 
 
 class Policy(Protocol):
@@ -46,7 +46,7 @@ class Policy(Protocol):
         self,
         prefill: Sequence[Member],
         decode: Sequence[Member],
-        excluded: Set[Lives] = NOBODY,
+        excluded: Set[Incarnations] = NOBODY,
         request: GenerationRequest | None = None,
     ) -> Pair:
         """Choose among live workers, each sequence ordered by name; an excluded pair is never chosen.
@@ -77,7 +77,7 @@ class RoundRobin:
         self,
         prefill: Sequence[Member],
         decode: Sequence[Member],
-        excluded: Set[Lives] = NOBODY,
+        excluded: Set[Incarnations] = NOBODY,
         request: GenerationRequest | None = None,
     ) -> Pair:
         """The next of each role; where that pair is excluded, the next pair after it.
@@ -99,7 +99,7 @@ class RoundRobin:
         decode_in_turn = self._in_turn(decode, DECODE)
         for prefill_member in self._in_turn(prefill, PREFILL):
             for decode_member in decode_in_turn:
-                if (prefill_member.life, decode_member.life) not in excluded:
+                if (prefill_member.incarnation, decode_member.incarnation) not in excluded:
                     self._last[PREFILL] = prefill_member.state.worker_id
                     self._last[DECODE] = decode_member.state.worker_id
                     self._local.chosen(SPLIT, self.name)

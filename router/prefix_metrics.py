@@ -20,8 +20,8 @@ class PrefixCollector(Collector):
         blocks = GaugeMetricFamily(
             "baton_prefix_index_blocks", "Cached blocks that the router has heard of", labels=("worker",)
         )
-        for life in self._index.lives():
-            blocks.add_metric((life.worker_id,), self._index.num_names_of(life))
+        for incarnation in self._index.incarnations():
+            blocks.add_metric((incarnation.worker_id,), self._index.num_names_of(incarnation))
         yield blocks
         counts = (
             ("gaps", "Changes of a prefix cache that the router has missed and asked for", self._index.num_gaps),

@@ -21,10 +21,10 @@ from baton.core.errors import (
 )
 from baton.core.request import FinishReason, GenerationRequest
 from baton.proto import inference_pb2, wire, worker_pb2
-from baton.proto.bundle_wire import Tokens
-from baton.router.attendance import Guest
+from baton.proto.stream_mux_wire import Tokens
 from baton.router.channels import Channels
 from baton.router.continuation import Cause
+from baton.router.in_flight_tracker import Guest
 from baton.router.leg import Leg
 from baton.router.policy import Pair
 from baton.router.token_order import TokenOrder
@@ -71,7 +71,7 @@ class RequestRun:
         self._peer = worker_pb2.Peer(
             worker_id=pair.decode.state.worker_id,
             kv_address=pair.decode.state.kv_address,
-            epoch=pair.decode.state.kv_epoch or pair.decode.life.epoch,
+            epoch=pair.decode.state.kv_epoch or pair.decode.incarnation.epoch,
         )
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
@@ -163,15 +163,15 @@ class RequestRun:
     # Each leg reads one stream; an error in it ends the request.
 
     def _open_prefill(self, now_s: float) -> None:
-        message, bundle = (
+        message, stream_mux = (
             wire.prefill_request(self.request, self._peer, now_s),
-            self._channels.bundle(self._pair.prefill),
+            self._channels.stream_mux(self._pair.prefill),
         )
-        self._prefill.join(bundle, message, self._on_prefill_event, self._on_leg_ended)
+        self._prefill.join(stream_mux, message, self._on_prefill_event, self._on_leg_ended)
 
     def _open_decode(self, now_s: float) -> None:
-        message, bundle = self._attend_request(now_s), self._channels.bundle(self._pair.decode)
-        self._decode.join(bundle, message, self._on_decode_event, self._on_leg_ended)
+        message, stream_mux = self._attend_request(now_s), self._channels.stream_mux(self._pair.decode)
+        self._decode.join(stream_mux, message, self._on_decode_event, self._on_leg_ended)
 
     def _on_prefill_event(self, event: worker_pb2.PrefillEvent) -> None:
         if event.HasField("first_token"):
@@ -309,7 +309,7 @@ class RequestRun:
             return
         explained = leg.explain(error)
         if leg is self._decode and self.first is None and isinstance(explained, TransferFailed):
-            # The landing was aborted. Perhaps the request ended at its first token, or prefill knows why it failed.
+            # The transfer was aborted. Perhaps the request ended at its first token, or prefill knows why it failed.
             self._suspended = explained
             self._timers.append(asyncio.get_running_loop().call_later(CAUSE_WAIT_S, self._fail, explained))
             return

@@ -49,9 +49,9 @@ def lane_of(pair: Pair, done: worker_pb2.PrefillDone | None) -> str:
     if done is not None and done.kv_lane:
         return done.kv_lane
     decode = pair.decode.state
-    landing = (decode.kv_address, decode.kv_epoch or decode.epoch)
+    incoming = (decode.kv_address, decode.kv_epoch or decode.epoch)
     paths = pair.prefill.state.inventory.transfer.paths
-    return next((path.lane for path in paths if (path.kv_address, path.epoch) == landing), "")
+    return next((path.lane for path in paths if (path.kv_address, path.epoch) == incoming), "")
 
 
 def path_of(run: RequestRun) -> str:

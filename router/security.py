@@ -21,7 +21,7 @@ IDLE_S = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorLimits:
+class ClientLimits:
     """What a client may take. None is no limit of its own.
 
     Attributes:
@@ -65,7 +65,7 @@ class RouterSecurity:
     admin_port: int | None = None
     admin_keys_file: str = ""
     operator_key_digest: str = field(default="", repr=False)
-    limits: DoorLimits = field(default_factory=DoorLimits)
+    limits: ClientLimits = field(default_factory=ClientLimits)
 
     def __post_init__(self) -> None:
         if self.admin_port is None:

@@ -4,7 +4,7 @@ import argparse
 
 from baton.core.config import ServeConfig
 from baton.core.tls_files import TlsFiles
-from baton.router.security import MIB, DoorLimits, RouterSecurity
+from baton.router.security import MIB, ClientLimits, RouterSecurity
 
 
 def security_of(options: argparse.Namespace | ServeConfig) -> RouterSecurity:
@@ -25,7 +25,7 @@ def security_of(options: argparse.Namespace | ServeConfig) -> RouterSecurity:
         admin_port=options.admin_port,
         admin_keys_file=options.admin_keys_file,
         operator_key_digest=getattr(options, "operator_key_digest", ""),
-        limits=DoorLimits(
+        limits=ClientLimits(
             max_message_bytes=options.max_message_mib * MIB,
             max_prompt_tokens=options.max_prompt_tokens,
             max_streams_per_connection=options.max_streams_per_connection,

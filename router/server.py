@@ -31,6 +31,7 @@ from baton.router.canaries import Canaries
 from baton.router.canary import CanaryConfig, CanaryWatch
 from baton.router.canary_metrics import CanaryCollector
 from baton.router.channels import Channels
+from baton.router.desired_state import DesiredScale, DesiredState
 from baton.router.fair_queue import QueueLimits
 from baton.router.gate import Gate
 from baton.router.inference import InferenceService
@@ -38,7 +39,7 @@ from baton.router.least_cost import LeastCost
 from baton.router.listener import NUM_DOORS, Listener, why_not_bound
 from baton.router.local_metrics import LocalPrefillCollector
 from baton.router.local_prefill import ALWAYS, NEVER, LocalPrefill
-from baton.router.members import ALIVE_S, DECODE, PREFILL, Life, Members
+from baton.router.members import ALIVE_S, DECODE, PREFILL, Incarnation, Members
 from baton.router.membership import MembershipService
 from baton.router.metrics import RouterMetrics
 from baton.router.migration import Migration, MigrationConfig
@@ -53,13 +54,12 @@ from baton.router.prefix_metrics import PrefixCollector
 from baton.router.refusals import Refusals
 from baton.router.retry_budget import RetryBudget, RetryLimits
 from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
-from baton.router.security import DoorLimits, RouterSecurity
+from baton.router.security import ClientLimits, RouterSecurity
 from baton.router.security_metrics import SecurityMetrics
 from baton.router.served_model import ServedModel
 from baton.router.settling import Settling
 from baton.router.shutdown import Shutdown
-from baton.router.speculation import SpeculationWish
-from baton.router.wishes import ScaleWish, Wishes
+from baton.router.speculation import DesiredSpeculation
 from baton.router.worker_metrics import WorkerCollector
 
 SERVICES: Final = {
@@ -139,7 +139,7 @@ class RouterServer:
         security = config.security
         self.security_metrics = SecurityMetrics(self.metrics.registry)
         verifier = config.secret.router_verifier(secrets.randbits(64), time.time)
-        self.callee = verifier.callee  # what workers call this life of it
+        self.callee = verifier.callee  # what workers call this incarnation of it
         for_operators = security.admin_port is None
         # Its door is to be asked by every front door for clients, and its `http_context` to be served with.
         self.public = Listener(
@@ -157,7 +157,7 @@ class RouterServer:
                 "admin",
                 tls=security.tls,
                 keys=security.keys_path(admin=True),
-                limits=DoorLimits(),
+                limits=ClientLimits(),
                 metrics=self.security_metrics,
                 open_services=(MEMBERSHIP,),
                 extra_keys=security.operator_keys,
@@ -170,10 +170,10 @@ class RouterServer:
         self.http_port: int | None = None
 
     def _make_canaries(self) -> Canaries:
-        attendance, spawn = self.migration.attendance, self._background.spawn
+        in_flight_tracker, spawn = self.migration.in_flight_tracker, self._background.spawn
         vocab_size = self._model.vocab_size
-        canaries = Canaries(attendance, self.refusals, self._channels, self._clock, spawn, vocab_size)
-        self.metrics.registry.register(CanaryCollector(canaries, attendance.canary, self.members))
+        canaries = Canaries(in_flight_tracker, self.refusals, self._channels, self._clock, spawn, vocab_size)
+        self.metrics.registry.register(CanaryCollector(canaries, in_flight_tracker.canary, self.members))
         return canaries
 
     def _make_gate(self) -> Gate | None:
@@ -262,13 +262,13 @@ class RouterServer:
             config=config,
             reader=self._reader,
             is_serving=lambda: self.migration.serving,
-            door=self.public.door,
-            operators=self._admin.door,
+            authenticator=self.public.authenticator,
+            operators=self._admin.authenticator,
         )
         most = share_of_clients(NUM_DOORS)
         most = most if limits.max_connections is None else min(most, limits.max_connections)
         connections = Connections(
-            ConnectionLimits(max_connections=most), self.metrics.registry, self.public.door.connections
+            ConnectionLimits(max_connections=most), self.metrics.registry, self.public.authenticator.connections
         )
         self._http = HttpServer(make_app(front), connections, self.public.http_context())
         try:
@@ -279,8 +279,10 @@ class RouterServer:
 
     def _register(self, server: Any, admin_server: Any) -> InferenceService:
         admission = Admission(self.config.max_queue_len)
-        speculation, scale = SpeculationWish(), ScaleWish()
-        self.wishes = Wishes(self.migration, speculation, admission, scale, self._clock, secrets.randbits(64) or 1)
+        speculation, scale = DesiredSpeculation(), DesiredScale()
+        self.desired_state = DesiredState(
+            self.migration, speculation, admission, scale, self._clock, secrets.randbits(64) or 1
+        )
         inference = InferenceService(
             model=self._model,
             host=self.config.host,
@@ -314,7 +316,7 @@ class RouterServer:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, admin_server)
         on_other = self.security_metrics.refused.labels("worker_name").inc
-        membership = MembershipService(self.members, self._model.name, speculation, self.wishes, on_other)
+        membership = MembershipService(self.members, self._model.name, speculation, self.desired_state, on_other)
         worker_pb2_grpc.add_MembershipServicer_to_server(membership, admin_server)
         for listener in self._listeners:
             names = [SERVICES["Inference"]] if listener is self.public else []
@@ -327,7 +329,7 @@ class RouterServer:
         migration = self.migration
         return AttemptsContext(
             policy=self._policy,
-            attendance=migration.attendance,
+            in_flight_tracker=migration.in_flight_tracker,
             refusals=self.refusals,
             channels=self._channels,
             clock=self._clock,
@@ -342,7 +344,7 @@ class RouterServer:
         )
 
     async def _tick(self) -> None:
-        parts = [self._expire, self.migration.drains.tick, self.wishes.tick, self.canaries.tick]
+        parts = [self._expire, self.migration.drains.tick, self.desired_state.tick, self.canaries.tick]
         if self._gate is not None:
             parts.append(self._gate.look)
         if self._policy.name == PREFIX:
@@ -367,9 +369,9 @@ class RouterServer:
                 as_internal("the router's health", error)
 
     def _expire(self) -> None:
-        for life in self.members.expire():
-            about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
-            log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(life), extra=about)
+        for incarnation in self.members.expire():
+            about = {"worker_id": incarnation.worker_id, "epoch": f"{incarnation.epoch:016x}"}
+            log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(incarnation), extra=about)
 
     async def _set_health(self) -> None:
         serving = self.migration.serving
@@ -381,11 +383,14 @@ class RouterServer:
             await self._health.set(service, state.SERVING if serving else state.NOT_SERVING)
 
 
-def _log_fitness(life: Life, why: str) -> None:
-    about = {"worker_id": life.worker_id, "epoch": f"{life.epoch:016x}"}
+def _log_fitness(incarnation: Incarnation, why: str) -> None:
+    about = {"worker_id": incarnation.worker_id, "epoch": f"{incarnation.epoch:016x}"}
     if why:
         log.warning(
-            "worker %s (epoch %016x) is unfit: it reports and answers nothing; %s", *astuple(life), why, extra=about
+            "worker %s (epoch %016x) is unfit: it reports and answers nothing; %s",
+            *astuple(incarnation),
+            why,
+            extra=about,
         )
     else:
-        log.warning("worker %s (epoch %016x) is fit again", *astuple(life), extra=about)
+        log.warning("worker %s (epoch %016x) is fit again", *astuple(incarnation), extra=about)

@@ -6,7 +6,7 @@ from baton.core.errors import InvalidRequest
 from baton.proto import worker_pb2
 
 
-class SpeculationWish:
+class DesiredSpeculation:
     """The mode that decode workers should be in; None until an operator sets one."""
 
     def __init__(self) -> None:

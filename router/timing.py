@@ -12,7 +12,7 @@ def prefill_times(first: worker_pb2.FirstToken) -> PrefillTimes:
     return PrefillTimes(
         received_s=first.received_ns / 1e9,
         queue_s=first.queue_ms / 1e3,
-        landing_s=first.landing_ms / 1e3,
+        incoming_s=first.grant_wait_ms / 1e3,
         prefill_s=first.prefill_ms / 1e3,
         first_s=first.sent_ns / 1e9,
     )
@@ -72,7 +72,7 @@ def add_timing(
     parts = first_token(router, prefill, shared_clock=shared_clock)
     stats.shared_clock = shared_clock
     stats.router_ms = 1e3 * parts.router_s
-    stats.queue_ms, stats.landing_ms, stats.prefill_ms = first.queue_ms, first.landing_ms, first.prefill_ms
+    stats.queue_ms, stats.grant_wait_ms, stats.prefill_ms = first.queue_ms, first.grant_wait_ms, first.prefill_ms
     stats.publish_ms = 1e3 * parts.publish_s
     decode = decode_times(runs, stats.prompt_len)
     if decode is None or router.second_s is None:

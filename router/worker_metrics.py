@@ -1,6 +1,7 @@
 """What workers report in their heartbeats, as metrics by worker: one declaration of each, over the message itself.
 
-Counters of a worker begin at 0 again with each of its lives, as those of any restarted process do. Names keep vLLM's
+Counters of a worker begin at 0 again with each of its incarnations, as those of any restarted process do. Names keep
+vLLM's
 meanings under `baton_`: a draft is a row of a step that had draft tokens, and drafts that were accepted behind the end
 of a sequence count as accepted. Lost workers are shown until the router forgets them, but what they hold is unknown.
 """
@@ -112,8 +113,8 @@ WORKER_METRICS: Final = (
     ),
     WorkerMetric(
         _Counter,
-        "worker_lives",
-        "Lives of a worker that the router has seen",
+        "worker_incarnations",
+        "Incarnations of a worker that the router has seen",
         lambda its: its.member.num_epochs,
         is_of_lost=True,
     ),
@@ -127,8 +128,10 @@ WORKER_METRICS: Final = (
         lambda its: {item.reason: item.num_requests for item in its.held.waiting},
         labels=("reason",),
     ),
-    WorkerMetric(_Gauge, "num_requests_held", "Requests a worker has not let go of", lambda its: its.held.num_attends),
-    WorkerMetric(_Gauge, "num_landings", "Hand-offs under way at a worker", lambda its: its.held.num_landings),
+    WorkerMetric(
+        _Gauge, "num_requests_held", "Requests a worker has not let go of", lambda its: its.held.num_requests_held
+    ),
+    WorkerMetric(_Gauge, "num_kv_receives", "Hand-offs under way at a worker", lambda its: its.held.num_kv_receives),
     WorkerMetric(
         _Counter,
         "grammar_seconds",
@@ -192,7 +195,7 @@ WORKER_METRICS: Final = (
     WorkerMetric(
         _Counter,
         "kv_transfer_late_dropped",
-        "Frames that no landing wanted any more",
+        "Frames that no incoming transfer wanted any more",
         lambda its: its.held.transfer.late_dropped,
     ),
     WorkerMetric(

@@ -44,7 +44,7 @@ class _HeadRestart:
         self._redis: str = options.redis
         self._is_forced: bool = options.force
         self._canaries = Canaries(site)
-        self._lives: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
 
     def steps(self) -> Sequence[Step]:
         """Look at what must go on, start the head, look again."""
@@ -54,7 +54,11 @@ class _HeadRestart:
             next="without it a new head knows no worker: end the deployment, then start Ray and the deployment again",
         )
         return [
-            Check(name="workers serve", look=self._note_lives, next="see `baton status`; replace who is silent first"),
+            Check(
+                name="workers serve",
+                look=self._note_incarnations,
+                next="see `baton status`; replace who is silent first",
+            ),
             Check(name="canaries are answered", look=self._ask, next="see `baton doctor --address`; mend that first"),
             Check(
                 name="the head would take us",
@@ -74,8 +78,8 @@ class _HeadRestart:
                 next="see `ray status` and the log of `baton serve`; a worker that Ray does not know is started again",
             ),
             Verification(
-                name="no worker has changed its life",
-                look=self._same_lives,
+                name="no worker has changed its incarnation",
+                look=self._same_incarnations,
                 next="their streams went on at others; see the workers' logs for why they ended",
             ),
             Verification(
@@ -86,13 +90,13 @@ class _HeadRestart:
     def _live(self) -> dict[str, int]:
         return {worker.state.worker_id: worker.state.epoch for worker in self._site.status().workers if worker.alive}
 
-    def _note_lives(self) -> str:
-        self._lives = self._live()
+    def _note_incarnations(self) -> str:
+        self._incarnations = self._live()
         roles = {worker.state.role for worker in self._site.status().workers if worker.alive}
         for role in ("prefill", "decode"):
             require(role in roles, f"no {role} worker is heard", role=role)
-        self._site.found["epochs"] = {name: f"{epoch:016x}" for name, epoch in self._lives.items()}
-        return f"{len(self._lives)} workers are heard"
+        self._site.found["epochs"] = {name: f"{epoch:016x}" for name, epoch in self._incarnations.items()}
+        return f"{len(self._incarnations)} workers are heard"
 
     def _look_at_redis(self) -> str:
         num_keys = ray_head.redis_keys(self._redis, os.environ.get(PASSWORD_VARIABLE, ""))
@@ -113,13 +117,13 @@ class _HeadRestart:
     def _wait_found(self) -> str:
         def look() -> ray_head.Table | None:
             try:
-                table = ray_head.ask_head(self._site, self._ray_address, set(self._lives))
+                table = ray_head.ask_head(self._site, self._ray_address, set(self._incarnations))
             except StepFailed:
                 return None
-            is_found = all(table.workers.get(worker_id) == "ALIVE" for worker_id in self._lives)
+            is_found = all(table.workers.get(worker_id) == "ALIVE" for worker_id in self._incarnations)
             return table if is_found and self._is_whole(table) else None
 
-        table = self._site.wait(look, f"the head at {self._ray_address} knows {', '.join(sorted(self._lives))}")
+        table = self._site.wait(look, f"the head at {self._ray_address} knows {', '.join(sorted(self._incarnations))}")
         self._site.found["nodes"] = list(table.nodes)
         return f"{len(table.workers)} workers on {len(table.nodes)} nodes"
 
@@ -134,11 +138,11 @@ class _HeadRestart:
         host = self._ray_address.rpartition(":")[0]
         return bool(table.nodes) if host in LOOPBACK else host in table.nodes
 
-    def _same_lives(self) -> str:
+    def _same_incarnations(self) -> str:
         now = self._live()
-        changed = sorted(name for name, epoch in self._lives.items() if now.get(name) != epoch)
+        changed = sorted(name for name, epoch in self._incarnations.items() if now.get(name) != epoch)
         if changed:
-            raise StepFailed(f"{', '.join(changed)} are in another life, or silent", worker_ids=changed)
+            raise StepFailed(f"{', '.join(changed)} are in another incarnation, or silent", worker_ids=changed)
         return "all in the lives they were in"
 
 

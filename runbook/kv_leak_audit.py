@@ -25,7 +25,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Ledger:
-    """What was seen of one worker in its present life.
+    """What was seen of one worker in its present incarnation.
 
     Attributes:
         leaked: the least that it held of each thing while it had no stream, over all looks since it had one last.
@@ -43,7 +43,7 @@ class Ledger:
     ) -> None:
         """Take what it holds, between two looks at its streams."""
         num_streams = max(before.num_streams, after.num_streams)
-        excess = max(0, holds.state.inventory.num_attends - num_streams)
+        excess = max(0, holds.state.inventory.num_requests_held - num_streams)
         self.excess = excess if self.excess is None else min(self.excess, excess)
         if num_streams:
             return
@@ -71,7 +71,7 @@ class Audit:
                 name="nothing is held for nobody",
                 look=self._judge,
                 next="quarantined blocks wait for a peer that may still write: see which worker is silent, and run "
-                "`baton runbook hung-gang` for it; anything else goes with another life: `baton runbook "
+                "`baton runbook hung-tp-group` for it; anything else goes with another incarnation: `baton runbook "
                 "replace-prefill` or `replace-decode`, after `collect-diagnostics`",
             ),
             Verification(

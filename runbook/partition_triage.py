@@ -55,7 +55,7 @@ class Triage:
                 name="every pair works",
                 look=self._all_work,
                 next="what is named is out of routing or not paired; for a silent worker whose port answers run "
-                "`baton runbook hung-gang` on its node; mend the network for the others, then `baton runbook "
+                "`baton runbook hung-tp-group` on its node; mend the network for the others, then `baton runbook "
                 "drain-node --undo`",
             ),
         ]

@@ -87,14 +87,14 @@ class Quarantine:
             alive = {worker.state.worker_id for worker in self._site.status().workers if worker.alive}
             return True if died <= alive else None
 
-        self._site.wait(look, f"other lives of {', '.join(sorted(died))}")
+        self._site.wait(look, f"other incarnations of {', '.join(sorted(died))}")
         return ", ".join(sorted(died)) or "none died of a request"
 
     def _watch(self) -> str:
-        before = self._lives()
+        before = self._incarnations()
         self._site.pause(self._options.watch)
-        after = self._lives()
-        died = sorted(name for name, life in before.items() if after.get(name) != life)
+        after = self._incarnations()
+        died = sorted(name for name, incarnation in before.items() if after.get(name) != incarnation)
         if died:
             raise StepFailed(f"{', '.join(died)} died or fell silent", workers=died)
         silent = sorted(name for name, (alive, _) in after.items() if not alive)
@@ -102,7 +102,7 @@ class Quarantine:
             raise partial(f"{', '.join(silent)} silent", workers=silent)
         return f"{len(after)} workers, {self._options.watch:g} s"
 
-    def _lives(self) -> dict[str, tuple[bool, int]]:
+    def _incarnations(self) -> dict[str, tuple[bool, int]]:
         return {
             worker.state.worker_id: (worker.alive, worker.state.epoch)
             for worker in self._site.status().workers

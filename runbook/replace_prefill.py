@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -P
-"""Give a prefill worker another life: drained, ended, started by Ray, compared by tokens, routed to again."""
+"""Give a prefill worker another incarnation: drained, ended, started by Ray, compared by tokens, routed to again."""
 
 import sys
 

@@ -11,7 +11,7 @@ from baton.core.errors import StepFailed
 from baton.runbook.common import workers
 from baton.runbook.common.canary import Canaries
 from baton.runbook.common.command import Runbook, main
-from baton.runbook.common.replace import another_life
+from baton.runbook.common.replace import another_incarnation
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Report, Run, Step, Verification, partial
 
@@ -63,7 +63,7 @@ class Upgrade:
     def _one(self, name: str) -> Action:
         def do() -> str:
             # Steps of their own: until its process has ended the worker is put back when one of them fails.
-            steps = another_life(self._site, name, self._canaries, self._grace_s, self._runs_it(name))
+            steps = another_incarnation(self._site, name, self._canaries, self._grace_s, self._runs_it(name))
             report = Run(MonotonicClock(), dry=False).carry_out(steps)
             if report.error is not None:
                 raise partial(f"{name}: {_why(report)}", worker_id=name, **_timed_out(report))

@@ -95,12 +95,12 @@ def stages_for(num_gpus: int) -> list[Stage]:
             tests("ranks", ["test_rank_pools_cuda"], 150, timeout=120),
         ]
     else:
-        gang = ("-m", "baton.bench.decode_gang", "--json", "--ranks", str(num_gpus))
+        tp_group = ("-m", "baton.bench.decode_tp_group", "--json", "--ranks", str(num_gpus))
         named = [
-            tests("gang", ["test_gang_cuda"], 240, timeout=120),
-            tests("ranks", ["test_gang_handoff_cuda", "test_rank_pools_cuda"], 240, timeout=120),
+            tests("tp_group", ["test_tp_group_cuda"], 240, timeout=120),
+            tests("ranks", ["test_tp_group_handoff_cuda", "test_rank_pools_cuda"], 240, timeout=120),
             tests("graphs", ["test_graphs_cuda"], 120, "-k", "two_gpus"),
-            Stage("gang table", (*gang, "--shape", "8b"), 240, "decode_gang.json"),
+            Stage("TP group table", (*tp_group, "--shape", "8b"), 240, "decode_tp_group.json"),
             tests("devices", ["test_async_decode_cuda"], 90, "-k", "current_one"),
             tests("handoff", ["test_tokens_handoff", "test_handoff", "test_nvlink"], 240),
         ]

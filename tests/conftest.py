@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What tests start in processes of its own is one deployment with what they run here (`baton.tests.inside`).
 os.environ.setdefault("BATON_SECRET", "5e" * 32)
 
-from baton.kvtransfer import life_file, shared_region
+from baton.kvtransfer import incarnation_file, shared_region
 from baton.tests.model.checkpoints import write_checkpoint
 
 GARBAGE_BYTES = 512 << 20
@@ -72,6 +72,6 @@ def no_shared_memory_is_left():
     """Whatever this process put into /dev/shm is gone at the end."""
     yield
     left = list(shared_region.DIRECTORY.glob(f"{shared_region.PREFIX}{os.getpid()}-*"))
-    for path in life_file.DIRECTORY.glob(f"{life_file.PREFIX}*"):
+    for path in incarnation_file.DIRECTORY.glob(f"{incarnation_file.PREFIX}*"):
         left += [path] if path.read_text().split()[0] == str(os.getpid()) else []
     assert not left

@@ -2,7 +2,7 @@
 
 import grpc
 
-from baton.core.inside import ROUTER, Caller, DeploymentSecret, life_name, worker_name
+from baton.core.inside import ROUTER, Caller, DeploymentSecret, incarnation_name, worker_name
 from baton.proto import wire
 from baton.proto.inside import InsideChannel
 
@@ -11,7 +11,7 @@ def worker_channel(channel, role, worker_id, epoch, secret=None):
     """`channel`, to a worker, with the proofs of its router."""
     name = worker_name(role, worker_id)
     caller = Caller(ROUTER, (secret or DeploymentSecret.of_process()).worker_key(name))
-    callee = life_name(name, epoch)
+    callee = incarnation_name(name, epoch)
     return InsideChannel(channel, caller, lambda: callee)
 
 

@@ -1,6 +1,6 @@
 """What a worker reports of how its model is computed: the form, why it is that one, and what fell back to another.
 
-Counts are of this process, which loads one model; of the ranks of a gang only the first one's are told.
+Counts are of this process, which loads one model; of the ranks of a TP group only the first one's are told.
 """
 
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
-_ROUTER_LIFE = re.compile(f"{ROUTER}@[0-9a-f]{{16}}")
+_ROUTER_INCARNATION = re.compile(f"{ROUTER}@[0-9a-f]{{16}}")
 
 SetSpeculation = Callable[[worker_pb2.SpeculationMode], worker_pb2.Speculation]
 
@@ -90,8 +90,8 @@ class WorkerHost:
         self._register = register
         self._state = state
         self._router_address = router_address
-        self._wishes = worker_pb2.Wishes()  # the router's, kept for the next one
-        self._is_asked_wishes = False
+        self._desired_state = worker_pb2.DesiredState()  # the router's, kept for the next one
+        self._is_asked_desired_state = False
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started = threading.Event()
@@ -181,7 +181,7 @@ class WorkerHost:
         router = _RouterChannel(self._router_address, SecureChannels(self._tls), identity)
         try:
             while True:
-                is_met = False  # in another life: what was to be said is said again at once
+                is_met = False  # in another incarnation: what was to be said is said again at once
                 try:
                     membership = worker_pb2_grpc.MembershipStub(await router.newest())
                     reply = await membership.Heartbeat(self._report(), timeout=HEARTBEAT_TIMEOUT_S)
@@ -211,22 +211,25 @@ class WorkerHost:
         return f"does not answer{perhaps}: {error.code()}"
 
     def _end(self) -> None:
-        """End this life, a moment from now: whoever asked for it should hear that it will."""
-        error = WorkerLost("an operator ended this life of the worker")
+        """End this incarnation, a moment from now: whoever asked for it should hear that it will."""
+        error = WorkerLost("an operator ended this incarnation of the worker")
         self._loop.call_later(END_DELAY_S, self._on_fatal, error)
 
     def _report(self) -> worker_pb2.WorkerState:
         state = self._state()
-        state.wishes_version, state.wishes_life = self._wishes.version, self._wishes.life
-        if self._is_asked_wishes:
-            state.wishes.CopyFrom(self._wishes)
+        state.desired_state_version, state.desired_state_incarnation = (
+            self._desired_state.version,
+            self._desired_state.incarnation,
+        )
+        if self._is_asked_desired_state:
+            state.desired_state.CopyFrom(self._desired_state)
         return state
 
     def _follow(self, reply: worker_pb2.HeartbeatReply) -> None:
         """A worker that was not there when an operator set something hears of it with its heartbeats."""
-        self._is_asked_wishes = reply.wants_wishes
-        if reply.HasField("wishes"):
-            self._wishes = reply.wishes
+        self._is_asked_desired_state = reply.wants_desired_state
+        if reply.HasField("desired_state"):
+            self._desired_state = reply.desired_state
         if self._set_speculation is None or not reply.HasField("speculation"):
             return
         try:
@@ -251,7 +254,7 @@ class _RouterChannel:
         self._address = address
         self._secure = secure
         self._caller = identity.caller
-        self._life = ""
+        self._incarnation = ""
         self.is_meeting = False  # only one thing is said again at once, whatever the other side makes up
         self._version = secure.version
         self._channel = secure.open_aio(address, ROUTER_OPTIONS)
@@ -261,21 +264,21 @@ class _RouterChannel:
         if version != self._version:
             await self._channel.close(None)
             self._version, self._channel = version, self._secure.open_aio(self._address, ROUTER_OPTIONS)
-        return InsideChannel(self._channel, self._caller, lambda: self._life)
+        return InsideChannel(self._channel, self._caller, lambda: self._incarnation)
 
     def meets(self, error: grpc.aio.AioRpcError) -> bool:
-        """Whether a call failed only because the router is another life than was known; the next one names it.
+        """Whether a call failed only because the router is another incarnation than was known; the next one names it.
 
-        A proof for a life that another server made up is of no use to it.
+        A proof for an incarnation that another server made up is of no use to it.
         """
         if self.is_meeting or error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             self.is_meeting = False
             return False
         typed = wire.error_from_rpc(error)
-        life = str(typed.fields.get("callee", "")) if isinstance(typed, Unauthenticated) else ""
-        if not _ROUTER_LIFE.fullmatch(life) or life == self._life:
+        incarnation = str(typed.fields.get("callee", "")) if isinstance(typed, Unauthenticated) else ""
+        if not _ROUTER_INCARNATION.fullmatch(incarnation) or incarnation == self._incarnation:
             return False
-        self._life, self.is_meeting = life, True
+        self._incarnation, self.is_meeting = incarnation, True
         return True
 
     async def close(self) -> None:
@@ -318,7 +321,7 @@ class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
     async def Restart(
         self, request: admin_pb2.RestartRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.RestartReply:
-        """End this process, if it is the life that was meant."""
+        """End this process, if it is the incarnation that was meant."""
         ending = request.epoch == self._state().epoch
         if ending:
             self._end()

@@ -36,7 +36,7 @@ def engine_inventory(
         num_requests_waiting=sum(waiting.values()),
         waiting=waiting_to_proto(waiting),
         num_requests_running=num_running,
-        num_attends=num_requests,
+        num_requests_held=num_requests,
         num_requests_finished=num_finished,
         num_requests_failed=num_failed,
         num_blocks=allocator.num_blocks,
@@ -70,7 +70,7 @@ def worker_state(
         config: with what the worker has chosen itself.
         loaded: its model and KV pool.
         inventory: see `engine_inventory`; how the model is computed is added.
-        epoch: of this life.
+        epoch: of this incarnation.
         address: of its gRPC server.
         build: of its program (`core.build`).
         naming: of its cached prefixes; None without a cache.

@@ -18,7 +18,7 @@ from baton.engine.grammar import GrammarCompiler
 from baton.engine.kernel_warm_up import Reach
 from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
-from baton.kernels.kv import widen as kv_widen
+from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
@@ -213,7 +213,7 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     )
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
         kv_dtype = TORCH_DTYPES[layout.dtype]  # a layer's, and what torch keeps of another size
-        steps += 2 * kv_widen.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
+        steps += 2 * kv_dequantize.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
     own = torch.cuda.memory_reserved(device) + kv_budget.CONTEXT_BYTES
     share = config.gpu_memory_utilization
     room = kv_budget.kv_bytes(total=total_bytes, free=free_bytes, share=share, own=own, steps=steps)

@@ -26,7 +26,7 @@ async def serve_watch(
 
     Args:
         log: of the worker's prefix cache.
-        epoch: of this life; a reader that knows another one is refused.
+        epoch: of this incarnation; a reader that knows another one is refused.
         request: what the reader has.
         context: of the call, which never ends by itself.
     """

@@ -1,4 +1,4 @@
-"""The thread on which a rank other than 0 follows its gang, and how that ends: the gang stops, or this process does."""
+"""The thread on which a rank other than 0 follows its group, and its end: the group stops or this process does."""
 
 import logging
 import threading

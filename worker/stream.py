@@ -8,7 +8,7 @@ EventIn = TypeVar("EventIn", contravariant=True)
 
 
 class EventSink(Protocol[EventIn]):
-    """Where a worker puts one request's events; `worker.outbox` and tests each have their own."""
+    """Where a worker puts one request's events; `worker.send_queue` and tests each have their own."""
 
     @property
     def ended(self) -> bool:

@@ -42,10 +42,10 @@ def push_counts(
     return found
 
 
-def landing_counts(counts: Mapping[str, int], num_quarantined: int) -> worker_pb2.TransferCounts:
-    """Of a decode worker: `LandingService.inventory`, and the blocks its allocator holds back."""
+def receiver_counts(counts: Mapping[str, int], num_quarantined: int) -> worker_pb2.TransferCounts:
+    """Of a decode worker: `ReceiverService.inventory`, and the blocks its allocator holds back."""
     return worker_pb2.TransferCounts(
-        transfers=counts["transfers_sealed"],
+        transfers=counts["transfers_complete"],
         bytes=counts["bytes_landed"],
         seconds=counts["transfer_us"] / 1e6,
         exposed_seconds=counts["exposed_us"] / 1e6,

@@ -17,7 +17,7 @@ from baton.kernels.attention import paged as attention
 from baton.kernels.attention.decode import attention_decode
 from baton.kernels.attention.decode_plan import default_options
 from baton.kernels.attention.ordered import attention_ordered_decode
-from baton.kernels.attention.shares import SharePlans
+from baton.kernels.attention.shares import SplitKVPlans
 
 BLOCK_SIZE = 16
 _TORCH_MAX_BYTES = 3 << 30  # of KV: it copies and masks all of it
@@ -90,7 +90,7 @@ class Buffers:
     context_len: int
     lengths: Sequence[int]
     scales: Mapping[str, torch.Tensor]
-    plans: SharePlans = field(default_factory=SharePlans)
+    plans: SplitKVPlans = field(default_factory=SplitKVPlans)
 
     def run(
         self,

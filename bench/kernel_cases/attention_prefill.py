@@ -238,7 +238,7 @@ _CANDIDATES = {
 }
 
 
-def _trades(
+def _warp_specialized(
     BN: int, num_stages: int, *, groups: int = 2, turns: bool = True, pin: bool = True, persistent: bool = False
 ) -> Mapping[str, object]:
     ways = {"TURNS": turns, "PIN": pin, "PERSISTENT": persistent}
@@ -246,30 +246,30 @@ def _trades(
 
 
 # Of the form for Hopper. Shared memory decides: the queries and two tiles of K and V take 160 KiB, or 192 KiB.
-_TRADES = {
+_WARP_SPECIALIZED = {
     False: (
-        _trades(128, 2),
-        _trades(128, 2, persistent=True),
-        _trades(128, 2, pin=False),
-        _trades(128, 2, pin=False, persistent=True),
-        _trades(128, 2, turns=False),
-        _trades(128, 2, turns=False, persistent=True),
-        _trades(128, 2, turns=False, pin=False),
-        _trades(128, 3),
-        _trades(128, 3, persistent=True),
-        _trades(64, 4),
-        _trades(64, 4, groups=3),
-        _trades(64, 4, groups=3, persistent=True),
-        _trades(64, 4, groups=3, turns=False),
-        _trades(64, 4, groups=3, turns=False, persistent=True),
+        _warp_specialized(128, 2),
+        _warp_specialized(128, 2, persistent=True),
+        _warp_specialized(128, 2, pin=False),
+        _warp_specialized(128, 2, pin=False, persistent=True),
+        _warp_specialized(128, 2, turns=False),
+        _warp_specialized(128, 2, turns=False, persistent=True),
+        _warp_specialized(128, 2, turns=False, pin=False),
+        _warp_specialized(128, 3),
+        _warp_specialized(128, 3, persistent=True),
+        _warp_specialized(64, 4),
+        _warp_specialized(64, 4, groups=3),
+        _warp_specialized(64, 4, groups=3, persistent=True),
+        _warp_specialized(64, 4, groups=3, turns=False),
+        _warp_specialized(64, 4, groups=3, turns=False, persistent=True),
     ),
     True: (
-        _trades(64, 2),
-        _trades(64, 2, persistent=True),
-        _trades(64, 2, pin=False),
-        _trades(64, 2, turns=False),
-        _trades(64, 2, turns=False, persistent=True),
-        _trades(64, 2, turns=False, pin=False),
+        _warp_specialized(64, 2),
+        _warp_specialized(64, 2, persistent=True),
+        _warp_specialized(64, 2, pin=False),
+        _warp_specialized(64, 2, turns=False),
+        _warp_specialized(64, 2, turns=False, persistent=True),
+        _warp_specialized(64, 2, turns=False, pin=False),
     ),
 }
 
@@ -304,8 +304,8 @@ def _short_candidates(work: Work, longest: int) -> list[Mapping[str, object]]:
         if longest <= _MAX_SHORT_LEN
     ]  # fmt: skip
     if work.kv_dtype == work.dtype and num_rows > _FEW_ROWS:
-        trades = _trades(64 if is_wide else 128, 2, pin=False)
-        found += [{**trades, "TURNS": turns, "slots": 132 * each} for turns, each in _HOPPER_SHARES]
+        warp_specialized = _warp_specialized(64 if is_wide else 128, 2, pin=False)
+        found += [{**warp_specialized, "TURNS": turns, "slots": 132 * each} for turns, each in _HOPPER_SHARES]
     return found
 
 
@@ -359,7 +359,7 @@ def tuning() -> list[TuningPoint]:
             shape=shape_of(work.num_heads // work.num_kv_heads, work.head_dim, work.kv_dtype.itemsize),
             size=max(rows for rows, _ in work.chunks),
             candidates=(
-                *(_TRADES[work.head_dim > 128] if work.kv_dtype == work.dtype else ()),
+                *(_WARP_SPECIALIZED[work.head_dim > 128] if work.kv_dtype == work.dtype else ()),
                 *_CANDIDATES[work.head_dim > 128],
             ),
             set_bytes=work.num_bytes,

@@ -144,7 +144,7 @@ def cases() -> list[KernelCase]:
     ]
 
 
-def _trades(BM: int, BN: int, stages: int, workers: int, depth: int, *, swap: bool = False) -> Plan:
+def _warp_specialized(BM: int, BN: int, stages: int, workers: int, depth: int, *, swap: bool = False) -> Plan:
     return Plan(swap=swap, BM=BM, BN=BN, stages=stages, workers=workers, depth=depth)
 
 
@@ -155,40 +155,40 @@ _TILES: Mapping[int, Sequence[Plan]] = {
     **dict.fromkeys(
         (8, 16),
         (
-            _trades(16, 64, 20, 1, 4, swap=True),
-            _trades(16, 64, 20, 2, 2, swap=True),
-            _trades(16, 128, 11, 2, 4, swap=True),
-            _trades(16, 64, 10, 2, 2, swap=True),
-            _trades(16, 128, 5, 2, 4, swap=True),
+            _warp_specialized(16, 64, 20, 1, 4, swap=True),
+            _warp_specialized(16, 64, 20, 2, 2, swap=True),
+            _warp_specialized(16, 128, 11, 2, 4, swap=True),
+            _warp_specialized(16, 64, 10, 2, 2, swap=True),
+            _warp_specialized(16, 128, 5, 2, 4, swap=True),
         ),
     ),
     32: (
-        _trades(32, 64, 16, 2, 2, swap=True),
-        _trades(32, 128, 10, 2, 2, swap=True),
-        _trades(64, 64, 12, 2, 2),
-        _trades(32, 64, 8, 2, 2, swap=True),
-        _trades(32, 128, 5, 2, 2, swap=True),
+        _warp_specialized(32, 64, 16, 2, 2, swap=True),
+        _warp_specialized(32, 128, 10, 2, 2, swap=True),
+        _warp_specialized(64, 64, 12, 2, 2),
+        _warp_specialized(32, 64, 8, 2, 2, swap=True),
+        _warp_specialized(32, 128, 5, 2, 2, swap=True),
     ),
     64: (
-        _trades(64, 64, 12, 2, 2),
-        _trades(64, 64, 12, 2, 2, swap=True),
-        _trades(64, 128, 8, 2, 1),
-        _trades(64, 32, 16, 2, 1),
-        _trades(64, 32, 8, 2, 2),
-        _trades(64, 32, 8, 2, 1),
-        _trades(64, 64, 5, 2, 1),
-        _trades(64, 128, 4, 2, 1, swap=True),
+        _warp_specialized(64, 64, 12, 2, 2),
+        _warp_specialized(64, 64, 12, 2, 2, swap=True),
+        _warp_specialized(64, 128, 8, 2, 1),
+        _warp_specialized(64, 32, 16, 2, 1),
+        _warp_specialized(64, 32, 8, 2, 2),
+        _warp_specialized(64, 32, 8, 2, 1),
+        _warp_specialized(64, 64, 5, 2, 1),
+        _warp_specialized(64, 128, 4, 2, 1, swap=True),
     ),
     128: (
-        _trades(64, 64, 12, 2, 2),
-        _trades(128, 64, 8, 2, 2),
-        _trades(64, 128, 8, 2, 1),
-        _trades(128, 32, 10, 2, 2),
-        _trades(64, 128, 8, 2, 2, swap=True),
-        _trades(128, 128, 6, 2, 1),
-        _trades(64, 64, 5, 2, 1),
-        _trades(128, 64, 4, 2, 1),
-        _trades(128, 32, 5, 2, 2),
+        _warp_specialized(64, 64, 12, 2, 2),
+        _warp_specialized(128, 64, 8, 2, 2),
+        _warp_specialized(64, 128, 8, 2, 1),
+        _warp_specialized(128, 32, 10, 2, 2),
+        _warp_specialized(64, 128, 8, 2, 2, swap=True),
+        _warp_specialized(128, 128, 6, 2, 1),
+        _warp_specialized(64, 64, 5, 2, 1),
+        _warp_specialized(128, 64, 4, 2, 1),
+        _warp_specialized(128, 32, 5, 2, 2),
     ),
 }
 _SPLITS = (1, 2, 4)  # that are tried where tiles alone leave multiprocessors idle

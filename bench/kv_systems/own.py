@@ -1,7 +1,7 @@
-"""Baton's own hand-off, as its workers run it: a push service and its writer here, a landing service there.
+"""Baton's own hand-off, as its workers run it: a push service and its writer here, an incoming transfer service there.
 
-The decode side grants the blocks that the harness expects, polls as a decode loop does, and releases what was sealed.
-When the last byte was there is what its landing says: the moment at which the completion word was set.
+The decode side grants the blocks that the harness expects, polls as a decode loop does, and releases what was complete.
+When the last byte was there is what its incoming transfer says: the moment at which the completion word was set.
 """
 
 import secrets
@@ -25,17 +25,17 @@ from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart, WriterStep
-from baton.kvtransfer.landing import (
+from baton.kvtransfer.incoming import (
+    Completed,
     Drained,
-    LandingEvent,
-    LandingFailed,
-    LandingService,
+    IncomingFailed,
+    ReceiverEvent,
+    ReceiverService,
     ReserveWanted,
-    Sealed,
-    landing_region,
+    receiver_region,
 )
-from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
 from baton.kvtransfer.transports import bind_address, connecting_transport
 from baton.proto import kv_pb2
 
@@ -76,7 +76,7 @@ class OwnReceiver:
         config, layout = config_of(cell), layout_of(cell.workload)
         kind = control_channel(config.transport).name
         lanes = tuple(declared.lane for declared in one_sided_lanes(config.transport))
-        setup = LandingSetup(
+        setup = ReceiverSetup(
             epoch=secrets.randbits(63) | 1,
             layout=layout,
             num_blocks=POOL_BLOCKS,
@@ -84,13 +84,13 @@ class OwnReceiver:
             listen=Listen(kind, bind_address(kind, "127.0.0.1"), lanes),
             config=config,
         )
-        region = landing_region([PoolGeometry(layout, POOL_BLOCKS)], config)
+        region = receiver_region([PoolGeometry(layout, POOL_BLOCKS)], config)
         self.blocks = blocks_of(np.frombuffer(region.pool(0), dtype=np.uint8), cell.workload)
-        self._service = LandingService.in_process(region, setup)
+        self._service = ReceiverService.in_process(region, setup)
         self._service.wakeup = self._woken.set
 
     def address(self) -> Address:
-        """Where the landing listens, and its life."""
+        """Where the incoming transfer listens, and its life."""
         return {"kv_address": self._service.address, "epoch": self._service.epoch}
 
     def turn(self, timeout_s: float) -> None:
@@ -101,21 +101,21 @@ class OwnReceiver:
             self._take(event)
 
     def close(self) -> None:
-        """End the landing."""
+        """End the incoming transfer."""
         self._service.close()
 
-    def _take(self, event: LandingEvent) -> None:
+    def _take(self, event: ReceiverEvent) -> None:
         match event:
             case ReserveWanted():
                 self._wanted.append(event.attempt)
-            case Sealed():
-                self._on_done(int(event.attempt.request_id), event.sealed_s)
+            case Completed():
+                self._on_done(int(event.attempt.request_id), event.completed_s)
                 self._service.release(event.attempt)
                 self._granted = None
                 self.counts = self._service.inventory()
-            case LandingFailed():
+            case IncomingFailed():
                 if not self._cell.faults:
-                    raise SystemFailed(f"the landing of {event.attempt} failed: {event.reason}")
+                    raise SystemFailed(f"the incoming transfer of {event.attempt} failed: {event.reason}")
                 if event.attempt in self._wanted:
                     self._wanted.remove(event.attempt)
             case Drained():

@@ -68,7 +68,7 @@ _PEERS = (
         needs="mooncake",
     ),
 )
-_ENVIRONMENTS = {"nixl": UCX_OPTIONS}  # on this host alone: the landing process inherits it
+_ENVIRONMENTS = {"nixl": UCX_OPTIONS}  # on this host alone: the KV receiver process inherits it
 _OWN = tuple(
     System(
         name=name,

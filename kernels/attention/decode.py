@@ -21,11 +21,11 @@ from baton.kernels.attention import decode_plan as attention_plan
 from baton.kernels.attention import decode_triton as attention_decode_triton
 from baton.kernels.attention import invariant as attention_invariant
 from baton.kernels.attention import paged as attention
-from baton.kernels.attention import shares as attention_shares
-from baton.kernels.attention import shares_triton as attention_shares_triton
+from baton.kernels.attention import shares as attention_split_kv
+from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
 from baton.kernels.attention.block_tables import within
 from baton.kernels.attention.decode_plan import Launch, Options
-from baton.kernels.attention.shares import SharePlans
+from baton.kernels.attention.shares import SplitKVPlans
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 
@@ -50,7 +50,7 @@ def attention_decode(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     invariant: bool = False,
-    plans: SharePlans | None = None,
+    plans: SplitKVPlans | None = None,
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
@@ -105,7 +105,7 @@ def attention_decode(
         )  # fmt: skip
     places = query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, key_scale, value_scale
     if isinstance(how, _Shared):
-        return _by_shares(*places, how.max_context_len, how.scale, how.options, plans or SharePlans())
+        return _by_shares(*places, how.max_context_len, how.scale, how.options, plans or SplitKVPlans())
     return attention_decode_triton.launch(*places, how)
 
 
@@ -315,15 +315,15 @@ def _by_shares(
     bound: int,
     scale: float,
     chosen: Options,
-    plans: SharePlans,
+    plans: SplitKVPlans,
 ) -> torch.Tensor:
     num_queries, num_heads = query_BQAD.shape[1:3]
     num_kv_heads = key_NHSD.shape[1]
     num_programs = num_kv_heads * -(-num_queries * num_heads // num_kv_heads // chosen.rows)
-    wanted = attention_shares.division(
+    wanted = attention_split_kv.division(
         slots=chosen.slots, num_programs=num_programs, tile=chosen.tile, max_context_len=bound
     )
-    return attention_shares_triton.launch(
+    return attention_split_kv_triton.launch(
         query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, None, key_scale, value_scale,
         plans.find(positions_BQ, None, wanted),
         num_queries=num_queries, scale=scale, num_shares=wanted.num_shares, how=chosen,

@@ -38,7 +38,7 @@ class Options:
             through shared memory.
         apart: each warp has its own sums over its share of a tile's keys; with `direct` alone.
         registers: of a thread, at most; 0: as the compiler likes.
-        shares: divided by work (`attention_shares`), `slots` being how many programs are wanted; else each sequence
+        shares: divided by work (`attention_split_kv`), `slots` being how many programs are wanted; else each sequence
             into the same number of parts.
     """
 

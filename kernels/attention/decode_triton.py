@@ -41,7 +41,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _widened(kv_TD, DTYPE: tl.constexpr, THROUGH_SHARED: tl.constexpr):
+def _dequantized(kv_TD, DTYPE: tl.constexpr, THROUGH_SHARED: tl.constexpr):
     """K or V in the type of the products.
 
     Float8 is widened as it was loaded, 16 bytes of a row by each thread, and reaches the layout of a product through
@@ -135,9 +135,9 @@ def attend_tiles(
             offset_T += tile * TILE % BLOCK * D
         key_at = key + offset_T[:, None] + slot_TD
         value_at = key_at + BLOCK * D if JOINED else value + offset_T[:, None] + slot_TD
-        key_TD = _widened(tl.load(key_at), query_RD.dtype, VIA_SHARED)
+        key_TD = _dequantized(tl.load(key_at), query_RD.dtype, VIA_SHARED)
         value_TD = tl.load(value_at, mask=(seen_T <= last)[:, None], other=0.0)
-        value_TD = _widened(value_TD, query_RD.dtype, VIA_SHARED)
+        value_TD = _dequantized(value_TD, query_RD.dtype, VIA_SHARED)
         # The next tile's blocks, a step ahead: keys do not wait for them.
         block_T = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_T) // BLOCK, last_column))
         most_R, total, mixed = _add_tile(

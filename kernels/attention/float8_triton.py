@@ -57,7 +57,7 @@ def variants() -> list[Variant]:
 
 
 @triton.jit
-def widen_pairs(pair_TC, MOVE: tl.constexpr, ASSEMBLY: tl.constexpr):
+def dequantize_pairs(pair_TC, MOVE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Two float8 in each 16-bit integer -> the lower ones and the upper ones in float16, over BITS_SCALE if moved."""
     if ASSEMBLY and not _INTERPRETED:
         return tl.inline_asm_elementwise(
@@ -98,12 +98,12 @@ def attend_together(
             offset_T += tile * TILE % BLOCK * C
         key_at = pairs_TC + offset_T[:, None]
         value_at = key_at + BLOCK * C if JOINED else value_pairs_TC + offset_T[:, None]
-        key_even_TC, key_odd_TC = widen_pairs(tl.load(key_at), MOVE, ASSEMBLY)
+        key_even_TC, key_odd_TC = dequantize_pairs(tl.load(key_at), MOVE, ASSEMBLY)
         if MOVE:
             value_TC = tl.load(value_at)
         else:
             value_TC = tl.load(value_at, mask=(seen_T <= last)[:, None], other=0)
-        even_TC, odd_TC = widen_pairs(value_TC, MOVE, ASSEMBLY)
+        even_TC, odd_TC = dequantize_pairs(value_TC, MOVE, ASSEMBLY)
         block_T = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_T) // BLOCK, last_column))
         score = tl.dot(even_RC, tl.trans(key_even_TC), input_precision="ieee")
         score = tl.dot(odd_RC, tl.trans(key_odd_TC), score, input_precision="ieee")
@@ -156,12 +156,12 @@ def attend_apart(
             offset += tile * TILE % BLOCK * C
         key_at = pairs + offset[:, :, None]
         value_at = key_at + BLOCK * C if JOINED else value_pairs + offset[:, :, None]
-        key_even, key_odd = widen_pairs(tl.load(key_at), MOVE, ASSEMBLY)
+        key_even, key_odd = dequantize_pairs(tl.load(key_at), MOVE, ASSEMBLY)
         if MOVE:
             value_pair = tl.load(value_at)
         else:
             value_pair = tl.load(value_at, mask=(seen_WK <= last)[:, :, None], other=0)
-        value_even, value_odd = widen_pairs(value_pair, MOVE, ASSEMBLY)
+        value_even, value_odd = dequantize_pairs(value_pair, MOVE, ASSEMBLY)
         block_WK = tl.load(tables + tl.minimum(((tile + 1) * TILE + place_WK) // BLOCK, last_column))
         score = tl.dot(even_WRC, tl.trans(key_even, 0, 2, 1), input_precision="ieee")
         score = tl.dot(odd_WRC, tl.trans(key_odd, 0, 2, 1), score, input_precision="ieee")

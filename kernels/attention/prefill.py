@@ -5,7 +5,7 @@ all of them already in the blocks. Slots past a sequence's last position may hol
 Triton kernel (`kernels.attention.prefill_triton`, or on Hopper `kernels.attention.prefill_hopper_triton` where that was
 found faster), for few short chunks over long prefixes those of `kernels.attention.short_chunks`, elsewhere the torch
 reference, which is `kernels.attention.paged` and `kernels.attention.invariant`. Long chunks over float8 have their KV
-widened first where that pays (`kernels.kv.widen`). It refuses to write KV, and to wait for the device.
+widened first where that pays (`kernels.kv.dequantize`). It refuses to write KV, and to wait for the device.
 
 Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: products and softmax overlapped); blocks: Kwon
 et al. 2023. Legend: T tokens, B sequences, E = B + 1, A query heads, H KV heads, G = A / H, D head size, N blocks,
@@ -29,10 +29,10 @@ from baton.kernels.attention import prefill_triton as attention_prefill_triton
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.block_tables import require_columns, require_lens, within
 from baton.kernels.attention.invariant import attention_prefill_invariant
-from baton.kernels.attention.shares import SharePlans
+from baton.kernels.attention.shares import SplitKVPlans
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.kv import widen as kv_widen
+from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kernels.memo import Memo, open_signature, signature
 
 NAME = "attention_prefill"
@@ -58,7 +58,7 @@ def attention_prefill(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     invariant: bool = False,
-    plans: SharePlans | None = None,
+    plans: SplitKVPlans | None = None,
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
@@ -102,7 +102,7 @@ def attention_prefill(
         lens = [end - start for start, end in pairwise(query_starts_E.tolist())]
         if scale is not None:  # theirs is D ** -0.5
             query_TAD = query_TAD * (scale * math.sqrt(query_TAD.shape[2]))
-        kv = _widened(key_NHSD, key_scale, query_TAD.dtype), _widened(value_NHSD, value_scale, query_TAD.dtype)
+        kv = _dequantized(key_NHSD, key_scale, query_TAD.dtype), _dequantized(value_NHSD, value_scale, query_TAD.dtype)
         tables_BM = within(block_tables_BM.long(), context_lens_B - 1, key_NHSD.shape[2])
         return _reference(query_TAD, *kv, tables_BM, lens, context_lens_B.tolist(), invariant)
     if how is _Form.NOTHING:
@@ -111,7 +111,7 @@ def attention_prefill(
     if how is _Form.SHORT:
         return attention_short_chunks.attend(
             *places, max_query_len=max_query_len, scale=softmax_scale, key_scale=key_scale, value_scale=value_scale,
-            plans=plans or SharePlans(), options=options,
+            plans=plans or SplitKVPlans(), options=options,
         )  # fmt: skip
     return _by_triton(places, how, max_query_len, softmax_scale, (key_scale, value_scale), invariant, options)
 
@@ -122,7 +122,7 @@ class _Form(Enum):
     TORCH = auto()
     NOTHING = auto()  # there are no rows
     SHORT = auto()  # positions are divided as well as rows
-    WIDENED = auto()  # float8 is widened before
+    DEQUANTIZED = auto()  # float8 is widened before
     AS_IT_IS = auto()
 
 
@@ -133,13 +133,13 @@ class _Kind:
     Attributes:
         in_triton: not by torch's reference.
         can_divide: the form for short chunks takes them.
-        can_widen: the form for Hopper takes what comes of their KV if that is widened.
+        can_dequantize: the form for Hopper takes what comes of their KV if that is widened.
         on_hopper: that form takes them as they are.
     """
 
     in_triton: bool
     can_divide: bool = False
-    can_widen: bool = False
+    can_dequantize: bool = False
     on_hopper: bool = False
 
 
@@ -212,13 +212,13 @@ def _kind(
 ) -> _Kind:
     """By dtypes, strides and sizes that calls have in common."""
     head_dim, block_size = query_TAD.shape[2], key_NHSD.shape[2]
-    can_widen = (
+    can_dequantize = (
         key_NHSD.stride()[2:] == (head_dim, 1)
-        and kv_widen.most_bytes(key_NHSD.dtype, query_TAD.device.index, head_dim, block_size) > 0
+        and kv_dequantize.most_bytes(key_NHSD.dtype, query_TAD.device.index, head_dim, block_size) > 0
     )
     can_divide = attention_short_chunks.fits(query_TAD, key_NHSD, value_NHSD, key_scale)
     on_hopper = attention_prefill_hopper_triton.fits(query_TAD, key_NHSD, value_NHSD)
-    return _Kind(in_triton=True, can_divide=can_divide, can_widen=can_widen, on_hopper=on_hopper)
+    return _Kind(in_triton=True, can_divide=can_divide, can_dequantize=can_dequantize, on_hopper=on_hopper)
 
 
 def _form(
@@ -233,13 +233,13 @@ def _form(
     if _is_short(query_TAD, key_NHSD, block_tables_BM, kind, max_query_len, invariant, options):
         return _Form.SHORT
     widens = (
-        kind.can_widen
+        kind.can_dequantize
         and options is None
         and not invariant
-        and max_query_len >= kv_widen.MIN_QUERY_LEN
-        and kv_widen.num_bytes(block_tables_BM, key_NHSD, query_TAD.dtype) <= kv_widen.MAX_BYTES
+        and max_query_len >= kv_dequantize.MIN_QUERY_LEN
+        and kv_dequantize.num_bytes(block_tables_BM, key_NHSD, query_TAD.dtype) <= kv_dequantize.MAX_BYTES
     )
-    return _Form.WIDENED if widens else _Form.AS_IT_IS
+    return _Form.DEQUANTIZED if widens else _Form.AS_IT_IS
 
 
 def _by_triton(
@@ -254,8 +254,8 @@ def _by_triton(
     """By the kernels that walk over all positions."""
     query_TAD = places[0]
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    if how is _Form.WIDENED:
-        places = query_TAD, *kv_widen.widen_kv(*places[1:], *scales, query_TAD.dtype), *places[4:]
+    if how is _Form.DEQUANTIZED:
+        places = query_TAD, *kv_dequantize.dequantize_kv(*places[1:], *scales, query_TAD.dtype), *places[4:]
         scales = None, None
     # One configuration for all sizes if a row may not depend on how long its chunk is.
     options = options or _find_options(*places[:3], _ANY_LEN if invariant else max_query_len)
@@ -358,7 +358,7 @@ def _check_scales(
         require(key_scale.shape == value_scale.shape, "value_scale", "must have as many values as key_scale")
 
 
-def _widened(kv_NHSD: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(kv_NHSD: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Stored K or V in the dtype of the queries, contiguous."""
     if scale is None:
         return kv_NHSD.to(dtype).contiguous()

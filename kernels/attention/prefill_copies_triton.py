@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The warp of `kernels.attention.prefill_trades_triton` that copies K and V, and which tiles a program does.
+"""The warp of `kernels.attention.prefill_warp_specialized_triton` that copies K and V, and which tiles a program does.
 
 It refuses to know what is computed of them.
 """
@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from baton.kernels.attention.share_plan_triton import PIECE_LEN
+from baton.kernels.attention.split_kv_plan_triton import PIECE_LEN
 from baton.kernels.variant import Variant
 
 _PIECE_LEN = gl.constexpr(PIECE_LEN)

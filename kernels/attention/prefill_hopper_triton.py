@@ -33,9 +33,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels import tuning
-from baton.kernels.attention import shares_triton as attention_shares_triton
+from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
 from baton.kernels.attention.block_tables import in_words
-from baton.kernels.attention.prefill_trades_triton import prefill_kernel
+from baton.kernels.attention.prefill_warp_specialized_triton import prefill_kernel
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
@@ -130,11 +130,11 @@ def launch_shares(
     """The same of chunks of up to `num_queries` rows, positions divided into shares by a plan for tiles of BN."""
     num_heads, num_kv_heads, num_sequences = query_TAD.shape[1], key_NHSD.shape[1], block_tables_BM.shape[0]
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    parts = attention_shares_triton.make_parts(query_TAD, num_shares, num_sequences, num_queries)
+    parts = attention_split_kv_triton.make_parts(query_TAD, num_shares, num_sequences, num_queries)
     row_tiles = -(-num_queries * num_heads // num_kv_heads // (ROWS * options["GROUPS"]))
     places = query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, output_TAD
     _launch((row_tiles * num_kv_heads, num_shares), places, (*parts, plan), 0, 0, num_queries, scale, options)
-    attention_shares_triton.merge(
+    attention_split_kv_triton.merge(
         *parts, query_starts_E, plan, output_TAD, num_queries=num_queries, num_shares=num_shares,
         num_sequences=num_sequences,
     )  # fmt: skip

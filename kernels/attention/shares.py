@@ -4,7 +4,7 @@ A *share* is what one program takes: a run of tiles of all sequences, one after 
 length, the one that makes as many as are wanted, whatever the sequences' lengths. What a share has of one sequence is a
 *piece*. The lengths are on the device, so the division is made there, by one small kernel; the host knows how many
 shares there are, which is the grid. A division holds for every layer of a pass, which attends to the same positions:
-`SharePlans` keeps it from layer to layer. It refuses to keep anything longer than its pass: lengths may change.
+`SplitKVPlans` keeps it from layer to layer. It refuses to keep anything longer than its pass: lengths may change.
 
 Legend: B sequences, Q rows of each, E = B + 1.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.kernels.attention import share_plan_triton as attention_share_plan_triton
+from baton.kernels.attention import split_kv_plan_triton as attention_split_kv_plan_triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ def division(*, slots: int, num_programs: int, tile: int, max_context_len: int) 
     return Division(tile=tile, num_shares=max(1, slots // num_programs), max_context_len=max_context_len)
 
 
-class SharePlans:
+class SplitKVPlans:
     """The plans of one pass over the same sequences: made by the layer that comes first, used by all."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class SharePlans:
 
 
 def make_plan(lens: torch.Tensor, starts_E: torch.Tensor | None, wanted: Division) -> torch.Tensor:
-    """One plan, as `attention_share_plan_triton.plan_kernel` says; never waits for the device."""
-    return attention_share_plan_triton.launch_plan(
+    """One plan, as `attention_split_kv_plan_triton.plan_kernel` says; never waits for the device."""
+    return attention_split_kv_plan_triton.launch_plan(
         lens, starts_E, tile=wanted.tile, num_shares=wanted.num_shares, max_context_len=wanted.max_context_len
     )

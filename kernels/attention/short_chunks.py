@@ -1,7 +1,7 @@
 """Short chunks of prompts over long prefixes: `attention_prefill` where tiles of rows are too few to fill a GPU.
 
 A chunk of 16 rows over 8,192 positions is one tile of rows for each KV head, and one program would walk over all
-positions. Here the positions are divided, too (`attention_shares`), at the price of two more small launches: by the
+positions. Here the positions are divided, too (`attention_split_kv`), at the price of two more small launches: by the
 loops of decode steps, or where the table says so by the form for Hopper, whose products are faster. It refuses to
 divide where a row's result must not depend on the batch: shares follow from the lengths of all sequences.
 
@@ -17,11 +17,11 @@ from baton.kernels import tuning
 from baton.kernels.arguments import require
 from baton.kernels.attention import decode_plan as attention_plan
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
-from baton.kernels.attention import shares as attention_shares
-from baton.kernels.attention import shares_triton as attention_shares_triton
+from baton.kernels.attention import shares as attention_split_kv
+from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
 from baton.kernels.attention.decode_plan import Options
 from baton.kernels.attention.decode_triton import STRIDE_UNIT
-from baton.kernels.attention.shares import SharePlans
+from baton.kernels.attention.shares import SplitKVPlans
 
 NAME = "attention_prefill_shares"  # in the tuned table
 _FP8 = torch.float8_e4m3fn
@@ -84,7 +84,7 @@ def attend(
     scale: float,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
-    plans: SharePlans,
+    plans: SplitKVPlans,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """`attention_prefill` of what fits; all arguments were checked."""
@@ -98,7 +98,7 @@ def attend(
     require(is_possible, "options", "are of the form for Hopper, which cannot take these tensors here")
     how = None if on_hopper else _options(max_query_len * group, head_dim, key_NHSD, row)
     tile_rows, tile = (hopper.ROWS * row["GROUPS"], row["BN"]) if how is None else (how.rows, how.tile)
-    wanted = attention_shares.division(
+    wanted = attention_split_kv.division(
         slots=row["slots"] if how is None else how.slots,
         num_programs=num_kv_heads * -(-max_query_len * group // tile_rows),
         tile=tile,
@@ -110,7 +110,7 @@ def attend(
             query_TAD, key_NHSD, value_NHSD, block_tables_BM, query_starts_E, context_lens_B, plan,
             num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, options=row,
         )  # fmt: skip
-    return attention_shares_triton.launch(
+    return attention_split_kv_triton.launch(
         query_TAD, key_NHSD, value_NHSD, block_tables_BM, None, query_starts_E, key_scale, value_scale, plan,
         num_queries=max_query_len, scale=scale, num_shares=wanted.num_shares, how=how,
     )  # fmt: skip

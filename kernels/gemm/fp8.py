@@ -215,14 +215,14 @@ def _way(
         return _Way(num_rows == 0, False, None)
     if plan is not None:
         _check_plan(plan, weight)
-        is_able = not plan.workers or _has_trades(plan, num_rows, weight, num_sms, can_tma)
+        is_able = not plan.workers or _is_warp_specialized(plan, num_rows, weight, num_sms, can_tma)
         require(is_able, "plan", "has workers: on sm_90 only, of aligned rows, without num_sms, splits of few rows")
     else:
         plan = _chosen(table, num_rows, weight, swap_ab, num_sms, invariant, can_tma)
     return _Way(False, True, plan)
 
 
-def _has_trades(plan: Plan, num_rows: int, weight: Fp8Weight, num_sms: int | None, can_tma: bool) -> bool:
+def _is_warp_specialized(plan: Plan, num_rows: int, weight: Fp8Weight, num_sms: int | None, can_tma: bool) -> bool:
     """Whether a plan with workers can be carried out here."""
     num_counters = gemm_fp8_hopper_triton.num_counters(plan, num_rows, weight.num_outputs)
     return can_tma and num_sms is None and num_counters <= gemm_fp8_triton.MAX_TILES
@@ -298,7 +298,7 @@ def _chosen(
     )
     if invariant:
         return invariant_plan(num_outputs, num_inputs)
-    if plan is not None and plan.workers and not _has_trades(plan, num_rows, weight, num_sms, can_tma):
+    if plan is not None and plan.workers and not _is_warp_specialized(plan, num_rows, weight, num_sms, can_tma):
         if can_swap and num_sms is None:
             _tell_of_rule(num_outputs, num_inputs)
         is_swapped = can_swap and num_rows <= FEW_ROWS and SwapAB(swap_ab) is not SwapAB.OFF

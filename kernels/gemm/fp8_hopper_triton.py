@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.gemm.fp8_plan import TABLES, Plan
-from baton.kernels.gemm.fp8_trades_triton import gemm_kernel
+from baton.kernels.gemm.fp8_warp_specialized_triton import gemm_kernel
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.tuning import table

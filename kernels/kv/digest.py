@@ -7,7 +7,7 @@ in its row). So the sum over a whole block is one dot product with a table, any 
 words, positions, heads, parts or layers shows for all but a vanishing share of content. It guards against mistakes and
 broken hardware, not against somebody who wants a collision.
 
-This is the definition and the form for memory on the CPU (NumPy: the landing process has no torch). `kv_digest` and
+This is the definition and the form for memory on the CPU (NumPy: the KV receiver process has no torch). `kv_digest` and
 `kv_scatter` hold the forms for devices. It refuses to know about pools or frames.
 
 Shapes: H heads, P parts, S positions of a block, W words of a row.

@@ -29,7 +29,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype == DTYPE else x
 
 
-def widened(kv_NHSD: torch.Tensor, scale: torch.Tensor, blocks_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(kv_NHSD: torch.Tensor, scale: torch.Tensor, blocks_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of some blocks in another dtype, one after the other."""
     picked_NHSD = as_bytes(kv_NHSD)[blocks_N.long()].view(DTYPE)
     return (picked_NHSD.float() * scale[:, None, None]).to(dtype)
@@ -49,7 +49,7 @@ def attend_decode(
     blocks_BW = block_tables_BM[:, :num_blocks]
     own_BW = torch.arange(blocks_BW.numel(), device=blocks_BW.device).view(blocks_BW.shape)
     key_NHSD, value_NHSD = (
-        widened(part_NHSD, scale, blocks_BW.flatten(), query_BQAD.dtype)
+        dequantized(part_NHSD, scale, blocks_BW.flatten(), query_BQAD.dtype)
         for part_NHSD, scale in zip(kv_NHSD, scales, strict=True)
     )
     return attend(query_BQAD, key_NHSD, value_NHSD, own_BW, positions_BQ, max_context_len)
@@ -72,7 +72,7 @@ def attend_prefill(
         blocks_W = block_tables_BM[sequence, : -(-context_len // block_size)]
         own_1W = torch.arange(len(blocks_W), device=blocks_W.device)[None]
         key_NHSD, value_NHSD = (
-            widened(part_NHSD, scale, blocks_W, query_TAD.dtype)
+            dequantized(part_NHSD, scale, blocks_W, query_TAD.dtype)
             for part_NHSD, scale in zip(kv_NHSD, scales, strict=True)
         )
         outputs.append(attend(query_bAD, key_NHSD, value_NHSD, own_1W, [len(query_bAD)], [context_len]))

@@ -109,7 +109,7 @@ def first_unit(program, num_programs, group, num_units):
     return (program + num_programs - num_before) % num_programs
 
 
-# Specialized code is compiled for each kind of value: heads differ by rank, words by slot, and the first landing must
+# Specialized code is compiled for each kind of value: heads differ by rank, words by slot, and the first transfer must
 # not wait for it.
 _NARROW = ["from_head", "to_head", "layer", "num_layers", "first", "count", "head_first", "num_heads"]
 PLAIN = [*_NARROW, "completion", "sequence"]

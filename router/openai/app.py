@@ -70,7 +70,7 @@ def make_app(front: Front) -> ASGIApp:
     handlers: Any = {BatonError: _on_error, HttpRefusal: _on_error, HTTPException: _on_http, Exception: on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return _for_pages(Entrance(app, front.door, front.operators, front.metrics), front.config.allowed_origins)
+    return _for_pages(Entrance(app, front.authenticator, front.operators, front.metrics), front.config.allowed_origins)
 
 
 def _for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.core.errors import PermissionDenied, as_internal
 from baton.proto.roles import ALLOWED, require_roles
 from baton.router.api_keys import Principal
-from baton.router.door import ANYBODY, Door
+from baton.router.authenticator import ANYBODY, Authenticator
 from baton.router.metrics import RouterMetrics
 from baton.router.openai.connection import PLACE
 from baton.router.openai.json_response import JsonResponse
@@ -23,14 +23,16 @@ class Entrance:
 
     Args:
         app: for those who come in.
-        door: decides.
+        authenticator: decides.
         operators: decides who may read metrics, which tell of all tenants, where clients need keys.
         metrics: count what fails here that no caller is to blame for.
     """
 
-    def __init__(self, app: ASGIApp, door: Door, operators: Door, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, operators: Authenticator, metrics: RouterMetrics
+    ) -> None:
         self._app = app
-        self._door = door
+        self._authenticator = authenticator
         self._operators = operators
         self._metrics = metrics
 
@@ -43,7 +45,7 @@ class Entrance:
                 principal = self._authenticate(scope["path"], _key_header(Headers(scope=scope)))
                 scope[_PRINCIPAL] = principal
                 if PLACE in scope:
-                    scope[PLACE].own(principal.tenant, self._door.quota_of(principal).max_connections)
+                    scope[PLACE].own(principal.tenant, self._authenticator.quota_of(principal).max_connections)
             except Exception as error:  # noqa: BLE001  the boundary of what is before the applications
                 typed = as_internal("the request", error)
                 if typed is not error:
@@ -57,14 +59,14 @@ class Entrance:
         try:
             require_roles(named, ALLOWED[service], path)
         except PermissionDenied as error:
-            self._door.count(error, "certificate_role")
+            self._authenticator.count(error, "certificate_role")
             raise
 
     def _authenticate(self, path: str, header: str | None) -> Principal:
-        if path not in OPERATORS or self._door.keys is None:
-            return self._door.authenticate(header)
+        if path not in OPERATORS or self._authenticator.keys is None:
+            return self._authenticator.authenticate(header)
         if self._operators.keys is None:
-            self._door.authenticate(header)
+            self._authenticator.authenticate(header)
             raise PermissionDenied("metrics tell of all tenants: read them at --metrics-port, or name admin keys")
         return self._operators.authenticate(header)
 

@@ -168,7 +168,7 @@ class GenerationEndpoint(Generic[Asked]):
         try:
             num = len(call.requests) * min(max(call.sampling.n, 1), MAX_CHOICES)
             num_bytes = num_header_bytes(scope)
-            with self.front.door.stream(
+            with self.front.authenticator.stream(
                 tenant, connection_of(scope), num, principal_of(scope), num_header_bytes=num_bytes
             ):
                 await until_disconnect(receive, self._serve(asked, call, reply))
@@ -191,7 +191,7 @@ class GenerationEndpoint(Generic[Asked]):
         """
         principal, tenant = principal_of(scope), ""
         for request in call.requests:
-            tenant = request.tenant = self.front.door.tenant_of(principal, request.tenant)
+            tenant = request.tenant = self.front.authenticator.tenant_of(principal, request.tenant)
         return tenant
 
     async def _serve(self, asked: Asked, call: Call[Asked], reply: Reply) -> None:

@@ -27,7 +27,7 @@ def is_here(state: worker_pb2.WorkerState) -> bool:
 
 
 def processes_of(state: worker_pb2.WorkerState) -> list[psutil.Process]:
-    """The processes of this life of a worker that still run on this host, in rank order.
+    """The processes of this incarnation of a worker that still run on this host, in rank order.
 
     A process id alone is no proof: the first must listen on the worker's port, and all must be Ray's.
 

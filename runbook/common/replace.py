@@ -1,4 +1,4 @@
-"""Another life for a worker that is alive, without a request lost: what replacing means for either role."""
+"""Another incarnation for a worker that is alive, without a request lost: what replacing means for either role."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequence[Step]:
-    """Drain it, end its life, wait for the next one, and compare tokens before anyone relies on it.
+    """Drain it, end its incarnation, wait for the next one, and compare tokens before anyone relies on it.
 
     Raises:
         InvalidRequest: the worker is unknown, or of the other role.
@@ -29,11 +29,11 @@ def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequenc
         workers.check_alive(site, worker_id),
         *([] if options.force else [workers.check_others(site, [worker_id])]),
         workers.expect(canaries),
-        *another_life(site, worker_id, canaries, options.grace),
+        *another_incarnation(site, worker_id, canaries, options.grace),
     ]
 
 
-def another_life(
+def another_incarnation(
     site: Site, worker_id: str, canaries: Canaries, grace_s: float | None, *verifications: Verification
 ) -> Sequence[Step]:
     """Drained, idle, ended, alive again, as it should be.
@@ -43,14 +43,14 @@ def another_life(
         worker_id: a live worker.
         canaries: whose answers are known.
         grace_s: until its streams move; None for the router's own.
-        *verifications: of the new life, before its tokens are compared.
+        *verifications: of the new incarnation, before its tokens are compared.
     """
     epoch = site.worker(worker_id).state.epoch
     return [
         workers.drain(site, worker_id, grace_s),
         workers.idle(site, worker_id),
-        workers.end_life(site, worker_id, epoch),
-        workers.new_life(site, worker_id, epoch),
+        workers.end_incarnation(site, worker_id, epoch),
+        workers.new_incarnation(site, worker_id, epoch),
         *verifications,
         workers.proven(site, canaries, worker_id),
     ]

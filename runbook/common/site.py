@@ -88,7 +88,7 @@ class Site:
         ]
 
     def drain(self, worker_id: str, *, grace_s: float | None = None, undo: bool = False) -> str:
-        """Take this life of a worker out of routing, or back in; one that is silent is out of it anyway."""
+        """Take this incarnation of a worker out of routing, or back in; one that is silent is out of it anyway."""
         if not self.worker(worker_id).alive:
             return f"{worker_id} is silent, and gets nothing"
         reply = operate.drain(self.address, worker_id, grace_s=grace_s, undo=undo)

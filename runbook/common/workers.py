@@ -1,4 +1,4 @@
-"""Steps that several runbooks share: out of routing, idle, another life, back, and what must hold around them."""
+"""Steps that several runbooks share: out of routing, idle, restarted, back, and what must hold around them."""
 
 import argparse
 from collections.abc import Iterable
@@ -37,12 +37,12 @@ def check_alive(site: Site, worker_id: str) -> Check:
     def look() -> str:
         worker = site.worker(worker_id)
         require(worker.alive, f"{worker_id} is silent since {worker.heartbeat_age_s:.1f} s", worker_id=worker_id)
-        return f"heard {worker.heartbeat_age_s:.1f} s ago, life {worker.state.epoch:016x}"
+        return f"heard {worker.heartbeat_age_s:.1f} s ago, incarnation {worker.state.epoch:016x}"
 
     return Check(
         name=f"{worker_id} is alive",
         look=look,
-        next=f"run `baton runbook hung-gang --worker {worker_id}` on its node; it ends a process that hangs",
+        next=f"run `baton runbook hung-tp-group --worker {worker_id}` on its node; it ends a process that hangs",
     )
 
 
@@ -73,7 +73,7 @@ def add_grace(parser: argparse.ArgumentParser) -> None:
 
 
 def drain(site: Site, worker_id: str, grace_s: float | None = None) -> Action:
-    """Out of routing, in its present life."""
+    """Out of routing, in its present incarnation."""
     return Action(
         name=f"take {worker_id} out of routing",
         do=lambda: site.drain(worker_id, grace_s=grace_s),
@@ -115,7 +115,7 @@ def idle(site: Site, worker_id: str) -> Verification:
     )
 
 
-def new_life(site: Site, worker_id: str, old_epoch: int) -> Verification:
+def new_incarnation(site: Site, worker_id: str, old_epoch: int) -> Verification:
     """It lives again, under another epoch."""
 
     def look() -> str:
@@ -123,12 +123,12 @@ def new_life(site: Site, worker_id: str, old_epoch: int) -> Verification:
             worker = site.worker(worker_id)
             return worker.state.epoch if worker.alive and worker.state.epoch != old_epoch else None
 
-        epoch = site.wait(is_there, f"{worker_id}: another life")
+        epoch = site.wait(is_there, f"{worker_id}: another incarnation")
         site.found["epochs"] = {"before": f"{old_epoch:016x}", "after": f"{epoch:016x}"}
-        return f"life {epoch:016x}"
+        return f"incarnation {epoch:016x}"
 
     return Verification(
-        name=f"{worker_id} has another life",
+        name=f"{worker_id} has another incarnation",
         look=look,
         next=f"see the log of {worker_id} and `baton status`; who dies {MAX_STARTS} times in ten minutes stays away",
     )
@@ -153,7 +153,7 @@ def served_by(canaries: Canaries, worker_ids: Iterable[str], *, next: str) -> Ve
 
 
 def proven(site: Site, canaries: Canaries, worker_id: str) -> Verification:
-    """A new life gives the tokens that are expected; one that does not is taken out of routing."""
+    """A new incarnation gives the tokens that are expected; one that does not is taken out of routing."""
 
     def look() -> str:
         try:
@@ -168,15 +168,15 @@ def proven(site: Site, canaries: Canaries, worker_id: str) -> Verification:
     )
 
 
-def end_life(site: Site, worker_id: str, epoch: int) -> Action:
+def end_incarnation(site: Site, worker_id: str, epoch: int) -> Action:
     """Have its process end."""
 
     def do() -> str:
         reply = operate.restart(site.address, worker_id, epoch)
-        return f"life {epoch:016x} ends" if reply.ending else f"life {epoch:016x} was over"
+        return f"incarnation {epoch:016x} ends" if reply.ending else f"incarnation {epoch:016x} was over"
 
     return Action(
         name=f"end the process of {worker_id}",
         do=do,
-        next=f"run `baton runbook hung-gang --worker {worker_id}` on its node, which ends a process that does not hear",
+        next=f"run `baton runbook hung-tp-group --worker {worker_id}` on its node, which ends a process that hangs",
     )

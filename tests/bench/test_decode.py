@@ -1,4 +1,4 @@
-"""The decode benchmark: its options, its rows, what its numbers mean, and a gang's."""
+"""The decode benchmark: its options, its rows, what its numbers mean, and a TP group's."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.bench import decode, decode_cell, decode_floor, decode_gang, stamped_lane
+from baton.bench import decode, decode_cell, decode_floor, decode_tp_group, stamped_lane
 from baton.bench.decode_cell import Cell, DecodeCells
 from baton.bench.decode_options import read_options
 from baton.bench.model_shapes import write_shape
@@ -207,9 +207,9 @@ class ThreadRemote:
         self._pool.shutdown()
 
 
-def check_gang():
+def check_tp_group():
     options = read_options(**QUICK | {"steps": 2, "rounds": 1}, batch="1,2", mtp="0,1")
-    data = decode_gang.bench_decode_gang(options, 2, num_decisions=10)
+    data = decode_tp_group.bench_decode_tp_group(options, 2, num_decisions=10)
     assert [(row["tp"], row["scheduling"], row["mtp_k"], row["batch"]) for row in data["rows"]] == [
         (2, scheduling, k, batch) for scheduling in ("sync", "async") for k in (0, 1) for batch in (1, 2)
     ]
@@ -217,11 +217,11 @@ def check_gang():
     assert all(row["decision_eager_us"] > 0 and row["broadcast_eager_us"] > 0 for row in data["decisions"])
 
 
-def test_a_gang_is_measured(monkeypatch):
-    monkeypatch.setattr(decode_gang, "SpawnedRemote", ThreadRemote)
-    check_gang()
+def test_a_tp_group_is_measured(monkeypatch):
+    monkeypatch.setattr(decode_tp_group, "SpawnedRemote", ThreadRemote)
+    check_tp_group()
 
 
 @pytest.mark.slow
-def test_a_gang_of_processes_is_measured():
-    check_gang()
+def test_a_tp_group_of_processes_is_measured():
+    check_tp_group()

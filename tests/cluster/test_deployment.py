@@ -307,7 +307,7 @@ def test_who_dies_is_started_again_by_ray_then_by_us_and_a_role_without_a_worker
 
 
 def pid_of(deployment, worker_id):
-    """Of its present life; None while there is none."""
+    """Of its present incarnation; None while there is none."""
     try:
         return deployment.worker_pids(timeout_s=0.5)[worker_id]
     except deployment._ray.ray.exceptions.RayError:

@@ -119,7 +119,7 @@ def test_a_worker_that_answers_nothing_is_told():
     [found] = doctor.check_fitness(status)
     assert (found.name, found.level) == ("worker d0", "warn")
     assert "RequestDeadlineExceeded: late" in found.detail
-    assert "hung-gang --worker d0" in found.next
+    assert "hung-tp-group --worker d0" in found.next
 
 
 def test_foreign_names_are_not_ours(monkeypatch):

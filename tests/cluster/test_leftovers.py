@@ -12,7 +12,7 @@ import pytest
 
 from baton.cluster import leftovers
 from baton.cluster.undertaker import Undertaker
-from baton.kvtransfer import life_file, shared_region
+from baton.kvtransfer import incarnation_file, shared_region
 from baton.kvtransfer.shared_region import SharedRegion
 
 pytestmark = pytest.mark.fast
@@ -143,7 +143,7 @@ def test_the_undertaker_clears_up_after_a_kill_and_only_then(places, in_order):
 
 def test_memory_that_is_let_go_of_late_is_swept_too(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_region, "DIRECTORY", tmp_path)
-    monkeypatch.setattr(life_file, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(incarnation_file, "DIRECTORY", tmp_path)
     late = tmp_path / f"{shared_region.PREFIX}1-x"
     owner = os.open(late, os.O_RDWR | os.O_CREAT)
     fcntl.flock(owner, fcntl.LOCK_EX)
@@ -174,7 +174,7 @@ def test_an_undertaker_that_dies_is_followed_by_another(places):
 
 def test_memory_is_swept_by_the_lock_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_region, "DIRECTORY", tmp_path)
-    monkeypatch.setattr(life_file, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(incarnation_file, "DIRECTORY", tmp_path)
     region = SharedRegion.create(link_bytes=4096, pool_bytes=[4096])
     dead = tmp_path / f"{shared_region.PREFIX}1-x"
     dead.touch()

@@ -155,7 +155,7 @@ def test_one_is_drained_before_it_ends(rig):
     assert not any(rig.scaling.step() for _ in range(4))
     assert rig.drained == ["decode-1"]
     assert not rig.ray.killed
-    rig.show("decode-1", alive=True, num_streams=0)  # another life, which was not drained
+    rig.show("decode-1", alive=True, num_streams=0)  # another incarnation, which was not drained
     assert not rig.scaling.step()
     assert rig.drained == ["decode-1"] * 2
     assert rig.scaling.step()

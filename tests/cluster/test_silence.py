@@ -1,4 +1,4 @@
-"""Who is killed for standing still: no one that loads, is heard, or is in another life. No Ray."""
+"""Who is killed for standing still: no one that loads, is heard, or is in another incarnation. No Ray."""
 
 import types
 

@@ -71,7 +71,7 @@ def test_one_question_is_open_to_each_worker_and_no_answer_is_no_death(ray):
 
 def test_a_worker_that_restarts_is_asked_again(ray):
     watch = WorkerWatch(ray, ray.actors, ROLES, given_up)
-    ray.answers["prefill-0"] = ActorUnavailableError("between two lives")
+    ray.answers["prefill-0"] = ActorUnavailableError("between two incarnations")
     for _ in range(3):
         watch.check()
     ray.answers["prefill-0"] = 8

@@ -14,7 +14,7 @@ from baton.core.inside import (
     Caller,
     DeploymentSecret,
     WorkerIdentity,
-    life_name,
+    incarnation_name,
     worker_name,
 )
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fast
 SECRET = DeploymentSecret(b"s" * 32)
 PREFILL, DECODE = worker_name("prefill", "prefill-0"), worker_name("decode", "decode-0")
 METHOD = "/baton.v1.Prefill/Run"
-CALLEE = life_name(PREFILL, 7)
+CALLEE = incarnation_name(PREFILL, 7)
 BEAT = "/baton.v1.Membership/Heartbeat"
 
 

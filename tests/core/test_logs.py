@@ -97,12 +97,12 @@ def test_text_is_as_it_was(configured):
 def test_children_log_alike(configured, capsys):
     configured("json", {"role": "decode", "worker_id": "decode-0"})
     know(epoch="12")
-    configure_inherited("landing")
+    configure_inherited("incoming")
     log.warning("here")
     [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [line[name] for name in ("role", "worker_id", "epoch")] == ["landing", "decode-0", "12"]
+    assert [line[name] for name in ("role", "worker_id", "epoch")] == ["incoming", "decode-0", "12"]
     os.environ[logs.ABOUT_VARIABLE] = "no json"
-    configure_inherited("landing")
+    configure_inherited("incoming")
 
 
 def test_the_last_call_counts_and_a_process_nobody_configured_is_left_alone(configured):

@@ -13,7 +13,7 @@ PARTS = (
     "router",
     "call",
     "queue",
-    "landing",
+    "incoming",
     "prefill",
     "retry",
     "draft",
@@ -27,8 +27,8 @@ PARTS = (
 
 def timeline(durations, shift_p=0.0, shift_d=0.0, publish=0.25):
     """Readings that processes with clocks this far from the router's would take of these durations."""
-    (router, call, queue, landing, prefill, retry, draft, transfer, verify, admit, step, back) = durations
-    known = router + call + queue + landing + prefill
+    (router, call, queue, incoming, prefill, retry, draft, transfer, verify, admit, step, back) = durations
+    known = router + call + queue + incoming + prefill
     landed = known + retry + draft + transfer
     here = verify + admit + step
     routers = RouterTimes(
@@ -37,7 +37,7 @@ def timeline(durations, shift_p=0.0, shift_d=0.0, publish=0.25):
     prefills = PrefillTimes(
         received_s=5.0 + router + call + shift_p,
         queue_s=queue,
-        landing_s=landing,
+        incoming_s=incoming,
         prefill_s=prefill,
         first_s=5.0 + known + shift_p,
     )
@@ -81,7 +81,7 @@ def test_a_stamp_that_is_wrong_shows_in_a_part_or_a_sum():
     assert first.router_s == pytest.approx(sum(durations[:2]) + 3.0)
     router, prefill, _ = timeline(durations)
     short = PrefillTimes(
-        received_s=prefill.received_s, queue_s=0.0, landing_s=4.0, prefill_s=5.0, first_s=prefill.first_s
+        received_s=prefill.received_s, queue_s=0.0, incoming_s=4.0, prefill_s=5.0, first_s=prefill.first_s
     )
     parts = parts_of(first_token(router, short, shared_clock=True))
     assert gap(sum(parts.values()), router.first_s - router.received_s) > 0.01

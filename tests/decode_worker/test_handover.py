@@ -9,7 +9,7 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.decode_worker.handover import check_reserve, resume_of
 from baton.engine.step_plan import Resume
-from baton.kvtransfer.landing import ReserveWanted, Sealed
+from baton.kvtransfer.incoming import Completed, ReserveWanted
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast
@@ -27,16 +27,16 @@ GOOD = {"first_token": 5, "draft_tokens": [7], "hidden": HIDDEN}
 
 
 def start(request=REQUEST, prompt_len=16, **changes):
-    sealed = Sealed(
+    complete = Completed(
         attempt=KEY,
-        landing_id=1,
+        incoming_id=1,
         prompt_len=prompt_len,
         state=kv_pb2.SequenceState(**{**GOOD, **changes}),
         bytes_landed=0,
         bytes_landed_before_prefill_end=0,
         prefill_end_s=0.0,
     )
-    return resume_of(sealed, request, vocab_size=100, hidden_bytes=len(HIDDEN))
+    return resume_of(complete, request, vocab_size=100, hidden_bytes=len(HIDDEN))
 
 
 def test_a_good_commit_starts_the_sequence():

@@ -17,7 +17,7 @@ from baton.decode_worker.worker import MAX_ENDED
 from baton.engine.sequence import MAX_PREEMPTIONS, Phase
 from baton.engine.step_plan import Resume
 from baton.proto import kv_pb2
-from baton.tests.decode_worker.landings import PREFILLERS, Decode, expected_tokens
+from baton.tests.decode_worker.incoming_transfers import PREFILLERS, Decode, expected_tokens
 
 pytestmark = pytest.mark.fast
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -37,16 +37,16 @@ def bring(decode, phase, at=0):
         return request
     if phase is Phase.WAITING:
         held = decode.allocator.reserve(decode.allocator.num_free * 4)
-        decode.landings.ask(request)
+        decode.incoming_transfers.ask(request)
         decode.turn()
         decode.allocator.release(held)
         assert decode.phase(request) is phase
         return request
-    decode.landings.ask(request)
+    decode.incoming_transfers.ask(request)
     decode.turn()
     if phase is Phase.RECEIVING:
         return request
-    decode.landings.land(request)
+    decode.incoming_transfers.land(request)
     if phase is Phase.READY:
         taken, decode.scheduler._free_slots = decode.scheduler._free_slots, type(decode.scheduler._free_slots)()
         decode.turn()
@@ -76,7 +76,7 @@ def test_tokens_of_handed_over_and_own_prompts_are_a_plain_loops():
     held = decode.worker.inventory()
     assert (held.num_requests_finished, held.num_requests_failed) == (8, 0)
     assert (held.num_local_prefills, held.num_local_prefill_tokens) == (4, 36)
-    assert sorted(decode.landings.released) == [request.key for request in requests[::2]]
+    assert sorted(decode.incoming_transfers.released) == [request.key for request in requests[::2]]
     decode.check_nothing_left()
 
 
@@ -90,7 +90,7 @@ def test_a_prompt_that_was_handed_over_is_not_computed_again(monkeypatch):
     decode.hand_over(request)
     decode.turns()
     decode.check_finished(request)
-    _, state = decode.landings.prefilled(request)
+    _, state = decode.incoming_transfers.prefilled(request)
     assert placed[0].resume == Resume(state.draft_tokens[0], state.hidden)
     assert placed[0].token_ids == (*PROMPT, state.first_token)
     assert not any(step.chunks for step in steps)
@@ -102,16 +102,16 @@ def test_a_reserve_without_a_stream_waits_and_lets_others_pass():
     early, other = decode.attend(prompt_of(0)), decode.attend(prompt_of(1))
     commands = decode.worker._loop._commands
     late = commands.popleft()  # the stream of the first comes later than what its prefill worker asks
-    decode.landings.ask(early)
-    decode.landings.ask(other)
+    decode.incoming_transfers.ask(early)
+    decode.incoming_transfers.ask(other)
     decode.turn()
-    assert not decode.landings.is_granted(early.key)
-    assert decode.landings.is_granted(other.key)
+    assert not decode.incoming_transfers.is_granted(early.key)
+    assert decode.incoming_transfers.is_granted(other.key)
     commands.append(late)
     decode.turn()
-    assert decode.landings.is_granted(early.key)
+    assert decode.incoming_transfers.is_granted(early.key)
     for request in (other, early):
-        decode.landings.land(request)
+        decode.incoming_transfers.land(request)
     decode.turns()
     for request in (other, early):
         decode.check_finished(request)
@@ -123,7 +123,7 @@ def test_a_reserve_that_waits_for_blocks_is_not_overtaken():
     held = decode.allocator.reserve(12)
     long, short = decode.attend(prompt_of(0), max_tokens=20), decode.attend(PROMPT[:3], max_tokens=3)
     for request in (long, short):
-        decode.landings.ask(request)
+        decode.incoming_transfers.ask(request)
     decode.turn()
     assert [decode.phase(request) for request in (long, short)] == [Phase.WAITING] * 2
     assert decode.waiting() == {"blocks": 2}
@@ -131,10 +131,10 @@ def test_a_reserve_that_waits_for_blocks_is_not_overtaken():
     decode.turn()
     assert decode.phase(long) is Phase.RECEIVING
     assert decode.phase(short) is Phase.WAITING
-    decode.landings.land(long)
+    decode.incoming_transfers.land(long)
     decode.turns()
-    assert decode.landings.is_granted(short.key)
-    decode.landings.land(short)
+    assert decode.incoming_transfers.is_granted(short.key)
+    decode.incoming_transfers.land(short)
     decode.turns()
     decode.check_finished(long)
     decode.check_finished(short)
@@ -146,18 +146,18 @@ def test_a_prompt_of_its_own_and_a_reserve_wait_in_one_line():
     first, own, last = (decode.attend(prompt_of(at), local=at == 1, max_tokens=8) for at in range(3))
     decode.turn()
     assert decode.phase(own) is Phase.RUNNING, "none that came before it asks for blocks"
-    decode.landings.ask(first)
-    decode.landings.ask(last)
+    decode.incoming_transfers.ask(first)
+    decode.incoming_transfers.ask(last)
     decode.turn()
     assert decode.phase(first) is decode.phase(last) is Phase.WAITING
     decode.turns()
     decode.check_finished(own)
     assert (decode.phase(first), decode.phase(last)) == (Phase.RECEIVING, Phase.WAITING)
     next_own = decode.attend(prompt_of(3), local=True, max_tokens=8)
-    decode.landings.land(first)
+    decode.incoming_transfers.land(first)
     decode.turns()
     assert (decode.phase(last), decode.phase(next_own)) == (Phase.RECEIVING, Phase.WAITING), "which came before"
-    decode.landings.land(last)
+    decode.incoming_transfers.land(last)
     decode.turns()
     for request in (first, last, next_own):
         decode.check_finished(request)
@@ -168,10 +168,10 @@ def test_slots_are_given_in_order_and_come_back():
     decode = Decode(max_num_seqs=2)
     requests = [decode.attend(prompt_of(at), max_tokens=6 + at) for at in range(4)]
     for request in requests:
-        decode.landings.ask(request)
+        decode.incoming_transfers.ask(request)
     decode.turn()
     for request in requests:
-        decode.landings.land(request)
+        decode.incoming_transfers.land(request)
     decode.turn()
     assert [decode.phase(request) for request in requests] == [Phase.RUNNING] * 2 + [Phase.READY] * 2
     assert [decode.sequence(request).slot for request in requests[:2]] == [0, 1]
@@ -205,25 +205,25 @@ def test_late_and_ended_reserves_are_refused():
     decode = Decode(num_blocks=9)
     held = decode.allocator.reserve(36)
     request = decode.attend(prompt_of(0))
-    decode.landings.ask(request, deadline_s=1.0)
+    decode.incoming_transfers.ask(request, deadline_s=1.0)
     decode.turn()
     assert decode.phase(request) is Phase.WAITING
     decode.clock.advance(2.0)
     decode.turn()
-    assert decode.landings.denied == [(request.key, kv_pb2.Deny.BUSY)]
+    assert decode.incoming_transfers.denied == [(request.key, kv_pb2.Deny.BUSY)]
     assert decode.phase(request) is Phase.EXPECTED, "another prefill worker may come"
     decode.allocator.release(held)
     decode.turn()
     assert decode.phase(request) is Phase.EXPECTED
-    decode.landings.ask(request)
+    decode.incoming_transfers.ask(request)
     decode.turn()
     assert decode.phase(request) is Phase.RECEIVING
-    decode.landings.land(request)
+    decode.incoming_transfers.land(request)
     decode.turns()
     decode.check_finished(request)
-    decode.landings.ask(request)
+    decode.incoming_transfers.ask(request)
     decode.turn()
-    assert decode.landings.denied[1:] == [(request.key, kv_pb2.Deny.STALE)]
+    assert decode.incoming_transfers.denied[1:] == [(request.key, kv_pb2.Deny.STALE)]
     decode.check_nothing_left()
 
 
@@ -231,12 +231,12 @@ def test_a_reserve_whose_stream_never_comes_is_refused_in_time():
     decode = Decode()
     other = Decode()
     request = other.attend(prompt_of(0))
-    decode.landings.ask(request, deadline_s=1.0)
+    decode.incoming_transfers.ask(request, deadline_s=1.0)
     decode.turn()
-    assert decode.landings.denied == []
+    assert decode.incoming_transfers.denied == []
     decode.clock.advance(1.0)
     decode.turn()
-    assert decode.landings.denied == [(request.key, kv_pb2.Deny.BUSY)]
+    assert decode.incoming_transfers.denied == [(request.key, kv_pb2.Deny.BUSY)]
     decode.check_nothing_left()
 
 
@@ -251,10 +251,10 @@ def test_the_memory_of_ended_attempts_is_bounded():
     decode.worker.cancel(last.key)
     decode.turn()
     assert len(decode.worker._ended) == MAX_ENDED
-    decode.landings.ask(first, deadline_s=5.0)
-    decode.landings.ask(last)
+    decode.incoming_transfers.ask(first, deadline_s=5.0)
+    decode.incoming_transfers.ask(last)
     decode.turn()
-    assert decode.landings.denied == [(last.key, kv_pb2.Deny.STALE)], "the first is not known any more"
+    assert decode.incoming_transfers.denied == [(last.key, kv_pb2.Deny.STALE)], "the first is not known any more"
     decode.clock.advance(9.0)
     decode.check_nothing_left()
 
@@ -263,17 +263,17 @@ def test_a_reserve_for_a_prompt_of_its_own_is_refused_or_never_granted():
     decode = Decode()
     own = decode.attend(PROMPT, local=True)
     decode.turn()
-    decode.landings.ask(own)
+    decode.incoming_transfers.ask(own)
     decode.turn()
-    assert decode.landings.denied == [(own.key, kv_pb2.Deny.STALE)]
+    assert decode.incoming_transfers.denied == [(own.key, kv_pb2.Deny.STALE)]
     early = decode.attend(PROMPT, local=True)
-    decode.landings.ask(early, deadline_s=5.0)
+    decode.incoming_transfers.ask(early, deadline_s=5.0)
     commands = decode.worker._loop._commands
     late = commands.popleft()
     decode.turn()  # its stream may be one that expects KV
     commands.append(late)
     decode.turns()
-    assert decode.landings.denied[1:] == [(early.key, kv_pb2.Deny.STALE)]
+    assert decode.incoming_transfers.denied[1:] == [(early.key, kv_pb2.Deny.STALE)]
     decode.check_finished(own)
     decode.check_finished(early)
     decode.check_nothing_left()
@@ -323,7 +323,7 @@ def test_a_sequence_has_all_its_blocks_from_the_start():
     own = decode.attend(prompt_of(1), local=True, max_tokens=3, k=0)
     decode.turn()
     assert len(decode.sequence(own).table.blocks) == 3
-    decode.landings.land(request)
+    decode.incoming_transfers.land(request)
     decode.turns()
     decode.check_finished(request)
     decode.check_nothing_left()
@@ -336,16 +336,16 @@ def test_with_overcommit_it_has_those_of_its_prompt_and_a_step_and_leaves_some_t
     decode.turn()
     assert len(decode.sequence(requests[0]).table.blocks) >= 3
     for request in requests[1:]:
-        decode.landings.ask(request)
+        decode.incoming_transfers.ask(request)
     decode.turn()
     assert decode.phase(requests[1]) is Phase.RECEIVING
     assert len(decode.sequence(requests[1]).table.blocks) == 3
     assert decode.allocator.num_free <= 3
     assert decode.phase(requests[2]) is Phase.WAITING, "the first may need a block soon"
-    decode.landings.land(requests[1])
+    decode.incoming_transfers.land(requests[1])
     while not decode.sinks[requests[2].key].ended:
-        if decode.landings.is_granted(requests[2].key) and not decode.landings.events:
-            decode.landings.land(requests[2])
+        if decode.incoming_transfers.is_granted(requests[2].key) and not decode.incoming_transfers.events:
+            decode.incoming_transfers.land(requests[2])
         decode.turn()
     for request in requests:
         decode.check_finished(request)
@@ -369,20 +369,20 @@ def test_what_a_step_in_flight_has_stays_its_own_until_it_is_over(local):
     assert sequence.phase is Phase.ENDED
     assert decode.scheduler.num_slots_used == 1
     assert decode.allocator.num_free == 0
-    assert decode.landings.released == ([] if local else [request.key])
+    assert decode.incoming_transfers.released == ([] if local else [request.key])
     other = decode.attend(prompt_of(1), max_tokens=20)
-    decode.landings.ask(other)
+    decode.incoming_transfers.ask(other)
     for _ in range(2):
         decode.worker._loop._commands and decode.worker._loop._commands.popleft()()
         decode.worker.receive()
         decode.worker.plan()
         decode.engine.settle()
         decode.engine._start()
-    assert not decode.landings.is_granted(other.key), "its blocks are not free yet"
+    assert not decode.incoming_transfers.is_granted(other.key), "its blocks are not free yet"
     go.set()
     decode.turns()
-    assert decode.landings.is_granted(other.key)
-    decode.landings.land(other)
+    assert decode.incoming_transfers.is_granted(other.key)
+    decode.incoming_transfers.land(other)
     decode.turns()
     decode.check_finished(other)
     decode.check_nothing_left()
@@ -397,23 +397,23 @@ def test_a_cancelled_request_leaves_nothing_wherever_it_is(phase):
     sink = decode.sinks[request.key]
     assert isinstance(sink.error, RequestCancelled)
     if phase is Phase.WAITING:
-        assert decode.landings.denied == [(request.key, kv_pb2.Deny.STALE)]
+        assert decode.incoming_transfers.denied == [(request.key, kv_pb2.Deny.STALE)]
     if phase is Phase.RECEIVING:
-        assert decode.landings.open[request.key].reason == "cancelled"
+        assert decode.incoming_transfers.open[request.key].reason == "cancelled"
         held = decode.worker.inventory()
-        assert (held.num_blocks_quarantined, held.num_blocks_free, held.num_attends) == (8, 0, 0)
+        assert (held.num_blocks_quarantined, held.num_blocks_free, held.num_requests_held) == (8, 0, 0)
         other = decode.attend(prompt_of(1), max_tokens=20)
-        decode.landings.ask(other)
+        decode.incoming_transfers.ask(other)
         decode.turns()
-        assert not decode.landings.is_granted(other.key), "a prefill worker may still write there"
-        decode.landings.drain(request.key)
+        assert not decode.incoming_transfers.is_granted(other.key), "a prefill worker may still write there"
+        decode.incoming_transfers.drain(request.key)
         decode.turn()
-        assert decode.landings.is_granted(other.key)
-        decode.landings.land(other)
+        assert decode.incoming_transfers.is_granted(other.key)
+        decode.incoming_transfers.land(other)
         decode.turns()
         decode.check_finished(other)
     if phase in (Phase.READY, Phase.RUNNING):
-        assert decode.landings.released == [request.key]
+        assert decode.incoming_transfers.released == [request.key]
     decode.worker.cancel(request.key)
     assert decode.worker.inventory().num_requests_failed == 0, "nothing failed"
     decode.check_nothing_left()
@@ -428,7 +428,7 @@ def test_a_prompt_of_its_own_that_is_cancelled_leaves_nothing(num_turns):
     decode.worker.cancel(request.key)
     decode.turn()
     assert isinstance(decode.sinks[request.key].error, RequestCancelled)
-    assert not decode.landings.denied
+    assert not decode.incoming_transfers.denied
     decode.check_nothing_left()
 
 
@@ -441,7 +441,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(phase):
     assert isinstance(decode.sinks[request.key].error, RequestDeadlineExceeded)
     assert decode.worker.inventory().num_requests_failed == 1
     if phase is Phase.RECEIVING:
-        decode.landings.drain(request.key)
+        decode.incoming_transfers.drain(request.key)
     decode.check_nothing_left()
 
 
@@ -452,14 +452,14 @@ def test_a_deadline_ends_a_request_wherever_it_is(phase):
 def test_a_transfer_that_fails_ends_its_request_and_its_blocks_wait_until_it_has_drained(by_peer):
     decode = Decode(num_blocks=16)
     request, other = bring(decode, Phase.RECEIVING), bring(decode, Phase.RUNNING, 1)
-    decode.landings.fail(request.key, by_peer=by_peer)
+    decode.incoming_transfers.fail(request.key, by_peer=by_peer)
     decode.turn()
     error = decode.sinks[request.key].error
     assert isinstance(error, TransferFailed)
     assert "the peer is gone" in error.message
     assert decode.worker.inventory().num_requests_failed == (not by_peer), "it is counted once, by whom it fails"
     assert decode.worker.inventory().num_blocks_quarantined == 8
-    decode.landings.drain(request.key)
+    decode.incoming_transfers.drain(request.key)
     decode.turns()
     decode.check_finished(other)
     decode.check_nothing_left()
@@ -468,22 +468,22 @@ def test_a_transfer_that_fails_ends_its_request_and_its_blocks_wait_until_it_has
 def test_a_transfer_that_fails_before_it_is_granted_ends_its_request():
     decode = Decode()
     requests = [bring(decode, phase, at) for at, phase in enumerate((Phase.EXPECTED, Phase.WAITING))]
-    decode.landings.ask(requests[0])
+    decode.incoming_transfers.ask(requests[0])
     for request in requests:
-        decode.landings.fail(request.key)
+        decode.incoming_transfers.fail(request.key)
     decode.turn()
     for request in requests:
         assert isinstance(decode.sinks[request.key].error, TransferFailed)
-    assert not decode.landings.denied, "the prefill worker knows"
+    assert not decode.incoming_transfers.denied, "the prefill worker knows"
     decode.check_nothing_left()
 
 
 def test_a_transfer_that_fails_and_drains_at_once_gives_its_blocks_back():
     decode = Decode()
     request = bring(decode, Phase.RECEIVING)
-    decode.landings.fail(request.key)
-    decode.landings.open[request.key].has_failed = True
-    decode.landings.drain(request.key)
+    decode.incoming_transfers.fail(request.key)
+    decode.incoming_transfers.open[request.key].has_failed = True
+    decode.incoming_transfers.drain(request.key)
     decode.check_nothing_left()
     assert isinstance(decode.sinks[request.key].error, TransferFailed)
 
@@ -491,12 +491,12 @@ def test_a_transfer_that_fails_and_drains_at_once_gives_its_blocks_back():
 def test_a_transfer_that_was_cancelled_and_then_completes_is_not_decoded():
     decode = Decode()
     request = bring(decode, Phase.RECEIVING)
-    decode.landings.land(request)
+    decode.incoming_transfers.land(request)
     decode.worker.cancel(request.key)
     decode.turn()
     assert isinstance(decode.sinks[request.key].error, RequestCancelled)
     assert decode.worker.inventory().num_blocks_quarantined == 8
-    decode.landings.drain(request.key)
+    decode.incoming_transfers.drain(request.key)
     decode.check_nothing_left()
 
 
@@ -512,14 +512,14 @@ def test_a_commit_that_cannot_be_ends_its_request_and_gives_its_blocks_back(chan
             {"stop_token_ids": (expected_tokens(tuple(PROMPT), SamplingParams(max_tokens=1, temperature=0.0))[0],)},
         )
     request = decode.attend(PROMPT, max_tokens=8, **stop)
-    decode.landings.ask(request)
+    decode.incoming_transfers.ask(request)
     decode.turn()
-    decode.landings.land(request, **changes)
+    decode.incoming_transfers.land(request, **changes)
     decode.turn()
     error = decode.sinks[request.key].error
     assert isinstance(error, TransferFailed)
     assert "cannot be" in error.message
-    assert decode.landings.released == [request.key], "it is complete: nothing is written any more"
+    assert decode.incoming_transfers.released == [request.key], "it is complete: nothing is written any more"
     decode.check_nothing_left()
 
 
@@ -527,10 +527,10 @@ def test_a_commit_that_cannot_be_ends_its_request_and_gives_its_blocks_back(chan
 def test_a_reserve_that_says_other_lengths_ends_its_request(changes):
     decode = Decode()
     request = decode.attend(PROMPT)
-    decode.landings.ask(request, **changes)
+    decode.incoming_transfers.ask(request, **changes)
     decode.turn()
     assert isinstance(decode.sinks[request.key].error, TransferFailed)
-    assert decode.landings.denied == [(request.key, kv_pb2.Deny.STALE)]
+    assert decode.incoming_transfers.denied == [(request.key, kv_pb2.Deny.STALE)]
     decode.check_nothing_left()
 
 
@@ -543,10 +543,10 @@ def test_what_is_said_of_a_request_that_was_handed_over():
     request = decode.attend(PROMPT, max_tokens=12, logprobs=2)
     decode.turn()
     decode.clock.advance(1.0)
-    decode.landings.ask(request)
+    decode.incoming_transfers.ask(request)
     decode.turn()
     decode.clock.advance(1.0)
-    decode.landings.land(request, seconds=3.0)
+    decode.incoming_transfers.land(request, seconds=3.0)
     decode.clock.advance(0.25)
     decode.turns()
     events = [event.tokens for event in decode.sinks[request.key].events]
@@ -607,7 +607,7 @@ def test_an_answer_that_ends_at_its_first_token(reason):
     decode.check_nothing_left()
 
 
-def test_a_step_is_published_under_one_cork():
+def test_a_step_is_published_under_one_write_coalescer():
     decode = Decode()
     requests = [decode.attend(prompt_of(at), local=True, max_tokens=6) for at in range(3)]
     held, waken = [], []
@@ -615,8 +615,8 @@ def test_a_step_is_published_under_one_cork():
         sink = decode.sinks[request.key]
 
         def emit(event, sink=sink, emit=sink.emit):
-            held.append(decode.worker.cork._holder is not None)
-            decode.worker.cork.call(lambda: waken.append(len(held)))
+            held.append(decode.worker.write_coalescer._holder is not None)
+            decode.worker.write_coalescer.call(lambda: waken.append(len(held)))
             emit(event)
 
         sink.emit = emit
@@ -683,11 +683,11 @@ def test_blocks_that_run_out_cost_time_and_no_token(num_host_blocks, scheduling)
     decode = overcommitted(num_host_blocks, scheduling=scheduling)
     requests = [decode.attend(prompt_of(at), local=at % 2 == 1, max_tokens=24) for at in range(4)]
     for request in requests[::2]:
-        decode.landings.ask(request)
+        decode.incoming_transfers.ask(request)
     for _ in range(500):
         for request in requests[::2]:
-            if decode.landings.is_granted(request.key):
-                decode.landings.land(request)
+            if decode.incoming_transfers.is_granted(request.key):
+                decode.incoming_transfers.land(request)
         decode.turn()
         if not decode.worker._requests:
             break
@@ -700,7 +700,7 @@ def test_blocks_that_run_out_cost_time_and_no_token(num_host_blocks, scheduling)
     assert held.num_restored_blocks == held.num_offloaded_blocks
     assert (held.num_recomputed_tokens > 0) is (num_host_blocks < 40)
     assert (held.num_host_full > 0) is (num_host_blocks == 3)
-    assert len(decode.landings.released) == 2, "once each"
+    assert len(decode.incoming_transfers.released) == 2, "once each"
     decode.check_nothing_left()
 
 
@@ -757,11 +757,11 @@ def preempted(decode, at=0):
 def test_a_preempted_sequence_is_served_before_any_that_came_later(num_host_blocks):
     decode = overcommitted(num_host_blocks)
     request, held = preempted(decode)
-    assert decode.landings.released == [request.key]
+    assert decode.incoming_transfers.released == [request.key]
     assert decode.waiting() == {"preempted": 1}
     other = decode.attend(PROMPT[:3], max_tokens=3)
     own = decode.attend(PROMPT[:4], local=True, max_tokens=3)
-    decode.landings.ask(other)
+    decode.incoming_transfers.ask(other)
     decode.turns()
     assert [decode.phase(item) for item in (request, other, own)] == [Phase.WAITING] * 3
     decode.allocator.release(held)
@@ -769,7 +769,7 @@ def test_a_preempted_sequence_is_served_before_any_that_came_later(num_host_bloc
     assert decode.phase(request) is Phase.RUNNING
     assert decode.scheduler.running()[0] is decode.sequence(request)
     decode.turns()
-    decode.landings.land(other)
+    decode.incoming_transfers.land(other)
     decode.turns()
     for item in (request, other, own):
         decode.check_finished(item)
@@ -789,8 +789,8 @@ def test_one_that_ends_while_it_is_preempted_leaves_nothing(num_host_blocks, how
         decode.clock.advance(2e9)
     decode.turn()
     assert decode.sinks[request.key].ended
-    assert decode.landings.released == [request.key], "only once"
-    assert not decode.landings.denied
+    assert decode.incoming_transfers.released == [request.key], "only once"
+    assert not decode.incoming_transfers.denied
     decode.check_nothing_left()
 
 
@@ -798,11 +798,11 @@ def test_a_reserve_for_one_that_is_preempted_does_not_move_it():
     """A prefill worker that asks for an attempt again, whose KV had landed already, is refused in time."""
     decode = overcommitted()
     request, held = preempted(decode)
-    decode.landings.ask(request, deadline_s=1.0)
+    decode.incoming_transfers.ask(request, deadline_s=1.0)
     decode.turn()
     decode.clock.advance(2.0)
     decode.turn()
-    assert decode.landings.denied == [(request.key, kv_pb2.Deny.BUSY)]
+    assert decode.incoming_transfers.denied == [(request.key, kv_pb2.Deny.BUSY)]
     assert decode.phase(request) is Phase.WAITING
     decode.allocator.release(held)
     decode.turns()
@@ -875,7 +875,7 @@ def test_what_was_received_of_a_prompt_is_not_computed_again_here(with_mtp):
     decode = Decode(model=PREFILLERS[with_mtp].model, k=k)
     received = decode.attend(PROMPT, k=k, tenant="a")
     decode.hand_over(received)
-    assert not decode.worker.inventory().num_blocks_cached, "it is not complete before its transfer is sealed"
+    assert not decode.worker.inventory().num_blocks_cached, "it is not complete before its transfer is complete"
     decode.turns()
     held = decode.worker.inventory()
     assert held.num_blocks_cached == len(decode.worker.names.of(received)) == 2
@@ -890,20 +890,20 @@ def test_what_was_received_of_a_prompt_is_not_computed_again_here(with_mtp):
     decode.check_nothing_left()
 
 
-@pytest.mark.parametrize("sealed", [True, False])
-def test_of_a_transfer_that_fails_nothing_is_shared(sealed):
+@pytest.mark.parametrize("complete", [True, False])
+def test_of_a_transfer_that_fails_nothing_is_shared(complete):
     """It ends before it is complete, or its commit cannot be."""
     decode = Decode()
     received = decode.attend(PROMPT)
-    decode.landings.ask(received)
+    decode.incoming_transfers.ask(received)
     decode.turn()
-    if sealed:
-        decode.landings.land(received, first_token=10**6)
+    if complete:
+        decode.incoming_transfers.land(received, first_token=10**6)
     else:
-        decode.landings.fail(received.key)
+        decode.incoming_transfers.fail(received.key)
     decode.turns()
-    if not sealed:
-        decode.landings.drain(received.key)
+    if not complete:
+        decode.incoming_transfers.drain(received.key)
     assert isinstance(decode.sinks[received.key].error, TransferFailed)
     assert not decode.worker.inventory().num_blocks_cached
     request = decode.attend(PROMPT, local=True)

@@ -21,13 +21,13 @@ from hypothesis.stateful import (
 from baton.core.errors import RequestCancelled, RequestDeadlineExceeded, TransferFailed
 from baton.core.sampling import SamplingParams
 from baton.engine.sequence import MAX_PREEMPTIONS, Phase
-from baton.tests.decode_worker.landings import PREFILLERS, Decode, expected_tokens
+from baton.tests.decode_worker.incoming_transfers import PREFILLERS, Decode, expected_tokens
 from baton.tests.engine.toy_engine import EOS
 from baton.tests.worker.manual_lane import ManualLane
 
 PROMPTS = ([5], [3, 1, 4, 1], [3, 1, 4, 1, 5], [3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7] * 16)
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.0, "ignore_eos": False}, {"temperature": 1.0, "seed": 2})
-LIFE_S = 100.0
+INCARNATION_S = 100.0
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -51,8 +51,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.num_ends = Counter()
 
     @property
-    def landings(self):
-        return self.decode.landings
+    def incoming_transfers(self):
+        return self.decode.incoming_transfers
 
     def here(self, *phases):
         """Requests that the worker has, by phase."""
@@ -86,7 +86,7 @@ class DecodeMachine(RuleBasedStateMachine):
         if num_forced:
             whole = self.answer(prompt, params)
             forced = whole[: min(num_forced, len(whole) - 1)]
-        deadline_s = self.decode.clock.now_s() + LIFE_S if is_short_lived else 1e9
+        deadline_s = self.decode.clock.now_s() + INCARNATION_S if is_short_lived else 1e9
         request = self.decode.attend(
             [*prompt, *forced],
             f"{len(self.decode.requests):04}",
@@ -112,17 +112,21 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.askable())
     def ask(self, data):
-        self.landings.ask(data.draw(st.sampled_from(self.askable())))
+        self.incoming_transfers.ask(data.draw(st.sampled_from(self.askable())))
 
     def askable(self):
         """Expected, and not asked for: that, or its stream is not known here yet."""
         found = self.here(Phase.EXPECTED)
-        return [item for item in found if item.key not in self.landings.open and item.key not in self.given_up]
+        return [
+            item for item in found if item.key not in self.incoming_transfers.open and item.key not in self.given_up
+        ]
 
     def granted(self):
-        events = {event.attempt for event in self.landings.events}
-        keys = [key for key in self.landings.open if self.landings.is_granted(key) and key not in events]
-        return [self.decode.requests[key] for key in keys if not self.landings.open[key].has_failed]
+        events = {event.attempt for event in self.incoming_transfers.events}
+        keys = [
+            key for key in self.incoming_transfers.open if self.incoming_transfers.is_granted(key) and key not in events
+        ]
+        return [self.decode.requests[key] for key in keys if not self.incoming_transfers.open[key].has_failed]
 
     @rule(data=st.data())
     @precondition(lambda self: self.granted())
@@ -131,30 +135,34 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def hand_over(self, request):
         """As a prefill worker does: an answer that ends at its first token is not handed over."""
-        first = self.landings.prefilled(request)[1].first_token
+        first = self.incoming_transfers.prefilled(request)[1].first_token
         is_last = request.num_forced + 1 == request.sampling.max_tokens
         if is_last or (first == EOS and not request.sampling.ignore_eos):
             self.fail_one(request.key)
         else:
-            self.landings.land(request)
+            self.incoming_transfers.land(request)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.landings.open)
+    @precondition(lambda self: self.incoming_transfers.open)
     def fail(self, data):
-        key = data.draw(st.sampled_from(sorted(self.landings.open)))
-        known = self.landings.open[key]
-        if not known.is_sealed and not known.has_failed and all(event.attempt != key for event in self.landings.events):
+        key = data.draw(st.sampled_from(sorted(self.incoming_transfers.open)))
+        known = self.incoming_transfers.open[key]
+        if (
+            not known.is_complete
+            and not known.has_failed
+            and all(event.attempt != key for event in self.incoming_transfers.events)
+        ):
             self.fail_one(key)
 
     def fail_one(self, key):
         self.given_up.add(key)
-        self.landings.fail(key, by_peer=True)
+        self.incoming_transfers.fail(key, by_peer=True)
 
     @rule()
     def drain(self):
-        for key, known in self.landings.open.items():
-            if known.has_failed and all(event.attempt != key for event in self.landings.events):
-                self.landings.drain(key)
+        for key, known in self.incoming_transfers.open.items():
+            if known.has_failed and all(event.attempt != key for event in self.incoming_transfers.events):
+                self.incoming_transfers.drain(key)
 
     # The worker
 
@@ -180,7 +188,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule()
     def time_passes(self):
-        self.decode.clock.advance(LIFE_S / 3)
+        self.decode.clock.advance(INCARNATION_S / 3)
 
     # What always holds
 
@@ -199,8 +207,8 @@ class DecodeMachine(RuleBasedStateMachine):
         assert quarantined == allocator._quarantined
         free = set(allocator._free)
         assert len(free) == len(allocator._free)
-        for known in self.landings.open.values():
-            if known.table is None or known.is_sealed:
+        for known in self.incoming_transfers.open.values():
+            if known.table is None or known.is_complete:
                 continue
             written = set(known.table.blocks)  # a prefill worker may write them at any time
             assert written <= quarantined | set(counts)
@@ -239,13 +247,13 @@ class DecodeMachine(RuleBasedStateMachine):
             return
         decode = self.decode
         num_turns = 0
-        while decode.worker._requests or decode.worker._loop._commands or self.landings.open:
+        while decode.worker._requests or decode.worker._loop._commands or self.incoming_transfers.open:
             for request in self.askable():
-                self.landings.ask(request)
+                self.incoming_transfers.ask(request)
             for request in self.granted():
                 self.hand_over(request)
             for request in self.here(Phase.EXPECTED):
-                if request.key in self.given_up and request.key not in self.landings.open:
+                if request.key in self.given_up and request.key not in self.incoming_transfers.open:
                     decode.worker.cancel(request.key)
             self.drain()
             decode.turn()

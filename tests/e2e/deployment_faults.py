@@ -21,7 +21,7 @@ FULL_DEVICE = "/dev/full"  # every write to it fails with ENOSPC
 
 
 class RouterProcess:
-    """`python -m baton.router` at a fixed port, in several lives."""
+    """`python -m baton.router` at a fixed port, in several incarnations."""
 
     def __init__(self, port):
         self.port = port

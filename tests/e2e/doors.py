@@ -22,14 +22,14 @@ BY_COMMAND = {
     r"gcs_server$": ("`gcs_server`", "Ray's table"),
     r"raylet$": ("`raylet`", "Ray's node and object manager"),
     r"^ray::RuntimeEnvAgent": ("`ray::RuntimeEnvAgent`", "Ray's agent"),
-    r"-m baton.kvtransfer.landing_process": ("landing process", "KV"),
+    r"-m baton.kvtransfer.receiver_process": ("KV receiver process", "KV"),
     r"^ray::(Prefill|Decode)Actor": ("worker", "Ray's"),
     r"-m baton.cluster serve|bin/baton serve": ("`baton serve`", "Ray's driver"),
 }
 
 
 @dataclass(frozen=True)
-class Door:
+class ListeningSocket:
     """One listening socket.
 
     Attributes:
@@ -68,10 +68,10 @@ def doors_of(pid, announced):
             if connection.status == psutil.CONN_LISTEN or (connection.type == 2 and not connection.raddr):
                 port = connection.laddr.port
                 process_name, name = ports.get(port) or name_of(command)
-                found.append(Door(process_name, name, connection.laddr.ip, port))
+                found.append(ListeningSocket(process_name, name, connection.laddr.ip, port))
         for connection in process.net_connections(kind="unix"):
             if connection.laddr.startswith(("@", "\0")):
-                found.append(Door(command, connection.laddr, "", 0))
+                found.append(ListeningSocket(command, connection.laddr, "", 0))
     return found
 
 

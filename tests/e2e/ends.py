@@ -45,7 +45,7 @@ FLAGS = (
     "--max-migrations 8"
 ).split()
 # They are survived: one deployment goes through all of them.
-SURVIVED = ("router", "prefill", "decode", "landing")
+SURVIVED = ("router", "prefill", "decode", "incoming")
 ENDING = ("raylet", "gcs_server", "serve", "sigterm")
 ON_A_CLUSTER = ("supervisor",)
 EXITS = {"raylet": 1, "gcs_server": 1, "serve": -signal.SIGKILL, "sigterm": 0}
@@ -88,9 +88,9 @@ class Serve:
                 return self.process.pid
             case "prefill" | "decode":
                 return workers[rng.choice([name for name in workers if kind in name])][1]
-            case "landing":
+            case "incoming":
                 found = [psutil.Process(pid) for name, (_, pid) in workers.items() if "decode" in name]
-                return rng.choice([child.pid for one in found for child in _landings(one)])
+                return rng.choice([child.pid for one in found for child in _incoming_transfers(one)])
         signs = {"router": "baton.router", "supervisor": "baton.cluster.supervisor"}
         return next(one.pid for one in _live(self.tree) if _is(one, signs.get(kind, kind)))
 
@@ -139,8 +139,8 @@ def _is(process, sign):
     return any(part == sign or part.endswith(f"/{sign}") for part in _command(process))
 
 
-def _landings(worker):
-    return [child for child in worker.children(recursive=True) if _is(child, "baton.kvtransfer.landing_process")]
+def _incoming_transfers(worker):
+    return [child for child in worker.children(recursive=True) if _is(child, "baton.kvtransfer.receiver_process")]
 
 
 def _live(processes):
@@ -228,8 +228,11 @@ class Campaign:
     async def _survived(self, serve, client, kind, pid, before, hit_s):
         """Until everybody is there again, and who is another one than before."""
         hit = next((name for name, (_, one) in before.items() if one == pid), "")
-        if kind == "landing":
-            await _until(lambda: len(_all_landings(serve)) >= 2 and pid not in _all_landings(serve), "a landing")
+        if kind == "incoming":
+            await _until(
+                lambda: len(_all_incoming_transfers(serve)) >= 2 and pid not in _all_incoming_transfers(serve),
+                "an incoming transfer",
+            )
             await asyncio.sleep(0)
         if kind == "supervisor":
             await _until(lambda: any(_is(one, "baton.cluster.supervisor") for one in _looked(serve)), "a supervisor")
@@ -292,8 +295,8 @@ class Campaign:
         }
 
 
-def _all_landings(serve):
-    return [one.pid for one in _looked(serve) if _is(one, "baton.kvtransfer.landing_process")]
+def _all_incoming_transfers(serve):
+    return [one.pid for one in _looked(serve) if _is(one, "baton.kvtransfer.receiver_process")]
 
 
 def _looked(serve):

@@ -1,6 +1,6 @@
-"""A landing that writes down what became of every frame that reached it, in a file that survives its death.
+"""An incoming transfer that writes down what became of every frame that reached it, in a file that survives its death.
 
-`python -m baton.tests.e2e.fates` is a landing process that does; `watch` makes the landings of this process do it. It
+`python -m baton.tests.e2e.fates` is a KV receiver that does; `watch` makes the transfers of this process do it. It
 also damages headers where they come off the wire, which a sender cannot do on lanes that look at their own queues.
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from enum import Enum
 
-from baton.kvtransfer import landing_driver, over_grpc_inbox, raw_lane_connection
+from baton.kvtransfer import over_grpc_inbox, raw_lane_connection, receiver_driver
 from baton.kvtransfer.frame import HEADER_BYTES, decode_header
 
 PATH_VARIABLE, FLIP_VARIABLE = "BATON_TEST_FATES", "BATON_TEST_HEADER_FLIPS"
@@ -22,13 +22,13 @@ _RECORD = struct.Struct(f"<cQ{HEADER_BYTES}s")
 
 
 class Fate(Enum):
-    """What became of a frame, as its landing saw it."""
+    """What became of a frame, as its incoming transfer saw it."""
 
     LANDED = b"L"
-    LATE = b"T"  # its landing had ended
+    LATE = b"T"  # its incoming transfer had ended
     DUPLICATE = b"D"
     CORRUPT = b"C"
-    FENCED = b"F"  # its landing ended before its payload was there
+    FENCED = b"F"  # its incoming transfer ended before its payload was there
     CUT = b"X"  # its connection ended in its payload
     HEADER = b"H"  # its header was damaged on arrival, and refused by the lane
     DAMAGED = b"h"  # its header was damaged here
@@ -88,7 +88,7 @@ def read(path):
     return fates, totals
 
 
-class WatchedDriver(landing_driver.LandingDriver):
+class WatchedDriver(receiver_driver.ReceiverDriver):
     """Notes one fate for each frame that came."""
 
     log = None
@@ -119,9 +119,9 @@ class WatchedDriver(landing_driver.LandingDriver):
         elif head is not None:
             self._note(head, before)
 
-    def _discard(self, landing_id):
-        fenced = [key for key, (_, header) in self._reading.items() if header.landing_id == landing_id]
-        super()._discard(landing_id)
+    def _discard(self, incoming_id):
+        fenced = [key for key, (_, header) in self._reading.items() if header.incoming_id == incoming_id]
+        super()._discard(incoming_id)
         for key in fenced:
             self.log.note(Fate.FENCED, self._epoch, self._heads.pop(key))
 
@@ -137,7 +137,7 @@ class WatchedDriver(landing_driver.LandingDriver):
 
 
 def watch(path, flip_rate):
-    """Have the landings of this process write into `path`, until what this returns is called."""
+    """Have the incoming transfers of this process write into `path`, until what this returns is called."""
     log = WatchedDriver.log = Log(path, flip_rate)
     for module in READS_HEADERS:
         assert module.decode_header is decode_header, f"{module} reads headers in another way"
@@ -152,11 +152,11 @@ def watch(path, flip_rate):
 
 
 def main():
-    from baton.kvtransfer import landing_process
+    from baton.kvtransfer import receiver_process
 
     watch(os.environ[PATH_VARIABLE], float(os.environ[FLIP_VARIABLE]))
-    landing_process.LandingDriver = WatchedDriver
-    return landing_process.main()
+    receiver_process.ReceiverDriver = WatchedDriver
+    return receiver_process.main()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ STATES = (
     "reserving",  # blocks at the prefill worker, none at the decode worker
     "pushing",
     "committing",  # computed and pushed, not acknowledged
-    "sealed",  # verified, waits for a slot
+    "complete",  # verified, waits for a slot
     "preempted",
     "decoding",
     "finishing",  # its last tokens are under way
@@ -47,7 +47,7 @@ class Row:
         how: it is put in, and what is right; for the report.
         act: puts it in.
         aims: states in which it must hit requests.
-        hits: workers that may be another life afterwards.
+        hits: workers that may be another incarnation afterwards.
         own: has a deployment of its own.
     """
 
@@ -69,7 +69,7 @@ class Campaign:
 
     Attributes:
         histogram: by row, how many requests each fault hit in each state.
-        bases: descriptors, threads and tasks of each life when it first held nothing.
+        bases: descriptors, threads and tasks of each incarnation when it first held nothing.
     """
 
     checker: object
@@ -225,7 +225,7 @@ class FaultRun:
         await self._released()
         for name, worker in self.fleet.workers.items():
             if name not in self.row.hits and name in self.epochs_before:
-                assert worker.epoch == self.epochs_before[name], f"I5 {name} was not hit, and is another life"
+                assert worker.epoch == self.epochs_before[name], f"I5 {name} was not hit, and is another incarnation"
         assert await self.fleet.is_healthy(), "I5 a worker is not healthy"
         await self.close()
 

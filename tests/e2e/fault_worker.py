@@ -1,6 +1,7 @@
 """`python -m baton.tests.e2e.fault_worker SETUP`: one worker, as a process that can be hit at a chosen state.
 
-The node is the product's own. Around it: its ports are chosen beforehand, so that its lives follow each other at one
+The node is the product's own. Around it: its ports are chosen beforehand, so that its incarnations follow each other at
+one
 address and a proxy can stand on every way to it; each busy turn of its loop takes a little longer, so that states last;
 and stdin takes orders, one JSON line each, that are answered on stdout. The worker ends when stdin closes, and on
 SIGTERM as its actor does on shutdown. `... rank SETUP SEAT` is another rank of it.
@@ -27,7 +28,7 @@ from baton.prefill_worker import node as prefill_node
 from baton.tests.e2e.frame_faults import FrameFaults
 from baton.tests.worker.test_nodes import worker_config
 from baton.worker import host
-from baton.worker.seat import Seat
+from baton.worker.rank_place import RankPlace
 
 EXIT_FATAL = 70
 PREFILL_STATES = {
@@ -42,7 +43,7 @@ DECODE_STATES = {
     Phase.EXPECTED: "attending",
     Phase.WAITING: "attending",
     Phase.RECEIVING: "pushing",
-    Phase.READY: "sealed",
+    Phase.READY: "complete",
     Phase.RUNNING: "decoding",
 }
 FINISHING_LEN = 3  # tokens to the end: at most the step in flight and one more
@@ -69,14 +70,14 @@ def decode_state(sequence):
 
 
 class Ranks:
-    """Starts the other ranks of a gang as processes that end with this one."""
+    """Starts the other ranks of a TP group as processes that end with this one."""
 
     def __init__(self, setup):
         self._setup = setup
         self.processes = []
 
-    def start(self, seat):
-        arguments = ["rank", json.dumps(self._setup), json.dumps(dataclasses.asdict(seat))]
+    def start(self, rank_place):
+        arguments = ["rank", json.dumps(self._setup), json.dumps(dataclasses.asdict(rank_place))]
         command = [sys.executable, "-P", "-m", "baton.tests.e2e.fault_worker", *arguments]
         self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
 
@@ -182,8 +183,8 @@ class FaultWorker:
     def report(self):
         """Where its requests are, and what it holds."""
         held = self.node.worker.inventory()
-        names = ("num_blocks", "num_blocks_free", "num_blocks_quarantined", "num_landings", "num_slots_in_use")
-        names += ("num_attends", "num_requests_waiting", "num_requests_running", "frames_late_dropped")
+        names = ("num_blocks", "num_blocks_free", "num_blocks_quarantined", "num_kv_receives", "num_slots_in_use")
+        names += ("num_requests_held", "num_requests_waiting", "num_requests_running", "frames_late_dropped")
         names += ("frames_corrupt", "num_preemptions", "num_host_full", "num_requests_finished")
         return {
             "states": self.states(),
@@ -224,7 +225,7 @@ def kinds_of_fds():
     return found
 
 
-def run_rank(setup, seat):
+def run_rank(setup, rank_place):
     """Another rank; ends with rank 0."""
 
     def end_with_parent():
@@ -233,13 +234,13 @@ def run_rank(setup, seat):
         os._exit(EXIT_FATAL)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    decode_node.DecodeRank(config_of(setup), seat).run()
+    decode_node.DecodeRank(config_of(setup), rank_place).run()
     os._exit(0)
 
 
 def main():
     if sys.argv[1] == "rank":
-        run_rank(json.loads(sys.argv[2]), Seat(**json.loads(sys.argv[3])))
+        run_rank(json.loads(sys.argv[2]), RankPlace(**json.loads(sys.argv[3])))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     setup = json.loads(sys.argv[1])
     worker = FaultWorker(setup)

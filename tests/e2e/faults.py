@@ -29,8 +29,8 @@ class Fault(Enum):
     KILL_PREFILL = "kill prefill"
     KILL_DECODE = "kill decode"
     KILL_BOTH = "kill both"
-    KILL_LANDING = "kill landing"
-    STOP_LANDING = "stop landing"  # SIGSTOP for up to twice its lease
+    KILL_INCOMING = "kill incoming transfer"
+    STOP_INCOMING = "stop incoming transfer"  # SIGSTOP for up to twice its lease
     STOP_PREFILL = "stop prefill"  # its push and writer threads stand still for up to twice the lease, and go on
 
 
@@ -129,7 +129,7 @@ class FaultyTransport:
         self._damage = damage
         self._sends_at_once = sends_at_once
         self._side = side
-        self._attempts = {}  # landing id, with its epoch, to attempt
+        self._attempts = {}  # incoming transfer id, with its epoch, to attempt
         self._prompt_lens = {}
         self._held = deque()  # (due_s, call)
 
@@ -150,7 +150,7 @@ class FaultyTransport:
 
     def send_frame(self, peer, header, payload, lane):
         what = decode_header(header)
-        attempt = self._attempts.get((what.d_epoch, what.landing_id))
+        attempt = self._attempts.get((what.d_epoch, what.incoming_id))
         is_last = what.end == self._prompt_lens.get(attempt) and what.layer == self._side.last_layer
         moment = "send first frame" if what.seq == 0 else "send last frame" if is_last else "send frame"
         fault = self._injector.at(moment, attempt, self._side)
@@ -230,9 +230,9 @@ class FaultyTransport:
         attempt = None
         if "attempt" in about.DESCRIPTOR.fields_by_name and about.HasField("attempt"):
             attempt = AttemptKey(about.attempt.request_id, about.attempt.attempt)
-        landing = getattr(about, "epoch", 0), getattr(about, "landing_id", 0)
+        incoming = getattr(about, "epoch", 0), getattr(about, "incoming_id", 0)
         if kind == "grant":
-            self._attempts[landing] = attempt
+            self._attempts[incoming] = attempt
         if kind == "reserve":
             self._prompt_lens[attempt] = about.prompt_len
-        return kind, attempt or self._attempts.get(landing)
+        return kind, attempt or self._attempts.get(incoming)

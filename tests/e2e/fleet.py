@@ -4,8 +4,8 @@
     worker -> router        heartbeats, one for each worker
     prefill -> decode       the hand-off, one for each pair
 
-Everything is at a fixed address, so that a worker's next life is where its last one was. It knows where each request is
-(`states`) and what is held for any (`held`); what of that is right is the `checker`'s to say.
+Everything is at a fixed address, so that a worker's next incarnation is where its last one was. It knows where each
+request is (`states`) and what is held for any (`held`); what of that is right is the `checker`'s to say.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Which state says more, where a request is at two workers.
 ORDER = (
     *("queued", "admitted", "attending", "aborting", "reserving", "pushing", "committing"),
-    *("sealed", "preempted", "decoding", "finishing"),
+    *("complete", "preempted", "decoding", "finishing"),
 )
 
 
@@ -63,7 +63,7 @@ class Worker:
         self.rank_pids = []
         self.has_served = asyncio.Event()
         self.struck = asyncio.Queue()
-        self.num_lives = 0
+        self.num_incarnations = 0
         self._answers = {}
         self._reading = None
 
@@ -81,7 +81,7 @@ class Worker:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        self.num_lives += 1
+        self.num_incarnations += 1
         self.has_served.clear()
         self._reading = asyncio.create_task(self._read(self.process))
 
@@ -211,7 +211,7 @@ class Fleet:
         return [worker for worker in self.workers.values() if role_of(worker.name) == role]
 
     def launch(self, name, *, prefix=(), transfer=None, poison=(), pace_s=PACE_S, **config):
-        """A life of a worker. `prefix`: of its command."""
+        """An incarnation of a worker. `prefix`: of its command."""
         worker = self.workers[name]
         ways = {
             other.kv_address: f"tcp://{self.ways[name, other.name].address}"
@@ -249,7 +249,7 @@ class Fleet:
                 await asyncio.sleep(0.05)
 
     async def ready(self):
-        """Until every worker serves, and the router knows its present life as alive."""
+        """Until every worker serves, and the router knows its present incarnation as alive."""
         async with asyncio.timeout(START_S):
             for worker in self.workers.values():
                 while not worker.has_served.is_set():
@@ -259,7 +259,7 @@ class Fleet:
                 await asyncio.sleep(0.1)
 
     async def is_healthy(self):
-        """Whether the router has the present life of every worker, alive."""
+        """Whether the router has the present incarnation of every worker, alive."""
         if self.router is None:
             async with AsyncBatonClient(f"127.0.0.1:{self._router_port}", timeout_s=ORDER_S) as client:
                 try:
@@ -268,8 +268,8 @@ class Fleet:
                     return False
         else:
             known = self.router.members.all()
-        lives = {one.state.worker_id: one.state.epoch for one in known if one.alive}
-        return all(lives.get(name) == worker.epoch for name, worker in self.workers.items())
+        incarnations = {one.state.worker_id: one.state.epoch for one in known if one.alive}
+        return all(incarnations.get(name) == worker.epoch for name, worker in self.workers.items())
 
     async def reports(self):
         """By worker, of those that answer."""
@@ -282,7 +282,7 @@ class Fleet:
         reports = await self.reports()
         found = {}
         if self.router is not None:
-            for visits in self.router.migration.presence._visits.values():
+            for visits in self.router.migration.in_flight_requests._visits.values():
                 found |= {request_of(str(key), open_ids): "admitted" for key in visits}
             if self.router._gate is not None and self.router._gate.queue.num_waiting:
                 found |= {name: "queued" for name in open_ids if name not in found}
@@ -305,17 +305,17 @@ class Fleet:
             inventory = reports[name]["inventory"]
             if inventory["num_blocks_free"] != inventory["num_blocks"] or any(
                 inventory[what]
-                for what in ("num_blocks_quarantined", "num_landings", "num_slots_in_use", "num_attends")
+                for what in ("num_blocks_quarantined", "num_kv_receives", "num_slots_in_use", "num_requests_held")
             ):
                 left[name] = inventory
         return left
 
     def _held_by_router(self):
-        router, presence = self.router, self.router.migration.presence
+        router, in_flight_requests = self.router, self.router.migration.in_flight_requests
         counts = {
             "router streams": router.metrics.num_streams_open._value.get(),
             "router queue": 0 if router._gate is None else router._gate.queue.num_waiting,
-            "router visits": sum(presence.num_at(life) for life in presence._visits),
+            "router visits": sum(in_flight_requests.num_at(incarnation) for incarnation in in_flight_requests._visits),
             "router tasks": num_router_tasks(),
         }
         return {name: count for name, count in counts.items() if count}

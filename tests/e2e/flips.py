@@ -67,7 +67,7 @@ class FlipBook:
             elif flip.unsent:
                 counts[f"{flip.what}: unsent"] += 1
             elif flip.d_epoch in d_epochs_dead:
-                counts[f"{flip.what}: its landing process died"] += 1
+                counts[f"{flip.what}: its KV receiver process died"] += 1
             else:
                 wrong.append((flip, found))
         return counts, wrong

@@ -50,7 +50,11 @@ class HttpServed:
         """Whether no worker holds anything of any request."""
         for node in (self.prefill, self.decode):
             inventory = node.state().inventory
-            if inventory.num_blocks_free != inventory.num_blocks or inventory.num_attends or inventory.num_landings:
+            if (
+                inventory.num_blocks_free != inventory.num_blocks
+                or inventory.num_requests_held
+                or inventory.num_kv_receives
+            ):
                 return False
         return True
 

@@ -27,7 +27,7 @@ async def decode_pool_full(run):
     await run.over()
     _set_pace(run, 0.06)
     run.stream(24)
-    await run.hit("sealed")
+    await run.hit("complete")
     _set_pace(run, PACE_S)
     await run.over()
 

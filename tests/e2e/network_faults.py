@@ -15,7 +15,7 @@ async def slow_network(run):
     members = run.fleet.router.members
     for member in members.all():
         if member.alive:
-            members.watch(member.life, lambda name=member.state.worker_id: lost.append(name))
+            members.watch(member.incarnation, lambda name=member.state.worker_id: lost.append(name))
     proxies = [*run.fleet.ways.values(), *(worker.calls for worker in run.fleet.workers.values())]
     proxies += [worker.beats for worker in run.fleet.workers.values()]
     run.stream()
@@ -120,7 +120,7 @@ async def duplicate_push(run):
 
 
 async def late_push(run):
-    """Frames change places; and copies of frames come when their landing is over."""
+    """Frames change places; and copies of frames come when their incoming transfer is over."""
     await _frames(run, kind="swap", every=2, most=40)
     before = await _sum(run, "decode", "frames_late_dropped")
     await _frames(run, kind="late", every=4, most=20, late_s=6.0)
@@ -128,7 +128,7 @@ async def late_push(run):
     async def are_dropped():
         return await _sum(run, "decode", "frames_late_dropped") > before
 
-    await wait_until(are_dropped, 60.0, "nobody counts frames that come after their landing's end")
+    await wait_until(are_dropped, 60.0, "nobody counts frames that come after their incoming transfer's end")
 
 
 async def flipped(run):

@@ -39,7 +39,7 @@ async def prefill_killed_in_push(run):
 
 
 async def stopped(run):
-    """The whole process group: a decode worker's landing stands still with it."""
+    """The whole process group: a decode worker's incoming transfer stands still with it."""
     for name, state in (("decode-1", "decoding"), ("prefill-1", "pushing")):
         run.stream()
         await run.strike(name, state, signal.SIGSTOP, group=True)
@@ -49,10 +49,10 @@ async def stopped(run):
         await run.fleet.ready()
 
 
-async def _gang_rank(run, number):
-    """A gang of two ranks serves alone, until one of them is hit; then the others take over."""
+async def _tp_group_rank(run, number):
+    """A TP group of two ranks serves alone, until one of them is hit; then the others take over."""
     await run.fleet.add("decode-2", tp_size=2)
-    gang = run.fleet.workers["decode-2"]
+    tp_group = run.fleet.workers["decode-2"]
     async with run.admin() as client:
         for name in ("decode-0", "decode-1"):
             await _drain(client, name)
@@ -60,22 +60,22 @@ async def _gang_rank(run, number):
         await run.hit("decoding")
         for name in ("decode-0", "decode-1"):
             await _drain(client, name, undo=True)
-    os.kill(gang.rank_pids[0], number)
-    assert await gang.ended() != 0, "rank 0 outlives its gang"
+    os.kill(tp_group.rank_pids[0], number)
+    assert await tp_group.ended() != 0, "rank 0 outlives its TP group"
     await lost(run.fleet, "decode-2")
     if number == signal.SIGSTOP:
-        await wait_until(lambda: not _runs(gang.rank_pids[0]), CLOSE_S, "the rank that stood still is killed")
+        await wait_until(lambda: not _runs(tp_group.rank_pids[0]), CLOSE_S, "the rank that stood still is killed")
     await run.over()
     assert sum(one.stats.num_migrations for one in run.deliveries if one.stats) > 0
     await run.fleet.remove("decode-2")
 
 
 async def rank_killed(run):
-    await _gang_rank(run, signal.SIGKILL)
+    await _tp_group_rank(run, signal.SIGKILL)
 
 
 async def rank_stopped(run):
-    await _gang_rank(run, signal.SIGSTOP)
+    await _tp_group_rank(run, signal.SIGSTOP)
 
 
 def _runs(pid):
@@ -101,7 +101,7 @@ async def poison(run):
     names = ("decode-0", "decode-1")
     for name in names:
         run.fleet.workers[name].order("poison", token_ids=[7, 7, 7, 7])
-    lives = sum(run.fleet.workers[name].num_lives for name in names)
+    incarnations = sum(run.fleet.workers[name].num_incarnations for name in names)
     (poisoned,) = run.stream(1, [bad], allowed=(WorkerLost, RequestQuarantined), must_fail=True)
     while not poisoned.is_over:
         if len(run.open_ids) < 4:
@@ -120,7 +120,7 @@ async def poison(run):
             while not worker.struck.empty():
                 run.note(worker.struck.get_nowait())
             await run.relaunch(name)
-    num_deaths = sum(run.fleet.workers[name].num_lives for name in names) - lives
+    num_deaths = sum(run.fleet.workers[name].num_incarnations for name in names) - incarnations
     assert num_deaths <= 3, f"{num_deaths} workers died of one request"
     await run.fleet.ready()
     for name in names:
@@ -128,7 +128,7 @@ async def poison(run):
     if isinstance(poisoned.error, RequestQuarantined):
         run.stream(1, [bad], allowed=(RequestQuarantined,), must_fail=True)
         await run.over()
-        assert sum(run.fleet.workers[name].num_lives for name in names) == lives + num_deaths
+        assert sum(run.fleet.workers[name].num_incarnations for name in names) == incarnations + num_deaths
     async with run.admin() as client:
         await client._admin.ClearQuarantine(admin_pb2.ClearQuarantineRequest(), timeout=10.0)
     assert len(errors_of([poisoned])) == 1
@@ -146,7 +146,7 @@ async def restarted_at_its_address(run):
     (member,) = (m for m in run.fleet.router.members.all() if m.state.worker_id == "decode-1")
     assert (member.state.address, member.state.kv_address) == (worker.calls.address, worker.kv_address)
     assert before in member.retired_epochs
-    await wait_until(lambda: _renew(run, "decode-1"), 60.0, "the next life is used")
+    await wait_until(lambda: _renew(run, "decode-1"), 60.0, "the next incarnation is used")
 
 
 def _renew(run, name):

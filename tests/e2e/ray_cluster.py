@@ -218,8 +218,8 @@ def held_by(worker):
     return {
         "blocks": held.num_blocks - held.num_blocks_free,
         "quarantined": held.num_blocks_quarantined,
-        "attends": held.num_attends,
-        "landings": held.num_landings,
+        "attends": held.num_requests_held,
+        "incoming_transfers": held.num_kv_receives,
         "slots": held.num_slots_in_use,
         "requests": held.num_requests_waiting + held.num_requests_running,
     }

@@ -52,7 +52,7 @@ def look_around(cluster):
     for host in cluster.hosts:
         listening = sorted(listening_on(host))
         reached = {port: command for address, port, command in listening if address != "127.0.0.1"}
-        kv = [port for port, command in reached.items() if "landing_process" in command]
+        kv = [port for port, command in reached.items() if "receiver_process" in command]
         said = doors.knocked(reached, host=host.address, kv=kv)
         for address, port, command in listening:
             is_ours = "baton" in command or re.match("ray::(Prefill|Decode)Actor", command)

@@ -2,7 +2,7 @@
 
 Each fault hits while all streams decode. Every stream must end with the tokens of the fault-free run, in float64; the
 longest pause of each is noted, and afterwards every worker must be back and hold nothing. With one prefill worker,
-those who ask while it is away wait for its next life: they are counted apart, as newcomers.
+those who ask while it is away wait for its next incarnation: they are counted apart, as newcomers.
 """
 
 import argparse
@@ -178,7 +178,7 @@ class Campaign:
 
         restarted = {}
         row = await self._under_streams(fault, "kill", "head")
-        row["is_same_lives"] = await self._epochs() == epochs
+        row["is_same_incarnations"] = await self._epochs() == epochs
         row["runbook"] = restarted["code"]
         if restarted["code"]:
             row["steps"] = restarted["steps"]

@@ -19,12 +19,12 @@ from baton.core.logprobs import TokenLogprobs
 from baton.decode_worker.service import DecodeService, _Attends
 from baton.prefill_worker.service import PrefillService, _Runs
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
-from baton.proto.bundle_wire import End, decode_frame, prefill_frame
+from baton.proto.stream_mux_wire import End, decode_frame, prefill_frame
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.topology import DecodeSide, PrefillSide
-from baton.worker.bundle import Bundle
-from baton.worker.cork import Cork
+from baton.worker.stream_mux import StreamMux
+from baton.worker.write_coalescer import WriteCoalescer
 
 MODEL = "tiny"
 HEARTBEAT_S = 0.1
@@ -97,7 +97,7 @@ class HeldStream:
 
 
 class HeldRole:
-    """What a worker does with streams (`worker.bundle.Role`), with the hold before those of first attempts."""
+    """What a worker does with streams (`worker.stream_mux.Role`), with the hold before those of first attempts."""
 
     def __init__(self, role, hold):
         self.read, self.check = role.read, role.check
@@ -108,7 +108,7 @@ class HeldRole:
             self._held[stream] = HeldStream(stream, self._hold)
         try:
             self._role.begin(message, attempt, self._held.get(stream, stream))
-        except BaseException:  # the bundle ends the stream itself
+        except BaseException:  # the stream mux ends the stream itself
             if stream in self._held:
                 self._held.pop(stream).cancel()
             raise
@@ -126,7 +126,7 @@ class HeldDecode(DecodeService):
 
     async def AttendAll(self, request_iterator, context):
         role = HeldRole(_Attends(self._worker, self._clock), self.hold)
-        await Bundle(role, decode_frame, self._worker.cork, self._epoch).serve(context)
+        await StreamMux(role, decode_frame, self._worker.write_coalescer, self._epoch).serve(context)
 
 
 class HeldPrefill(PrefillService):
@@ -134,7 +134,7 @@ class HeldPrefill(PrefillService):
 
     async def RunAll(self, request_iterator, context):
         role = HeldRole(_Runs(self._worker, self._clock), self.hold)
-        await Bundle(role, prefill_frame, Cork(), self._epoch).serve(context)
+        await StreamMux(role, prefill_frame, WriteCoalescer(), self._epoch).serve(context)
 
 
 @dataclass
@@ -192,7 +192,7 @@ class Served:
             role=side.role,
             epoch=side.epoch,
             address=side.address,
-            kv_address=side.landing.address if side.role == "decode" else "",
+            kv_address=side.incoming.address if side.role == "decode" else "",
             model=MODEL,
             max_model_len=512,
             num_draft_tokens=self._num_drafts,
@@ -216,7 +216,7 @@ class Served:
         await asyncio.to_thread(side.worker._loop.close)
         if side.role == "decode":
             await asyncio.to_thread(side.worker._runner.drain)
-            await asyncio.to_thread(side.landing.close)
+            await asyncio.to_thread(side.incoming.close)
         else:
             await asyncio.to_thread(side.push.close)
         await server.stop(None)
@@ -261,8 +261,8 @@ class Served:
 def _is_idle(inventory):
     return (
         inventory.num_blocks_free == inventory.num_blocks
-        and inventory.num_attends == 0
-        and inventory.num_landings == 0
+        and inventory.num_requests_held == 0
+        and inventory.num_kv_receives == 0
         and inventory.num_slots_in_use == 0
         and inventory.num_blocks_quarantined == 0
     )

@@ -24,9 +24,9 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError, RequestCancelled, WorkerLost
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
-from baton.kvtransfer import landing, landing_child
-from baton.kvtransfer.landing_driver import LandingDriver
+from baton.kvtransfer import incoming, receiver_child
 from baton.kvtransfer.loopback import LoopbackHub
+from baton.kvtransfer.receiver_driver import ReceiverDriver
 from baton.tests.e2e import fates
 from baton.tests.e2e.faults import ORDERS, Fault
 from baton.tests.e2e.flips import FlipBook
@@ -42,11 +42,11 @@ HUNT_S = 1.0
 HUNT_LOOK_S = 0.0005
 LOOK_S = 0.002  # where times are measured: more often, and those who look would be the load
 LEASE_S = 0.8
-MAX_LANDING_DEATHS = 3  # of one decode worker; then it is replaced, for the pauses between its lives grow
+MAX_RECEIVER_DEATHS = 3  # of one decode worker; then it is replaced, for the pauses between its incarnations grow
 CONFIG = ToyConfig(vocab_size=24, max_model_len=MAX_MODEL_LEN)
 NEVER = {(Fault.CANCEL, "draining")}  # it has gone away already
 WORKER_FAULTS = (Fault.KILL_PREFILL, Fault.KILL_DECODE, Fault.KILL_BOTH, Fault.STOP_PREFILL)
-LANDING_FAULTS = (Fault.KILL_LANDING, Fault.STOP_LANDING)
+INCOMING_FAULTS = (Fault.KILL_INCOMING, Fault.STOP_INCOMING)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Soak:
         tokenizer: of the toy model.
         injector: of faults by message.
         transport: policy for lanes, or "loopback".
-        has_process: the landing has one of its own.
+        has_process: the incoming transfer has one of its own.
         prefix_cache: of prefill workers.
         strikes: what hunts may do; none: faults strike by message alone.
         hunt_every: requests that end between two hunts.
@@ -96,7 +96,7 @@ class Soak:
         self.hub = LoopbackHub() if transport == "loopback" else None
         times = {"lease_s": LEASE_S, "heartbeat_s": 0.1, "commit_timeout_s": 3.0, "ring_slots": 128}
         policy = "zmq" if self.hub else transport
-        self.transfer = KVTransferConfig(transport=policy, max_landing_deaths=1000, **{**times, **config})
+        self.transfer = KVTransferConfig(transport=policy, max_receiver_deaths=1000, **{**times, **config})
         self.fatal = []
         self.book = FlipBook()
         self.strikes = Counter()  # (state, fault): attempts that were there when it struck
@@ -105,7 +105,7 @@ class Soak:
         self.d_epochs_dead = set()
         self.rng = random.Random(injector.seed)
         self.lock = threading.Lock()
-        self._faults = [fault for fault in strikes if has_process or fault not in LANDING_FAULTS]
+        self._faults = [fault for fault in strikes if has_process or fault not in INCOMING_FAULTS]
         self._hunt_every = hunt_every
         self._num_ended = self._num_hunted = 0
         self._watch(flip_rate=injector.header_flip_rate)
@@ -130,20 +130,20 @@ class Soak:
         assert not self.fatal, self.fatal
 
     def _watch(self, flip_rate):
-        """Have every landing write down what became of frames."""
+        """Have every incoming transfer write down what became of frames."""
         file, self.fates_path = tempfile.mkstemp(prefix="baton-fates-")
         os.close(file)
         end = fates.watch(self.fates_path, flip_rate)
-        module = landing_child.MODULE
-        landing.LandingDriver = fates.WatchedDriver
-        landing_child.MODULE = "baton.tests.e2e.fates"
+        module = receiver_child.MODULE
+        incoming.ReceiverDriver = fates.WatchedDriver
+        receiver_child.MODULE = "baton.tests.e2e.fates"
         variables = {fates.PATH_VARIABLE: self.fates_path, fates.FLIP_VARIABLE: str(flip_rate)}
         os.environ |= variables
 
         def end_watch():
             end()
-            landing.LandingDriver = LandingDriver
-            landing_child.MODULE = module
+            incoming.ReceiverDriver = ReceiverDriver
+            receiver_child.MODULE = module
             for name in variables:
                 del os.environ[name]
 
@@ -222,7 +222,7 @@ class Soak:
     def damage(self, header, attempt):
         """Flip a bit of a payload that was written into a decode worker's pool; False if it is gone again."""
         for decode in self.decode:
-            request = decode.worker._requests.get(attempt) if decode.landing.epoch == header.d_epoch else None
+            request = decode.worker._requests.get(attempt) if decode.incoming.epoch == header.d_epoch else None
             table = None if request is None else request.sequence.table
             if table is not None:
                 block = table.blocks[header.first // BLOCK_SIZE]
@@ -289,10 +289,10 @@ class Soak:
             case Fault.CANCEL:
                 self._cancel(key)
                 return
-            case Fault.KILL_LANDING | Fault.STOP_LANDING:
+            case Fault.KILL_INCOMING | Fault.STOP_INCOMING:
                 if not self.has_process:
                     return
-                if decode.num_landing_deaths >= MAX_LANDING_DEATHS:
+                if decode.num_receiver_deaths >= MAX_RECEIVER_DEATHS:
                     self._strike(Fault.KILL_DECODE, key, prefill, decode)
                     return
         self._count(fault, prefill, decode)
@@ -303,8 +303,8 @@ class Soak:
         if fault is Fault.STOP_PREFILL:
             in_write = self.transfer.transport == "shm" and self.rng.random() < 0.7
             prefill.stop(self.rng.uniform(0.1, 2.5) * self.transfer.lease_s, in_write=in_write)
-        if fault in LANDING_FAULTS:
-            self._hit_landing(decode, fault)
+        if fault in INCOMING_FAULTS:
+            self._hit_incoming(decode, fault)
 
     def _count(self, fault, prefill, decode):
         """Every attempt that the fault strikes, by its state."""
@@ -348,22 +348,22 @@ class Soak:
         with self.lock:
             sides[sides.index(side)] = new
         if make is Decode:
-            self.d_epochs_dead.add(side.landing.epoch)
+            self.d_epochs_dead.add(side.incoming.epoch)
         side.die()
         with self.lock:
             orphans = [(at, sinks) for *pair, sinks in self.running.values() for at in (0, 1) if pair[at] is side]
         for at, sinks in orphans:
             sinks[at].end(WorkerLost("the worker died"))
 
-    def _hit_landing(self, decode, fault):
-        host = decode.landing._host
+    def _hit_incoming(self, decode, fault):
+        host = decode.incoming._host
         if not host.pid or decode not in self.decode:
             return
         self.d_epochs_dead.add(host.epoch)
         with suppress(ProcessLookupError):
-            os.kill(host.pid, signal.SIGKILL if fault is Fault.KILL_LANDING else signal.SIGSTOP)
-        decode.num_landing_deaths += 1
-        if fault is Fault.KILL_LANDING:
+            os.kill(host.pid, signal.SIGKILL if fault is Fault.KILL_INCOMING else signal.SIGSTOP)
+        decode.num_receiver_deaths += 1
+        if fault is Fault.KILL_INCOMING:
             decode.stopped_until_s = time.monotonic() + 1.0
             return
         pause_s = self.rng.uniform(0.1, 2.0) * self.transfer.lease_s
@@ -393,8 +393,8 @@ class Soak:
             i = side.worker.inventory()
             if (
                 i.num_blocks_free != i.num_blocks
-                or i.num_attends
-                or i.num_landings
+                or i.num_requests_held
+                or i.num_kv_receives
                 or i.num_slots_in_use
                 or i.num_blocks_quarantined
             ):
@@ -419,13 +419,13 @@ class Soak:
             by_fate[fate] += count
         if by_fate[fates.Fate.DAMAGED] > by_fate[fates.Fate.HEADER]:
             wrong.append("a lane believed a damaged header")
-        for decode in self.decode:  # the landing's own counts say the same, unless it died with some unsaid
+        for decode in self.decode:  # the incoming transfer's own counts say the same, unless it died with some unsaid
             epoch = decode.first_epoch
             if epoch in self.d_epochs_dead:
                 continue
-            said = decode.landing.inventory()
+            said = decode.incoming.inventory()
             wrong += [
-                f"the landing counts {said[name]} as {name}, the log {totals[epoch, fate]}"
+                f"the incoming transfer counts {said[name]} as {name}, the log {totals[epoch, fate]}"
                 for name, fate in fates.OF_COUNT.items()
                 if said[name] != totals[epoch, fate]
             ]

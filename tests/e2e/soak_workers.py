@@ -1,4 +1,4 @@
-"""The workers of a soak: the product's own, with faults at their prefill side and a watch at their landing."""
+"""The workers of a soak: the product's own, with faults at their prefill side and a watch at their transfer."""
 
 import threading
 import time
@@ -10,16 +10,16 @@ from baton.engine.runner import Runner
 from baton.engine.sequence import Phase
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.landing import LandingService, landing_region
-from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.incoming import ReceiverService, receiver_region
 from baton.kvtransfer.push import DecodePeer, PushService
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
 from baton.kvtransfer.transports import bind_address, connecting_transport, listening_transport
 from baton.prefill_worker.worker import PrefillWorker
 from baton.tests.e2e.faults import FaultyTransport
 from baton.worker.loading import request_limits
 
 NUM_BLOCKS, BLOCK_SIZE, CHUNK_LEN, NUM_DRAFTS = 96, 4, 12, 2
-NUM_SLOTS = 5  # fewer than landings, so that what is sealed waits
+NUM_SLOTS = 5  # fewer than incoming transfers, so that what is complete waits
 MAX_MODEL_LEN = 96
 IN_WRITE = "in a write"
 
@@ -37,7 +37,7 @@ def worker_arguments(soak, pool, clock):
 
 
 class Prefill:
-    """One prefill worker of one life."""
+    """One prefill worker of one incarnation."""
 
     def __init__(self, soak, epoch):
         self.epoch = epoch
@@ -134,11 +134,11 @@ class StandingLane:
 
 
 class Decode:
-    """One decode worker of one life, its landing in a process of its own or on a thread."""
+    """One decode worker of one incarnation, its incoming transfer in a process of its own or on a thread."""
 
     def __init__(self, soak, epoch):
         self.first_epoch = epoch
-        self.num_landing_deaths = 0
+        self.num_receiver_deaths = 0
         self.stopped_until_s = 0.0
         layout = soak.model.kv_layout(BLOCK_SIZE)
         clock = MonotonicClock()
@@ -146,7 +146,7 @@ class Decode:
         bind = bind_address(kind, "127.0.0.1")
         if soak.has_process:
             lanes = ("shm",) if soak.transfer.transport == "shm" else ()
-            setup = LandingSetup(
+            setup = ReceiverSetup(
                 epoch=epoch,
                 layout=layout,
                 num_blocks=NUM_BLOCKS,
@@ -154,43 +154,43 @@ class Decode:
                 listen=Listen(kind, bind, lanes),
                 config=soak.transfer,
             )
-            region = landing_region([PoolGeometry(layout, NUM_BLOCKS)], soak.transfer)
+            region = receiver_region([PoolGeometry(layout, NUM_BLOCKS)], soak.transfer)
             self.pool = KVPool(layout, NUM_BLOCKS, soak.model.device, memory=region.pool(0))
-            self.landing = LandingService.in_process(region, setup)
+            self.incoming = ReceiverService.in_process(region, setup)
         else:
             self.pool = KVPool(layout, NUM_BLOCKS, soak.model.device)
             if soak.hub is not None:
                 transport = soak.hub.join(f"d{epoch}")
             else:
                 transport = listening_transport(kind, bind, soak.transfer)
-            self.landing = LandingService.on_thread(
+            self.incoming = ReceiverService.on_thread(
                 pool=self.pool, layout=layout, epoch=epoch, transport=transport, config=soak.transfer, clock=clock
             )
         self.worker = DecodeWorker(
             runner=Runner(soak.model, self.pool, max_num_seqs=NUM_SLOTS, num_draft_tokens=NUM_DRAFTS),
-            landing=self.landing,
+            incoming=self.incoming,
             **worker_arguments(soak, self.pool, clock),
         )
         self.worker.start()
 
     @property
     def peer(self):
-        return DecodePeer("decode", self.landing.address, self.landing.epoch)
+        return DecodePeer("decode", self.incoming.address, self.incoming.epoch)
 
     def die(self):
-        """The process is gone, and its landing with it."""
+        """The process is gone, and its incoming transfer with it."""
         self.worker._loop.close()
-        self.landing.close()
+        self.incoming.close()
 
     def holds(self, key):
         return key in self.worker._requests or key in self.worker._draining
 
     def may_be_written(self, epoch, blocks):
-        """Whether granted blocks are still those of a landing, or held back; also if they are none of this life's."""
+        """Whether granted blocks are still a transfer's, or held back; also if they are not this incarnation's."""
         scheduler = self.worker.engine.scheduler
         receiving = [item.table for item in scheduler.sequences() if item.phase is Phase.RECEIVING]
         tables = [*receiving, *tuple(scheduler._quarantined.values())]
-        return any(table.blocks == blocks for table in tables if table) or self.landing.epoch != epoch
+        return any(table.blocks == blocks for table in tables if table) or self.incoming.epoch != epoch
 
     def keys(self):
         return (*self.worker._requests, *self.worker._draining)
@@ -208,8 +208,8 @@ STATES = (
     "reserving",  # RESERVE is on its way, or its answer
     "reserve waits",  # for blocks
     "filling",  # granted; chunks are computed and pushed
-    "committed",  # COMMIT is on its way, and the landing not sealed
-    "sealed",  # verified; waits for a slot
+    "committed",  # COMMIT is on its way, and the incoming transfer not sealed
+    "complete",  # verified; waits for a slot
     "running",
     "draining",  # given up; blocks wait until nobody reads or writes them
 )
@@ -225,7 +225,7 @@ def state_of(prefill, decode, key):
             case Phase.RUNNING:
                 return "running"
             case Phase.READY:
-                return "sealed"
+                return "complete"
             case Phase.RECEIVING:
                 return "committed" if here is Phase.SENDING else "filling"
         if here is Phase.WAITING:
@@ -238,6 +238,6 @@ def state_of(prefill, decode, key):
 
 
 def num_threads():
-    """Threads of this process that pushes, landings and loops have."""
+    """Threads of this process that pushes, incoming transfers and loops have."""
     names = ("kv-", "decode-loop", "prefill-loop")
     return sum(thread.name.startswith(names) for thread in threading.enumerate())

@@ -20,9 +20,9 @@ from baton.engine.local import LocalEngine
 from baton.model.loader import load_model
 from baton.tests.e2e import features
 from baton.tests.e2e.conftest import TINY
-from baton.tests.e2e.gang_engine import run_over_ranks
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import pairwise
+from baton.tests.e2e.tp_group_engine import run_over_ranks
 from baton.tests.engine import reference
 from baton.tests.engine.toy import ToyModel
 from baton.tests.engine.toy_engine import EOS, letters_tokenizer
@@ -170,7 +170,7 @@ TINY_DEFAULT = {(0, True, 16), (2, False, 16), (2, True, 4096), (4, True, 16)}
     ("k", "sampled", "chunk_len"),
     [pytest.param(*cell, marks=[] if cell in TINY_DEFAULT else [pytest.mark.slow]) for cell in TINY_CELLS],
 )
-def test_the_bundled_model_in_float64(k, sampled, chunk_len, load_tiny, tokenizer, monkeypatch):
+def test_the_muxed_model_in_float64(k, sampled, chunk_len, load_tiny, tokenizer, monkeypatch):
     prompts = token_prompts(tokenizer, 8, max_len=60)
     made = [
         run(

@@ -74,7 +74,7 @@ def nothing_else(client, good):
     for worker in client.inventory().workers:  # at once: a refusal has nothing to give back
         old, new = before[worker.state.worker_id], worker.state
         assert worker.alive
-        assert (new.epoch, new.inventory.num_attends) == (old.epoch, 0)
+        assert (new.epoch, new.inventory.num_requests_held) == (old.epoch, 0)
         assert new.inventory.num_blocks_free == new.inventory.num_blocks
         if new.role == "prefill":  # decode counts a request that ended at its first token as failed
             assert new.inventory.num_requests_failed == old.inventory.num_requests_failed, "it reached a worker"

@@ -36,8 +36,8 @@ async def test_real_workers_answer(load_tiny, tokenizer):
 @pytest.mark.parametrize("num_prefill", [1, 0])
 async def test_real_workers_forget_what_is_given_up(load_tiny, tokenizer, num_prefill):
     async with served(load_tiny(), tokenizer, num_prefill, 1, local_prefill=AUTO, canary=OFTEN) as running:
-        canary = running.router.migration.attendance.canary
-        decode = next(member.life for member in running.router.members.live("decode"))
+        canary = running.router.migration.in_flight_tracker.canary
+        decode = next(member.incarnation for member in running.router.members.live("decode"))
         running.hold.first_token = False
         running.hold.num_tokens = 0
         await until(lambda: canary.is_unfit(decode))

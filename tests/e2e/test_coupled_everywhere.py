@@ -15,11 +15,11 @@ from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.tests.e2e.conftest import TINY
-from baton.tests.e2e.gang_engine import run_over_ranks
-from baton.tests.e2e.gangs import GangTopology, RankProcesses
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_same_tokens import WHOLE, pairwise
 from baton.tests.e2e.topology import Topology
+from baton.tests.e2e.tp_group_engine import run_over_ranks
+from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 
 ALL, FEW = (200, 10), (8, 6)  # requests, and tokens of each
 REFERENCE_BATCH = 11  # none of those below
@@ -114,7 +114,7 @@ def tokens_of(cell, numerics, size, *, load_tiny, tokenizer, processes):
     if ranks == 1:
         topology = Topology(load_tiny(dtype, mode), tokenizer, num_drafts=k, chunk_len=CHUNK_LEN, max_num_seqs=batch)
     else:
-        topology = GangTopology(
+        topology = TPGroupTopology(
             processes, TINY, ranks, ranks, dtype=dtype, numerics=mode, chunk_len=CHUNK_LEN, max_num_seqs=batch
         )
     outcomes = []

@@ -83,10 +83,10 @@ def test_blocks_by_state_are_the_pool_and_none_is_held_without_a_request(running
         assert total(found, "kv_blocks", worker=worker, state="free") > 0
         assert total(found, "kv_blocks", worker=worker, state="reserved") == 0
         assert total(found, "kv_blocks", worker=worker, state="quarantined") == 0
-        assert total(found, "num_landings", worker=worker) == 0
+        assert total(found, "num_kv_receives", worker=worker) == 0
         assert total(found, "worker_up", worker=worker) == 1
         assert total(found, "worker_heartbeat_age_seconds", worker=worker) < 1.5
-        assert total(found, "worker_lives_total", worker=worker) == 1
+        assert total(found, "worker_incarnations_total", worker=worker) == 1
 
 
 def test_top_shows_what_is_decoded_meanwhile(running, capsys):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.ray
 
 RELEASE_S = 4.0  # after a cancel: two leases
 RELEASE_AFTER_DEATH_S = 5.0
-NEXT_LIFE_S = 60.0  # of a worker, and of a stream that waits for it
+NEXT_INCARNATION_S = 60.0  # of a worker, and of a stream that waits for it
 CONFIG = {
     "num_speculative_tokens": 2,
     "dtype": "float64",
@@ -37,7 +37,7 @@ CONFIG = {
     "kv_memory_mib": 64,
     "http_port": 0,
 }
-CONFIG |= {"migration_wait_s": NEXT_LIFE_S, "local_prefill": "never"}  # pushes are to be hit
+CONFIG |= {"migration_wait_s": NEXT_INCARNATION_S, "local_prefill": "never"}  # pushes are to be hit
 CONFIG |= {"max_wait_s": 120.0}  # on a machine that is busy with other things nobody is to be refused
 
 
@@ -68,8 +68,8 @@ def held(client):
         if worker.alive
         and (
             worker.state.inventory.num_blocks_free != worker.state.inventory.num_blocks
-            or worker.state.inventory.num_attends
-            or worker.state.inventory.num_landings
+            or worker.state.inventory.num_requests_held
+            or worker.state.inventory.num_kv_receives
             or worker.state.inventory.num_slots_in_use
             or worker.state.inventory.num_blocks_quarantined
         )
@@ -189,7 +189,7 @@ def test_a_stream_whose_only_worker_is_killed_goes_on_with_its_next_life(
     assert not reader.token_ids, "the kill must hit the pushes, not the decoding"
     deployment.kill_actor(worker_id)
     killed_s = time.monotonic()
-    reader.join(NEXT_LIFE_S)
+    reader.join(NEXT_INCARNATION_S)
     assert not reader.is_alive(), "the stream hangs"
     assert reader.error is None, reader.error
     went_on_after_s = reader.first_s - killed_s
@@ -197,7 +197,7 @@ def test_a_stream_whose_only_worker_is_killed_goes_on_with_its_next_life(
     wait_new_epoch(client, worker_id, before[worker_id].epoch)
     assert generate(client, request)[0] == reader.token_ids
     with capsys.disabled():
-        print(f"\n{role} killed mid-push: the stream went on after {went_on_after_s:.2f} s, in the next life")
+        print(f"\n{role} killed mid-push: the stream went on after {went_on_after_s:.2f} s, in the next incarnation")
 
 
 def kv_bytes(client, worker_id):
@@ -233,7 +233,7 @@ def test_a_stopped_worker_is_fenced_by_its_silence(deployment, client, long_requ
             time.sleep(0.02)
     finally:
         os.kill(pid, signal.SIGCONT)
-    reader.join(NEXT_LIFE_S)
+    reader.join(NEXT_INCARNATION_S)
     assert not reader.is_alive(), "the stream hangs"
     assert (reader.error, reader.token_ids) == (None, want)
     wait_idle(client, RELEASE_AFTER_DEATH_S)

@@ -138,7 +138,7 @@ def test_a_kv_port_that_takes_a_stranger_is_a_failure():
         answers = stranger.say_kv(("127.0.0.1", port))
         assert answers["ZMTP NULL"] == stranger.TAKEN
         with pytest.raises(AssertionError, match="takes a stranger's messages"):
-            doors.assert_keeps_kv_shut(doors.Door("landing process", "KV", "127.0.0.1", port), answers)
+            doors.assert_keeps_kv_shut(doors.ListeningSocket("KV receiver process", "KV", "127.0.0.1", port), answers)
 
 
 def test_a_socket_that_is_not_in_the_table_is_a_failure(serving):

@@ -53,7 +53,7 @@ def test_cancel_at_ten_points_leaves_nothing(model, tokenizer, long_request, chu
         assert again.token_ids == want.token_ids
 
 
-def test_a_request_that_ends_at_its_first_token_leaves_no_landing(model, tokenizer):
+def test_a_request_that_ends_at_its_first_token_leaves_no_incoming(model, tokenizer):
     prompts = token_prompts(tokenizer, 6)
     with Topology(model, tokenizer, num_drafts=2) as deployment:
         outcomes = deployment.generate(requests_for(prompts, sampled=False, num_drafts=2, max_tokens=1))
@@ -77,7 +77,7 @@ def test_a_prefill_worker_that_dies_mid_push_is_fenced(model, tokenizer, long_re
         want = deployment.generate([long_request("before0-"), long_request("before1-")])
         deployment.wait_idle()
         running = deployment.start(long_request("orphan"))
-        while deployment.decode[0].worker.inventory().num_landings == 0:
+        while deployment.decode[0].worker.inventory().num_kv_receives == 0:
             time.sleep(0.001)
         dead = deployment.prefill[0]
         dead.worker._loop.close()
@@ -115,10 +115,10 @@ def test_a_decode_worker_that_dies_mid_push_fails_its_requests(model, tokenizer,
         want = deployment.generate([long_request("before0-"), long_request("before1-")])
         deployment.wait_idle()
         running = deployment.start(long_request("orphan"))
-        while deployment.prefill[0].worker.inventory().num_landings == 0:
+        while deployment.prefill[0].worker.inventory().num_kv_receives == 0:
             time.sleep(0.001)
         dead = deployment.decode[0]
-        dead.landing.close()
+        dead.incoming.close()
         error = next_error(running[3])
         assert isinstance(error, TransferFailed | WorkerLost)
         start_s = time.monotonic()
@@ -135,7 +135,7 @@ def test_a_decode_worker_that_dies_mid_push_fails_its_requests(model, tokenizer,
 @pytest.mark.parametrize("left_s", [0.0, 0.02])
 def test_a_deadline_ends_the_request_on_both_sides(model, tokenizer, long_request, only_decode_looks, left_s):
     with Topology(model, tokenizer, num_drafts=2, chunk_len=16) as deployment:
-        if only_decode_looks:  # what prefill hears of it is that its landing was refused, or its push failed
+        if only_decode_looks:  # what prefill hears of it is that its incoming transfer was refused, or its push failed
             deployment.prefill[0].worker.engine._expire = lambda: None
         outcome = deployment.generate([long_request("late", deadline_s=time.monotonic() + left_s)])[0]
         assert isinstance(outcome.error, RequestDeadlineExceeded | RequestCancelled)

@@ -3,7 +3,7 @@
 A foreign exception is raised once, at one call or await of the router or of the workers of either role: in the slow
 suite at every one that a request passes, by default at a sample that is fixed by where they stand in the source. Which
 of them a request passes depends a little on timing: one that is not passed was not tried, and fails nothing. A loop of
-a worker that ends by it is a dead worker, as anywhere else: its process would end, and another life begins.
+a worker that ends by it is a dead worker, as anywhere else: its process would end, and another incarnation begins.
 """
 
 import asyncio
@@ -26,14 +26,15 @@ MODULES = [
     f"baton.{name}"
     for name in (
         *(f"router.{name}" for name in (
-            "inference", "answers", "choices", "attempts", "request_run", "local_run", "leg", "bundle", "gate",
+            "inference", "answers", "choices", "attempts", "request_run", "local_run", "leg", "stream_mux", "gate",
             "fair_queue", "fair_ring", "estimate", "continuation", "outcasts", "stats", "policy", "admission",
-            "token_order", "channels", "attendance", "presence", "request_log", "retry_budget", "local_prefill",
+            "token_order", "channels", "in_flight_tracker", "in_flight_requests", "request_log", "retry_budget",
+            "local_prefill",
         )),
-        *(f"worker.{name}" for name in ("bundle", "outbox", "stream", "cork", "gate")),
+        *(f"worker.{name}" for name in ("stream_mux", "send_queue", "stream", "write_coalescer", "gate")),
         *(f"prefill_worker.{name}" for name in ("service", "worker")),
         *(f"decode_worker.{name}" for name in ("service", "worker", "handover", "events")),
-        *(f"proto.{name}" for name in ("wire", "bundle_wire")),
+        *(f"proto.{name}" for name in ("wire", "stream_mux_wire")),
         "core.answer_text",
         "core.stop_matcher",
         "core.validate",
@@ -44,7 +45,7 @@ PROMPT = tuple(range(40, 60))
 WAIT_S = 120.0  # what has not happened by then never will: everything below waits for events, and lasts a second
 NOT_PASSED = "not passed"
 KINDS = {
-    "bundles": {"sampling": {"temperature": 0.0}},
+    "stream_muxes": {"sampling": {"temperature": 0.0}},
     "several, reports": {"sampling": {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 2,
                          "prompt_logprobs": 1, "stop": ("zzzz",)}},
     "grammar": {"sampling": {"temperature": 0.0, "grammar": SCHEMA, "ignore_eos": False}},
@@ -55,7 +56,7 @@ GROUP = 6  # after so many it is looked whether all is well
 
 
 class Reviving(Served):
-    """Begins a new life of a worker whose loop has ended."""
+    """Begins a new incarnation of a worker whose loop has ended."""
 
     async def _beat(self):
         while True:  # heartbeats are this deployment's own here: one that meets the exception does not end them
@@ -110,7 +111,7 @@ class Way:
             while True:
                 queue = router._gate.queue
                 held = {
-                    "in flight": router.wishes._admission.num_in_flight,
+                    "in flight": router.desired_state._admission.num_in_flight,
                     "waiting": queue.num_waiting,
                     "running": queue.num_running,
                     "bytes": queue.num_bytes,

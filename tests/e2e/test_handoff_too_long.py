@@ -16,7 +16,7 @@ PROMPT = tuple(range(40, 100))
 
 async def limited(running, worker_id="decode-0"):
     """As a GPU worker with little staging memory reports; its pairs have used a lane already."""
-    running.sides[worker_id].landing.staging_len = LIMIT_LEN
+    running.sides[worker_id].incoming.staging_len = LIMIT_LEN
     running.router.members.heartbeat(running._state(running.sides[worker_id]))
 
 

@@ -57,7 +57,7 @@ def test_a_commit_that_cannot_be_fails_its_request_only(deployment, tokenizer, w
 
 
 @pytest.mark.parametrize("shrink", [lambda prompt, whole: whole - 1, lambda prompt, whole: prompt])
-def test_a_landing_smaller_than_the_sequence_is_refused(deployment, tokenizer, want, monkeypatch, shrink):
+def test_a_incoming_smaller_than_the_sequence_is_refused(deployment, tokenizer, want, monkeypatch, shrink):
     push = deployment.prefill[0].push
     reserve = push.reserve
 

@@ -23,7 +23,7 @@ async def finished(running, streams):
     assert {one.prefill_worker for one in stats} == {""}
     assert {one.kv_bytes_pushed for one in stats} == {0}
     for one in stats:
-        parts = one.router_ms + one.queue_ms + one.landing_ms + one.prefill_ms + one.publish_ms
+        parts = one.router_ms + one.queue_ms + one.grant_wait_ms + one.prefill_ms + one.publish_ms
         assert parts == pytest.approx(one.ttft_ms, rel=0.01)
         if not one.num_migrations and one.HasField("second"):
             second = one.second
@@ -66,7 +66,7 @@ async def test_a_drained_worker_hands_its_streams_on(load_tiny, tokenizer, expec
         running.hold.open()
         await finished(running, streams)
         async with asyncio.timeout(8.0):
-            while running.sides["decode-0"].worker.inventory().num_attends:
+            while running.sides["decode-0"].worker.inventory().num_requests_held:
                 await asyncio.sleep(0.02)
         await running.wait_idle()
 

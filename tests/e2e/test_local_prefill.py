@@ -14,12 +14,12 @@ from baton.core.request import AttemptKey, FinishReason
 from baton.core.sampling import SamplingParams
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.features import FEATURES, PROMPT_LENS, requests_for
-from baton.tests.e2e.gangs import GangTopology, RankProcesses
 from baton.tests.e2e.prompts import requests_for as plain_requests
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_forced_prefix import going_on
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import Topology
+from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 
 K = 2
 SLOW = pytest.mark.slow
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_one_process(load_tiny, tokenizer, k, sampled):
         assert [outcome.token_ids for outcome in outcomes] == wanted
         assert held.num_local_prefills == len(requests)
         assert held.num_local_prefill_tokens == sum(request.prompt_len for request in requests)
-        assert held.num_prefill_tokens_queued == held.num_landings == 0
+        assert held.num_prefill_tokens_queued == held.num_kv_receives == 0
 
 
 def test_each_answer_of_several_has_its_own_draws(deployment, prompts):
@@ -216,7 +216,7 @@ def test_a_worker_that_closes_ends_prompts_on_their_way(load_tiny, tokenizer, pr
         worker = running.decode[0].worker
         started = [running.start_local(long_request(prompts, f"closing {at}")) for at in range(12)]
         until_s = time.monotonic() + 60.0
-        while worker.inventory().num_attends + worker.inventory().num_requests_finished < len(started):
+        while worker.inventory().num_requests_held + worker.inventory().num_requests_finished < len(started):
             assert time.monotonic() < until_s
             time.sleep(0.001)
         worker.close()
@@ -236,10 +236,10 @@ def test_two_ranks_compute_prompts(processes, tokenizer, load_tiny, prompts):
     few = token_prompts(tokenizer, 9)
     requests = plain_requests(few, sampled=True, num_drafts=K, max_tokens=16)
     wanted = local_tokens(load_tiny(), tokenizer, requests)
-    grammar = renamed(requests_for("schema", prompts, K, None), "gang")
+    grammar = renamed(requests_for("schema", prompts, K, None), "tp_group")
     with Topology(load_tiny(), tokenizer, num_drafts=K) as alone:
         wanted += [outcome.token_ids for outcome in alone.generate(grammar)]
-    with GangTopology(processes, TINY, 1, 2, preempt_at=(7,)) as topology:
+    with TPGroupTopology(processes, TINY, 1, 2, preempt_at=(7,)) as topology:
         started = [topology.start(request, local=at % 3 > 0) for at, request in enumerate([*requests, *grammar])]
         outcomes = [topology.finish(one) for one in started]
         topology.wait_idle()

@@ -40,7 +40,7 @@ BY_FAULTS = {
     "restored_blocks": "likewise",
     "host_kv_full": "likewise, with too little of it",
     "worker_up": "a worker that is lost: tests/router/test_fleet_metrics.py",
-    "worker_lives": "a worker that is started again: likewise",
+    "worker_incarnations": "a worker that is started again: likewise",
     "worker_unfit": "a worker that hangs: tests/router/test_canaries.py",
     "canaries": "a worker that is idle for long: likewise",
     "handoff_retries": "a failed hand-off: tests/router/test_attempts.py",
@@ -57,7 +57,7 @@ BY_FAULTS = {
     "kv_transfer_late_dropped": "a cancel while frames are on their way: tests/kvtransfer/test_services.py",
     "kv_transfer_refused": "a stranger at the KV port: tests/kvtransfer/test_proof.py, test_strangers.py",
     "kv_transfer_corrupt": "a damaged frame: tests/kvtransfer/test_services.py",
-    "kv_transfer_quarantined_blocks": "a cancel while a landing is open: tests/e2e/test_faults.py",
+    "kv_transfer_quarantined_blocks": "a cancel while an incoming transfer is open: tests/e2e/test_faults.py",
     "kv_transfer_fallbacks": "a lane that does not work: tests/kvtransfer/test_lanes.py",
     "kv_transfer_credit_stall_seconds": "a decode worker slower than the network: tests/worker/test_transfer_counts.py",
 }

@@ -132,8 +132,8 @@ async def test_a_decode_worker_dies(model, tokenizer, expected, num_tokens, dead
         running.hold.num_tokens = num_tokens
         streams = Streams(running, expected)
         await streams.held()
-        life = next(one.life for one in members(running) if one.state.worker_id == dead)
-        num_held = running.router.migration.presence.num_at(life)
+        incarnation = next(one.incarnation for one in members(running) if one.state.worker_id == dead)
+        num_held = running.router.migration.in_flight_requests.num_at(incarnation)
         assert num_held >= 2
         await running.kill(dead)
         running.hold.open()
@@ -155,7 +155,10 @@ async def test_a_prefill_worker_dies(model, tokenizer, expected, moment):
                 await nobody_is_at(running, "prefill-0")
         else:
             async with asyncio.timeout(30.0):
-                while sum(running.router.migration.presence.num_at(one.life) for one in members(running)) < 18:
+                while (
+                    sum(running.router.migration.in_flight_requests.num_at(one.incarnation) for one in members(running))
+                    < 18
+                ):
                     await asyncio.sleep(0.01)
         await running.kill("prefill-0")
         await nobody_is_at(running, "prefill-0")  # it is noticed before anything else is heard
@@ -171,9 +174,9 @@ def members(running):
 
 async def nobody_is_at(running, worker_id):
     """Wait until no attempt depends on a worker."""
-    life = next(one.life for one in members(running) if one.state.worker_id == worker_id)
+    incarnation = next(one.incarnation for one in members(running) if one.state.worker_id == worker_id)
     async with asyncio.timeout(10.0):
-        while running.router.migration.presence.num_at(life):
+        while running.router.migration.in_flight_requests.num_at(incarnation):
             await asyncio.sleep(0.01)
 
 
@@ -181,7 +184,7 @@ async def test_a_prefill_worker_dies_while_it_pushes(model, tokenizer, expected)
     async with served(model, tokenizer) as running:
         streams = Streams(running, expected)
         async with asyncio.timeout(30.0):
-            while not running.sides["prefill-0"].worker.inventory().num_landings:
+            while not running.sides["prefill-0"].worker.inventory().num_kv_receives:
                 await asyncio.sleep(0.001)
         await running.kill("prefill-0")
         await streams.check()
@@ -218,8 +221,8 @@ async def test_a_worker_is_drained(model, tokenizer, expected, role):
         (answer,) = await running.ask(*expected["greedy"][:2])
         assert answer.token_ids == expected["greedy"][2][0].token_ids
         await running.wait_idle()
-        life = next(one.life for one in members(running) if one.state.worker_id == f"{role}-0")
-        assert running.router.migration.presence.num_at(life) == 0
+        incarnation = next(one.incarnation for one in members(running) if one.state.worker_id == f"{role}-0")
+        assert running.router.migration.in_flight_requests.num_at(incarnation) == 0
 
 
 async def test_two_deaths_in_a_row(model, tokenizer, expected):

@@ -95,7 +95,7 @@ async def is_idle(client):
     inventory = await client.inventory()
     held = [worker.state.inventory for worker in inventory.workers]
     return all(
-        one.num_blocks_free == one.num_blocks and not one.num_attends and not one.num_landings for one in held
+        one.num_blocks_free == one.num_blocks and not one.num_requests_held and not one.num_kv_receives for one in held
     ) and all(worker.alive for worker in inventory.workers)
 
 

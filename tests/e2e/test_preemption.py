@@ -10,10 +10,10 @@ import pytest
 
 from baton.engine.sequence import MAX_PREEMPTIONS
 from baton.tests.e2e.conftest import TINY
-from baton.tests.e2e.gangs import GangTopology, RankProcesses
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import Topology
+from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 
 MAX_TOKENS = 40
 HOST_BYTES = {"recompute": 0, "offload": 1 << 26, "little": 3 * 196_608}
@@ -127,7 +127,7 @@ def processes():
 
 @pytest.mark.parametrize(("k", "way"), cells((2, "little"), 0, 2))
 def test_two_ranks_under_pressure(k, way, processes, prompts, wanted):
-    with GangTopology(
+    with TPGroupTopology(
         processes,
         TINY,
         1,

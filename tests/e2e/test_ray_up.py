@@ -40,7 +40,7 @@ def test_a_cluster_loses_every_worker_and_the_head_and_no_stream_notices(tmp_pat
         assert max(row["pauses_s"]) < MAX_PAUSE_S, row
     head = rows[-1]
     assert head["worker"] == "head"
-    assert head["is_same_lives"]
+    assert head["is_same_incarnations"]
     assert head["num_moved"] == 0
     assert head["runbook"] == 0, head
     assert head["is_scaled"], head
@@ -66,10 +66,10 @@ def test_every_port_of_a_cluster_is_declared_and_what_is_rays_asks_for_its_token
     for door in found["doors"]:
         if door["address"] == "127.0.0.1":
             continue
-        if "landing_process" in door["process"]:
+        if "receiver_process" in door["process"]:
             doors.assert_keeps_kv_shut(door, door["kv"])
         else:
-            at = doors.Door(door["process"], "", door["host"], door["port"])
+            at = doors.ListeningSocket(door["process"], "", door["host"], door["port"])
             doors.assert_refused(at, door["answers"])
         if door["is_rays"] and "RuntimeEnvAgent" not in door["process"]:  # which speaks HTTP, and asks for the token
             assert doors.is_shut(door["answers"]), door

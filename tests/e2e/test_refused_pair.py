@@ -7,7 +7,7 @@ from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
 
 
-def test_a_refused_landing_names_the_pair_as_refused(load_tiny, tokenizer):
+def test_a_refused_incoming_names_the_pair_as_refused(load_tiny, tokenizer):
     (request,) = requests_for(token_prompts(tokenizer, 9)[8:], sampled=False, num_drafts=0)
     with (
         Topology(load_tiny(torch.float32), tokenizer) as here,

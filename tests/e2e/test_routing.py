@@ -96,7 +96,10 @@ async def heard(router, nodes):
     async with asyncio.timeout(10):
         while True:
             held = {node.state().worker_id: node.worker.block_log.since(-1) for node in watched}
-            told = {life.worker_id: router.prefixes.names(life) for life in router.prefixes.lives()}
+            told = {
+                incarnation.worker_id: router.prefixes.names(incarnation)
+                for incarnation in router.prefixes.incarnations()
+            }
             if told == {name: {n for part in parts for n in part.stored} for name, parts in held.items()}:
                 return told
             await asyncio.sleep(0.01)
@@ -114,7 +117,7 @@ async def told_all_idle(router):
     members, asked_s = router.members, MonotonicClock().now_s() + LAG_S
     async with asyncio.timeout(10):
         while any(
-            member.heartbeat_s <= asked_s or member.state.inventory.num_attends
+            member.heartbeat_s <= asked_s or member.state.inventory.num_requests_held
             for member in (*members.live("prefill"), *members.live("decode"))
         ):
             await asyncio.sleep(0.01)
@@ -200,7 +203,7 @@ async def test_another_life_of_a_decode_worker_holds_nothing(equal_workers):
         reborn = await asyncio.to_thread(DecodeNode, worker_config(stats.decode_worker, address), pytest.fail)
         nodes.append(reborn)
         assert set((await heard(router, nodes)).values()) == {frozenset()}
-        assert {life.epoch for life in router.prefixes.lives()} == {node.epoch for node in nodes}
+        assert {incarnation.epoch for incarnation in router.prefixes.incarnations()} == {node.epoch for node in nodes}
         stats = await ask(address, GROUPS[0])
         assert (stats.num_cached_tokens, stats.num_expected_cached_tokens) == (0, 0)
 
@@ -244,6 +247,6 @@ async def test_round_robin_and_least_cost_know_nothing_of_prefixes():
             stats = [await ask(address, GROUPS[0]) for _ in range(4)]
             assert {each.routing for each in stats} == {routing}
             assert {each.num_expected_cached_tokens for each in stats} == {0}
-            assert router.prefixes.lives() == ()
+            assert router.prefixes.incarnations() == ()
             if routing == "round_robin":
                 assert {each.prefill_worker for each in stats} == {"prefill-0", "prefill-1"}

@@ -1,6 +1,6 @@
 """Prefill and decode workers of different tensor-parallel size give the tokens of one process: every rank a process.
 
-Each prefill rank pushes its own KV heads through its own connection; one landing process writes the pools of all decode
+Each prefill rank pushes its own KV heads through its own connection; one KV receiver writes the pools of all decode
 ranks. The reference is the one-process engine without speculation and without chunking.
 """
 
@@ -17,11 +17,11 @@ from baton.core.tokenizer import Tokenizer
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.features import SCHEMA
-from baton.tests.e2e.gangs import GangTopology, RankProcesses
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_forced_prefix import going_on
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.test_sampling_everywhere import KINDS, request_of
+from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 from baton.tests.model.harness import prompt
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def check(topology, prompts, wanted, *, modes=tuple(MODES), drafts=(0, 2), tag="
 
 @pytest.mark.parametrize(("tp_prefill", "tp_decode", "lane"), CELLS)
 def test_same_tokens(tp_prefill, tp_decode, lane, processes, prompts, wanted):
-    with GangTopology(processes, TINY, tp_prefill, tp_decode, lane=lane) as topology:
+    with TPGroupTopology(processes, TINY, tp_prefill, tp_decode, lane=lane) as topology:
         check(topology, prompts, wanted)
 
 
@@ -103,7 +103,7 @@ def test_replicated_heads_and_other_block_sizes(
     model = load_model(path, dtype=torch.float64, device=CPU, numerics=Numerics.DEFAULT, with_mtp=True)
     prompts = [tuple(prompt(length, seed=length).tolist()) for length in (1, 16, 33, 64, 90)]
     wanted = reference(model, Tokenizer.from_directory(path), prompts)
-    with GangTopology(processes, path, tp_prefill, tp_decode, lane=lane, block_sizes=block_sizes) as topology:
+    with TPGroupTopology(processes, path, tp_prefill, tp_decode, lane=lane, block_sizes=block_sizes) as topology:
         check(topology, prompts, wanted)
 
 
@@ -122,7 +122,7 @@ def test_every_parameter_where_ranks_share_the_vocabulary(
         return requests
 
     expected = local_tokens(load_tiny(), tokenizer, asked(0, "alone-"))
-    with GangTopology(processes, TINY, tp_prefill, tp_decode) as topology:
+    with TPGroupTopology(processes, TINY, tp_prefill, tp_decode) as topology:
         for k in (0, 2):
             outcomes = topology.generate(asked(k, f"{k}-"))
             assert [outcome.error for outcome in outcomes] == [None] * (len(KINDS) + 1)
@@ -138,8 +138,8 @@ def test_every_parameter_where_ranks_share_the_vocabulary(
 
 @pytest.mark.parametrize("lane", [pytest.param("raw", marks=pytest.mark.slow), "shm"])
 def test_cancelled_requests_leave_nothing_at_any_rank(lane, processes, prompts, wanted):
-    """Cancelled before, during and after their landing; those that follow in the same blocks are right."""
-    with GangTopology(processes, TINY, 2, 2, lane=lane, chunk_len=16) as topology:
+    """Cancelled before, during and after their incoming transfer; those that follow in the same blocks are right."""
+    with TPGroupTopology(processes, TINY, 2, 2, lane=lane, chunk_len=16) as topology:
         for turn, wait_s in enumerate((0.0, 0.01, 0.03, 0.1, 0.3)):
             options = {"sampled": True, "num_drafts": 2, "max_tokens": 200}
             started = [topology.start(request) for request in requests_for(prompts, tag=f"gone{turn}-", **options)]
@@ -155,14 +155,14 @@ def test_invariant_numerics_in_float32(processes, load_tiny, tokenizer, prompts)
     """Bit for bit: the same tokens in float32 whatever the number of ranks on either side."""
     numerics = {"dtype": torch.float32, "numerics": Numerics.INVARIANT}
     wanted = reference(load_tiny(**numerics), tokenizer, prompts)
-    with GangTopology(processes, TINY, 2, 1, **numerics) as topology:
+    with TPGroupTopology(processes, TINY, 2, 1, **numerics) as topology:
         check(topology, prompts, wanted, modes=("coupled",), drafts=(2,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_rank_that_dies_ends_its_worker_by_name(role, processes, prompts):
-    with contextlib.suppress(EndOfTest), GangTopology(processes, TINY, 2, 2) as topology:
+    with contextlib.suppress(EndOfTest), TPGroupTopology(processes, TINY, 2, 2) as topology:
         options = {"sampled": True, "num_drafts": 2, "max_tokens": 100}
         for request in requests_for(prompts, tag="before-", **options):
             topology.start(request)

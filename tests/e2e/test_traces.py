@@ -73,7 +73,7 @@ def attributes(span):
     return {item["key"]: next(iter(item["value"].values())) for item in span["attributes"]}
 
 
-def test_a_request_is_one_tree_over_router_prefill_landing_and_decode(traced):
+def test_a_request_is_one_tree_over_router_prefill_incoming_and_decode(traced):
     prompt = tuple(range(700, 740))
     chunks = ask(traced.address, f"00-{TRACE}-{PARENT}-01", prompt)
     found = of_trace(traced.path, TRACE)
@@ -81,9 +81,9 @@ def test_a_request_is_one_tree_over_router_prefill_landing_and_decode(traced):
     services = {span["name"]: service for service, span in found}
     names = ["request", "router.queue", "attempt", "first_token.publish"]
     assert [services[name] for name in names] == ["baton-router"] * 4
-    names = ["prefill", "prefill.queue", "landing.wait", "prefill.chunk", "prefill.mtp", "push.exposed"]
+    names = ["prefill", "prefill.queue", "grant.wait", "prefill.chunk", "prefill.mtp", "push.exposed"]
     assert [services[name] for name in names] == ["baton-prefill"] * 6
-    names = ["decode", "landing", "landing.verification", "decode.admission", "decode.first_step", "decode.steps"]
+    names = ["decode", "incoming", "transfer.verification", "decode.admission", "decode.first_step", "decode.steps"]
     assert [services[name] for name in names] == ["baton-decode"] * 6
     assert len(by_name) == 16
     request = by_name["request"]
@@ -103,16 +103,16 @@ def test_a_request_is_one_tree_over_router_prefill_landing_and_decode(traced):
     assert lens == [CHUNK_LEN, CHUNK_LEN, len(prompt) - 2 * CHUNK_LEN]
     stats = chunks[-1].finish.stats
     assert int(attributes(by_name["decode.steps"])["num_emitted_tokens"]) == stats.num_decode_tokens
-    assert int(attributes(by_name["landing"])["bytes_landed"]) == stats.kv_bytes_pushed
+    assert int(attributes(by_name["incoming"])["bytes_landed"]) == stats.kv_bytes_pushed
 
     def lasted_ms(name):
         span = by_name[name]
         return (int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"])) / 1e6
 
     assert lasted_ms("prefill.mtp") == pytest.approx(stats.second.draft_ms, abs=0.01)
-    assert lasted_ms("landing.verification") == pytest.approx(stats.second.verification_ms, abs=0.01)
+    assert lasted_ms("transfer.verification") == pytest.approx(stats.second.verification_ms, abs=0.01)
     assert lasted_ms("decode.first_step") == pytest.approx(stats.second.step_ms, abs=0.01)
-    assert lasted_ms("landing.wait") == pytest.approx(stats.landing_ms, abs=0.01)
+    assert lasted_ms("grant.wait") == pytest.approx(stats.grant_wait_ms, abs=0.01)
     assert lasted_ms("first_token.publish") == pytest.approx(stats.publish_ms, abs=0.01)
 
 

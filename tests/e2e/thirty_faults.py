@@ -23,7 +23,7 @@ ROWS = (
     Row(
         number=2,
         name="prefill killed before its first push",
-        how="SIGKILL while it asks for a landing; nothing was streamed, and nothing is noticed",
+        how="SIGKILL while it asks for an incoming transfer; nothing was streamed, and nothing is noticed",
         act=process.prefill_killed_before_push,
         aims=("reserving",),
         hits=("prefill-0",),
@@ -46,14 +46,14 @@ ROWS = (
     Row(
         number=5,
         name="rank killed",
-        how="SIGKILL of rank 1 of a decode worker of two ranks; the gang ends, its streams go on elsewhere",
+        how="SIGKILL of rank 1 of a decode worker of two ranks; the TP group ends, its streams go on elsewhere",
         act=process.rank_killed,
         aims=("decoding",),
     ),
     Row(
         number=6,
         name="collective stalls",
-        how="SIGSTOP of rank 1 under gloo, as on CPUs there is no NCCL; rank 0 ends the gang instead of waiting",
+        how="SIGSTOP of rank 1 under gloo, as on CPUs there is no NCCL; rank 0 ends the TP group instead of waiting",
         act=process.rank_stopped,
         aims=("decoding",),
     ),
@@ -95,7 +95,7 @@ ROWS = (
     Row(
         number=12,
         name="reordered and late push",
-        how="frames change places, and copies come when their landing is over: dropped and counted",
+        how="frames change places, and copies come when their incoming transfer is over: dropped and counted",
         act=network.late_push,
         aims=("pushing",),
     ),
@@ -111,7 +111,7 @@ ROWS = (
         name="decode pool full",
         how="more KV is asked for than both decode workers have; requests wait holding nothing, or are preempted",
         act=load.decode_pool_full,
-        aims=("reserving", "sealed"),
+        aims=("reserving", "complete"),
     ),
     Row(
         number=15,
@@ -213,7 +213,7 @@ ROWS = (
     Row(
         number=28,
         name="restart at the same address",
-        how="SIGKILL, and the next life at the same ports; nothing meant for the last one is taken for its",
+        how="SIGKILL, and the next incarnation at the same ports; nothing meant for the last one is taken for its",
         act=process.restarted_at_its_address,
         aims=("pushing",),
         hits=("decode-1",),

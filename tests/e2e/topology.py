@@ -20,7 +20,7 @@ from baton.decode_worker.worker import DecodeWorker
 from baton.engine.grammar import GrammarCompiler
 from baton.engine.runner import Runner
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.landing import LandingService
+from baton.kvtransfer.incoming import ReceiverService
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import DecodePeer, PushService
 from baton.prefill_worker.worker import PrefillWorker
@@ -127,7 +127,7 @@ class DecodeSide:
         eos_token_ids = tokenizer.eos_token_ids
         self.epoch = epoch
         self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
-        self.landing = LandingService.on_thread(
+        self.incoming = ReceiverService.on_thread(
             pool=self.pool,
             layout=self.pool.layout,
             epoch=epoch,
@@ -148,7 +148,7 @@ class DecodeSide:
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=num_drafts),
-            landing=self.landing,
+            incoming=self.incoming,
             max_num_batched_tokens=chunk_len,
             max_queue_len=1024,
             clock=clock,
@@ -159,7 +159,7 @@ class DecodeSide:
 
     @property
     def peer(self):
-        return DecodePeer("decode", self.landing.address, self.epoch)
+        return DecodePeer("decode", self.incoming.address, self.epoch)
 
 
 class Topology:
@@ -327,8 +327,8 @@ class Topology:
         """Whether no worker holds anything of any request."""
         return all(
             inventory.num_blocks_free == inventory.num_blocks
-            and inventory.num_attends == 0
-            and inventory.num_landings == 0
+            and inventory.num_requests_held == 0
+            and inventory.num_kv_receives == 0
             and inventory.num_slots_in_use == 0
             and inventory.num_blocks_quarantined == 0
             for inventory in self.inventories()

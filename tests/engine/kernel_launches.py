@@ -40,7 +40,7 @@ from baton.kernels.gemm import fp8_hopper_triton as gemm_fp8_hopper_triton
 from baton.kernels.gemm import fp8_plan as gemm_fp8_plan
 from baton.kernels.gemm.fp8_plan import Plan
 from baton.kernels.implementation import Implementation
-from baton.kernels.kv import widen as kv_widen
+from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kernels.launcher import Launcher
 from baton.kernels.tuning import find
 from baton.kvcache.allocator import BlockTable
@@ -164,7 +164,7 @@ def stub():
     torch.Tensor.new_empty = lambda x, *sizes, **options: x.new_zeros(*sizes, **options)
     attention_prefill_hopper_triton._multiprocessors = lambda index: 132
     slots.fused_copy = kernel_warm_up.fused_copy = _copy
-    kv_widen.MAX_BYTES = 16 << 20  # two contexts, so that there are steps with more
+    kv_dequantize.MAX_BYTES = 16 << 20  # two contexts, so that there are steps with more
     gemm_fp8_hopper_triton._is_hopper = lambda index: True
     gemm_fp8_plan.find = _row_with_workers
     kernel_warm_up.is_compiled = lambda model: True

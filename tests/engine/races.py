@@ -272,7 +272,9 @@ def bound_of_the_next(patch):
     collect = LengthBounds.collect
 
     def collect_of_anyone(self, launched, emitted_B):
-        collect(self, type(launched)(launched.slots_B, self._life_N[launched.slots_B], launched.most_B), emitted_B)
+        collect(
+            self, type(launched)(launched.slots_B, self._incarnation_N[launched.slots_B], launched.most_B), emitted_B
+        )
 
     patch.setattr(LengthBounds, "collect", collect_of_anyone)
 

@@ -13,14 +13,14 @@ from baton.core.verification import DraftSampleMethod, VerificationConfig, Verif
 from baton.engine import graphed_step, static_pass
 from baton.engine.graph_backend import CallBackend, CaptureRefused
 from baton.engine.graph_key import EagerReason
-from baton.engine.lead import FollowRunner, LeadRunner
+from baton.engine.lead import Rank0Runner, RankRunner
 from baton.engine.local import LocalEngine
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import races, reference
 from baton.tests.engine.graphs import assert_all_replayed, graphed, with_graphs
 from baton.tests.engine.recorder import RecorderBackend
-from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runner_of
 from baton.tests.engine.test_local_engine import requests_for
+from baton.tests.engine.test_tp_group import CHECKPOINT, generate, load, runner_of
 from baton.tests.engine.toy import PerfectToyModel, ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
 from baton.tests.model.ranks import channel_of, on_ranks
@@ -130,7 +130,7 @@ def test_a_perfect_head_stays_right(k):
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_the_bundled_model_and_grammars_that_visit_the_host_between_graphs(k, tiny_model, tiny_tokenizer, tiny_prompts):
+def test_the_muxed_model_and_grammars_that_visit_the_host_between_graphs(k, tiny_model, tiny_tokenizer, tiny_prompts):
     spec = GrammarSpec("regex", "(def|class) [a-z_]{1,40}")
     ways = [
         {"temperature": 0.0},
@@ -354,9 +354,9 @@ def test_one_rank_that_cannot_capture_leaves_all_without(failing, tiny_checkpoin
         runner.graphs = step
         try:
             if group.rank > 0:
-                FollowRunner(runner, channel).run()
+                RankRunner(runner, channel).run()
                 return None, step.counts
-            lead = LeadRunner(runner, channel)
+            lead = Rank0Runner(runner, channel)
             tokens = generate(lead, k, mode)
             lead.close()
             return tokens, step.counts

@@ -1,4 +1,4 @@
-"""The codec of a gang's messages: what comes out is what went in, and damage of any kind is an error, never garbage."""
+"""The codec of a group's messages: what comes out is what went in, and any damage is an error, never garbage."""
 
 import dataclasses
 import enum
@@ -18,7 +18,7 @@ from baton.engine.plan_messages import CONTROL_KINDS, Beat
 from baton.engine.step_plan import PLAN_KINDS, Chunk, Place, Release, Resume, Step
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.push import DecodePeer, GrantInfo
-from baton.prefill_worker.gang_messages import REPORTED, TOLD, Adopt, prefill_codec
+from baton.prefill_worker.tp_group_messages import REPORTED, TOLD, Adopt, prefill_codec
 
 pytestmark = pytest.mark.fast
 KINDS = {**CONTROL_KINDS, **PLAN_KINDS, **TOLD, **REPORTED}
@@ -94,7 +94,7 @@ def test_what_comes_out_is_what_went_in(message, count):
 
 
 @given(MESSAGES, st.integers(0, 1000))
-def test_every_message_of_a_gang(message, count):
+def test_every_message_of_a_tp_group(message, count):
     same = CODEC.decode(CODEC.encode(message, count), count)
     assert type(same) is type(message)
     assert repr(same) == repr(message)  # NaN is not equal to itself

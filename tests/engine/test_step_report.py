@@ -15,7 +15,7 @@ from baton.core.request import FinishReason
 from baton.core.sampling import GrammarSpec, SamplingParams
 from baton.core.step_report import RowCounts
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine.lead import FollowRunner, LeadRunner
+from baton.engine.lead import Rank0Runner, RankRunner
 from baton.engine.local import LocalEngine
 from baton.engine.runner import Runner
 from baton.engine.step_counters import StepCounters
@@ -291,8 +291,8 @@ def test_grammars_cap_acceptance_and_rows_that_fail_are_told_apart(steps, tiny_m
     assert num_failed > 0
 
 
-def as_gang(group, num_steps, k):
-    """(own counters, lengths moved) of one rank of a gang that runs three sequences of the toy model."""
+def as_tp_group(group, num_steps, k):
+    """(own counters, lengths moved) of one rank of a TP group that runs three sequences of the toy model."""
     model, steps = ToyModel(), Steps()
     pool = KVPool(model.kv_layout(4), 60, torch.device("cpu"))  # whole at every rank: the toy's KV is not shared out
     runner = Runner(model, pool, max_num_seqs=3, num_draft_tokens=k, communicator=group)
@@ -300,7 +300,7 @@ def as_gang(group, num_steps, k):
     channel = channel_of(group)
     try:
         if group.rank == 0:
-            driver = Driver(LeadRunner(runner, channel), pool)
+            driver = Driver(Rank0Runner(runner, channel), pool)
             for slot in range(3):
                 sampling = SamplingParams(max_tokens=50, temperature=slot % 2, seed=slot, ignore_eos=True)
                 driver.place(slot, (5, slot), sampling, draft_cap=min(slot + 1, k), capacity_len=2 + 50 + k)
@@ -314,22 +314,22 @@ def as_gang(group, num_steps, k):
         meter, found = runner.meter, []
         close = runner.close
         runner.close = lambda: (found.append(meter.computed_now()), close())
-        FollowRunner(runner, channel).run()
+        RankRunner(runner, channel).run()
         return found[0], counted(steps.rows, k)
     finally:
         channel.close()
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_all_ranks_of_a_gang_count_the_same(k):
-    found = on_ranks(2, lambda group: as_gang(group, 12, k))
+def test_all_ranks_of_a_tp_group_count_the_same(k):
+    found = on_ranks(2, lambda group: as_tp_group(group, 12, k))
     assert found[0] == found[1]
     assert all(counters == moved for counters, moved in found)
     assert found[0][0].num_rows == 4 * 2 + 8 * 3
     assert isinstance(found[0][0], RowCounts)
 
 
-def test_the_bundled_model_over_workers_scheduled_both_ways(steps, tiny_model, tiny_tokenizer, tiny_prompts):
+def test_the_muxed_model_over_workers_scheduled_both_ways(steps, tiny_model, tiny_tokenizer, tiny_prompts):
     reports = []
     for scheduling in ("sync", "async"):
         steps.rows.clear()

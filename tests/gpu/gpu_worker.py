@@ -1,4 +1,4 @@
-"""The decode side of a hand-off without a model: a GPU pool, and the product's landing process before it."""
+"""The decode side of a hand-off without a model: a GPU pool, and the product's KV receiver process before it."""
 
 import numpy as np
 import torch
@@ -6,14 +6,14 @@ import torch
 from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.landing import LandingService
-from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.incoming import ReceiverService
 from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
 from baton.kvtransfer.span import Span
-from baton.tests.kvtransfer.landing_worker import LandingWorker
+from baton.tests.kvtransfer.receiver_worker import ReceiverWorker
 
 
-class GpuWorker(LandingWorker):
+class GpuWorker(ReceiverWorker):
     """Grants what is asked for; `poll` serves."""
 
     def __init__(self, layout, *, epoch, device_index=0, num_blocks=256, **config):
@@ -23,7 +23,7 @@ class GpuWorker(LandingWorker):
         torch.cuda.set_device(self.device)
         self.pool = KVPool(layout, num_blocks, self.device)
         transport = self.config.transport
-        self.setup = LandingSetup(
+        self.setup = ReceiverSetup(
             epoch=epoch,
             layout=layout,
             num_blocks=num_blocks,
@@ -31,7 +31,7 @@ class GpuWorker(LandingWorker):
             listen=Listen("zmq", "tcp://127.0.0.1:0", ("nvlink",) if transport in ("auto", "nvlink") else ()),
             config=self.config,
         )
-        self.service = LandingService.over_device(self.pool, self.setup)
+        self.service = ReceiverService.over_device(self.pool, self.setup)
         self.region = self.service._region
         self.blocks = BlockAllocator(num_blocks, layout.block_size)
         self.tables, self.events = {}, []

@@ -6,8 +6,8 @@ from baton.core.numerics import Numerics
 from baton.engine.graph_backend import CudaBackend
 from baton.engine.graph_key import GraphSizes
 from baton.engine.graphed_step import GraphedStep
-from baton.engine.lead import FollowRunner, LeadRunner
-from baton.tests.engine.test_gang import generate, load, runner_of
+from baton.engine.lead import Rank0Runner, RankRunner
+from baton.tests.engine.test_tp_group import generate, load, runner_of
 
 
 class OneRankFails(CudaBackend):
@@ -45,10 +45,10 @@ def use_graphs(channel, device, path, what):
     runner.graphs = step
     tokens = None
     if group.rank == 0:
-        lead = LeadRunner(runner, channel)
+        lead = Rank0Runner(runner, channel)
         tokens = generate(lead, k, "coupled")
         lead.close()
     else:
-        FollowRunner(runner, channel).run()
+        RankRunner(runner, channel).run()
     counts = step.counts
     return tokens, counts.num_captured, counts.failed, counts.num_steps_replayed, sum(counts.num_steps_eager.values())

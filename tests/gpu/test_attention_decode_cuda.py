@@ -9,7 +9,7 @@ import triton.language as tl
 
 from baton.kernels.attention.decode import attention_decode
 from baton.kernels.attention.decode_plan import default_options
-from baton.kernels.attention.float8_triton import widen_pairs
+from baton.kernels.attention.float8_triton import dequantize_pairs
 from baton.kernels.implementation import Implementation
 
 pytestmark = pytest.mark.gpu
@@ -19,9 +19,9 @@ HEADS = [(32, 8, 128), (28, 4, 128), (16, 2, 256), (8, 2, 64), (4, 2, 32)]
 
 
 @triton.jit
-def widen_kernel(pairs, even, odd, MOVE: tl.constexpr):
+def dequantize_kernel(pairs, even, odd, MOVE: tl.constexpr):
     index = tl.arange(0, 256)
-    even_N, odd_N = widen_pairs(tl.load(pairs + index), MOVE, True)
+    even_N, odd_N = dequantize_pairs(tl.load(pairs + index), MOVE, True)
     tl.store(even + index, even_N)
     tl.store(odd + index, odd_N)
 
@@ -98,11 +98,11 @@ def test_direct_forms_of_float8(heads, num_queries, changes):
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_every_code_of_float8_is_widened_exactly(is_moved):
+def test_every_code_of_float8_is_dequantized_exactly(is_moved):
     codes = torch.arange(256, dtype=torch.uint8, device=CUDA)
     pairs = torch.stack([codes, codes.flip(0)], dim=1).view(torch.int16).flatten()
     even, odd = torch.full((2, 256), torch.nan, dtype=torch.float16, device=CUDA)
-    widen_kernel[(1,)](pairs, even, odd, MOVE=is_moved)
+    dequantize_kernel[(1,)](pairs, even, odd, MOVE=is_moved)
     wanted = codes.view(FLOAT8).float() / (256 if is_moved else 1)
     finite = wanted.isfinite()
     assert finite.sum() == 254

@@ -67,7 +67,7 @@ def test_candidates_of_the_tuned_table_agree():
         close(batch.ours(options=options)(), wanted)
 
 
-def trades(head_dim, **changes):
+def warp_specialized(head_dim, **changes):
     """Options of the form for Hopper."""
     return {
         "GROUPS": 2,
@@ -94,12 +94,12 @@ def test_the_form_for_hopper(heads, chunks):
     assert hopper.fits(batch.query_TAD, batch.key_NHSD, batch.value_NHSD)
     wanted = wanted_of(batch)
     spoil_unused(batch, work)
-    first = batch.ours(options=trades(heads[2]))()
+    first = batch.ours(options=warp_specialized(heads[2]))()
     close(first, wanted)
-    assert torch.equal(batch.ours(options=trades(heads[2], PERSISTENT=True))(), first)
+    assert torch.equal(batch.ours(options=warp_specialized(heads[2], PERSISTENT=True))(), first)
     if heads[2] == 128:
         for changes in ({"TURNS": False}, {"PIN": False}, {"TURNS": False, "PERSISTENT": True}):
-            assert torch.equal(batch.ours(options=trades(128, **changes))(), first), changes
+            assert torch.equal(batch.ours(options=warp_specialized(128, **changes))(), first), changes
 
 
 @needs_hopper
@@ -110,13 +110,13 @@ def test_the_form_for_hopper_with_other_tiles(changes):
     wanted = wanted_of(batch)
     spoil_unused(batch, work)
     for persistent in (False, True):
-        close(batch.ours(options=trades(128, **changes, PERSISTENT=persistent))(), wanted)
+        close(batch.ours(options=warp_specialized(128, **changes, PERSISTENT=persistent))(), wanted)
 
 
 @needs_hopper
 def test_a_row_of_the_form_for_hopper_depends_neither_on_chunks_nor_on_the_batch():
     whole = Batch(Work("", ((1024, 0),)), CUDA)
-    options = trades(128)
+    options = warp_specialized(128)
     wanted = whole.ours(options=options)()
     end = 0
     for rows in (300, 1, 128, 595):
@@ -134,7 +134,7 @@ def test_a_row_of_the_form_for_hopper_depends_neither_on_chunks_nor_on_the_batch
 def test_the_form_for_hopper_is_the_same_every_time():
     batch = Batch(Work("", ((2048, 1000), (700, 3000), (5, 9000))), CUDA)
     for persistent in (False, True):
-        call = batch.ours(options=trades(128, PERSISTENT=persistent))
+        call = batch.ours(options=warp_specialized(128, PERSISTENT=persistent))
         first = call()
         assert all(torch.equal(call(), first) for _ in range(30))
 

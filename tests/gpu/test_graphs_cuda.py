@@ -24,9 +24,9 @@ from baton.model.parallel import Alone
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.engine.pass_matrix import PREFIXES, SIZE, Side, check_kind
-from baton.tests.engine.test_gang import CHECKPOINT, generate, load, runner_of
-from baton.tests.gpu.gang_ranks import GpuRanks
+from baton.tests.engine.test_tp_group import CHECKPOINT, generate, load, runner_of
 from baton.tests.gpu.graph_ranks import use_graphs
+from baton.tests.gpu.tp_group_ranks import GpuRanks
 from baton.tests.model.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.gpu

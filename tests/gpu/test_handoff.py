@@ -16,7 +16,7 @@ from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvtransfer.pool_io import PoolIO
 from baton.tests.gpu.gpu_worker import GpuWorker
 from baton.tests.gpu.pusher import Pusher, content_of
-from baton.tests.kvtransfer.landing_worker import Drained, LandingFailed, Sealed
+from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS = 256
@@ -59,7 +59,7 @@ class Pair:
         answer = self.prefill.post("hand_over", key, prompt_len, chunk_len, slow_ms)
 
         def has_ended():
-            return self.worker.find(Sealed, key) or self.worker.find(LandingFailed, key)
+            return self.worker.find(Completed, key) or self.worker.find(IncomingFailed, key)
 
         self.worker.wait_until(lambda: has_ended() or self.prefill._pipe.poll(), "end", 60)
         if has_ended():
@@ -107,7 +107,9 @@ def test_bytes_arrive_whole_in_chunks_of_any_size(pair, transport, digest):
     assert lane == {"nvlink": "nvlink", "tcp": lane}[transport], why
     assert lane in ("nvlink", "raw", "inline")
     assert both.worker.blocks.num_free == NUM_BLOCKS
-    both.worker.wait_until(lambda: not both.worker.service.inventory()["num_landings"], "end of every landing")
+    both.worker.wait_until(
+        lambda: not both.worker.service.inventory()["num_kv_receives"], "end of every incoming transfer"
+    )
     counts = both.worker.service.inventory()
     assert (counts["frames_corrupt"], counts["layers_corrupt"]) == (0, 0)
 
@@ -171,7 +173,7 @@ def test_blocks_of_a_dead_prefill_process_wait_until_it_is_gone(pair):
     both.prefill.call("step", key, 0, 512, 0)
     pid = both.prefill._process.pid
     os.kill(pid, signal.SIGSTOP)
-    both.worker.wait_for(LandingFailed, key, 10.0)
+    both.worker.wait_for(IncomingFailed, key, 10.0)
     end_s = time.monotonic() + 2.0
     while time.monotonic() < end_s:
         both.worker.poll()
@@ -214,7 +216,7 @@ def test_a_word_that_changes_in_the_pool_is_noticed(pair, transport, times):
         assert both.differing(key, 300) == []
         worker.wait_until(lambda: counts()["layers_corrupt"] == 1, "count")
     else:
-        assert worker.find(LandingFailed, key).reason == "layer 3 arrived corrupt twice"
+        assert worker.find(IncomingFailed, key).reason == "layer 3 arrived corrupt twice"
         assert answer()[0] == "PushFailed"
         worker.wait_for(Drained, key, 10.0)
 
@@ -232,21 +234,21 @@ def test_many_at_once_over_both_lanes_leave_nothing(pair):
         answers = []
         for key in keys:
             answers.append(both.prefill.post("hand_over", key, 250, 100))
-            both.worker.wait_for(Sealed, key, 60.0)
+            both.worker.wait_for(Completed, key, 60.0)
             assert both.differing(key, 250) == []
             assert answers[-1]() == ("Acked", "")
             both.worker.release(key)
         assert both.worker.blocks.num_free == NUM_BLOCKS
 
 
-def test_a_landing_process_that_dies_is_followed_by_one_that_serves(pair):
+def test_a_receiver_process_that_dies_is_followed_by_one_that_serves(pair):
     both = pair("nvlink", **SHORT)
     key = AttemptKey("before", 0)
     assert both.hand_over(key, 100, 100)() == ("Acked", "")
     dead = both.worker.service.epoch
     both.worker.kill(signal.SIGKILL)
     # Its epoch is known before it listens, maybe at another address than the first.
-    both.worker.wait_until(lambda: both.worker.service._host.num_lives == 2, "another life", 20)
+    both.worker.wait_until(lambda: both.worker.service._host.num_incarnations == 2, "another incarnation", 20)
     assert both.worker.service.epoch != dead
     after = AttemptKey("after", 0)
     assert both.hand_over(after, 100, 100)() == ("Acked", "")

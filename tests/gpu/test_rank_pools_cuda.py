@@ -1,4 +1,4 @@
-"""Landings over the GPU pools of several ranks, byte by byte: each rank a process, on as many GPUs as there are."""
+"""Transfers into the GPU pools of several ranks, byte by byte: each rank a process, on as many GPUs as there are."""
 
 import dataclasses
 import itertools
@@ -16,9 +16,9 @@ from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvtransfer.device_jobs import SCRATCH_SLOT
 from baton.kvtransfer.pool_io import PoolIO
-from baton.tests.gpu.gpu_gang_worker import GpuGangWorker
+from baton.tests.gpu.gpu_tp_group_worker import GpuTPGroupWorker
 from baton.tests.gpu.pusher import Pusher, content_of
-from baton.tests.kvtransfer.landing_worker import LandingFailed, Sealed
+from baton.tests.kvtransfer.receiver_worker import Completed, IncomingFailed
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS = 96
@@ -31,7 +31,7 @@ def layout(block_size=16, **changes):
     return KVLayout(**{**fields, **changes}, block_size=block_size)
 
 
-class GangPair:
+class TPGroupPair:
     """A prefill process for each transport, and one decode worker of several ranks."""
 
     def __init__(self, tp_size, source, target, transports=TRANSPORTS, **config):
@@ -45,7 +45,7 @@ class GangPair:
         }
         self.worker = None
         try:
-            self.worker = GpuGangWorker(
+            self.worker = GpuTPGroupWorker(
                 target, epoch=secrets.randbits(63) | 1, tp_size=tp_size, num_blocks=NUM_BLOCKS, staging_mib=64, **config
             )
         except BaseException:
@@ -55,7 +55,7 @@ class GangPair:
         self.blocks = {}
 
     def granted(self, transport, key, prompt_len):
-        """Whether the prefill process gets blocks; not if it still believes in a life that has ended."""
+        """Whether the prefill process gets blocks; not if it still believes in an incarnation that has ended."""
         service, prefill = self.worker.service, self.prefills[transport]
         self.blocks[key] = prefill.call("reserve", key, service.address, service.epoch, prompt_len)
         answer = prefill.post("wait", ["Granted", "PushFailed"], key)
@@ -70,7 +70,9 @@ class GangPair:
     def push(self, transport, key, prompt_len, chunk_len):
         """The same, of what was granted."""
         answer = self.prefills[transport].post("hand_over", key, prompt_len, chunk_len, 0)
-        self.worker.wait_until(lambda: self.worker.find(Sealed, key) or self.worker.find(LandingFailed, key), "end", 30)
+        self.worker.wait_until(
+            lambda: self.worker.find(Completed, key) or self.worker.find(IncomingFailed, key), "end", 30
+        )
         return answer
 
     def differing(self, key, prompt_len):
@@ -111,7 +113,7 @@ def pair():
     made = []
 
     def make(*args, **options):
-        made.append(GangPair(*args, **options))
+        made.append(TPGroupPair(*args, **options))
         return made[-1]
 
     yield make
@@ -155,24 +157,24 @@ def test_every_rank_gets_its_bytes_and_damage_at_any_is_noticed(pair, tp_size, n
     both.damage(tp_size - 1, 3, times=2)
     key = AttemptKey("twice", 0)
     answer = both.hand_over("tcp", key, 300, 300)
-    assert worker.find(LandingFailed, key).reason == "layer 3 arrived corrupt twice"
+    assert worker.find(IncomingFailed, key).reason == "layer 3 arrived corrupt twice"
     assert answer()[0] == "PushFailed"
     worker.wait_until(lambda: worker.blocks.num_free == NUM_BLOCKS, "every block")
-    check_next_life(both)
+    check_next_incarnation(both)
 
 
-def check_next_life(both):
-    """A landing process that dies is followed by one that serves, whatever kernels were at."""
+def check_next_incarnation(both):
+    """A KV receiver process that dies is followed by one that serves, whatever kernels were at."""
     worker = both.worker
     dead = worker.service.epoch
     worker.kill(signal.SIGKILL)
-    worker.wait_until(lambda: worker.service.epoch != dead, "another life", 20)
+    worker.wait_until(lambda: worker.service.epoch != dead, "another incarnation", 20)
     end_s = time.monotonic() + 20.0
     for number in itertools.count():
         key = AttemptKey("after", number)
         if both.granted("tcp", key, 100):
             break
-        assert time.monotonic() < end_s, "no blocks from the next life"
+        assert time.monotonic() < end_s, "no blocks from the next incarnation"
         settle_s = time.monotonic() + 0.3
         worker.wait_until(lambda until_s=settle_s: time.monotonic() > until_s, "pause")
     assert both.push("tcp", key, 100, 100)() == ("Acked", "")

@@ -13,9 +13,9 @@ from baton.core.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.runner import Runner
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.landing import LandingService
-from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.incoming import ReceiverService
 from baton.kvtransfer.push import DecodePeer
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
@@ -36,7 +36,7 @@ class DecodeHost:
         self.fatal = []
         self.pool = KVPool(model.kv_layout(BLOCK_SIZE), NUM_BLOCKS, model.device)
         config = KVTransferConfig(transport=transport)
-        setup = LandingSetup(
+        setup = ReceiverSetup(
             epoch=secrets.randbits(63) | 1,
             layout=self.pool.layout,
             num_blocks=NUM_BLOCKS,
@@ -44,13 +44,13 @@ class DecodeHost:
             listen=Listen("zmq", "tcp://127.0.0.1:0", ("nvlink",) if transport == "nvlink" else ()),
             config=config,
         )
-        self.landing = LandingService.over_device(self.pool, setup)
+        self.incoming = ReceiverService.over_device(self.pool, setup)
         self.worker = DecodeWorker(
             runner=Runner(model, self.pool, max_num_seqs=16, num_draft_tokens=2),
             pool=self.pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=2),
-            landing=self.landing,
+            incoming=self.incoming,
             max_num_batched_tokens=256,
             max_queue_len=1024,
             clock=MonotonicClock(),
@@ -60,7 +60,7 @@ class DecodeHost:
 
     @property
     def peer(self):
-        return DecodePeer("decode", self.landing.address, self.landing.epoch)
+        return DecodePeer("decode", self.incoming.address, self.incoming.epoch)
 
     def tokens(self, sink):
         found = []

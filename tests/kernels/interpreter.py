@@ -61,7 +61,7 @@ def _is_bfloat16(handle):
     return isinstance(handle, _Handle) and handle.dtype.scalar == tl.bfloat16
 
 
-def _widened(handle):
+def _dequantized(handle):
     if not _is_bfloat16(handle):
         return handle
     bits = interpreter._convert_float(handle.data, tl.bfloat16, tl.float32, None)
@@ -80,7 +80,7 @@ def _in_float32(before):
     def operation(self, *arguments):
         if not any(_is_bfloat16(argument) for argument in arguments[:-1]):
             return before(self, *arguments)
-        result = before(self, *[_widened(argument) for argument in arguments])
+        result = before(self, *[_dequantized(argument) for argument in arguments])
         # Comparisons give truth values, which stay.
         return _narrowed(result) if result.dtype.scalar == tl.float32 else _Handle(result.data, tl.bfloat16)
 
@@ -89,7 +89,7 @@ def _in_float32(before):
 
 def _dot_in_float32(before):
     def dot(self, left, right, *rest):
-        return before(self, _widened(left), _widened(right), *rest)
+        return before(self, _dequantized(left), _dequantized(right), *rest)
 
     return dot
 
@@ -99,7 +99,7 @@ def _cast_by_float32(before):
         kinds = (source.dtype.scalar, target.scalar)
         if tl.bfloat16 in kinds and kinds[0] != kinds[1] and tl.float32 not in kinds:
             if kinds[0] == tl.bfloat16:
-                return before(self, _widened(source), target)
+                return before(self, _dequantized(source), target)
             source = before(self, source, tl.float32)
         return before(self, source, target)
 
@@ -112,7 +112,7 @@ def _reduce_in_float32(before):
         if not any(_is_bfloat16(part.handle) for part in parts):
             return before(self, values)
         wide = tuple(
-            self.to_tensor(_widened(part.handle).data, tl.float32) if _is_bfloat16(part.handle) else part
+            self.to_tensor(_dequantized(part.handle).data, tl.float32) if _is_bfloat16(part.handle) else part
             for part in parts
         )
         found = before(self, wide if isinstance(values, tuple) else wide[0])

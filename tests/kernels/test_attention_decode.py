@@ -12,7 +12,7 @@ from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.attention import decode_plan as attention_plan
 from baton.kernels.attention.decode import attention_decode
 from baton.kernels.attention.decode_plan import Options, default_options, num_parts, rows_of_program
-from baton.kernels.attention.float8_triton import widen_pairs
+from baton.kernels.attention.float8_triton import dequantize_pairs
 from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits, strided
 
@@ -27,9 +27,9 @@ MOVED_APART = APART | {"direct": 2, "tile": 64, "warps": 4}
 
 
 @triton.jit
-def widen_kernel(pairs, even, odd, MOVE: tl.constexpr):
+def dequantize_kernel(pairs, even, odd, MOVE: tl.constexpr):
     index = tl.arange(0, 256)
-    even_N, odd_N = widen_pairs(tl.load(pairs + index), MOVE, True)
+    even_N, odd_N = dequantize_pairs(tl.load(pairs + index), MOVE, True)
     tl.store(even + index, even_N)
     tl.store(odd + index, odd_N)
 
@@ -190,7 +190,7 @@ def test_float8_scales_per_tensor_and_per_head():
 
 
 @pytest.mark.parametrize("options", [DIRECT, MOVED, APART, MOVED_APART], ids=["direct", "moved", "apart", "both"])
-def test_float8_that_is_widened_in_the_products_registers(options):
+def test_float8_that_is_dequantized_in_the_products_registers(options):
     """Ragged ends among NaN, rows that see nothing, several parts, and values that do not lie beside their keys."""
     problem = Problem((90, 33, 4), 3, 6, 2, 64, kv_dtype=FLOAT8, block_size=32)
     whole = problem.run(options)
@@ -208,11 +208,11 @@ def test_float8_that_is_widened_in_the_products_registers(options):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_every_code_of_float8_is_widened_exactly(is_moved):
+def test_every_code_of_float8_is_dequantized_exactly(is_moved):
     codes = torch.arange(256, dtype=torch.uint8)
     pairs = torch.stack([codes, codes.flip(0)], dim=1).view(torch.int16).flatten()
     even, odd = torch.full((2, 256), torch.nan, dtype=torch.float16)
-    widen_kernel[(1,)](pairs, even, odd, MOVE=is_moved)
+    dequantize_kernel[(1,)](pairs, even, odd, MOVE=is_moved)
     wanted = codes.view(FLOAT8).float()
     assert wanted.isnan().sum() == 2
     if is_moved:

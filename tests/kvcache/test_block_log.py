@@ -32,7 +32,7 @@ def test_what_is_forgotten_or_was_never_said_is_answered_with_everything():
     parts = log.since(0)
     assert [(part.after, part.version, part.cleared) for part in parts] == [(0, 0, True), (0, 3, False)]
     assert {name for part in parts for name in part.stored} == {b"a", b"b", b"c"}
-    assert [part.cleared for part in log.since(99)] == [True, False], "a version of another life"
+    assert [part.cleared for part in log.since(99)] == [True, False], "a version of another incarnation"
     assert log.since(1) == [BlockChange(after=1, version=3, stored=(b"b", b"c"))]
     for name in (b"a", b"b", b"c"):
         log.removed(name)

@@ -13,19 +13,19 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.landing import (
+from baton.kvtransfer.incoming import (
+    Completed,
     Drained,
-    LandingFailed,
-    LandingService,
+    IncomingFailed,
+    ReceiverService,
     ReserveWanted,
-    Sealed,
-    landing_region,
+    receiver_region,
 )
-from baton.kvtransfer.landing_setup import LandingSetup, Listen
 from baton.kvtransfer.loopback import LoopbackHub
 from baton.kvtransfer.over_grpc import GrpcTransport
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
 from baton.kvtransfer.transports import bind_address, connecting_transport
 from baton.proto import kv_pb2
 
@@ -58,9 +58,9 @@ def rows(pool, blocks, prompt_len):
     return torch.stack(layers)[:, :, :, :prompt_len]
 
 
-def landing_in_process(layout, num_blocks, config, *, tp_size=1, lanes=(), kind="zmq"):
-    """The pool of rank 0, and the landing that writes it from a process of its own."""
-    setup = LandingSetup(
+def receiver_in_process(layout, num_blocks, config, *, tp_size=1, lanes=(), kind="zmq"):
+    """The pool of rank 0, and the incoming transfer that writes it from a process of its own."""
+    setup = ReceiverSetup(
         epoch=D_EPOCH,
         layout=layout,
         num_blocks=num_blocks,
@@ -68,8 +68,8 @@ def landing_in_process(layout, num_blocks, config, *, tp_size=1, lanes=(), kind=
         listen=Listen(kind, bind_address(kind, "127.0.0.1"), tuple(lanes)),
         config=config,
     )
-    region = landing_region(setup.geometries, config)
-    service = LandingService.in_process(region, setup)
+    region = receiver_region(setup.geometries, config)
+    service = ReceiverService.in_process(region, setup)
     return KVPool(layout, num_blocks, torch.device("cpu"), size=tp_size, memory=region.pool(0)), service
 
 
@@ -84,7 +84,7 @@ class Pair:
         if kind.endswith("process"):
             channel = "grpc" if kind == "grpc-process" else "zmq"
             self.at_p = connecting_transport(dataclasses.replace(self.config, transport=channel))
-            self.target, self.landing = landing_in_process(layout, num_blocks, self.config, kind=channel)
+            self.target, self.incoming = receiver_in_process(layout, num_blocks, self.config, kind=channel)
         else:
             self._land_on_thread(kind, layout, num_blocks)
         self.source = KVPool(layout, num_blocks, device)
@@ -96,13 +96,13 @@ class Pair:
         if push_key:  # of another deployment
             common["config"] = dataclasses.replace(self.config, key=push_key)
         self.push = PushService(pool=self.source, epoch=P_EPOCH, transport=self.at_p, **common)
-        self.peer = DecodePeer("d0", self.landing.address, D_EPOCH)
+        self.peer = DecodePeer("d0", self.incoming.address, D_EPOCH)
         self.tables, self.landed_tables, self.sizes = {}, {}, {}
         self.all_tables = {}
         self.events = []  # (moment, event), of both sides
         self.is_granting = True
         self.push.start()
-        self.landing.start()
+        self.incoming.start()
 
     def _land_on_thread(self, kind, layout, num_blocks):
         if kind == "zmq":
@@ -113,7 +113,7 @@ class Pair:
             self.at_p, at_d = self.hub.join("prefill"), self.hub.join("decode")
         self.target = KVPool(layout, num_blocks, torch.device("cpu"))
         common = {"layout": layout, "config": self.config, "clock": MonotonicClock()}
-        self.landing = LandingService.on_thread(pool=self.target, epoch=D_EPOCH, transport=at_d, **common)
+        self.incoming = ReceiverService.on_thread(pool=self.target, epoch=D_EPOCH, transport=at_d, **common)
 
     def reserve(self, prompt_len, request_id="r", attempt=0, wait_s=10.0, capacity_len=None):
         key = AttemptKey(request_id, attempt)
@@ -123,11 +123,11 @@ class Pair:
         return key
 
     def turn(self):
-        for event in self.landing.poll():
+        for event in self.incoming.poll():
             self.events.append((time.monotonic(), event))
             if isinstance(event, ReserveWanted) and self.is_granting:
                 self.landed_tables[event.attempt] = self.to_blocks.reserve(event.capacity_len)
-                self.landing.grant(event.attempt, self.landed_tables[event.attempt])
+                self.incoming.grant(event.attempt, self.landed_tables[event.attempt])
             elif isinstance(event, Drained):
                 self.to_blocks.release(self.landed_tables.pop(event.attempt))
         for event in self.push.poll():
@@ -147,7 +147,7 @@ class Pair:
         return event
 
     def compute(self, key, chunk_len=None):
-        """What a prefill loop does once the landing is granted."""
+        """What a prefill loop does once the incoming transfer is granted."""
         prompt_len = self.sizes[key]
         chunk_len = chunk_len or prompt_len
         for first in range(0, prompt_len, chunk_len):
@@ -169,7 +169,7 @@ class Pair:
         return rows(pool, table.blocks, prompt_len)
 
     def release(self, key):
-        self.landing.release(key)
+        self.incoming.release(key)
         self.to_blocks.release(self.landed_tables.pop(key))
 
     def assert_clean(self, timeout_s=8.0):
@@ -179,18 +179,18 @@ class Pair:
         # Inventories may be a few milliseconds old, so that they say "nothing" before the end has been heard of.
         while (
             self.push.inventory()["num_pushes"]
-            or self.landing.inventory()["num_landings"]
+            or self.incoming.inventory()["num_kv_receives"]
             or any(allocator.num_free < allocator.num_blocks for allocator in blocks)
         ):
             self.turn()
-            assert time.monotonic() < end_s, (self.push.inventory(), self.landing.inventory())
+            assert time.monotonic() < end_s, (self.push.inventory(), self.incoming.inventory())
             time.sleep(STEP_S)
         assert self.from_blocks.num_free == self.from_blocks.num_blocks
         assert self.to_blocks.num_free == self.to_blocks.num_blocks
 
     def close(self):
         self.push.close()
-        self.landing.close()
+        self.incoming.close()
 
 
 @pytest.fixture
@@ -206,4 +206,4 @@ def make_pair():
         pair.close()
 
 
-__all__ = ["LandingFailed", "PushFailed", "Sealed"]
+__all__ = ["Completed", "IncomingFailed", "PushFailed"]

@@ -7,14 +7,14 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.device_jobs import FLAGS_POOL, SLOT_WORDS, flag_bytes
 from baton.kvtransfer.flag_page import FlagPage
-from baton.kvtransfer.landing import LandingService
-from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.landing_setup import DevicePool, DeviceSetup, LandingSetup, Listen
+from baton.kvtransfer.incoming import ReceiverService
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.kvtransfer.receiver_link import ReceiverLink
+from baton.kvtransfer.receiver_setup import DevicePool, DeviceSetup, Listen, ReceiverSetup
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.span import Span
 from baton.tests.kvtransfer.conftest import make_layout
-from baton.tests.kvtransfer.landing_worker import D_EPOCH, LandingWorker
+from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
 
 HANDLE = bytes(range(64))
 
@@ -24,7 +24,7 @@ class FakeDevice:
 
     Args:
         ranks: the pool of each.
-        staging: memory of the landing.
+        staging: memory of the incoming transfer.
         flags: the same.
     """
 
@@ -71,14 +71,14 @@ class FakeDevice:
         self.run()
 
 
-class DeviceWorker(LandingWorker):
-    """A landing in a process of its own before that device."""
+class DeviceWorker(ReceiverWorker):
+    """An incoming transfer in a process of its own before that device."""
 
     def __init__(self, layout=None, *, num_blocks=64, num_staging_blocks=16, tp_size=1, lanes=("nvlink",), **config):
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
         staging = PoolGeometry(self.layout, num_staging_blocks)
-        self.setup = LandingSetup(
+        self.setup = ReceiverSetup(
             epoch=D_EPOCH,
             layout=self.layout,
             num_blocks=num_blocks,
@@ -91,7 +91,7 @@ class DeviceWorker(LandingWorker):
             ),
         )
         self.region = SharedRegion.create(
-            link_bytes=LandingLink.num_bytes(self.config.ring_slots, num_blocks),
+            link_bytes=ReceiverLink.num_bytes(self.config.ring_slots, num_blocks),
             pool_bytes=[staging.num_bytes, flag_bytes()],
         )
         self.ranks = [
@@ -101,7 +101,7 @@ class DeviceWorker(LandingWorker):
         self.io = RankedPoolIO(self.ranks)
         host = PoolIO(np.frombuffer(self.region.pool(0), dtype=np.uint8), staging)
         self.device = FakeDevice(self.ranks, host, self.region.pool(FLAGS_POOL))
-        self.service = LandingService.in_process(self.region, self.setup, self.device)
+        self.service = ReceiverService.in_process(self.region, self.setup, self.device)
         self.blocks = BlockAllocator(num_blocks, self.layout.block_size)
         self.tables = {}
         self.events = []

@@ -11,7 +11,7 @@ _sent_ns = itertools.count(1)
 
 
 def prove(hello, d_epoch, peer, now_s=0.0, proofs=PROOFS):
-    """Make a HELLO one that this life of a decode worker believes, over the connection that it calls `peer`."""
+    """Make a HELLO one that this incarnation of a decode worker believes, over the connection that it calls `peer`."""
     hello.sent_ns = hello.sent_ns or next(_sent_ns)
     return prove_challenge(hello, proofs.challenge(d_epoch, peer, now_s), proofs)
 

@@ -1,4 +1,4 @@
-"""A decode worker whose landing runs in a process of its own, and prefill ranks that push to it."""
+"""A decode worker whose incoming transfer runs in a process of its own, and prefill ranks that push to it."""
 
 import secrets
 import threading
@@ -13,11 +13,11 @@ from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.landing import Drained, LandingFailed, ReserveWanted, Sealed
+from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed, ReserveWanted
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, PushDrained, PushService
 from baton.kvtransfer.transports import connecting_transport
 from baton.proto import kv_pb2
-from baton.tests.kvtransfer.conftest import D_EPOCH, landing_in_process
+from baton.tests.kvtransfer.conftest import D_EPOCH, receiver_in_process
 
 CPU = torch.device("cpu")
 
@@ -28,25 +28,25 @@ class Decode:
     def __init__(self, layout, num_blocks=40, lanes=("shm",), kind="zmq", **config):
         self.layout = layout
         self.config = KVTransferConfig(**config)
-        self.pool, self.landing = landing_in_process(layout, num_blocks, self.config, lanes=lanes, kind=kind)
+        self.pool, self.incoming = receiver_in_process(layout, num_blocks, self.config, lanes=lanes, kind=kind)
         self.blocks = BlockAllocator(num_blocks, layout.block_size)
-        self.landing.start()
-        self.peer = DecodePeer("d0", self.landing.address, D_EPOCH)
+        self.incoming.start()
+        self.peer = DecodePeer("d0", self.incoming.address, D_EPOCH)
         self.tables, self.events = {}, []
 
     def poll(self):
-        events = self.landing.poll()
-        failed = {event.attempt for event in events if isinstance(event, LandingFailed)}
+        events = self.incoming.poll()
+        failed = {event.attempt for event in events if isinstance(event, IncomingFailed)}
         for event in events:
             self.events.append(event)
             if isinstance(event, ReserveWanted) and event.attempt not in failed:
                 self.tables[event.attempt] = self.blocks.reserve(event.capacity_len)
-                self.landing.grant(event.attempt, self.tables[event.attempt])
+                self.incoming.grant(event.attempt, self.tables[event.attempt])
             elif isinstance(event, Drained):
                 self.blocks.release(self.tables.pop(event.attempt))
 
     def release(self, key):
-        self.landing.release(key)
+        self.incoming.release(key)
         self.blocks.release(self.tables.pop(key))
 
 
@@ -88,7 +88,7 @@ class Prefill:
                 self.blocks.release(self.tables.pop(event.attempt))
 
     def find(self, kind, key):
-        side = self.decode if kind in (Sealed, LandingFailed, Drained, ReserveWanted) else self
+        side = self.decode if kind in (Completed, IncomingFailed, Drained, ReserveWanted) else self
         return next((event for event in side.events if isinstance(event, kind) and event.attempt == key), None)
 
     def wait_for(self, kind, key, timeout_s=10.0):
@@ -149,11 +149,11 @@ class Prefill:
         # An inventory may say "nothing" before the end that it counts has been heard of here.
         while (
             self.push.inventory()["num_pushes"]
-            or self.decode.landing.inventory()["num_landings"]
+            or self.decode.incoming.inventory()["num_kv_receives"]
             or any(allocator.num_free < allocator.num_blocks for allocator in blocks)
         ):
             self.poll()
-            assert time.monotonic() < end_s, (self.push.inventory(), self.decode.landing.inventory())
+            assert time.monotonic() < end_s, (self.push.inventory(), self.decode.incoming.inventory())
             time.sleep(0.005)
         assert self.blocks.num_free == self.blocks.num_blocks
         assert self.decode.blocks.num_free == self.decode.blocks.num_blocks

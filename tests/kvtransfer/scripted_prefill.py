@@ -23,22 +23,22 @@ class ScriptedPrefill:
     """One rank with a pool of random bytes whose blocks 0, 1, ... hold the prompt of every request.
 
     Args:
-        address: of the landing.
+        address: of the incoming transfer.
         layout: of both sides.
         num_blocks: of the pool.
         p_epoch: its life.
         rank: in its group.
         size: of that group.
         lanes: that it says it can send on.
-        life_file: named in its HELLO.
+        incarnation_file: named in its HELLO.
         host_id: named there, too.
     """
 
     def __init__(
-        self, address, layout, *, num_blocks=64, p_epoch=77, rank=0, size=1, lanes=(), life_file="", host_id=""
+        self, address, layout, *, num_blocks=64, p_epoch=77, rank=0, size=1, lanes=(), incarnation_file="", host_id=""
     ):
         self.address, self.layout, self.p_epoch, self.rank, self.size = address, layout, p_epoch, rank, size
-        self.lanes, self.life_file, self.host_id = list(lanes), life_file, host_id
+        self.lanes, self.incarnation_file, self.host_id = list(lanes), incarnation_file, host_id
         self.d_epoch = 0
         self.has_digest = True  # frames and COMMITs have digests
         self.transport = ZmqTransport()
@@ -87,7 +87,7 @@ class ScriptedPrefill:
             "capabilities": [DIGEST],
             "lanes": self.lanes,
             "host_id": self.host_id,
-            "life_file": self.life_file,
+            "incarnation_file": self.incarnation_file,
             "sent_ns": time.monotonic_ns(),
         }
         return kv_pb2.Hello(**{**fields, **changes})
@@ -130,11 +130,11 @@ class ScriptedPrefill:
         span = Span(layer, first, count, heads.first, heads.count)
         payload = self.whole.read(self.blocks, span, self.layout.block_size)
         digest = self.whole.digest(self.blocks, span)
-        totals = self.digests.setdefault((grant.epoch, grant.landing_id), [0] * self.layout.num_all_layers)
+        totals = self.digests.setdefault((grant.epoch, grant.incoming_id), [0] * self.layout.num_all_layers)
         totals[layer] = (totals[layer] + digest) & MASK
         header = FrameHeader(
             d_epoch=grant.epoch,
-            landing_id=grant.landing_id,
+            incoming_id=grant.incoming_id,
             attempt=grant.attempt.attempt,
             seq=self.seq,
             layer=layer,
@@ -162,14 +162,14 @@ class ScriptedPrefill:
                 self.frame(grant, layer, first, min(step, length - first))
 
     def _totals(self, grant):
-        return self.digests.get((grant.epoch, grant.landing_id), [0] * self.layout.num_all_layers)
+        return self.digests.get((grant.epoch, grant.incoming_id), [0] * self.layout.num_all_layers)
 
     def commit(self, grant, prompt_len, *, round=0):
         state = kv_pb2.SequenceState(first_token=7) if self.rank == 0 else None
         self.send(
             kv_pb2.Commit(
                 epoch=grant.epoch,
-                landing_id=grant.landing_id,
+                incoming_id=grant.incoming_id,
                 attempt=grant.attempt,
                 prompt_len=prompt_len,
                 num_layers=self.layout.num_all_layers,

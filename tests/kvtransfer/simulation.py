@@ -106,7 +106,7 @@ class World:
         self.drained = set()  # (p_epoch, rank, d_epoch, attempt) that a prefill rank swore to leave alone
         self.dead = set()  # (p_epoch, rank)
         self.frames = {}  # (p_epoch, rank, attempt) -> {seq: state of the frame}
-        self.zombies = []  # ranks whose place was taken by another life, and who do not know it
+        self.zombies = []  # ranks whose place was taken by another incarnation, and who do not know it
         self.prefills = {name: PrefillNode(self, name) for name in ("p0", "p1")}
         self.decodes = {name: DecodeNode(self, name) for name in ("d0", "d1")}
 
@@ -223,8 +223,8 @@ class World:
         self.decodes[name].is_gone = True
         self.decodes[name] = DecodeNode(self, name)
 
-    def crash_landing(self, name):
-        self.decodes[name].restart_landing()
+    def crash_receiver(self, name):
+        self.decodes[name].restart_incoming()
 
     def look_for_dead(self):
         for node in self.decodes.values():
@@ -250,7 +250,7 @@ class World:
             self.deliver_all()
             self.look_for_dead()
             for node in self.decodes.values():
-                for attempt in tuple(node.sealed):
+                for attempt in tuple(node.complete):
                     node.release(attempt)
             if self.is_idle():
                 break
@@ -295,7 +295,7 @@ class World:
             actor = self.find(name)
             if actor is None:
                 continue
-            side = "landing" if name in self.decodes else "push"
+            side = "incoming" if name in self.decodes else "push"
             for state in actor.states():
                 self.hits[fault, side, state.name] += 1
 

@@ -1,14 +1,14 @@
-"""The decode workers of the virtual cluster: a pool of tagged places, the landing's driver, and the worker."""
+"""The decode workers of the virtual cluster: a pool of tagged places, the transfer's driver, and the worker."""
 
 import dataclasses
 
 from baton.core.errors import BatonError, ProtocolError
 from baton.core.request import AttemptKey
-from baton.kvtransfer import landing_actions as at_d
+from baton.kvtransfer import receiver_actions as at_d
 from baton.kvtransfer.frame import decode_header, is_frame
-from baton.kvtransfer.landing_protocol import LandingProtocol
-from baton.kvtransfer.landing_table import Inherited, LandingState
+from baton.kvtransfer.incoming_table import IncomingState, Inherited
 from baton.kvtransfer.messages import encode_control, parse_control
+from baton.kvtransfer.receiver_protocol import ReceiverProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer import simulation as sim
 
@@ -46,7 +46,7 @@ class ModelPool:
             return  # memory of a worker that is dead
         block = blocks[position // sim.BLOCK_SIZE]
         assert self.owner[block] == attempt, "invariants 1 and 10: a write into a block that is not its own any more"
-        assert attempt not in self.node.sealed, "invariant 9: a write after the seal"
+        assert attempt not in self.node.complete, "invariant 9: a write after the seal"
         self.version += 1
         self.ranks[head % len(self.ranks)][layer, head, block, position % sim.BLOCK_SIZE] = value
 
@@ -81,23 +81,23 @@ class DecodeNode:
         self.world, self.name = world, name
         self.is_stopped = self.is_dead = self.is_gone = False
         self.pool = ModelPool(self, world.options.decode_tp)
-        self.tables = {}  # attempt -> blocks, held by a landing or a sequence
+        self.tables = {}  # attempt -> blocks, held by an incoming transfer or a sequence
         self.owners = {}  # attempt -> (p_epoch, tp_size, lane, d_epoch)
         self.wanted = []
-        self.sealed = {}  # attempt -> what the pool held then
+        self.complete = {}  # attempt -> what the pool held then
         self.seen_version = -1
-        self.highest_sealed = {}
+        self.highest_complete = {}
         self.granted = set()
         self.writes = []
         self.digests = []
         self.start()
 
     def start(self):
-        """A landing process begins."""
+        """A KV receiver process begins."""
         options = self.world.options
         self.epoch = self.world.epoch()
         offers = [] if options.lane == "inline" else [kv_pb2.LaneOffer(lane=options.lane)]
-        self.protocol = LandingProtocol(
+        self.protocol = ReceiverProtocol(
             epoch=self.epoch,
             layout=sim.LAYOUT,
             config=sim.CONFIG,
@@ -109,8 +109,8 @@ class DecodeNode:
         )
         self.turn_s = self.now()
 
-    def restart_landing(self):
-        """The landing process dies; the worker, its pool and its sequences live on."""
+    def restart_incoming(self):
+        """The KV receiver process dies; the worker, its pool and its sequences live on."""
         self.writes.clear()
         self.digests.clear()
         self.wanted.clear()
@@ -118,18 +118,18 @@ class DecodeNode:
         self.start()
         for attempt, blocks in old.items():
             p_epoch, tp_size, lane, d_epoch = self.owners[attempt]
-            is_sealed = attempt in self.sealed
-            if lane == "inline" and not is_sealed:  # its only writer is dead
+            is_complete = attempt in self.complete
+            if lane == "inline" and not is_complete:  # its only writer is dead
                 self.pool.release(attempt, blocks)
                 del self.tables[attempt]
             else:
-                self.protocol.inherit(Inherited(attempt, d_epoch, p_epoch, tp_size, lane, is_sealed), self.now())
+                self.protocol.inherit(Inherited(attempt, d_epoch, p_epoch, tp_size, lane, is_complete), self.now())
 
     def now(self):
         return self.world.now_s * (1.0 - self.world.options.skew) + self.epoch
 
     def states(self):
-        return [landing.state for landing in self.protocol.landings()]
+        return [incoming.state for incoming in self.protocol.incoming_transfers()]
 
     # The worker
 
@@ -157,18 +157,18 @@ class DecodeNode:
         self.do(self.protocol.deny(wanted.attempt, kv_pb2.Deny.BUSY, "test", self.now()))
 
     def abort(self, attempt):
-        self.sealed.pop(attempt, None)
+        self.complete.pop(attempt, None)
         self.do(self.protocol.abort(attempt, "test", self.now()))
 
     def release(self, attempt):
-        del self.sealed[attempt]
+        del self.complete[attempt]
         self.pool.release(attempt, self.tables.pop(attempt))
         self.do(self.protocol.release(attempt, self.now()))
 
     def look_for_dead(self):
-        for life in self.protocol.suspects():
-            if (life.p_epoch, life.rank) in self.world.dead:
-                self.do(self.protocol.peer_is_dead(life.p_epoch, self.now(), life.rank))
+        for incarnation in self.protocol.suspects():
+            if (incarnation.p_epoch, incarnation.rank) in self.world.dead:
+                self.do(self.protocol.peer_is_dead(incarnation.p_epoch, self.now(), incarnation.rank))
 
     # The driver
 
@@ -243,12 +243,12 @@ class DecodeNode:
             self.digest(self.digests.pop(0))
 
     def digest(self, wanted):
-        landing = self.protocol._rules.table.by_id(wanted.landing_id)
-        if landing is None:
+        incoming = self.protocol._rules.table.by_id(wanted.incoming_id)
+        if incoming is None:
             return
-        blocks = self.tables[landing.attempt]
-        digest = self.pool.digest(blocks, wanted.layer, 0, landing.prompt_len, range(sim.NUM_HEADS))
-        self.do(self.protocol.digested(wanted.landing_id, wanted.layer, digest, self.now()))
+        blocks = self.tables[incoming.attempt]
+        digest = self.pool.digest(blocks, wanted.layer, 0, incoming.prompt_len, range(sim.NUM_HEADS))
+        self.do(self.protocol.digested(wanted.incoming_id, wanted.layer, digest, self.now()))
 
     def flush(self):
         self.do(self.protocol.flush())
@@ -265,23 +265,23 @@ class DecodeNode:
             match action:
                 case at_d.SendControl():
                     self.on_send(action)
-                case at_d.WriteFrame(landing_id, header):
-                    attempt = self.protocol.landing(landing_id).attempt
+                case at_d.WriteFrame(incoming_id, header):
+                    attempt = self.protocol.incoming(incoming_id).attempt
                     self.writes.append(Landed(header, payload, attempt))
-                case at_d.DiscardWrites(landing_id):
+                case at_d.DiscardWrites(incoming_id):
                     for write in self.writes:
-                        write.is_discarded |= write.header.landing_id == landing_id
+                        write.is_discarded |= write.header.incoming_id == incoming_id
                 case at_d.DigestLayer():
                     self.digests.append(action)
                 case at_d.ReserveWanted():
                     self.wanted.append(action)
-                case at_d.Sealed():
-                    self.on_sealed(action)
-                case at_d.LandingFailed(attempt):
+                case at_d.Completed():
+                    self.on_complete(action)
+                case at_d.IncomingFailed(attempt):
                     self.wanted = [wanted for wanted in self.wanted if wanted.attempt != attempt]
-                    if attempt in self.sealed:
+                    if attempt in self.complete:
                         highest = self.protocol._rules.table.highest_attempt(attempt.request_id)
-                        assert highest > attempt.attempt, "only a higher attempt ends what is sealed"
+                        assert highest > attempt.attempt, "only a higher attempt ends what is complete"
                         self.release(attempt)
                 case at_d.Drained(attempt):
                     self.on_drained(attempt)
@@ -290,14 +290,14 @@ class DecodeNode:
         if action.control.WhichOneof("message") == "abort_ack":
             wire = action.control.abort_ack.attempt
             attempt = AttemptKey(wire.request_id, wire.attempt)
-            if attempt in self.tables and attempt not in self.sealed:
+            if attempt in self.tables and attempt not in self.complete:
                 assert self.owners[attempt][3] != action.control.abort_ack.epoch, "invariant 6: not drained"
         self.world.post(self.name, action.peer, encode_control(action.control))
 
     def on_drained(self, attempt):
         blocks = self.tables.pop(attempt)
         p_epoch, tp_size, lane, d_epoch = self.owners[attempt]
-        if lane != "inline" and (attempt, "sealed") not in self.world.log:
+        if lane != "inline" and (attempt, "complete") not in self.world.log:
             for rank in range(tp_size):
                 said = (p_epoch, rank, d_epoch, attempt) in self.world.drained
                 assert said or (p_epoch, rank) in self.world.dead, "invariant 10: freed without evidence"
@@ -305,27 +305,27 @@ class DecodeNode:
             assert write.attempt != attempt, "invariant 1: drained while a write is in progress"
         self.pool.release(attempt, blocks)
 
-    def on_sealed(self, sealed):
-        attempt = sealed.attempt
+    def on_complete(self, complete):
+        attempt = complete.attempt
         expected = {
             (layer, head, position): sim.tag(attempt, layer, head, position)
             for layer in range(sim.NUM_LAYERS)
             for head in range(sim.NUM_HEADS)
-            for position in range(sealed.prompt_len)
+            for position in range(complete.prompt_len)
         }
         assert self.held(attempt, expected) == expected, "invariant 2"
-        assert sealed.state.first_token == 1000 + attempt.attempt
-        assert sealed.bytes_landed >= sealed.prompt_len * sim.NUM_LAYERS * sim.LAYOUT.bytes_per_position
-        assert attempt.attempt > self.highest_sealed.get(attempt.request_id, -1), "invariant 3"
-        assert (attempt, "sealed") not in self.world.log, "invariant 3"
+        assert complete.state.first_token == 1000 + attempt.attempt
+        assert complete.bytes_landed >= complete.prompt_len * sim.NUM_LAYERS * sim.LAYOUT.bytes_per_position
+        assert attempt.attempt > self.highest_complete.get(attempt.request_id, -1), "invariant 3"
+        assert (attempt, "complete") not in self.world.log, "invariant 3"
         p_epoch = self.owners[attempt][0]
         for rank in self.world.ranks():
             if rank.epoch == p_epoch and attempt in rank.sources:
                 assert rank.sources[attempt].is_committed, "invariant 12: a rank did not commit"
                 assert not any(write.attempt == attempt for write in rank.writes), "invariant 9: sealed and written"
-        self.highest_sealed[attempt.request_id] = attempt.attempt
-        self.sealed[attempt] = expected
-        self.world.log.add((attempt, "sealed"))
+        self.highest_complete[attempt.request_id] = attempt.attempt
+        self.complete[attempt] = expected
+        self.world.log.add((attempt, "complete"))
 
     def held(self, attempt, places):
         blocks = self.tables[attempt]
@@ -334,11 +334,13 @@ class DecodeNode:
     def check(self):
         held = sum(len(blocks) for blocks in self.tables.values())
         assert len(self.pool.free) + held == sim.NUM_BLOCKS, "invariant 4"
-        states = {landing.attempt: landing.state for landing in self.protocol.landings()}
-        granted = {attempt for attempt, state in states.items() if state is not LandingState.WANTED}
-        assert granted == self.tables.keys(), "invariant 4: blocks without a landing, or a landing without blocks"
-        assert {a for a, state in states.items() if state is LandingState.SEALED} == self.sealed.keys()
+        states = {incoming.attempt: incoming.state for incoming in self.protocol.incoming_transfers()}
+        granted = {attempt for attempt, state in states.items() if state is not IncomingState.WANTED}
+        assert granted == self.tables.keys(), (
+            "invariant 4: blocks without an incoming transfer, or an incoming transfer without blocks"
+        )
+        assert {a for a, state in states.items() if state is IncomingState.COMPLETE} == self.complete.keys()
         if self.seen_version != self.pool.version:
             self.seen_version = self.pool.version
-            for attempt, expected in self.sealed.items():
+            for attempt, expected in self.complete.items():
                 assert self.held(attempt, expected) == expected, "invariant 9"

@@ -119,10 +119,10 @@ class Driver:
 
     def release(self):
         node = self.node()
-        if node and node.sealed:
-            node.release(self.choice(list(node.sealed)))
+        if node and node.complete:
+            node.release(self.choice(list(node.complete)))
 
-    def write_at_landing(self):
+    def write_at_incoming(self):
         """A write at the receiving side begins, ends, or breaks off."""
         node = self.node()
         if node is None:
@@ -256,11 +256,11 @@ class Driver:
         self.world.note("crash", name)
         self.world.crash_decode(name)
 
-    def crash_landing(self):
+    def crash_receiver(self):
         name = self.choice(DECODES)
         if not self.world.decodes[name].is_stopped:
-            self.world.note("crash_landing", name)
-            self.world.crash_landing(name)
+            self.world.note("crash_receiver", name)
+            self.world.crash_receiver(name)
 
     def stop(self):
         actor = self.choice(self.world.actors())
@@ -302,7 +302,7 @@ STEPS = (
     ("deliver_in_order", 10),
     ("everyone_works", 7),
     ("push", 8),
-    ("write_at_landing", 10),
+    ("write_at_incoming", 10),
     ("write_at_source", 10),
     ("write_early", 6),
     ("commit", 5),
@@ -323,7 +323,7 @@ STEPS = (
     ("replace_prefill", 0.6),
     ("kill_rank", 0.3),
     ("crash_decode", 0.4),
-    ("crash_landing", 0.7),
+    ("crash_receiver", 0.7),
     ("stop", 1.5),
     ("look_for_dead", 2),
     ("calm", 1),

@@ -223,7 +223,7 @@ class Rank:
         assert not isinstance(action, at_p.PushDrained) or source.has_failed
         assert not isinstance(action, at_p.Denied) or not source.is_granted
         if isinstance(action, at_p.Acked):
-            assert (attempt, "sealed") in self.world.log, "acknowledged and never sealed"
+            assert (attempt, "complete") in self.world.log, "acknowledged and never sealed"
         assert not any(write.attempt == attempt for write in self.writes), "invariant 5: a write reads freed blocks"
         assert not any(early.attempt == attempt for early in self.early), "invariant 5: a write reads freed blocks"
         assert attempt not in self.held or not source.has_failed, "invariant 5: a writer reads freed blocks"
@@ -340,10 +340,10 @@ class Rank:
             node = self.world.decodes[transfer.peer.kv_address]
             if not is_open or self.writes or transfer.is_resume_posted or node.epoch != transfer.peer.epoch:
                 continue
-            landing = node.protocol._rules.table.by_id(transfer.landing_id)
-            if landing is None or landing.state.name != "FILLING" or landing.attempt != transfer.attempt:
+            incoming = node.protocol._rules.table.by_id(transfer.incoming_id)
+            if incoming is None or incoming.state.name != "FILLING" or incoming.attempt != transfer.attempt:
                 continue
-            part = landing.parts[self.rank]
+            part = incoming.parts[self.rank]
             assert transfer.credited_bytes <= part.charged_bytes <= transfer.charged_bytes, "invariant 7"
             states = self.world.frames.get((self.epoch, self.rank, transfer.attempt), {})
             open_seqs = [seq for seq, state in states.items() if seq >= part.min_seq and state == "lost"]

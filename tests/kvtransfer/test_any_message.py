@@ -7,12 +7,12 @@ import pytest
 from baton.core.errors import BatonError
 from baton.core.request import AttemptKey
 from baton.kvtransfer.frame import FrameHeader
-from baton.kvtransfer.landing_actions import LandingFailed, ReserveWanted, Sealed, WriteFrame
-from baton.kvtransfer.landing_protocol import LandingProtocol
 from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control
 from baton.kvtransfer.push_actions import DecodePeer, Granted, OpenLane, SendControl, SendFrame
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
+from baton.kvtransfer.receiver_actions import Completed, IncomingFailed, ReserveWanted, WriteFrame
+from baton.kvtransfer.receiver_protocol import ReceiverProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import prove, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_LAYERS
@@ -79,29 +79,29 @@ def any_control(rng):
             pass
 
 
-def any_header(rng, landings):
+def any_header(rng, incoming_transfers):
     """A frame header that is right but for one field, or wrong altogether."""
-    fields = {"d_epoch": D_EPOCH, "landing_id": rng.randrange(5), "attempt": 1, "seq": rng.randrange(9)}
+    fields = {"d_epoch": D_EPOCH, "incoming_id": rng.randrange(5), "attempt": 1, "seq": rng.randrange(9)}
     fields |= {"layer": rng.randrange(NUM_LAYERS), "head_first": 0, "head_count": 2, "order_block_size": 2}
     first, count = rng.randrange(4), rng.randint(1, 3)
     fields |= {"first": first, "count": count, "payload_bytes": count * LAYOUT.bytes_per_position}
     fields |= {"is_written": rng.random() < 0.5, "payload_digest": rng.choice([None, 7])}
-    if landings and rng.random() < 0.8:
-        landing = rng.choice(landings)
-        fields |= {"landing_id": landing.landing_id, "attempt": landing.attempt.attempt}
+    if incoming_transfers and rng.random() < 0.8:
+        incoming = rng.choice(incoming_transfers)
+        fields |= {"incoming_id": incoming.incoming_id, "attempt": incoming.attempt.attempt}
     if rng.random() < 0.5:
         name = rng.choice([name for name in fields if name not in ("is_written", "payload_digest")])
         fields[name] = rng.choice([0, 1, 3, (1 << 16) - 1])
     return FrameHeader(**fields)
 
 
-class AnyLanding:
+class AnyIncoming:
     """A decode worker's protocol, and a driver that obeys it."""
 
     def __init__(self, rng, digests_layers):
         self.rng = rng
         offers = [kv_pb2.LaneOffer(lane="shm")]
-        self.protocol = LandingProtocol(
+        self.protocol = ReceiverProtocol(
             epoch=D_EPOCH,
             layout=LAYOUT,
             config=CONFIG,
@@ -109,7 +109,7 @@ class AnyLanding:
             offers=offers,
             digests_layers=digests_layers,
         )
-        self.wanted, self.sealed, self.writes, self.num_granted, self.number = [], set(), [], 0, 0
+        self.wanted, self.complete, self.writes, self.num_granted, self.number = [], set(), [], 0, 0
 
     def hello(self, now_s):
         hello = kv_pb2.Hello(version=1, epoch=P_EPOCH, layout=layout_message(LAYOUT), tp_size=1, head_count=2)
@@ -132,7 +132,7 @@ class AnyLanding:
                 return self.protocol.on_control("p", self.reserve(), now_s)
             if self.rng.random() < 0.5:
                 return self.protocol.on_control(peer, any_control(self.rng), now_s)
-            live = [landing for landing in self.protocol.landings() if landing.landing_id]
+            live = [incoming for incoming in self.protocol.incoming_transfers() if incoming.incoming_id]
             return self.protocol.on_frame(peer, any_header(self.rng, live), now_s)
         except BatonError:
             return []
@@ -150,21 +150,21 @@ class AnyLanding:
                     self.writes.append(header)
                 case ReserveWanted(attempt=attempt):
                     self.wanted.append(attempt)
-                case Sealed(attempt=attempt):
-                    self.sealed.add(attempt)
-                case LandingFailed(attempt=attempt) if attempt in self.sealed:
-                    self.sealed.discard(attempt)
+                case Completed(attempt=attempt):
+                    self.complete.add(attempt)
+                case IncomingFailed(attempt=attempt) if attempt in self.complete:
+                    self.complete.discard(attempt)
                     self.protocol.release(attempt, now_s)
 
     def decide(self, now_s):
         if self.wanted and self.rng.random() < 0.5:
             self.obey(self.protocol.grant(self.wanted.pop(), now_s, blocks=range(8)), now_s)
             self.num_granted += 1
-        for landing in tuple(self.protocol.landings()):
-            if landing.landing_id and self.rng.random() < 0.2:
+        for incoming in tuple(self.protocol.incoming_transfers()):
+            if incoming.incoming_id and self.rng.random() < 0.2:
                 for layer in range(NUM_LAYERS):
                     number = self.rng.choice(NUMBERS)
-                    self.obey(self.protocol.digested(landing.landing_id, layer, number, now_s), now_s)
+                    self.obey(self.protocol.digested(incoming.incoming_id, layer, number, now_s), now_s)
         if self.rng.random() < 0.02:
             self.obey(self.protocol.peer_is_dead(P_EPOCH, now_s), now_s)
 
@@ -173,7 +173,7 @@ class AnyLanding:
 @pytest.mark.parametrize("digests_layers", [False, True])
 def test_a_decode_worker_survives_any_message(seed, digests_layers):
     rng = random.Random(seed)
-    node = AnyLanding(rng, digests_layers)
+    node = AnyIncoming(rng, digests_layers)
     now_s = 0.0
     for _ in range(300):
         now_s += rng.choice([0.0, 0.01, 0.3])

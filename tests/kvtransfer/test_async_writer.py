@@ -1,4 +1,4 @@
-"""The async writer: one life per step, first error kept, nothing captured, nothing stuck."""
+"""The async writer: one incarnation per step, first error kept, nothing captured, nothing stuck."""
 
 import functools
 import gc

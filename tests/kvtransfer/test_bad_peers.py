@@ -1,6 +1,6 @@
 """Peers that are of another kind, of another time, or stopped: refused by name or fenced, and counted; never written.
 
-Everything here goes over real sockets to a landing in a process of its own.
+Everything here goes over real sockets to an incoming transfer in a process of its own.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from baton.kvtransfer.frame import HEADER_BYTES, decode_header, encode_header
 from baton.kvtransfer.messages import layout_message
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
-from baton.tests.kvtransfer.landing_worker import Drained, LandingFailed, LandingWorker, ReserveWanted, Sealed
+from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed, ReceiverWorker, ReserveWanted
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 
 LEASE_S = 1.0
@@ -29,7 +29,7 @@ def make_worker():
     workers = []
 
     def make(**options):
-        workers.append(LandingWorker(**options))
+        workers.append(ReceiverWorker(**options))
         return workers[-1]
 
     yield make
@@ -64,7 +64,7 @@ def wait_for_count(worker, name, wanted):
 
 @pytest.fixture(scope="module")
 def hello_worker():
-    worker = LandingWorker(layout=make_layout(num_kv_heads=4))
+    worker = ReceiverWorker(layout=make_layout(num_kv_heads=4))
     yield worker
     worker.close()
 
@@ -114,7 +114,7 @@ def granted(worker, prefill, name, prompt_len=9):
     return key, prefill.granted(key, poll=worker.poll)
 
 
-def test_a_frame_for_the_landing_of_another_is_refused_and_counted(make_worker, make_prefill):
+def test_a_frame_for_the_incoming_of_another_is_refused_and_counted(make_worker, make_prefill):
     worker = make_worker()
     owner, other = make_prefill(worker, p_epoch=77), make_prefill(worker, p_epoch=78)
     key, grant = granted(worker, owner, "owned")
@@ -125,7 +125,7 @@ def test_a_frame_for_the_landing_of_another_is_refused_and_counted(make_worker, 
     assert memory(worker) == before
     owner.push(grant, 9)
     owner.commit(grant, 9)
-    worker.wait_for(Sealed, key)
+    worker.wait_for(Completed, key)
     wait_for_count(worker, "frames_landed", worker.layout.num_layers)
 
 
@@ -188,15 +188,15 @@ def test_frames_that_are_cut_or_too_large_are_refused_and_counted(sized_worker, 
     wait_for_count(worker, name, num_before + 1)
     assert memory(worker) == before
     prefill.digests.clear()
-    prefill.push(grant, 9)  # the same landing is none the worse for it
+    prefill.push(grant, 9)  # the same incoming transfer is none the worse for it
     prefill.commit(grant, 9)
-    worker.wait_for(Sealed, key)
+    worker.wait_for(Completed, key)
     worker.release(key)
 
 
 @pytest.fixture(scope="module")
 def sized_worker():
-    worker = LandingWorker()
+    worker = ReceiverWorker()
     yield worker, (f"r{index}" for index in range(100))
     worker.close()
 
@@ -221,7 +221,7 @@ def test_a_replay_of_a_whole_recorded_exchange_changes_nothing(make_worker, make
     key, grant = granted(worker, prefill, "recorded")
     prefill.push(grant, 9)
     prefill.commit(grant, 9)
-    worker.wait_for(Sealed, key)
+    worker.wait_for(Completed, key)
     num_frames = sum(name == "send_frame" for name, _ in said)
 
     def replay(num_late):
@@ -231,7 +231,7 @@ def test_a_replay_of_a_whole_recorded_exchange_changes_nothing(make_worker, make
         time.sleep(0.05)
         worker.poll()
         assert memory(worker) == before
-        assert sum(event.attempt == key for event in worker.events) == 2, "it is wanted once, and sealed once"
+        assert sum(event.attempt == key for event in worker.events) == 2, "it is wanted once, and complete once"
 
     before = memory(worker)
     replay(num_frames)  # while its sequence runs
@@ -242,7 +242,7 @@ def test_a_replay_of_a_whole_recorded_exchange_changes_nothing(make_worker, make
     replay(3 * num_frames)
     prefill.push(grant, 9)
     prefill.commit(grant, 9)
-    worker.wait_for(Sealed, reused)
+    worker.wait_for(Completed, reused)
     worker.release(reused)
     assert count(worker, "frames_corrupt") == 0
     assert worker.blocks.num_free == worker.blocks.num_blocks
@@ -291,7 +291,7 @@ def test_a_prefill_process_that_is_stopped_and_returns_after_its_lease_writes_no
     try:
         worker.wait_until(lambda: count(worker, "frames_landed") > 30, "frames", 30.0)
         prefill.signal(signal.SIGSTOP)
-        assert "for 1.0 s" in worker.wait_for(LandingFailed, key).reason
+        assert "for 1.0 s" in worker.wait_for(IncomingFailed, key).reason
         if transport == "shm":
             end_s = time.monotonic() + 1.5 * LEASE_S
             while time.monotonic() < end_s:

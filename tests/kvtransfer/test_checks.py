@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import ProtocolError
 from baton.kvtransfer.frame import decode_header, encode_header
-from baton.kvtransfer.landing_table import LandingState
+from baton.kvtransfer.incoming_table import IncomingState
 from baton.kvtransfer.messages import encode_control, parse_control
 from baton.kvtransfer.push_table import TransferState
 from baton.tests.kvtransfer.simulation import Message, Options, World, cell_digest
@@ -60,8 +60,8 @@ def hand_over_rest(world, attempt):
     world.deliver_all()
 
 
-def is_sealed(world, attempt):
-    return (attempt, "sealed") in world.log
+def is_complete(world, attempt):
+    return (attempt, "complete") in world.log
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def is_sealed(world, attempt):
     [set_to(prompt_len=1), set_to(num_layers=1), set_to(tp_size=2), set_to(tp_rank=1), without_digests],
     ids=["prompt", "layers", "ranks", "rank", "no-digests"],
 )
-def test_a_commit_that_describes_another_landing_ends_it(change):
+def test_a_commit_that_describes_another_incoming_ends_it(change):
     world = World()
     attempt = granted(world, prompt_len=2)
     forge(world, "commit", change)
     hand_over(world, attempt)
-    assert not is_sealed(world, attempt)
+    assert not is_complete(world, attempt)
     assert "does not describe" in world.decodes["d0"].protocol._rules.table.tombstone(attempt).reason
     world.settle()
 
@@ -84,11 +84,11 @@ def test_a_commit_for_another_life_changes_nothing():
     attempt = granted(world, prompt_len=2)
     forge(world, "commit", lambda commit: set_to(epoch=commit.epoch + 1)(commit))
     hand_over(world, attempt)
-    assert not is_sealed(world, attempt)
+    assert not is_complete(world, attempt)
     assert world.decodes["d0"].protocol.counts.messages_refused == 1
     world.advance(1.0)
     world.deliver_all()
-    assert is_sealed(world, attempt), "it is said again"
+    assert is_complete(world, attempt), "it is said again"
 
 
 def exchange(world):
@@ -109,15 +109,15 @@ def test_a_frame_that_was_exchanged_for_another_is_seen_by_the_commit_and_sent_a
     exchange(world)
     hand_over_rest(world, attempt)
     assert world.decodes["d0"].protocol.counts.layers_corrupt == 1
-    assert is_sealed(world, attempt), "the second time, by the digests of the second time alone"
+    assert is_complete(world, attempt), "the second time, by the digests of the second time alone"
 
 
-def test_a_layer_whose_digest_differs_twice_ends_the_landing():
+def test_a_layer_whose_digest_differs_twice_ends_the_incoming():
     world = World()
     attempt = granted(world, prompt_len=2)
     forge(world, "commit", one_digest_differs, times=2)
     hand_over(world, attempt)
-    assert not is_sealed(world, attempt)
+    assert not is_complete(world, attempt)
     assert "corrupt twice" in world.decodes["d0"].protocol._rules.table.tombstone(attempt).reason
 
 
@@ -133,7 +133,7 @@ def test_a_frame_of_another_life_or_attempt_is_late(name, lane):
     header = dataclasses.replace(header, **{name: getattr(header, name) + 1})
     assert node.protocol.on_frame(message.sender, header, node.now()) == []
     assert node.protocol.counts.frames_late_dropped == 1
-    assert not node.protocol.landing(header.landing_id).writes
+    assert not node.protocol.incoming(header.incoming_id).writes
 
 
 def test_a_frame_without_the_digest_that_was_agreed_on_is_refused():
@@ -146,7 +146,7 @@ def test_a_frame_without_the_digest_that_was_agreed_on_is_refused():
     assert header.payload_digest is not None
     with pytest.raises(ProtocolError, match="digest"):
         node.protocol.on_frame(message.sender, dataclasses.replace(header, payload_digest=None), node.now())
-    assert not node.protocol.landing(header.landing_id).writes
+    assert not node.protocol.incoming(header.incoming_id).writes
 
 
 def test_a_frame_of_another_ranks_heads_is_refused():
@@ -161,7 +161,7 @@ def test_a_frame_of_another_ranks_heads_is_refused():
     header = decode_header(first.data)
     with pytest.raises(ProtocolError, match="heads"):
         node.protocol.on_frame(second.sender, header, node.now())
-    assert not node.protocol.landing(header.landing_id).writes
+    assert not node.protocol.incoming(header.incoming_id).writes
 
 
 def test_a_grant_of_another_life_is_not_used():
@@ -179,8 +179,8 @@ def test_an_ack_before_the_commit_is_not_taken():
     attempt = granted(world, prompt_len=2)
     push_all(world, attempt, layers=[0])
     rank = world.prefills["p0"].ranks[0]
-    landing = world.decodes["d0"].protocol._rules.table.get(attempt)
-    ack = world.decodes["d0"].protocol._rules.replies.ack(rank.name, landing.epoch, landing.landing_id)
+    incoming = world.decodes["d0"].protocol._rules.table.get(attempt)
+    ack = world.decodes["d0"].protocol._rules.replies.ack(rank.name, incoming.epoch, incoming.incoming_id)
     rank.protocol.on_control("d0", ack.control, rank.now())
     assert rank.protocol.transfer(attempt).state is TransferState.PUSHING
 
@@ -188,14 +188,14 @@ def test_an_ack_before_the_commit_is_not_taken():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda ack: set_to(landing_id=ack.landing_id + 1)(ack),
+        lambda ack: set_to(incoming_id=ack.incoming_id + 1)(ack),
         lambda ack: set_to(epoch=ack.epoch + 1)(ack),
         set_to(drained=False),
         lambda ack: set_to(peer_epoch=ack.peer_epoch + 1)(ack),
     ],
-    ids=["landing", "life", "not-drained", "peer"],
+    ids=["incoming", "incarnation", "not-drained", "peer"],
 )
-def test_what_is_said_of_another_landing_frees_no_blocks(change):
+def test_what_is_said_of_another_incoming_frees_no_blocks(change):
     world = World(SHM)
     attempt = granted(world, prompt_len=2)
     push_all(world, attempt)
@@ -203,7 +203,7 @@ def test_what_is_said_of_another_landing_frees_no_blocks(change):
     forge(world, "abort_ack", change)
     node.abort(attempt)
     world.deliver_all()
-    assert node.protocol._rules.table.get(attempt).state is LandingState.QUARANTINED
+    assert node.protocol._rules.table.get(attempt).state is IncomingState.QUARANTINED
     assert node.protocol.counts.messages_refused == 1
     world.settle()
 
@@ -217,7 +217,7 @@ def test_a_commit_from_before_the_question_what_is_missing_does_not_count():
     sender = world.prefills["p0"].ranks[0]
     sender.commit(attempt)
     world.deliver_all()
-    assert not is_sealed(world, attempt)
+    assert not is_complete(world, attempt)
     held = []
     post = world.post
     world.post = lambda source, receiver, data, payload=None, seq=None: (
@@ -231,9 +231,9 @@ def test_a_commit_from_before_the_question_what_is_missing_does_not_count():
     world.deliver_all()
     assert decode_header(lost.data).layer == 0
     assert world.decodes["d0"].protocol._rules.table.get(attempt).coverage.is_complete()
-    assert not is_sealed(world, attempt), "all is there, and its sender has not said so"
+    assert not is_complete(world, attempt), "all is there, and its sender has not said so"
     world.post = post
     for message in held:
         post(*message)
     world.deliver_all()
-    assert is_sealed(world, attempt)
+    assert is_complete(world, attempt)

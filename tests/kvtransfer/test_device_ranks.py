@@ -1,4 +1,4 @@
-"""Landings over the GPUs of several ranks, with fake devices: one flag for each rank, one answer of all of them."""
+"""Transfers into the GPUs of several ranks, with fake devices: one flag for each rank, one answer of all of them."""
 
 import secrets
 import signal
@@ -9,11 +9,11 @@ import pytest
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.evidence import host_id
-from baton.kvtransfer.life_file import LifeFile
+from baton.kvtransfer.incarnation_file import IncarnationFile
 from baton.kvtransfer.span import Span
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
-from baton.tests.kvtransfer.landing_worker import Drained, LandingFailed, Sealed
+from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 
 LATENT = LayerLayout(PayloadKind.LATENT, 1, 1, 12)
@@ -40,14 +40,14 @@ def setting(open_all):
         worker = DeviceWorker(layout, tp_size=tp_size, **options)
         open_all.append(worker)
         p_epoch = secrets.randbits(64)
-        life = LifeFile(p_epoch)
-        open_all.append(life)
+        incarnation = IncarnationFile(p_epoch)
+        open_all.append(incarnation)
         prefill = ScriptedPrefill(
             worker.service.address,
             worker.layout,
             p_epoch=p_epoch,
             lanes=[lane],
-            life_file=str(life.path),
+            incarnation_file=str(incarnation.path),
             host_id=host_id(),
         )
         open_all.append(prefill)
@@ -112,7 +112,7 @@ def test_every_rank_gets_its_heads_and_all_are_verified(setting, num_kv_heads, t
     layout = mixed(num_kv_heads) if tp_size <= 2 else make_layout(num_layers=4, num_kv_heads=num_kv_heads)
     worker, prefill = setting(layout, tp_size, lane=lane)
     hand_over(worker, prefill, KEY, lane)
-    worker.wait_for(Sealed, KEY)
+    worker.wait_for(Completed, KEY)
     assert same_everywhere(worker, prefill, KEY)
     asked = worker.device.asked
     for rank in range(tp_size):
@@ -129,7 +129,7 @@ def test_layers_of_one_shape_that_ranks_hold_otherwise_are_no_launch(setting):
     layout = make_layout(num_layers=2, num_kv_heads=2, extra_layers=(look_alike,))
     worker, prefill = setting(layout, 2)
     hand_over(worker, prefill, KEY, "inline")
-    worker.wait_for(Sealed, KEY)
+    worker.wait_for(Completed, KEY)
     assert same_everywhere(worker, prefill, KEY)
     assert all(wanted.layer + wanted.num_layers <= 2 or wanted.layer == 2 for wanted in worker.device.asked)
 
@@ -144,13 +144,13 @@ def test_a_word_that_changed_at_any_rank_is_noticed(setting, num_kv_heads, rank,
     grant = hand_over(worker, prefill, KEY, lane)
     nack = prefill.wait_for("commit_nack", poll=worker.poll)
     assert list(nack.corrupt_layers) == [1]
-    assert worker.find(Sealed, KEY) is None
+    assert worker.find(Completed, KEY) is None
     worker.device.damage = lambda wanted, table: None
-    totals = list(prefill.digests[grant.epoch, grant.landing_id])
+    totals = list(prefill.digests[grant.epoch, grant.incoming_id])
     push(worker, prefill, grant, lane, [1])
-    prefill.digests[grant.epoch, grant.landing_id] = totals
+    prefill.digests[grant.epoch, grant.incoming_id] = totals
     prefill.commit(grant, LEN, round=1)
-    worker.wait_for(Sealed, KEY)
+    worker.wait_for(Completed, KEY)
     assert same_everywhere(worker, prefill, KEY)
 
 
@@ -159,11 +159,11 @@ def test_without_digests_every_rank_is_filled_before_it_counts(setting):
     prefill.has_digest = False
     worker.device.lost = {1}
     hand_over(worker, prefill, KEY, "inline")
-    worker.wait_until(lambda: worker.device.waiting, "wishes")
+    worker.wait_until(lambda: worker.device.waiting, "desired_state")
     settle(worker)
-    assert worker.find(Sealed, KEY) is None
+    assert worker.find(Completed, KEY) is None
     worker.device.lost.clear()
-    worker.wait_until(lambda: (worker.device.run(), worker.find(Sealed, KEY))[1], "end")
+    worker.wait_until(lambda: (worker.device.run(), worker.find(Completed, KEY))[1], "end")
     assert same_everywhere(worker, prefill, KEY)
 
 
@@ -173,11 +173,11 @@ class TestLateRanks:
         worker, prefill = setting(make_layout(), 2)
         worker.device.lost = late
         hand_over(worker, prefill, KEY, "inline")
-        worker.wait_until(lambda: worker.device.waiting, "wishes")
+        worker.wait_until(lambda: worker.device.waiting, "desired_state")
         settle(worker)
-        assert worker.find(Sealed, KEY) is None
+        assert worker.find(Completed, KEY) is None
         worker.device.lost = set()
-        worker.wait_until(lambda: (worker.device.run(), worker.find(Sealed, KEY))[1], "end")
+        worker.wait_until(lambda: (worker.device.run(), worker.find(Completed, KEY))[1], "end")
         assert same_everywhere(worker, prefill, KEY)
 
     def test_blocks_are_not_free_while_a_kernel_of_one_rank_may_write_them(self, setting):
@@ -192,7 +192,7 @@ class TestLateRanks:
         worker.device.run()
         worker.wait_for(Drained, KEY)
 
-    def test_flags_of_a_rank_that_is_late_are_not_given_to_other_landings(self, setting):
+    def test_flags_of_a_rank_that_is_late_are_not_given_to_other_incoming_transfers(self, setting):
         worker, prefill = setting(make_layout(), 2)
         worker.device.lost = {1}
         hand_over(worker, prefill, KEY, "inline")
@@ -206,7 +206,7 @@ class TestLateRanks:
         assert not held & {wanted.flag for wanted in mine}
         worker.device.lost = set()
         for key in (KEY, other):
-            worker.wait_until(lambda key=key: (worker.device.run(), worker.find(Sealed, key))[1], "end")
+            worker.wait_until(lambda key=key: (worker.device.run(), worker.find(Completed, key))[1], "end")
             assert same_everywhere(worker, prefill, key)
 
     def test_the_next_life_of_the_process_begins_when_every_rank_is_done(self, setting):
@@ -215,7 +215,7 @@ class TestLateRanks:
         hand_over(worker, prefill, KEY, "inline")
         worker.wait_until(lambda: worker.device.waiting, "a wish")
         worker.kill(signal.SIGKILL)
-        worker.wait_for(LandingFailed, KEY)
+        worker.wait_for(IncomingFailed, KEY)
         worker.wait_for(Drained, KEY)
         assert worker.device.num_drains
         assert not worker.device.waiting
@@ -224,7 +224,7 @@ class TestLateRanks:
         prefill.hello(poll=worker.poll)
         after = AttemptKey("after", 0)
         hand_over(worker, prefill, after, "inline")
-        worker.wait_for(Sealed, after)
+        worker.wait_for(Completed, after)
         assert same_everywhere(worker, prefill, after)
 
 

@@ -23,7 +23,7 @@ from baton.core.kv_transports import (
     one_sided_lanes,
     sender_environment,
 )
-from baton.kvtransfer.landing import Sealed
+from baton.kvtransfer.incoming import Completed
 from baton.kvtransfer.push import Acked, Granted
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.push_bench import Decode, Prefill
@@ -66,7 +66,7 @@ def test_nothing_else_can_be_named():
     assert sender_environment("tcp") == {}
 
 
-def test_what_a_landing_process_loads_of_them_is_free_of_torch():
+def test_what_a_receiver_process_loads_of_them_is_free_of_torch():
     places = [declared.receiver for declared in KV_TRANSPORTS.values() if declared.is_one_sided]
     places += [channel.made_by for channel in CONTROL_CHANNELS.values()]
     code = "import sys; from baton.core.kv_transports import load; [load(place) for place in sys.argv[1:]]; "
@@ -98,7 +98,7 @@ def test_it_hands_a_prompt_over(name):
         prefill.wait_for(Granted, key)
         prefill.compute(key)
         prefill.commit(key)
-        prefill.wait_for(Sealed, key)
+        prefill.wait_for(Completed, key)
         prefill.wait_for(Acked, key)
         prefill.assert_landed(key, blocks)
         best = next(lane for lane in lane_order(name) if name != "auto" or lane != "nvlink")
@@ -109,4 +109,4 @@ def test_it_hands_a_prompt_over(name):
     finally:
         if prefill is not None:
             prefill.close()
-        decode.landing.close()
+        decode.incoming.close()

@@ -22,7 +22,7 @@ U64, U32, U16 = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integer
 def make_header(payload_bytes=64, **changes):
     fields = {
         "d_epoch": 2**63 + 5,
-        "landing_id": 3,
+        "incoming_id": 3,
         "attempt": 1,
         "seq": 9,
         "layer": 2,
@@ -38,11 +38,11 @@ def make_header(payload_bytes=64, **changes):
 
 @given(U64, U64, U32, U32, U16, U16, U16, U16, U32, U32, U32, st.booleans(), st.none() | U64, st.none() | U32)
 def test_a_header_survives_the_wire(
-    epoch, landing_id, attempt, seq, layer, head, heads, order, first, count, size, is_written, digest, crc
+    epoch, incoming_id, attempt, seq, layer, head, heads, order, first, count, size, is_written, digest, crc
 ):
     header = FrameHeader(
         d_epoch=epoch,
-        landing_id=landing_id,
+        incoming_id=incoming_id,
         attempt=attempt,
         seq=seq,
         layer=layer,

@@ -8,8 +8,6 @@ import pytest
 from baton.core.errors import MalformedMessage
 from baton.core.request import AttemptKey
 from baton.kvcache.layout import LayerLayout, PayloadKind
-from baton.kvtransfer.landing_actions import SendControl as Reply
-from baton.kvtransfer.landing_protocol import LandingProtocol
 from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control, wire_attempt
 from baton.kvtransfer.push_actions import (
     DecodePeer,
@@ -24,6 +22,8 @@ from baton.kvtransfer.push_actions import (
 )
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
+from baton.kvtransfer.receiver_actions import SendControl as Reply
+from baton.kvtransfer.receiver_protocol import ReceiverProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import prove, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
@@ -33,8 +33,8 @@ KEY = AttemptKey("a", 1)
 OFFERS = [kv_pb2.LaneOffer(lane="raw"), kv_pb2.LaneOffer(lane="shm"), kv_pb2.LaneOffer(lane="nixl")]
 
 
-def landing(layout=LAYOUT, **options):
-    return LandingProtocol(epoch=1, layout=layout, config=CONFIG, max_capacity_len=16, offers=OFFERS, **options)
+def incoming(layout=LAYOUT, **options):
+    return ReceiverProtocol(epoch=1, layout=layout, config=CONFIG, max_capacity_len=16, offers=OFFERS, **options)
 
 
 def hello(layout=LAYOUT, **changes):
@@ -71,7 +71,7 @@ EXTRA = dataclasses.replace(LAYOUT, extra_layers=(LayerLayout(PayloadKind.LATENT
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_who_does_not_fit_is_refused_by_name(message, named):
-    protocol = landing()
+    protocol = incoming()
     reply = answer(protocol, message)
     assert named in reply.refused
     assert not reply.offers
@@ -84,21 +84,21 @@ def test_who_does_not_fit_is_refused_by_name(message, named):
 
 def test_block_size_and_ranks_may_differ():
     other = dataclasses.replace(LAYOUT, block_size=64)
-    protocol = landing()
+    protocol = incoming()
     assert answer(protocol, hello(other, tp_size=2, tp_rank=1, head_first=1, head_count=1), "q").refused == ""
     assert answer(protocol, hello(other, tp_size=2, tp_rank=0, head_count=1)).refused == ""
     assert "another said otherwise" in answer(protocol, hello(other), "r").refused
 
 
 def test_more_ranks_than_heads_share_them():
-    protocol = landing()
+    protocol = incoming()
     for rank in range(4):
         message = hello(tp_size=4, tp_rank=rank, head_first=rank // 2, head_count=1)
         assert answer(protocol, message, f"p{rank}").refused == ""
 
 
 def test_offers_are_what_the_peer_can_and_where_it_is():
-    protocol = landing(host_id="here")
+    protocol = incoming(host_id="here")
 
     def offered(**changes):
         return [offer.lane for offer in answer(protocol, hello(**changes)).offers]
@@ -107,12 +107,12 @@ def test_offers_are_what_the_peer_can_and_where_it_is():
     assert offered(lanes=["shm", "raw", "inline"], host_id="there") == ["raw"]
     assert offered(lanes=["nixl", "shm"], host_id="there") == ["nixl"]
     assert offered(lanes=["inline"], host_id="here") == []
-    nowhere = landing()
+    nowhere = incoming()
     assert [o.lane for o in answer(nowhere, hello(lanes=["shm"], host_id="")).offers] == []
 
 
 def test_a_late_hello_of_an_older_life_does_not_mute_the_living():
-    protocol = landing()
+    protocol = incoming()
     answer(protocol, hello(epoch=6))
     answer(protocol, hello(epoch=5), now_s=0.1)  # late, of a process that is dead
     assert answer(protocol, hello(epoch=6), now_s=0.2) is None
@@ -123,7 +123,7 @@ def test_a_hello_with_endless_lists_is_malformed():
     with pytest.raises(MalformedMessage):
         parse_control(encode_control(hello(lanes=["x"] * 100)))
     with pytest.raises(MalformedMessage):
-        parse_control(encode_control(hello(life_file="x" * 5000)))
+        parse_control(encode_control(hello(incarnation_file="x" * 5000)))
 
 
 def test_a_message_is_only_believed_with_its_checksum():
@@ -158,8 +158,8 @@ class Pushing:
         return self.protocol.reserve(key, peer, prompt_len=3, capacity_len=4, wait_s=wait_s, now_s=now_s)
 
     def granted(self, key, epoch):
-        """The first landing of a life, as that counts."""
-        fields = {"landing_id": 1, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
+        """The first incoming transfer of an incarnation, as that counts."""
+        fields = {"incoming_id": 1, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
         grant = kv_pb2.Grant(attempt=wire_attempt(key), epoch=epoch, **fields)
         actions = self.protocol.on_control("d", control_of(grant), 0.5)
         return any(isinstance(action, Granted) for action in actions)
@@ -215,8 +215,8 @@ def test_a_life_that_was_not_met_yet_is_asked_for_and_served(is_busy):
     assert [transfer.attempt for transfer in push.protocol.transfers()] == [OTHER]
 
 
-def test_lives_count_their_landings_alike():
-    """A write into the first landing of a life that died is still going on when the next life grants its first."""
+def test_lives_count_their_incoming_transfers_alike():
+    """A write into the first transfer of an incarnation that died goes on while the next grants its first."""
     push = Pushing()
     push.reply_to(push.reserve())
     push.protocol.lane_opened("d", "shm", 0.0)
@@ -228,7 +228,7 @@ def test_lives_count_their_landings_alike():
     assert push.granted(OTHER, epoch=2)
     assert push.protocol.unhold(KEY) == [PushDrained(KEY)]
     deadline_s = push.protocol.write_deadline_s(OTHER)
-    push.protocol.on_control("d", control_of(kv_pb2.Lease(epoch=2, landing_ids=[1])), 1.5)
+    push.protocol.on_control("d", control_of(kv_pb2.Lease(epoch=2, incoming_ids=[1])), 1.5)
     assert push.protocol.write_deadline_s(OTHER) == pytest.approx(deadline_s + 1.0)
 
 
@@ -271,7 +271,7 @@ def is_for(action, key):
 def test_other_ranks_ask_for_a_life_that_granted_and_was_not_met_yet():
     push = Pushing(rank=1, size=2)
     grant = GrantInfo(
-        d_epoch=1, landing_id=3, credit_bytes=1 << 20, lease_s=2.0, lane="shm", blocks=(4, 5), block_size=2
+        d_epoch=1, incoming_id=3, credit_bytes=1 << 20, lease_s=2.0, lane="shm", blocks=(4, 5), block_size=2
     )
     asked = push.protocol.adopt(KEY, DecodePeer("d", "d", 1), prompt_len=3, grant=grant, now_s=0.0)
     push.reply_to(asked)
@@ -282,7 +282,7 @@ def test_other_ranks_ask_for_a_life_that_granted_and_was_not_met_yet():
     actions = push.reply_to(asked, 0.5, epoch=2)
     assert [action.attempt for action in actions if isinstance(action, PushFailed)] == [KEY]
     (resume,) = push.protocol.lane_opened("d", "shm", 0.5)
-    assert (resume.control.resume.epoch, resume.control.resume.landing_id) == (2, 3)
+    assert (resume.control.resume.epoch, resume.control.resume.incoming_id) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_other_ranks_ask_for_a_life_that_granted_and_was_not_met_yet():
     [
         ({"lane": "inline"}, "lane shm was asked for"),
         ({"blocks": [1]}, "granted 1 blocks of 2 for 3 positions"),
-        ({"landing_id": 0}, "granted landing 0"),
+        ({"incoming_id": 0}, "granted incoming transfer 0"),
         ({"lease_ms": 0}, "a lease of 0"),
     ],
 )
@@ -298,7 +298,7 @@ def test_a_grant_that_makes_no_sense_ends_the_transfer(change, reason):
     push = Pushing()
     push.reply_to(push.reserve())
     push.protocol.lane_opened("d", "shm", 0.0)
-    fields = {"epoch": 1, "landing_id": 3, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
+    fields = {"epoch": 1, "incoming_id": 3, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
     grant = kv_pb2.Grant(attempt=kv_pb2.Attempt(request_id="a", attempt=1), **{**fields, **change})
     actions = push.protocol.on_control("d", control_of(grant), 0.0)
     assert reason in next(a.reason for a in actions if isinstance(a, PushFailed))
@@ -311,6 +311,6 @@ def test_digests_are_used_if_both_sides_can(mine, theirs, agreed):
     push = Pushing(has_digest=mine)
     push.reply_to(push.reserve(), capabilities=["digest"] if theirs else [])
     assert push.protocol._rules.peers["d"].has_digest is agreed
-    at_d = landing(has_digest=theirs)
+    at_d = incoming(has_digest=theirs)
     assert answer(at_d, hello(capabilities=["digest"] if mine else [])).capabilities == (["digest"] if theirs else [])
     assert at_d._rules.peers.get("p").has_digest is agreed

@@ -12,7 +12,7 @@ import zmq
 from baton.core.config import KVTransferConfig
 from baton.core.errors import MalformedMessage
 from baton.core.request import AttemptKey
-from baton.kvtransfer.landing import LandingFailed, ReserveWanted, Sealed
+from baton.kvtransfer.incoming import Completed, IncomingFailed, ReserveWanted
 from baton.kvtransfer.messages import (
     MAX_DRAFT_TOKENS,
     MAX_REQUEST_ID_BYTES,
@@ -27,7 +27,7 @@ from baton.kvtransfer.messages import (
 from baton.kvtransfer.proof import connection_pass
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed
 from baton.kvtransfer.records import decode_record, encode_record
-from baton.kvtransfer.zmq_doorman import PlainAdmission
+from baton.kvtransfer.zmq_connection_authenticator import PlainAdmission
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import PROOFS, prove_challenge
 
@@ -46,7 +46,7 @@ class Stranger:
         self._socket = self._context.socket(zmq.DEALER)
         password = connection_pass(bytes.fromhex(KVTransferConfig().key))
         PlainAdmission(password).arm(self._socket, is_server=False)
-        self._socket.connect(pair.landing.address)
+        self._socket.connect(pair.incoming.address)
         hello = kv_pb2.Hello(
             version=1,
             epoch=77,
@@ -117,7 +117,7 @@ def test_a_message_has_bounds():
 
 
 @pytest.mark.fast
-def test_nothing_a_stranger_says_ends_the_landing(make_pair, make_stranger):
+def test_nothing_a_stranger_says_ends_the_incoming(make_pair, make_stranger):
     pair = make_pair("zmq")
     stranger = make_stranger(pair)
     stranger.reserve("x" * MIB, 3, 9)
@@ -126,12 +126,12 @@ def test_nothing_a_stranger_says_ends_the_landing(make_pair, make_stranger):
         kv_pb2.Abort(attempt=kv_pb2.Attempt(request_id="y", attempt=1), epoch=pair.peer.epoch, reason="z" * (3 * MIB))
     )
     pair.is_granting = False
-    failed = pair.wait_for(LandingFailed, AttemptKey("y", 1))
+    failed = pair.wait_for(IncomingFailed, AttemptKey("y", 1))
     assert failed.by_peer
     assert len(failed.reason) < 2 * MAX_TEXT_BYTES
     stranger.say(kv_pb2.Abort(reason="z" * (pair.config.max_frame_bytes + MIB)))  # the connection is closed for that
     pair.is_granting = True
-    pair.wait_for(Sealed, pair.hand_over(9))
+    pair.wait_for(Completed, pair.hand_over(9))
     assert pair.find(ReserveWanted, AttemptKey("x" * MIB, 1)) is None
 
 
@@ -151,7 +151,7 @@ def test_sizes_that_make_no_sense_are_denied(make_pair, make_stranger, prompt_le
     stranger = make_stranger(pair)
     stranger.reserve("r", prompt_len, capacity_len)
     assert stranger.hear("deny").reason == reason
-    pair.wait_for(Sealed, pair.hand_over(9))
+    pair.wait_for(Completed, pair.hand_over(9))
 
 
 @pytest.mark.fast
@@ -161,10 +161,10 @@ def test_the_largest_state_and_the_longest_reasons_fit(make_pair):
     pair.wait_for(Granted, key)
     pair.compute(key)
     pair.commit(key, hidden=bytes(MAX_STATE_BYTES - 100))
-    assert len(pair.wait_for(Sealed, key).state.hidden) == MAX_STATE_BYTES - 100
+    assert len(pair.wait_for(Completed, key).state.hidden) == MAX_STATE_BYTES - 100
     other = pair.reserve(9, "other")
     pair.wait_for(Granted, other)
-    pair.landing.abort(other, "r" * (3 * MIB))
+    pair.incoming.abort(other, "r" * (3 * MIB))
     assert len(pair.wait_for(PushFailed, other).reason) < 2 * MAX_TEXT_BYTES
 
 
@@ -173,7 +173,7 @@ def test_a_request_that_no_message_can_carry_is_denied_here(make_pair):
     pair = make_pair()
     assert "request id" in pair.wait_for(Denied, pair.reserve(9, "x" * (MAX_REQUEST_ID_BYTES + 1))).detail
     assert pair.wait_for(Denied, pair.reserve(9, "r", capacity_len=1 << 40)).reason == kv_pb2.Deny.TOO_LONG
-    pair.wait_for(Sealed, pair.hand_over(9, request_id="long", wait_s=1e9))
+    pair.wait_for(Completed, pair.hand_over(9, request_id="long", wait_s=1e9))
 
 
 @pytest.mark.fast
@@ -193,7 +193,7 @@ def test_a_clock_beyond_all_bounds_hurts_nobody(make_pair, receiver_ns):
         return [parts]
 
     pair.hub.on_message = shift
-    pair.wait_for(Sealed, pair.hand_over(9))
+    pair.wait_for(Completed, pair.hand_over(9))
 
 
 @pytest.mark.fast
@@ -209,14 +209,14 @@ def test_an_address_that_is_none_fails_its_pushes_at_once(make_pair, caplog, add
         assert "address" in pair.wait_for(PushFailed, key, 1.0).reason or address.startswith("tcp")
         pair.wait_for(PushDrained, key)
     pair.peer = good
-    pair.wait_for(Sealed, pair.hand_over(9, request_id="good"))
+    pair.wait_for(Completed, pair.hand_over(9, request_id="good"))
     assert sum("tcp" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.fast
 def test_no_socket_left_fails_the_push_and_nothing_else(make_pair, monkeypatch):
     pair = make_pair("zmq")
-    pair.wait_for(Sealed, pair.hand_over(9, request_id="connected"))
+    pair.wait_for(Completed, pair.hand_over(9, request_id="connected"))
     good = pair.peer
 
     def no_socket(_kind, **_):
@@ -226,13 +226,13 @@ def test_no_socket_left_fails_the_push_and_nothing_else(make_pair, monkeypatch):
     pair.peer = DecodePeer("d9", "tcp://127.0.0.1:9", 5)
     assert "open files" in pair.wait_for(PushFailed, pair.reserve(9, "new"), 1.0).reason
     pair.peer = good
-    pair.wait_for(Sealed, pair.hand_over(9, request_id="again"))
+    pair.wait_for(Completed, pair.hand_over(9, request_id="again"))
 
 
 @pytest.mark.fast
 def test_who_gave_up_survives_the_rings():
     for by_peer in (False, True):
-        event = LandingFailed(AttemptKey("r", 1), "why", by_peer)
+        event = IncomingFailed(AttemptKey("r", 1), "why", by_peer)
         assert decode_record(encode_record(event, 3)) == (event, 3)
         assert repr(decode_record(encode_record(event))[0]) == repr(event)  # a bool again, not a number
 
@@ -286,7 +286,7 @@ class Proxy:
 @pytest.mark.parametrize("is_near_told", [True, False])
 def test_a_connection_that_is_dead_at_one_end_is_replaced_within_two_leases(make_pair, is_near_told):
     pair = make_pair("zmq", heartbeat_s=0.1, lease_s=0.6)
-    proxy = Proxy(pair.landing.address)
+    proxy = Proxy(pair.incoming.address)
     pair.peer = DecodePeer("d0", proxy.address, pair.peer.epoch)
 
     def has_landed(name):

@@ -6,15 +6,15 @@ import pytest
 
 from baton.kvtransfer import frame, messages
 from baton.kvtransfer.coverage import Coverage
-from baton.kvtransfer.landing_frames import LandingFrames
-from baton.kvtransfer.landing_inbox import LandingInbox
-from baton.kvtransfer.landing_protocol import LandingProtocol
-from baton.kvtransfer.landing_rules import LandingRules
-from baton.kvtransfer.landing_table import LandingState, LandingTable, Part
+from baton.kvtransfer.incoming_table import IncomingState, IncomingTable, Part
 from baton.kvtransfer.push_actions import Acked, PushDrained
 from baton.kvtransfer.push_inbox import PushInbox
 from baton.kvtransfer.push_rules import PushRules
 from baton.kvtransfer.push_table import Transfer
+from baton.kvtransfer.receiver_frames import ReceiverFrames
+from baton.kvtransfer.receiver_inbox import ReceiverInbox
+from baton.kvtransfer.receiver_protocol import ReceiverProtocol
+from baton.kvtransfer.receiver_rules import ReceiverRules
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.simulation import Options
 from baton.tests.kvtransfer.simulation_decode import DecodeNode
@@ -43,20 +43,20 @@ def mutation(options, **weights):
 # Fences
 
 
-@mutation(BLIND, reserve=12, answer=15, push=15, everyone_works=2, crash_landing=3, replay=20)
+@mutation(BLIND, reserve=12, answer=15, push=15, everyone_works=2, crash_receiver=3, replay=20)
 def a_frame_of_another_epoch_is_taken(patch):
-    arrived = LandingFrames.arrived
+    arrived = ReceiverFrames.arrived
 
     def take(self, peer, header, now_s):
-        landing = self._rules.table.by_id(header.landing_id)
-        attempt = header.attempt if landing is None else landing.attempt.attempt
+        incoming = self._rules.table.by_id(header.incoming_id)
+        attempt = header.attempt if incoming is None else incoming.attempt.attempt
         return arrived(self, peer, dataclasses.replace(header, d_epoch=self._rules.epoch, attempt=attempt), now_s)
 
-    patch.setattr(LandingFrames, "arrived", take)
+    patch.setattr(ReceiverFrames, "arrived", take)
 
 
 @mutation(BLIND)
-def a_landing_process_restarts_with_the_same_epoch(patch):
+def a_receiver_process_restarts_with_the_same_epoch(patch):
     start = DecodeNode.start
 
     def restart(self):
@@ -71,61 +71,61 @@ def a_landing_process_restarts_with_the_same_epoch(patch):
 
 @mutation(INLINE)
 def a_lower_attempt_is_granted_after_a_higher(patch):
-    patch.setattr(LandingTable, "highest_attempt", lambda self, request_id: -1)
+    patch.setattr(IncomingTable, "highest_attempt", lambda self, request_id: -1)
 
 
 @mutation(INLINE)
 def what_has_ended_is_forgotten_at_once(patch):
-    patch.setattr(LandingTable, "bury", lambda self, tombstone: None)
+    patch.setattr(IncomingTable, "bury", lambda self, tombstone: None)
 
 
 @mutation(INLINE)
-def a_reserve_for_another_life_is_taken(patch):
-    on_reserve = LandingInbox._on_reserve
+def a_reserve_for_another_incarnation_is_taken(patch):
+    on_reserve = ReceiverInbox._on_reserve
 
     def take(self, peer, known, reserve, now_s):
         reserve.peer_epoch = self._rules.epoch
         return on_reserve(self, peer, known, reserve, now_s)
 
-    patch.setattr(LandingInbox, "_on_reserve", take)
+    patch.setattr(ReceiverInbox, "_on_reserve", take)
 
 
 @mutation(INLINE)
-def a_sealed_landing_takes_frames(patch):
-    arrived = LandingFrames.arrived
+def a_complete_incoming_takes_frames(patch):
+    arrived = ReceiverFrames.arrived
 
     def take(self, peer, header, now_s):
-        landing = self._rules.table.by_id(header.landing_id)
-        if landing is not None and landing.state is LandingState.SEALED:
-            landing.state = LandingState.FILLING
-            landing.coverage = self._rules.coverage(landing.prompt_len)
+        incoming = self._rules.table.by_id(header.incoming_id)
+        if incoming is not None and incoming.state is IncomingState.COMPLETE:
+            incoming.state = IncomingState.FILLING
+            incoming.coverage = self._rules.coverage(incoming.prompt_len)
         return arrived(self, peer, header, now_s)
 
-    patch.setattr(LandingFrames, "arrived", take)
+    patch.setattr(ReceiverFrames, "arrived", take)
 
 
 # What counts as whole
 
 
 @mutation(BLIND)
-def a_landing_seals_with_a_piece_missing(patch):
+def a_incoming_seals_with_a_piece_missing(patch):
     patch.setattr(Coverage, "is_complete", lambda self: sum(1 for _ in self.gaps()) <= 1)
 
 
 @mutation(INLINE)
 def a_wrong_digest_is_believed(patch):
-    landed = LandingFrames.landed
-    patch.setattr(LandingFrames, "landed", lambda self, header, digest, now_s: landed(self, header, None, now_s))
+    landed = ReceiverFrames.landed
+    patch.setattr(ReceiverFrames, "landed", lambda self, header, digest, now_s: landed(self, header, None, now_s))
 
 
 @mutation(BLIND)
 def a_wrong_checksum_is_believed(patch):
-    failed = LandingFrames.failed
+    failed = ReceiverFrames.failed
 
     def believe(self, header, now_s, *, is_corrupt):
         return self.landed(header, None, now_s) if is_corrupt else failed(self, header, now_s, is_corrupt=False)
 
-    patch.setattr(LandingFrames, "failed", believe)
+    patch.setattr(ReceiverFrames, "failed", believe)
 
 
 @mutation(BLIND, damage=60)
@@ -135,43 +135,43 @@ def a_header_is_believed_without_its_checksum(patch):
 
 @mutation(RANKS, everyone_works=1, push=40, share=10, deliver_in_order=30)
 def a_group_seals_without_one_rank(patch):
-    seal = LandingRules.seal_if_complete
+    complete = ReceiverRules.complete_if_whole
 
-    def without(self, landing, now_s):
-        for part in landing.parts[1:]:
-            if part.commit is None and landing.coverage.is_complete():
+    def without(self, incoming, now_s):
+        for part in incoming.parts[1:]:
+            if part.commit is None and incoming.coverage.is_complete():
                 part.commit = kv_pb2.Commit(layer_digests=part.digests)
-        return seal(self, landing, now_s)
+        return complete(self, incoming, now_s)
 
-    patch.setattr(LandingRules, "seal_if_complete", without)
+    patch.setattr(ReceiverRules, "complete_if_whole", without)
 
 
 @mutation(INLINE)
 def a_sequence_is_shown_twice(patch):
-    on_commit = LandingInbox._on_commit
+    on_commit = ReceiverInbox._on_commit
 
     def again(self, peer, known, commit, now_s):
-        landing = self._rules.table.by_id(commit.landing_id)
-        if landing is not None and landing.state is LandingState.SEALED:
-            landing.state = LandingState.FILLING
-            for part in landing.parts:
+        incoming = self._rules.table.by_id(commit.incoming_id)
+        if incoming is not None and incoming.state is IncomingState.COMPLETE:
+            incoming.state = IncomingState.FILLING
+            for part in incoming.parts:
                 part.commit.round = 0
             commit.round += 1
         return on_commit(self, peer, known, commit, now_s)
 
-    patch.setattr(LandingInbox, "_on_commit", again)
+    patch.setattr(ReceiverInbox, "_on_commit", again)
 
 
 @mutation(SHM)
-def a_landing_seals_while_its_sender_writes_again(patch):
-    nack = LandingRules.nack
+def a_incoming_seals_while_its_sender_writes_again(patch):
+    nack = ReceiverRules.nack
 
-    def keep(self, landing, part, corrupt=()):
-        actions = nack(self, landing, part, corrupt)
+    def keep(self, incoming, part, corrupt=()):
+        actions = nack(self, incoming, part, corrupt)
         part.is_commit_void = False
         return actions
 
-    patch.setattr(LandingRules, "nack", keep)
+    patch.setattr(ReceiverRules, "nack", keep)
     patch.setattr(Part, "write_off", lambda self, next_seq: None)
 
 
@@ -186,38 +186,38 @@ def a_commit_overtakes_the_writes(patch):
 
 @mutation(SHM)
 def quarantine_ends_by_a_timer(patch):
-    ask = LandingRules.ask
+    ask = ReceiverRules.ask
 
-    def free(self, landing, now_s):
-        age_s = now_s - min(part.renewed.at_s for part in landing.parts)
-        return self.drain(landing, now_s) if age_s > 2 * self.config.lease_s else ask(self, landing, now_s)
+    def free(self, incoming, now_s):
+        age_s = now_s - min(part.renewed.at_s for part in incoming.parts)
+        return self.drain(incoming, now_s) if age_s > 2 * self.config.lease_s else ask(self, incoming, now_s)
 
-    patch.setattr(LandingRules, "ask", free)
+    patch.setattr(ReceiverRules, "ask", free)
 
 
 @mutation(SHM_RANKS)
 def one_rank_speaks_for_all(patch):
-    def drain(self, landing, now_s):
-        if landing.writes or not any(part.is_drained for part in landing.parts):
+    def drain(self, incoming, now_s):
+        if incoming.writes or not any(part.is_drained for part in incoming.parts):
             return []
-        return self.drain(landing, now_s)
+        return self.drain(incoming, now_s)
 
-    patch.setattr(LandingRules, "drain_if_quiet", drain)
+    patch.setattr(ReceiverRules, "drain_if_quiet", drain)
 
 
 @mutation(INLINE)
 def blocks_are_freed_under_a_write_in_progress(patch):
-    drain = LandingRules.drain_if_quiet
+    drain = ReceiverRules.drain_if_quiet
 
-    def hasty(self, landing, now_s):
-        landing.writes.clear()
-        return drain(self, landing, now_s)
+    def hasty(self, incoming, now_s):
+        incoming.writes.clear()
+        return drain(self, incoming, now_s)
 
-    patch.setattr(LandingRules, "drain_if_quiet", hasty)
+    patch.setattr(ReceiverRules, "drain_if_quiet", hasty)
 
 
 @mutation(SHM)
-def a_successor_swears_for_a_life_gone_by(patch):
+def a_successor_swears_for_a_incarnation_gone_by(patch):
     on_abort = PushInbox._on_abort
 
     def swear(self, address, peer, abort, now_s):
@@ -225,15 +225,15 @@ def a_successor_swears_for_a_life_gone_by(patch):
         return on_abort(self, address, peer, abort, now_s)
 
     patch.setattr(PushInbox, "_on_abort", swear)
-    on_ack = LandingInbox._on_abort_ack
+    on_ack = ReceiverInbox._on_abort_ack
 
     def believe(self, peer, known, ack, now_s):
-        landing = self._rules.table.get(messages.attempt_of(ack.attempt))
-        if landing is not None:
-            ack.peer_epoch = landing.p_epoch
+        incoming = self._rules.table.get(messages.attempt_of(ack.attempt))
+        if incoming is not None:
+            ack.peer_epoch = incoming.p_epoch
         return on_ack(self, peer, known, ack, now_s)
 
-    patch.setattr(LandingInbox, "_on_abort_ack", believe)
+    patch.setattr(ReceiverInbox, "_on_abort_ack", believe)
 
 
 @mutation(SHM)
@@ -291,8 +291,8 @@ def a_rank_pushes_without_asking_whether_the_grant_still_holds(patch):
 
 
 @mutation(SHM)
-def a_restarted_landing_process_knows_nothing_of_its_past(patch):
-    patch.setattr(LandingProtocol, "inherit", lambda self, inherited, now_s: None)
+def a_restarted_receiver_process_knows_nothing_of_its_past(patch):
+    patch.setattr(ReceiverProtocol, "inherit", lambda self, inherited, now_s: None)
 
 
 @mutation(INLINE)
@@ -315,22 +315,22 @@ def the_window_is_not_kept(patch):
 
 @mutation(INLINE)
 def credit_leaks(patch):
-    charge = LandingRules.charge
+    charge = ReceiverRules.charge
 
-    def leak(self, landing, part, header):
+    def leak(self, incoming, part, header):
         if header.first == 0:
-            charge(self, landing, part, header)
+            charge(self, incoming, part, header)
 
-    patch.setattr(LandingRules, "charge", leak)
+    patch.setattr(ReceiverRules, "charge", leak)
 
 
 @mutation(INLINE)
 def a_frame_that_comes_twice_is_credited_twice(patch):
-    def generous(self, landing, part, header):
+    def generous(self, incoming, part, header):
         part.charged_bytes += header.charge_bytes
-        self._uncredited.add((landing.landing_id, part.rank))
+        self._uncredited.add((incoming.incoming_id, part.rank))
 
-    patch.setattr(LandingRules, "charge", generous)
+    patch.setattr(ReceiverRules, "charge", generous)
 
 
 @mutation(SHM, damage=60)

@@ -103,7 +103,7 @@ def test_an_offer_that_makes_no_sense_is_refused():
     ):
         with pytest.raises(LaneRefused):
             read_offer(offer, EPOCH, layout)
-    with pytest.raises(LaneRefused, match="life"):
+    with pytest.raises(LaneRefused, match="incarnation"):
         read_offer(good, EPOCH + 1, layout)
 
 
@@ -176,7 +176,7 @@ def test_real_writes_arrive_byte_for_byte(loopback, sizes, ranks):
 def test_an_offer_of_another_life_or_with_wild_metadata_is_refused(loopback):
     peers = Peers()
     offer = peers.pools.offer()
-    with pytest.raises(LaneRefused, match="life"):
+    with pytest.raises(LaneRefused, match="incarnation"):
         peers.opener.open(offer, EPOCH + 7, "host")
     offer.nixl.metadata = b"nonsense"
     with pytest.raises(LaneRefused):

@@ -11,17 +11,17 @@ import torch
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigInvalid, PortInUse, ProtocolError
-from baton.kvtransfer.landing import Sealed
+from baton.kvtransfer.incoming import Completed
 from baton.kvtransfer.over_grpc import GrpcTransport
 from baton.kvtransfer.over_grpc_inbox import MAX_WAITING
 from baton.kvtransfer.over_grpc_options import MAX_QUEUED, METHOD, NAME_KEY, PASS_KEY
-from baton.kvtransfer.over_grpc_outbox import Outbox
 from baton.kvtransfer.over_grpc_packet import (
     PART_BYTES,
     decode_packet,
     encode_control_packet,
     encode_frame_packet,
 )
+from baton.kvtransfer.over_grpc_send_queue import SendQueue
 from baton.kvtransfer.proof import connection_pass
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import rows
@@ -134,31 +134,31 @@ def test_damaged_packets_are_refused_or_read_and_nothing_else():
         assert sum(len(part) for part in (packet.control, packet.header, packet.payload) if part) <= len(data)
 
 
-def test_an_outbox_sends_controls_first_and_cuts_payloads():
-    outbox = Outbox(4 * MIB)
+def test_an_send_queue_sends_controls_first_and_cuts_payloads():
+    send_queue = SendQueue(4 * MIB)
     memory = bytearray(random.Random(2).randbytes(2 * PART_BYTES + 100))
     pieces = [memoryview(memory)[:70_000], memoryview(memory)[70_000:]]
     content = bytes(memory)
-    packets = iter(outbox)
-    assert outbox.put_frame(make_header(len(memory)), pieces)
+    packets = iter(send_queue)
+    assert send_queue.put_frame(make_header(len(memory)), pieces)
     first = decode_packet(next(packets))
     assert first.header == make_header(len(memory))
     assert len(first.payload) == PART_BYTES
-    assert outbox.put(b"control")
+    assert send_queue.put(b"control")
     assert bytes(decode_packet(next(packets)).control) == b"control"
-    assert outbox.num_pinned == 1
-    assert outbox.put_frame(make_header(8, seq=1), [memoryview(b"12345678")])
-    assert outbox.unpin(lambda _: True) == 1
-    assert outbox.num_pinned == 0
+    assert send_queue.num_pinned == 1
+    assert send_queue.put_frame(make_header(8, seq=1), [memoryview(b"12345678")])
+    assert send_queue.unpin(lambda _: True) == 1
+    assert send_queue.num_pinned == 0
     memory[:] = bytes(len(memory))
     rest = [decode_packet(next(packets)).payload for _ in range(2)]
     assert bytes(first.payload) + b"".join(rest) == content
-    assert not outbox.put_frame(make_header(5 * MIB), [memoryview(bytes(5 * MIB))])
-    assert sum(outbox.put(b"x") for _ in range(MAX_QUEUED + 5)) == MAX_QUEUED
-    assert outbox.close() == 0
+    assert not send_queue.put_frame(make_header(5 * MIB), [memoryview(bytes(5 * MIB))])
+    assert sum(send_queue.put(b"x") for _ in range(MAX_QUEUED + 5)) == MAX_QUEUED
+    assert send_queue.close() == 0
     assert list(packets) == []
-    assert not outbox.put(b"x")
-    assert not outbox.put_frame(make_header(8), [memoryview(b"12345678")])
+    assert not send_queue.put(b"x")
+    assert not send_queue.put_frame(make_header(8), [memoryview(b"12345678")])
 
 
 @pytest.mark.parametrize("name", [None, "", "with space", "x" * 65])
@@ -375,7 +375,7 @@ def test_a_whole_hand_over(make_pair, kind):
     pair = make_pair(kind)
     keys = [pair.hand_over(prompt_len=22, chunk_len=7, request_id=f"r{index}") for index in range(3)]
     for key in keys:
-        pair.wait_for(Sealed, key)
+        pair.wait_for(Completed, key)
         assert torch.equal(
             pair.rows(pair.target, pair.landed_tables[key], 22),
             rows(pair.source, pair.all_tables[key].blocks, 22),

@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
-from baton.kvtransfer.landing_actions import SendControl as Reply
-from baton.kvtransfer.landing_protocol import LandingProtocol
 from baton.kvtransfer.messages import control_of, layout_message
 from baton.kvtransfer.proof import CHALLENGE_S, KvProofs
 from baton.kvtransfer.push_actions import DecodePeer, OpenLane, PushDrained, SendControl
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
+from baton.kvtransfer.receiver_actions import SendControl as Reply
+from baton.kvtransfer.receiver_protocol import ReceiverProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import Pair, make_layout
 from baton.tests.kvtransfer.proving import OTHER_PROOFS, PROOFS, prove, prove_challenge, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
-from baton.worker.transfer_counts import landing_counts
+from baton.worker.transfer_counts import receiver_counts
 
 pytestmark = pytest.mark.fast
 
@@ -28,8 +28,8 @@ P_EPOCH, D_EPOCH = 5, 1
 OFFERS = [kv_pb2.LaneOffer(lane="raw", raw=kv_pb2.RawOffer(address="127.0.0.1:1", token=b"t" * 16))]
 
 
-def landing():
-    return LandingProtocol(epoch=D_EPOCH, layout=LAYOUT, config=CONFIG, max_capacity_len=16, offers=OFFERS)
+def incoming():
+    return ReceiverProtocol(epoch=D_EPOCH, layout=LAYOUT, config=CONFIG, max_capacity_len=16, offers=OFFERS)
 
 
 def hello(**changes):
@@ -59,7 +59,7 @@ def is_silent(replies):
 
 
 def test_the_first_hello_gets_a_challenge_and_leaves_nothing():
-    protocol = landing()
+    protocol = incoming()
     (reply,) = say(protocol, hello(sent_ns=1))
     assert reply.challenge and is_silent([reply])
     assert protocol._rules.peers.get("p") is None and not is_met(protocol)
@@ -75,15 +75,15 @@ def test_the_first_hello_gets_a_challenge_and_leaves_nothing():
         lambda: prove(hello(sent_ns=2), D_EPOCH, "p", proofs=OTHER_PROOFS),
         lambda: prove_challenge(hello(sent_ns=2), PROOFS.challenge(D_EPOCH, "p", 0.0), OTHER_PROOFS),
         lambda: prove(hello(sent_ns=2), D_EPOCH, "q"),  # heard of another connection
-        lambda: prove(hello(sent_ns=2), D_EPOCH + 1, "p"),  # or of another life
+        lambda: prove(hello(sent_ns=2), D_EPOCH + 1, "p"),  # or of another incarnation
         lambda: prove(hello(sent_ns=2), D_EPOCH, "p", -2 * CHALLENGE_S),  # too long ago
     ],
-    ids=["nothing", "secret", "proof", "connection", "life", "stale"],
+    ids=["nothing", "secret", "proof", "connection", "incarnation", "stale"],
 )
 @pytest.mark.parametrize("is_known", [False, True])
 def test_the_epoch_of_a_real_prefill_worker_lets_nobody_in(make, is_known):
     """Nor does it change what is known of the real one."""
-    protocol = landing()
+    protocol = incoming()
     if is_known:
         say(protocol, prove(hello(sent_ns=1), D_EPOCH, "p"))
     before = protocol._rules.peers.get("p")
@@ -96,7 +96,7 @@ def test_the_epoch_of_a_real_prefill_worker_lets_nobody_in(make, is_known):
 
 
 def test_a_hello_is_taken_once_and_in_order():
-    protocol = landing()
+    protocol = incoming()
     messages = [prove(hello(sent_ns=at), D_EPOCH, "p") for at in (1, 2, 3)]
     assert say(protocol, messages[1])[0].offers
     assert say(protocol, messages[1]) == [] and say(protocol, messages[0]) == []
@@ -122,7 +122,7 @@ def test_nothing_of_a_hello_may_be_touched(name, number, data):
         setattr(message, name, data.hex())
     else:
         getattr(message, name).append(data.hex())
-    protocol = landing()
+    protocol = incoming()
     is_same = message.SerializeToString() == before
     assert is_silent(say(protocol, message)) is not is_same
     assert (protocol._rules.peers.get("p") is not None) is is_same
@@ -131,7 +131,7 @@ def test_nothing_of_a_hello_may_be_touched(name, number, data):
 @given(st.binary(max_size=200), st.binary(max_size=64))
 def test_any_proof_of_a_stranger_is_refused(data, proof):
     message = hello(sent_ns=7, number=data[:16], challenge=PROOFS.challenge(D_EPOCH, "p", 0.0), proof=proof)
-    assert is_silent(say(landing(), message))
+    assert is_silent(say(incoming(), message))
 
 
 class Pushing:
@@ -157,7 +157,7 @@ def good_reply(asked, **changes):
 
 
 def test_the_two_sides_meet():
-    push, protocol = Pushing(), landing()
+    push, protocol = Pushing(), incoming()
     message, rounds = push.asked, 0
     while not push.is_met:
         (reply,) = say(protocol, message)
@@ -222,17 +222,17 @@ def test_an_impostor_cannot_make_it_talk_without_end():
 
 @pytest.mark.parametrize("kind", ["loopback", "zmq", "grpc", "process", "grpc-process"])
 def test_over_every_transport_a_stranger_with_the_real_epoch_gets_nothing(kind, caplog):
-    """`process`: the landing is one of its own; the lanes raw, shm, nvlink and nixl are offered over this channel."""
+    """`process`: the transfer is one of its own; the lanes raw, shm, nvlink and nixl are offered over this channel."""
     caplog.set_level(logging.WARNING)
     pair = Pair(kind, make_layout(), push_key="ab" * 32)
     try:
         key = pair.reserve(9, wait_s=1.0)
         pair.wait_for(PushDrained, key, timeout_s=60.0)
-        assert not [event for _, event in pair.events if type(event).__module__.endswith("landing_actions")]
-        counts = pair.landing.inventory()
-        assert (counts["num_landings"], counts["num_reserves_waiting"], counts["frames_landed"]) == (0, 0, 0)
+        assert not [event for _, event in pair.events if type(event).__module__.endswith("receiver_actions")]
+        counts = pair.incoming.inventory()
+        assert (counts["num_kv_receives"], counts["num_reserves_waiting"], counts["frames_landed"]) == (0, 0, 0)
         assert counts["hellos_unproved"] > 0
-        assert landing_counts(counts, 0).refused > 0, "what operators see of it"
+        assert receiver_counts(counts, 0).refused > 0, "what operators see of it"
         assert pair.push.lanes() == {}
     finally:
         pair.close()

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from baton.core.errors import ConfigInvalid, TransferFailed
-from baton.kvtransfer.landing import Drained, LandingFailed, Sealed
+from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed
 from baton.kvtransfer.push import Acked, Denied, Granted, PushDrained, PushFailed
 from baton.kvtransfer.push_lane import LaneFailed
 from baton.kvtransfer.push_route import Gate, KeptBytes
@@ -68,7 +68,7 @@ def decodes():
 
     yield get
     for decode in made.values():
-        decode.landing.close()
+        decode.incoming.close()
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def make_prefill(decodes, request):
     try:
         for prefill in made:
             for key in tuple(prefill.decode.tables):
-                if prefill.find(Sealed, key):
+                if prefill.find(Completed, key):
                     prefill.decode.release(key)
             prefill.assert_clean()
     finally:
@@ -108,8 +108,8 @@ def test_all_lands_and_is_written_once(make_prefill, decodes, digest, block_size
     for first in range(0, 75, 30):
         prefill.compute(key, first=first, count=min(first + 30, 75))
     prefill.commit(key)
-    sealed, acked = prefill.wait_for(Sealed, key), prefill.wait_for(Acked, key)
-    assert sealed.bytes_landed == acked.bytes_pushed == 75 * LAYOUT.bytes_per_position * LAYOUT.num_layers
+    complete, acked = prefill.wait_for(Completed, key), prefill.wait_for(Acked, key)
+    assert complete.bytes_landed == acked.bytes_pushed == 75 * LAYOUT.bytes_per_position * LAYOUT.num_layers
     prefill.assert_landed(key, blocks)
     counts = prefill.push.inventory()
     assert (counts["frames_pushed"], counts["frames_rewritten"], counts["bytes_resent"]) == (12, 0, 0)
@@ -137,14 +137,14 @@ def test_what_was_damaged_on_its_way_is_written_again(make_prefill):
     key = prefill.reserve("damaged", 40)
     blocks = prefill.tables[key].blocks
     prefill.wait_for(Granted, key)
-    before = prefill.decode.landing.inventory()["frames_corrupt"]
+    before = prefill.decode.incoming.inventory()["frames_corrupt"]
     prefill.compute(key)
     prefill.commit(key)
-    prefill.wait_for(Sealed, key)
+    prefill.wait_for(Completed, key)
     prefill.wait_for(Acked, key)
     prefill.assert_landed(key, blocks)
     assert prefill.push.inventory()["frames_rewritten"] >= 1
-    assert prefill.decode.landing.inventory()["frames_corrupt"] == before + 1
+    assert prefill.decode.incoming.inventory()["frames_corrupt"] == before + 1
 
 
 def test_what_is_damaged_twice_is_given_up(make_prefill):
@@ -162,7 +162,7 @@ def test_what_is_damaged_twice_is_given_up(make_prefill):
     assert "corrupt twice" in prefill.wait_for(PushFailed, key).reason
     prefill.wait_for(PushDrained, key)
     prefill.wait_for(Drained, key)
-    assert prefill.find(Sealed, key) is None
+    assert prefill.find(Completed, key) is None
 
 
 @pytest.mark.fast
@@ -183,9 +183,9 @@ def test_nothing_drains_while_a_write_is_in_progress_and_nothing_is_written_afte
     assert inside.wait(5)
     if side == "prefill":
         prefill.push.abort(key, "the client went away")
-        prefill.wait_for(LandingFailed, key)
+        prefill.wait_for(IncomingFailed, key)
     else:
-        prefill.decode.landing.abort(key, "the client went away")
+        prefill.decode.incoming.abort(key, "the client went away")
         assert "the client went away" in prefill.wait_for(PushFailed, key).reason
     prefill.stay_without(Drained, key)
     assert prefill.find(PushDrained, key) is None
@@ -222,7 +222,7 @@ def test_a_lane_that_fails_fails_its_transfer_and_neither_the_step_nor_others(ma
     prefill.wait_for(Granted, good)
     prefill.compute(good)
     prefill.commit(good)
-    prefill.wait_for(Sealed, good)
+    prefill.wait_for(Completed, good)
 
 
 @pytest.mark.fast
@@ -272,7 +272,7 @@ def test_writes_that_a_device_finishes_later_are_waited_for(make_prefill):
     prefill.wait_for(Granted, key)
     prefill.compute(key)
     prefill.commit(key)  # long before the last write is over
-    prefill.wait_for(Sealed, key)
+    prefill.wait_for(Completed, key)
     prefill.assert_landed(key, blocks)
     prefill.wait_for(Acked, key)
 
@@ -285,7 +285,7 @@ def test_an_abort_waits_for_writes_that_a_device_has_not_finished(make_prefill, 
     start_s = time.monotonic()
     prefill.compute(key)
     prefill.push.abort(key, "the client went away")
-    prefill.wait_for(LandingFailed, key)
+    prefill.wait_for(IncomingFailed, key)
     prefill.wait_for(Drained, key)
     assert time.monotonic() - start_s > 0.25
     prefill.wait_for(PushDrained, key)
@@ -312,7 +312,7 @@ def test_cached_positions_are_pushed_beside_the_step_and_a_commit_waits_for_them
     prefill.push.push_cached(key, 0, 48)
     prefill.compute(key, first=48)
     prefill.commit(key)
-    prefill.wait_for(Sealed, key)
+    prefill.wait_for(Completed, key)
     prefill.wait_for(Acked, key)
     prefill.assert_landed(key, blocks)
 
@@ -344,7 +344,7 @@ def test_cached_positions_that_cannot_be_pushed_fail_the_transfer(make_prefill):
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "zmq"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_push_their_heads_into_one_landing(make_prefill, transport, size):
+def test_ranks_push_their_heads_into_one_incoming(make_prefill, transport, size):
     epoch = secrets.randbits(64)
     ranks = [make_prefill(rank=rank, size=size, epoch=epoch, transport=transport) for rank in range(size)]
     key = ranks[0].reserve(f"ranks {transport} {size}", 75)
@@ -356,9 +356,9 @@ def test_ranks_push_their_heads_into_one_landing(make_prefill, transport, size):
         sources.append(rank.tables[key].blocks)
     for rank in ranks:
         rank.compute(key)
-        assert rank.find(Sealed, key) is None
+        assert rank.find(Completed, key) is None
         rank.commit(key)
-    ranks[0].wait_for(Sealed, key)
+    ranks[0].wait_for(Completed, key)
     for rank, blocks in zip(ranks, sources, strict=True):
         rank.wait_for(Acked, key)
         rank.assert_landed(key, blocks)
@@ -379,7 +379,7 @@ def test_a_rank_that_gives_up_fails_all_of_them_and_each_says_when_it_is_out(mak
     ranks[0].wait_for(Drained, key)
 
 
-def test_a_landing_without_a_lane_is_refused_by_name_and_then_at_once(make_prefill):
+def test_a_incoming_without_a_lane_is_refused_by_name_and_then_at_once(make_prefill):
     decode = Decode(LAYOUT, lanes=(), **TIMES)
     try:
         prefill = make_prefill(decode)
@@ -389,7 +389,7 @@ def test_a_landing_without_a_lane_is_refused_by_name_and_then_at_once(make_prefi
         second = prefill.reserve("no lane either", 20)
         assert "shm: the decode worker does not serve it" in prefill.wait_for(Denied, second, 0.5).detail
     finally:
-        decode.landing.close()
+        decode.incoming.close()
 
 
 @pytest.mark.fast
@@ -420,7 +420,7 @@ def test_a_grant_beyond_the_pool_is_refused_before_anything_is_written(make_pref
 def test_many_at_once_with_aborts_on_both_sides_leave_nothing_and_mix_nothing_up(make_prefill):
     rng = random.Random(3)
     prefill = make_prefill(on_write=lambda go, span: (time.sleep(rng.random() * 0.001), go())[1], num_writer_threads=2)
-    open_keys, sealed = {}, 0
+    open_keys, complete = {}, 0
     for number in range(60):
         key = prefill.reserve(f"many {number}", rng.randrange(1, 120))
         open_keys[key] = prefill.tables[key].blocks
@@ -442,7 +442,7 @@ def test_many_at_once_with_aborts_on_both_sides_leave_nothing_and_mix_nothing_up
             if dice < 0.25:
                 prefill.push.abort(key, "in the middle")
             elif dice < 0.5:
-                prefill.decode.landing.abort(key, "in the middle")
+                prefill.decode.incoming.abort(key, "in the middle")
             thread.join(10)
             prefill.commit(key)
             if dice < 0.25:
@@ -452,11 +452,11 @@ def test_many_at_once_with_aborts_on_both_sides_leave_nothing_and_mix_nothing_up
                 prefill.poll()
                 time.sleep(0.0005)
             if dice >= 0.5:
-                sealed += 1
-                prefill.wait_for(Sealed, key)
+                complete += 1
+                prefill.wait_for(Completed, key)
                 prefill.assert_landed(key, blocks)
                 prefill.decode.release(key)
-    assert sealed > 10
+    assert complete > 10
     prefill.assert_clean()
 
 
@@ -470,7 +470,7 @@ def test_a_decode_worker_that_stopped_holds_up_nobody_else(make_prefill, decodes
         while not all(prefill.find(Granted, key) for key in stuck):
             bad.poll()
             prefill.poll()
-        os.kill(bad.landing._host.pid, signal.SIGSTOP)
+        os.kill(bad.incoming._host.pid, signal.SIGSTOP)
         start_s = time.monotonic()
         prefill.compute(*stuck)  # 10 times what the window lets go
         for key in stuck:
@@ -480,7 +480,7 @@ def test_a_decode_worker_that_stopped_holds_up_nobody_else(make_prefill, decodes
             prefill.wait_for(Granted, key)
             prefill.compute(key)
             prefill.commit(key)
-            prefill.wait_for(Sealed, key, 1.0)
+            prefill.wait_for(Completed, key, 1.0)
             prefill.wait_for(Acked, key, 1.0)
             prefill.decode.release(key)
         assert time.monotonic() - start_s < TIMES["lease_s"], "nobody waited for a lease to end"
@@ -489,7 +489,7 @@ def test_a_decode_worker_that_stopped_holds_up_nobody_else(make_prefill, decodes
             prefill.push.abort(key, "enough")
             prefill.wait_for(PushDrained, key)
     finally:
-        bad.landing.close()
+        bad.incoming.close()
 
 
 def test_no_source_block_is_read_any_more_once_a_push_has_drained(make_prefill):
@@ -503,7 +503,7 @@ def test_no_source_block_is_read_any_more_once_a_push_has_drained(make_prefill):
         prefill.wait_for(Granted, key)
         while prefill.push.lane_of(bad.peer.kv_address).lane != "raw":
             prefill.poll()
-        os.kill(bad.landing._host.pid, signal.SIGSTOP)
+        os.kill(bad.incoming._host.pid, signal.SIGSTOP)
         prefill.push._protocol.transfer(key).two_layers_bytes = 1 << 30
         prefill.compute(key)
         time.sleep(0.1)
@@ -511,11 +511,11 @@ def test_no_source_block_is_read_any_more_once_a_push_has_drained(make_prefill):
         prefill.push.abort(key, "enough")
         prefill.wait_for(PushDrained, key, 1.0)
         assert transport.num_pinned(bad.peer.kv_address) == 0
-        os.kill(bad.landing._host.pid, signal.SIGCONT)
+        os.kill(bad.incoming._host.pid, signal.SIGCONT)
         prefill.wait_for(Drained, key)
-        prefill.assert_clean()  # now: once it is closed, a landing counts no more
+        prefill.assert_clean()  # now: once it is closed, an incoming transfer counts no more
     finally:
-        bad.landing.close()
+        bad.incoming.close()
 
 
 @pytest.mark.fast

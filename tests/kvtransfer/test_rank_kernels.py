@@ -11,10 +11,10 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvtransfer.device_jobs import SLOT_WORDS, flag_bytes, flag_page
-from baton.kvtransfer.landing_actions import DigestWanted
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.rank_digests import RankDigests
 from baton.kvtransfer.rank_kernels import RankKernels
+from baton.kvtransfer.receiver_actions import DigestWanted
 from baton.kvtransfer.span import Span
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.device_jobs import flag_page
-from baton.kvtransfer.landing_actions import DigestWanted
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.rank_digests import RankDigests
+from baton.kvtransfer.receiver_actions import DigestWanted
 from baton.kvtransfer.span import Span
 from baton.tests.kvtransfer.conftest import make_layout
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 LAYOUT = make_layout(num_kv_heads=4)
 NUM_BLOCKS = 6
 MODULE = "baton.kvtransfer.cuda_ipc"
-USERS = ("baton.kvtransfer.rank_pools", "baton.kvtransfer.device_landing")
+USERS = ("baton.kvtransfer.rank_pools", "baton.kvtransfer.device_receiver")
 
 
 class FakeCuda:
@@ -106,7 +106,7 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     fake.rank_pools = importlib.import_module(USERS[0])
-    fake.device_landing = importlib.import_module(USERS[1])
+    fake.device_receiver = importlib.import_module(USERS[1])
     yield fake
     for name in USERS:
         sys.modules.pop(name, None)
@@ -214,15 +214,15 @@ def test_closing_goes_on_when_an_owner_is_gone(cuda, caplog):
 
 
 def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda):
-    """`DeviceLanding` over two pools, with the kernels in Triton's interpreter."""
+    """`DeviceReceiver` over two pools, with the kernels in Triton's interpreter."""
     pools = pools_of(2)
     opened = cuda.rank_pools.RankPools(pools[0], share(cuda, pools)[0])
-    memory = cuda.device_landing.private_memory(pools[0], 4)
+    memory = cuda.device_receiver.private_memory(pools[0], 4)
     staging = np.frombuffer(memory.staging, dtype=np.uint8)
     staging[:] = np.random.default_rng(1).integers(0, 256, len(staging), dtype=np.uint8)
     flags = flag_page(memory.flags)
     source = PoolIO(staging, type(pools[0].geometry)(LAYOUT, 4))
-    landing = cuda.device_landing.DeviceLanding(opened, pools[0], 4, memory)
+    incoming = cuda.device_receiver.DeviceReceiver(opened, pools[0], 4, memory)
     assert len(cuda.streams) == 2
     table, from_blocks, answers = BlockTable((5, 1, 3), 4), BlockTable((2, 0, 1), 4), []
     for rank, flag in enumerate(flags.claim(2)):
@@ -230,7 +230,7 @@ def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda)
             attempt=AttemptKey("r", 0), rank=rank, flag=flag.slot, sequence=flag.sequence, layer=0, num_layers=3,
             count=11, staging=from_blocks, has_digest=True,
         )  # fmt: skip
-        landing.launch(wanted, table)
+        incoming.launch(wanted, table)
         assert flags.is_up(flag)
         answers.append(flags.digests(flag, 3))
     together = RankDigests(LAYOUT, 2)
@@ -242,7 +242,7 @@ def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda)
             part = Span(layer, 0, 11, heads.first, heads.count)
             assert io.read(table.blocks, part, 4) == source.read(from_blocks.blocks, part, 4)
     before = [stream.num_waits for stream in cuda.streams]
-    landing.close()
+    incoming.close()
     assert [stream.num_waits for stream in cuda.streams] == [count + 1 for count in before]
     assert not cuda.opened
     assert len(cuda.closed) == 2, "staging and flags are unlocked"
@@ -251,5 +251,5 @@ def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda)
 def test_staging_holds_every_head_whatever_a_rank_holds(cuda):
     (alone,), (first, _) = pools_of(1), pools_of(2)
     config = KVTransferConfig(staging_mib=1)
-    num_blocks = cuda.device_landing.num_staging_blocks
+    num_blocks = cuda.device_receiver.num_staging_blocks
     assert num_blocks(first, config) == num_blocks(alone, config) > 0

@@ -404,7 +404,7 @@ def test_small_frames_and_many_pieces_share_system_calls(ends):
 
 
 def test_without_file_numbers_new_connections_wait_and_the_poller_rests(ends, connect, monkeypatch, caplog):
-    """A listener that stays readable would else wake the landing process at every turn, with a line of log each."""
+    """A listener that stays readable would else wake the KV receiver process at every turn, with a line of log each."""
     receiver = ends.d._receiver
     monkeypatch.setattr(raw_lane_receiver, "REST_S", 0.0)
     listener, full = receiver._listener, True

@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import ProtocolError
 from baton.kvtransfer.frame import decode_header, encode_header
-from baton.kvtransfer.landing_table import LandingState
+from baton.kvtransfer.incoming_table import IncomingState
 from baton.kvtransfer.messages import parse_control
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_BLOCKS, NUM_LAYERS, Message, Options, World
 
@@ -71,14 +71,14 @@ def contents(node):
 # vllm #52234: a reference to KV that is another's by now. Five ways to have one.
 
 
-def test_a_frame_for_an_unknown_landing(any_world):
+def test_a_frame_for_an_unknown_incoming(any_world):
     world = any_world
     attempt = granted(world, prompt_len=2)
     push_all(world, attempt)
     node = world.decodes["d0"]
     held = contents(node)
     for message in take(world, frames):
-        header = dataclasses.replace(decode_header(message.data), landing_id=99)
+        header = dataclasses.replace(decode_header(message.data), incoming_id=99)
         node.on_message(Message(message.sender, "d0", encode_header(header), message.payload))
         node.finish_all()
     assert contents(node) == held
@@ -86,7 +86,7 @@ def test_a_frame_for_an_unknown_landing(any_world):
     assert not node.writes
 
 
-def test_a_frame_for_a_landing_that_was_consumed(any_world):
+def test_a_frame_for_a_incoming_that_was_consumed(any_world):
     world = any_world
     attempt = granted(world, prompt_len=2)
     push_all(world, attempt)
@@ -94,7 +94,7 @@ def test_a_frame_for_a_landing_that_was_consumed(any_world):
     world.work()
     world.deliver_all()
     node = world.decodes["d0"]
-    assert attempt in node.sealed
+    assert attempt in node.complete
     held = contents(node)
     for is_released in (False, True):
         world.in_flight += old
@@ -132,7 +132,7 @@ def test_a_frame_out_of_range(world, change):
     with pytest.raises(ProtocolError):
         node.protocol.on_frame(message.sender, header, node.now())
     assert not node.writes
-    assert node.protocol.landing(1).coverage.overlaps(0, 0, 5, 0, 2) is False
+    assert node.protocol.incoming(1).coverage.overlaps(0, 0, 5, 0, 2) is False
 
 
 @pytest.mark.parametrize("blocks", [(), (1,)])
@@ -166,8 +166,8 @@ def test_a_stale_frame_after_its_blocks_were_reused(any_world):
     assert contents(world.decodes["d0"]) == held
     assert world.decodes["d0"].protocol.counts.frames_late_dropped == len(stale)
     world.settle()
-    assert (second, "sealed") in world.log
-    assert (first, "sealed") not in world.log
+    assert (second, "complete") in world.log
+    assert (first, "complete") not in world.log
 
 
 def test_a_frame_after_the_lease_expired(any_world):
@@ -189,7 +189,7 @@ def test_a_frame_after_the_lease_expired(any_world):
     assert contents(node) == held
     assert node.protocol.counts.frames_late_dropped == len(late)
     world.settle()
-    assert (attempt, "sealed") not in world.log
+    assert (attempt, "complete") not in world.log
 
 
 # Others
@@ -220,7 +220,7 @@ def test_the_prefill_worker_dies_while_its_request_waits_for_blocks(any_world):
         world.advance(0.1)
         world.deliver_all()
     assert node.wanted == []  # nobody grants blocks to the dead
-    assert hog in node.tables or (hog, "sealed") in world.log
+    assert hog in node.tables or (hog, "complete") in world.log
 
 
 def test_a_failed_post_is_reported_and_nobody_counts_to_a_number_that_will_not_come(world):
@@ -235,10 +235,10 @@ def test_a_failed_post_is_reported_and_nobody_counts_to_a_number_that_will_not_c
         world.advance(0.1)
     assert node.ended[attempt] == "PushDrained"
     assert world.decodes["d0"].tables == {}
-    assert (attempt, "sealed") not in world.log
+    assert (attempt, "complete") not in world.log
 
 
-def test_a_failed_write_is_reported_and_ends_the_landing_on_all_ranks():
+def test_a_failed_write_is_reported_and_ends_the_incoming_on_all_ranks():
     """The same where the sender writes, on one rank of two."""
     world = World(Options(prefill_tp=2, lane="shm"))
     attempt = granted(world)
@@ -258,8 +258,8 @@ def test_an_abort_with_a_write_in_flight_drains_only_after_it(world):
     assert node.writes
     node.begin_write(node.writes[0])
     node.abort(attempt)
-    landing = next(iter(node.protocol.landings()))
-    assert landing.state is LandingState.QUARANTINED
+    incoming = next(iter(node.protocol.incoming_transfers()))
+    assert incoming.state is IncomingState.QUARANTINED
     assert node.writes[0].is_discarded
     world.advance(60.0)  # no timer ends quarantine
     assert attempt in node.tables
@@ -311,19 +311,19 @@ def test_one_rank_that_still_writes_keeps_the_blocks_of_all():
     assert attempt not in node.tables
 
 
-def test_a_landing_process_that_restarts_asks_for_what_its_past_left_behind():
+def test_a_receiver_process_that_restarts_asks_for_what_its_past_left_behind():
     world = World(Options(prefill_tp=2, lane="shm"))
     attempt = granted(world)
     world.prefills["p0"].push(attempt, 0, 5)
     slow = world.prefills["p0"].ranks[1]
     slow.begin_write(slow.writes[0])
     node = world.decodes["d0"]
-    world.crash_landing("d0")
+    world.crash_receiver("d0")
     for _ in range(50):
         world.advance(0.1)
         world.deliver_all()
     assert attempt in node.tables
-    assert [life.rank for life in node.protocol.suspects()] == [1]
+    assert [incarnation.rank for incarnation in node.protocol.suspects()] == [1]
     slow.finish_write(slow.writes[0])
     for _ in range(10):
         world.advance(0.1)
@@ -341,7 +341,7 @@ def test_success_is_said_only_after_the_data_is_in_the_pool(any_world):
     node.commit(attempt)
     world.deliver_all()  # COMMIT overtakes all data
     assert attempt in node.sources
-    assert (attempt, "sealed") not in world.log
+    assert (attempt, "complete") not in world.log
     world.in_flight += held_back
     world.deliver_all()
     assert node.ended[attempt] == "Acked"
@@ -364,7 +364,7 @@ def test_a_commit_waits_for_the_writes():
     assert node.ended[attempt] == "Acked"
 
 
-def test_a_stopped_sender_writes_nothing_before_it_hears_that_the_landing_is_its_own():
+def test_a_stopped_sender_writes_nothing_before_it_hears_that_the_incoming_is_its_own():
     """It fences itself at three quarters of a lease; what it did not hear in its sleep is not forgiven here."""
     world = World(Options(lane="shm"))
     attempt = granted(world, prompt_len=4)
@@ -384,7 +384,7 @@ def test_a_stopped_sender_writes_nothing_before_it_hears_that_the_landing_is_its
     assert rank.ended[attempt] == "Acked"
 
 
-def test_content_that_is_corrupt_twice_ends_the_landing(any_world):
+def test_content_that_is_corrupt_twice_ends_the_incoming(any_world):
     world = any_world
     attempt = granted(world, prompt_len=2)
     node = world.decodes["d0"]
@@ -404,7 +404,7 @@ def test_content_that_is_corrupt_twice_ends_the_landing(any_world):
         if attempt not in world.prefills["p0"].sources:
             break
     assert node.protocol.counts.frames_corrupt >= 2
-    assert (attempt, "sealed") not in world.log
+    assert (attempt, "complete") not in world.log
     tombstone = node.protocol._rules.table.tombstone(attempt)
     assert "corrupt twice" in tombstone.reason
     world.settle()
@@ -417,14 +417,14 @@ def test_a_group_is_visible_when_its_last_rank_has_committed():
     first, second = world.prefills["p0"].ranks
     first.commit(attempt)
     world.deliver_all()
-    assert (attempt, "sealed") not in world.log
+    assert (attempt, "complete") not in world.log
     second.commit(attempt)
     world.deliver_all()
-    assert (attempt, "sealed") in world.log
+    assert (attempt, "complete") in world.log
     assert {rank.ended[attempt] for rank in (first, second)} == {"Acked"}
 
 
-def test_a_rank_that_dies_ends_the_landing_for_all():
+def test_a_rank_that_dies_ends_the_incoming_for_all():
     world = World(Options(prefill_tp=2, lane="shm"))
     attempt = granted(world, prompt_len=2)
     push_all(world, attempt)
@@ -443,7 +443,7 @@ def test_a_rank_that_dies_ends_the_landing_for_all():
 def test_a_lost_ack_is_said_again_from_the_tombstone(world):
     attempt = granted(world, prompt_len=2)
     world.work()
-    while attempt not in world.decodes["d0"].sealed:
+    while attempt not in world.decodes["d0"].complete:
         world.deliver()
         world.decodes["d0"].finish_all()
     take(world, control("commit_ack"))
@@ -485,7 +485,7 @@ def test_an_abort_that_overtakes_its_grant_leaves_nothing(any_world):
 
 
 def test_a_grant_that_is_passed_on_too_late_is_not_used():
-    """Rank 1 said that it writes nothing before it knew of the landing."""
+    """Rank 1 said that it writes nothing before it knew of the incoming transfer."""
     world = World(Options(prefill_tp=2, lane="shm"))
     granted(world, prompt_len=1, request_id="to connect")
     attempt = world.reserve("p0", "d0", "r", 3)
@@ -513,7 +513,7 @@ def test_a_higher_attempt_fences_the_lower_and_a_lower_is_stale(any_world):
     assert first not in world.decodes["d0"].tables
     world.in_flight += late
     world.settle()
-    assert {(second, "sealed")} == world.log
+    assert {(second, "complete")} == world.log
     assert world.prefills["p0"].ended[first] == "PushDrained"
 
 
@@ -524,7 +524,7 @@ def test_replaying_all_of_history_changes_nothing(any_world):
         world.work()
         world.deliver_all()
     node = world.decodes["d0"]
-    assert set(node.sealed) == set(keys)
+    assert set(node.complete) == set(keys)
     assert len(world.history) < 128, "all of it is there"
 
     def state():

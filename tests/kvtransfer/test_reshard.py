@@ -40,7 +40,7 @@ def frames_of(group, cuts):
                 span = Span(layer, first, count, heads.first, heads.count)
                 header = FrameHeader(
                     d_epoch=1,
-                    landing_id=2,
+                    incoming_id=2,
                     attempt=3,
                     seq=0,
                     layer=layer,

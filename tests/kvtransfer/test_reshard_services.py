@@ -1,4 +1,4 @@
-"""Resharding through the real services: a push for each prefill rank, one landing for all decode ranks, all lanes.
+"""Resharding through the real services: a push for each prefill rank, one transfer for all decode ranks, all lanes.
 
 As in `test_reshard`, what must be in every byte of every pool is said by plain loops.
 """
@@ -14,11 +14,11 @@ from baton.core.config import KVTransferConfig
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.landing import LandingFailed, LandingService, ReserveWanted, Sealed, landing_region
-from baton.kvtransfer.landing_setup import LandingSetup, Listen
+from baton.kvtransfer.incoming import Completed, IncomingFailed, ReceiverService, ReserveWanted, receiver_region
 from baton.kvtransfer.loopback import LoopbackHub
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushFailed, PushService
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.reshard import Group, layout_of, truth_of
 
@@ -39,12 +39,12 @@ class HandOver:
         hub = LoopbackHub()
         if memory is None:
             transport = hub.join("decode") if lane == "loopback" else ZmqTransport("tcp://127.0.0.1:0", config)
-            self.landing = LandingService.on_thread(
+            self.incoming = ReceiverService.on_thread(
                 pool=target.pools, layout=target.layout, epoch=D_EPOCH, transport=transport, **common
             )
-            self.landing.start()
+            self.incoming.start()
         else:
-            setup = LandingSetup(
+            setup = ReceiverSetup(
                 epoch=D_EPOCH,
                 layout=target.layout,
                 num_blocks=target.num_blocks,
@@ -52,28 +52,28 @@ class HandOver:
                 listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",)),
                 config=config,
             )
-            self.landing = LandingService.in_process(memory, setup)
+            self.incoming = ReceiverService.in_process(memory, setup)
         self.pushes = []
         for rank, pool in enumerate(source.pools):
             transport = hub.join(f"prefill-{rank}") if lane == "loopback" else ZmqTransport(config=config)
             push = PushService(pool=pool, layout=source.layout, epoch=P_EPOCH, transport=transport, **common)
             push.start()
             self.pushes.append(push)
-        self.peer = DecodePeer("d", self.landing.address, D_EPOCH)
+        self.peer = DecodePeer("d", self.incoming.address, D_EPOCH)
         self.heard = [[] for _ in self.pushes]
         self.landed = []
 
     def close(self):
         for push in self.pushes:
             push.close()
-        self.landing.close()
+        self.incoming.close()
 
     def turn(self):
-        for event in self.landing.poll():
-            assert not isinstance(event, LandingFailed), event
+        for event in self.incoming.poll():
+            assert not isinstance(event, IncomingFailed), event
             self.landed.append(event)
             if isinstance(event, ReserveWanted):
-                self.landing.grant(event.attempt, BlockTable(tuple(self.target.blocks), self.target.layout.block_size))
+                self.incoming.grant(event.attempt, BlockTable(tuple(self.target.blocks), self.target.layout.block_size))
         for heard, push in zip(self.heard, self.pushes, strict=True):
             events = push.poll()
             assert not any(isinstance(event, PushFailed | Denied) for event in events), events
@@ -103,9 +103,9 @@ class HandOver:
         for rank, push in reversed(tuple(enumerate(self.pushes))):
             state = kv_pb2.SequenceState(first_token=7) if rank == 0 else None
             push.commit(self.key, state, time.monotonic())
-        sealed = self.wait_for(Sealed, self.landed)
+        complete = self.wait_for(Completed, self.landed)
         acked = [self.wait_for(Acked, heard) for heard in self.heard]
-        return sealed, acked
+        return complete, acked
 
 
 def check(lane, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len, **options):
@@ -115,19 +115,19 @@ def check(lane, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len, **op
     memory = make_memory = None
     if lane == "shm":
         probe = Group(layouts[1], tp_decode, prompt_len, seed=2)
-        memory = landing_region(probe.geometries, KVTransferConfig())
+        memory = receiver_region(probe.geometries, KVTransferConfig())
         make_memory = lambda geometry: memory.pool(geometry.rank)  # noqa: E731
     target = Group(layouts[1], tp_decode, prompt_len, seed=2, make_memory=make_memory)
     source.place(truth)
     expected = target.expected(truth)
     with contextlib.closing(HandOver(lane, source, target, memory, **options)) as hand_over:
-        sealed, acked = hand_over.run(sorted({0, prompt_len // 3, prompt_len // 2, prompt_len}))
+        complete, acked = hand_over.run(sorted({0, prompt_len // 3, prompt_len // 2, prompt_len}))
         used = {choice.lane for push in hand_over.pushes for choice in push.lanes().values()}
         assert used == {"inline" if lane == "loopback" else lane}
     for pool, wanted in zip(target.pools, expected, strict=True):
         assert (pool.bytes_view == wanted).all()
     num_bytes = layouts[0].payload_bytes(prompt_len)
-    assert sealed.bytes_landed == num_bytes
+    assert complete.bytes_landed == num_bytes
     assert sum(event.bytes_pushed for event in acked) == num_bytes
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.core.errors import ProtocolError
 from baton.core.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.landing_actions import Drained, LandingFailed, ReserveWanted, Sealed
+from baton.kvtransfer.receiver_actions import Completed, Drained, IncomingFailed, ReserveWanted
 from baton.kvtransfer.records import (
     NO_SLOT,
     AbortCommand,
@@ -124,8 +124,8 @@ def test_words():
     "record",
     [
         ReserveWanted(KEY, 7, 12, 1234.5),
-        Sealed(KEY, 2**40, 7, kv_pb2.SequenceState(first_token=5, hidden=bytes(64)), 100, 60, 99.25),
-        LandingFailed(KEY, "because"),
+        Completed(KEY, 2**40, 7, kv_pb2.SequenceState(first_token=5, hidden=bytes(64)), 100, 60, 99.25),
+        IncomingFailed(KEY, "because"),
         Drained(KEY),
         GrantCommand(KEY, BlockTable(tuple(range(3, 300)), 16)),
         DenyCommand(KEY, kv_pb2.Deny.BUSY, "no blocks"),

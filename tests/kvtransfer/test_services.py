@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.landing import Drained, LandingFailed, Sealed
+from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed
 from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.push import Acked, Denied, Granted, PushDrained, PushFailed
 from baton.proto import kv_pb2
@@ -20,12 +20,12 @@ KINDS = ["loopback", "zmq", "process"]
 def test_content_arrives_and_is_verified(make_pair, kind, dtype):
     pair = make_pair(kind, make_layout(dtype=dtype))
     key = pair.hand_over(prompt_len=22, chunk_len=7)
-    sealed, acked = pair.wait_for(Sealed, key), pair.wait_for(Acked, key)
+    complete, acked = pair.wait_for(Completed, key), pair.wait_for(Acked, key)
     size = 22 * pair.layout.bytes_per_position * pair.layout.num_layers
-    assert sealed.bytes_landed == acked.bytes_pushed == size
-    assert 0 <= sealed.bytes_landed_before_prefill_end <= size
-    assert abs(sealed.prefill_end_s - time.monotonic()) < 5
-    assert sealed.state.first_token == 7
+    assert complete.bytes_landed == acked.bytes_pushed == size
+    assert 0 <= complete.bytes_landed_before_prefill_end <= size
+    assert abs(complete.prefill_end_s - time.monotonic()) < 5
+    assert complete.state.first_token == 7
     sent = rows(pair.source, range(6), 22)
     assert sent.unique().numel() > 200
     assert torch.equal(pair.rows(pair.target, pair.landed_tables[key], 22), sent)
@@ -41,9 +41,9 @@ def test_abort_on_either_side_frees_both(make_pair, kind):
     pair.wait_for(Granted, one)
     pair.wait_for(Granted, other)
     pair.push.abort(one, "client went away")
-    pair.landing.abort(other, "client went away")
+    pair.incoming.abort(other, "client went away")
     pair.wait_for(PushDrained, one)
-    assert pair.wait_for(LandingFailed, one).reason.endswith("client went away")
+    assert pair.wait_for(IncomingFailed, one).reason.endswith("client went away")
     assert "client went away" in pair.wait_for(PushFailed, other).reason
     pair.wait_for(Drained, one)
     pair.wait_for(Drained, other)
@@ -57,9 +57,9 @@ def test_dropped_pushes_fail_and_never_seal(make_pair, caplog):
     failed = pair.wait_for(PushFailed, key)
     assert "incomplete after 2 resends" in failed.reason or "no credit after" in failed.reason
     pair.wait_for(PushDrained, key)
-    pair.wait_for(LandingFailed, key)
+    pair.wait_for(IncomingFailed, key)
     pair.assert_clean()
-    assert pair.find(Sealed, key) is None
+    assert pair.find(Completed, key) is None
     assert sum("drop_pushes" in record.message for record in caplog.records) == 1
 
 
@@ -76,8 +76,8 @@ def test_a_corrupt_frame_is_pushed_again(make_pair):
 
     pair.hub.on_message = damage_one
     key = pair.hand_over(22, chunk_len=8)
-    pair.wait_for(Sealed, key)
-    assert pair.landing.inventory()["frames_corrupt"] == 1
+    pair.wait_for(Completed, key)
+    assert pair.incoming.inventory()["frames_corrupt"] == 1
     assert torch.equal(
         pair.rows(pair.target, pair.landed_tables[key], 22),
         rows(pair.source, range(6), 22),
@@ -88,7 +88,7 @@ def test_memory_that_changes_under_the_digest_is_never_sealed(make_pair):
     pair = make_pair(heartbeat_s=0.05, max_resends=1)
     key = pair.reserve(8)
     pair.wait_for(Granted, key)
-    io = pair.landing._host.driver._io
+    io = pair.incoming._host.driver._io
     real = io.digest
 
     def digest(blocks, span):
@@ -100,7 +100,7 @@ def test_memory_that_changes_under_the_digest_is_never_sealed(make_pair):
     pair.commit(key)
     assert "corrupt twice" in pair.wait_for(PushFailed, key).reason
     pair.wait_for(Drained, key)
-    assert pair.find(Sealed, key) is None
+    assert pair.find(Completed, key) is None
 
 
 @pytest.mark.fast
@@ -122,14 +122,14 @@ def test_a_decode_worker_that_dies_fails_its_pushes_within_two_leases(make_pair)
     key = pair.reserve(9)
     pair.wait_for(Granted, key)
     start_s = time.monotonic()
-    pair.landing.close()
-    pair.landing.poll = list
+    pair.incoming.close()
+    pair.incoming.poll = list
     pair.wait_for(PushFailed, key)
     assert time.monotonic() - start_s < 1.2 + 3.0
     pair.wait_for(PushDrained, key)
 
 
-def test_a_prefill_worker_that_dies_frees_its_landings_within_two_leases(make_pair):
+def test_a_prefill_worker_that_dies_frees_its_incoming_transfers_within_two_leases(make_pair):
     pair = make_pair("zmq", heartbeat_s=0.1, lease_s=0.6)
     granted, waiting = pair.reserve(9, "granted"), None
     pair.wait_for(Granted, granted)
@@ -141,15 +141,15 @@ def test_a_prefill_worker_that_dies_frees_its_landings_within_two_leases(make_pa
     pair.push.close()
     pair.push.poll = list
     pair.wait_for(Drained, granted)
-    pair.wait_for(LandingFailed, waiting)
+    pair.wait_for(IncomingFailed, waiting)
     assert time.monotonic() - start_s < 1.2 + 3.0
     assert pair.to_blocks.num_free == pair.to_blocks.num_blocks
-    assert pair.landing.inventory()["num_landings"] == 0
+    assert pair.incoming.inventory()["num_kv_receives"] == 0
 
 
 def test_another_life_at_the_same_address_is_refused_at_once(make_pair):
     pair = make_pair("zmq", lease_s=30.0)
-    pair.peer = type(pair.peer)("d0", pair.landing.address, 12345)
+    pair.peer = type(pair.peer)("d0", pair.incoming.address, 12345)
     key = pair.reserve(9, wait_s=30.0)
     assert "restarted" in pair.wait_for(PushFailed, key, 10.0).reason
     pair.wait_for(PushDrained, key)
@@ -163,7 +163,7 @@ def test_an_address_that_is_none_fails_and_hurts_nobody(make_pair):
     bad = pair.reserve(9, "bad", wait_s=1.0)
     pair.peer = good
     key = pair.hand_over(9, request_id="good")
-    pair.wait_for(Sealed, key)
+    pair.wait_for(Completed, key)
     pair.wait_for(PushFailed, bad)
 
 
@@ -174,7 +174,7 @@ def test_a_denied_request_gets_its_reason(make_pair):
     busy = pair.reserve(9, "busy")
     time.sleep(0.05)
     pair.turn()
-    pair.landing.deny(busy, kv_pb2.Deny.BUSY, "no blocks")
+    pair.incoming.deny(busy, kv_pb2.Deny.BUSY, "no blocks")
     denied = pair.wait_for(Denied, busy)
     assert (denied.reason, denied.detail) == (kv_pb2.Deny.BUSY, "no blocks")
     long = pair.reserve(9, "long", capacity_len=100_000)
@@ -197,7 +197,7 @@ def test_a_commit_before_every_layer_was_pushed_fails(make_pair):
 def test_a_small_window_and_no_room_for_payloads_still_get_everything_across(make_pair):
     pair = make_pair("zmq", make_layout(num_layers=6), window_bytes=40_000, max_frame_bytes=512)
     key = pair.hand_over(120, chunk_len=50)
-    pair.wait_for(Sealed, key)
+    pair.wait_for(Completed, key)
     pair.wait_for(Acked, key)
     assert torch.equal(
         pair.rows(pair.target, pair.landed_tables[key], 120),
@@ -219,7 +219,7 @@ def test_fifty_hand_overs_at_once(make_pair):
         for key in batch:
             pair.commit(key)
     for key in keys:
-        pair.wait_for(Sealed, key)
+        pair.wait_for(Completed, key)
         pair.wait_for(Acked, key)
         pair.release(key)
     print(f"50 hand-overs in {time.monotonic() - start_s:.3f} s")
@@ -228,7 +228,7 @@ def test_fifty_hand_overs_at_once(make_pair):
 
 def test_sockets_are_given_back(make_pair):
     pair = make_pair("zmq")
-    address = pair.landing.address
+    address = pair.incoming.address
     pair.close()
     again = ZmqTransport(address)
     assert again.address == address

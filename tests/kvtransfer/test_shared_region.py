@@ -9,18 +9,18 @@ import pytest
 
 from baton.core.errors import ConfigInvalid, ProtocolError
 from baton.kvtransfer import shared_region
-from baton.kvtransfer.landing_link import LandingLink
-from baton.kvtransfer.life_file import LifeFile, is_over, life_path, sweep_lives
+from baton.kvtransfer.incarnation_file import IncarnationFile, incarnation_path, is_over, sweep_incarnations
+from baton.kvtransfer.receiver_link import ReceiverLink
 from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, PAGE_BYTES, SharedRegion, sweep
 
 pytestmark = pytest.mark.fast
 
 HOLD = """
 import sys
-from baton.kvtransfer.life_file import LifeFile
+from baton.kvtransfer.incarnation_file import IncarnationFile
 from baton.kvtransfer.shared_region import SharedRegion
 region = SharedRegion.create(link_bytes=100, pool_bytes=[5000])
-life = LifeFile(int(sys.argv[1]), 3)
+life = IncarnationFile(int(sys.argv[1]), 3)
 print(region.path, flush=True)
 sys.stdin.read()
 """
@@ -52,10 +52,10 @@ def test_both_sides_see_the_same_memory(region):
 
 
 def test_a_link_in_a_region_joins_two_sides(region):
-    num_bytes = LandingLink.num_bytes(8, 64)
+    num_bytes = ReceiverLink.num_bytes(8, 64)
     own = SharedRegion.create(link_bytes=num_bytes, pool_bytes=[1])
     other = SharedRegion.attach(own.path, own.nonce)
-    here, there = LandingLink(own.link, 8, 64), LandingLink(other.link, 8, 64)
+    here, there = ReceiverLink(own.link, 8, 64), ReceiverLink(other.link, 8, 64)
     here.commands.push(b"one")
     there.events.push(b"two")
     there.words.set(7, 9)
@@ -105,30 +105,30 @@ def test_what_dead_owners_left_is_swept_and_nothing_else(region):
         [sys.executable, "-c", HOLD, str(epoch)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     path = shared_region.DIRECTORY / os.path.basename(owner.stdout.readline().strip())
-    life = life_path(epoch, 3)
+    incarnation = incarnation_path(epoch, 3)
     assert path not in sweep()
-    assert not is_over(life)
-    assert life not in sweep_lives()
+    assert not is_over(incarnation)
+    assert incarnation not in sweep_incarnations()
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdin.close()
     owner.stdout.close()
     assert path.exists()
-    assert is_over(life)
+    assert is_over(incarnation)
     # Another process may sweep at the same time.
     sweep()
-    sweep_lives()
+    sweep_incarnations()
     assert not path.exists()
-    assert not life.exists()
+    assert not incarnation.exists()
     assert region.path.exists()
 
 
 def test_a_life_that_was_closed_is_over_and_a_stranger_proves_nothing(tmp_path):
-    life = LifeFile(os.getpid(), 1)
-    assert not is_over(life.path)
-    life.close()
-    life.close()
-    assert is_over(life.path)
+    incarnation = IncarnationFile(os.getpid(), 1)
+    assert not is_over(incarnation.path)
+    incarnation.close()
+    incarnation.close()
+    assert is_over(incarnation.path)
     stranger = tmp_path / "file"
     stranger.write_text("not a number")
     assert not is_over(stranger)

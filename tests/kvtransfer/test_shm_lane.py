@@ -144,7 +144,7 @@ def test_another_life_of_the_memory_is_written_no_more(make_target):
     target, source = make_target(layout), make_source(layout)
     lane = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
     target.region.epoch = EPOCH + 1
-    with pytest.raises(LaneFailed, match="another life"):
+    with pytest.raises(LaneFailed, match="another incarnation"):
         lane.write((1,), (1,), Span(0, 0, 4, 0, 2), with_digest=True)
     target.region.epoch = EPOCH
     lane.close()
@@ -204,7 +204,7 @@ def test_offers_of_other_hosts_lives_and_shapes_are_refused(make_target, tmp_pat
     opener = ShmOpener(make_source(layout), "here")
     for epoch, host, offer, reason in [
         (EPOCH, "there", target.offer, "another host"),
-        (EPOCH + 1, "here", target.offer, "another life"),
+        (EPOCH + 1, "here", target.offer, "another incarnation"),
         (EPOCH, "here", kv_pb2.LaneOffer(lane="shm"), "no pools"),
         (EPOCH, "here", make_target(make_layout(head_dim=16)).offer, "bytes, not"),
     ]:

@@ -3,15 +3,15 @@
 import pytest
 
 from baton.core.request import AttemptKey
-from baton.kvtransfer.landing_actions import Drained, LandingFailed, SendControl
-from baton.kvtransfer.landing_peers import MAX_RETIRED_EPOCHS
-from baton.kvtransfer.landing_protocol import LandingProtocol
 from baton.kvtransfer.last_sign import LastSign
 from baton.kvtransfer.messages import control_of, layout_message
 from baton.kvtransfer.push_actions import DecodePeer, DropPeer, PushFailed
 from baton.kvtransfer.push_messages import PushIdentity
 from baton.kvtransfer.push_protocol import PushProtocol
 from baton.kvtransfer.push_table import TransferState
+from baton.kvtransfer.receiver_actions import Drained, IncomingFailed, SendControl
+from baton.kvtransfer.receiver_peers import MAX_RETIRED_EPOCHS
+from baton.kvtransfer.receiver_protocol import ReceiverProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import prove
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_LAYERS, World
@@ -33,8 +33,8 @@ def hello(epoch):
 
 @pytest.fixture
 def filling():
-    """A landing protocol with one granted landing, at time 0."""
-    protocol = LandingProtocol(epoch=1, layout=LAYOUT, config=CONFIG, max_capacity_len=1024)
+    """An incoming transfer protocol with one granted incoming transfer, at time 0."""
+    protocol = ReceiverProtocol(epoch=1, layout=LAYOUT, config=CONFIG, max_capacity_len=1024)
     protocol.on_control("p", hello(5), 0.0)
     attempt = kv_pb2.Attempt(request_id="a", attempt=1)
     reserve = kv_pb2.Reserve(attempt=attempt, epoch=5, peer_epoch=1, prompt_len=3, capacity_len=9, wait_ms=1000)
@@ -67,10 +67,10 @@ def test_slow_turns_do_not_hide_a_decode_worker_that_is_gone(turn_s):
 
 def test_one_long_pause_is_forgiven(filling):
     filling.forgive(2.5, 2.5)
-    assert not any(isinstance(action, LandingFailed) for action in filling.tick(2.6))
-    filling.on_control("p", control_of(kv_pb2.Lease(epoch=5, landing_ids=[1])), 2.7)
+    assert not any(isinstance(action, IncomingFailed) for action in filling.tick(2.6))
+    filling.on_control("p", control_of(kv_pb2.Lease(epoch=5, incoming_ids=[1])), 2.7)
     filling.forgive(1.9, 4.6)  # a sign of life renews what may be forgiven
-    assert not any(isinstance(action, LandingFailed) for action in filling.tick(4.65))
+    assert not any(isinstance(action, IncomingFailed) for action in filling.tick(4.65))
 
 
 def test_a_sign_never_moves_into_the_future():
@@ -102,30 +102,30 @@ def test_what_is_sealed_outlives_its_prefill_worker(world):
     attempt = granted(world, prompt_len=2)
     node, source = world.decodes["d0"], world.prefills["p0"]
     world.work()
-    while attempt not in node.sealed:
+    while attempt not in node.complete:
         world.deliver()
         node.finish_all()
     take(world, control("commit_ack"))  # so that the prefill worker still believes it has to wait
     source.abort(attempt)
     world.deliver_all()
     assert source.protocol._rules.peers["d0"].farewells == {}, "the ABORT was acknowledged"
-    assert attempt in node.sealed
+    assert attempt in node.complete
     for step in (lambda: world.advance(10.0), lambda: world.crash_prefill("p0")):
         step()
         world.deliver_all()
-    granted(world, request_id="of the next life")
-    assert attempt in node.sealed
+    granted(world, request_id="of the next incarnation")
+    assert attempt in node.complete
     world.reserve("p1", "d0", "r", 2)  # a higher attempt
     world.deliver_all()
-    assert attempt not in node.sealed
+    assert attempt not in node.complete
 
 
-def test_a_landing_that_is_not_sealed_says_who_gave_it_up(world):
+def test_a_incoming_that_is_not_sealed_says_who_gave_it_up(world):
     told = []
     node = world.decodes["d0"]
     do = node.do
     node.do = lambda actions, payload=(): (
-        told.extend(a for a in actions if isinstance(a, LandingFailed)),
+        told.extend(a for a in actions if isinstance(a, IncomingFailed)),
         do(actions, payload),
     )
     one, other = granted(world, request_id="one"), granted(world, request_id="other")

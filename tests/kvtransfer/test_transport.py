@@ -173,12 +173,12 @@ def test_memory_that_was_unpinned_is_read_no_more(make_ends, kind):
     pieces = source.pieces([60_000] * 60)
     content = b"".join(pieces)
     for seq in range(14):  # more than sockets hold; the other side does not read
-        ends.send_frame(pieces, seq, landing_id=2 + seq % 2)
+        ends.send_frame(pieces, seq, incoming_id=2 + seq % 2)
     for _ in range(20):
         ends.p.receive(0.005)
     num_pinned = ends.p.num_pinned(ends.d.address)
     assert num_pinned > 2 or ends.lane == INLINE
-    ends.p.unpin(ends.d.address, lambda header: decode_header(header).landing_id == 2)
+    ends.p.unpin(ends.d.address, lambda header: decode_header(header).incoming_id == 2)
     assert ends.p.num_pinned(ends.d.address) < max(1, num_pinned)
     ends.p.unpin(ends.d.address, lambda header: True)
     assert ends.p.num_pinned(ends.d.address) == 0

@@ -22,7 +22,7 @@ PATIENCE_S = 20.0
 def make_header(payload_bytes, seq=0, **changes):
     fields = {
         "d_epoch": 1,
-        "landing_id": 2,
+        "incoming_id": 2,
         "attempt": 0,
         "seq": seq,
         "layer": 0,

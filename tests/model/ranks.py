@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from baton.engine import gang_join
+from baton.engine import tp_group_join
 from baton.engine.plan import PlanChannel, plan_codec
 from baton.engine.tp_group import GlooGroup, open_store
 
@@ -46,8 +46,8 @@ def channel_of(group, codec=None):
     """The plan channel beside a group, as every rank calls it."""
     codec = codec or plan_codec()
     if group.rank == 0:
-        listener = gang_join.Listener(codec, group.size)
+        listener = tp_group_join.Listener(codec, group.size)
         group.broadcast_bytes(f"{listener.address} {listener.token}".encode())
         return PlanChannel(listener.accept(10.0), group)
     address, token = group.broadcast_bytes(b"").decode().split()
-    return PlanChannel(gang_join.join(codec, group.rank, group.size, address, token), group)
+    return PlanChannel(tp_group_join.join(codec, group.rank, group.size, address, token), group)

@@ -26,7 +26,7 @@ class Reference:
         self.mtp_layer = self._mtp_layer() if values.get("mtp_num_hidden_layers") else None
         if dtype == torch.float64:
             for module in [*self.model.modules(), *(self.mtp_layer.modules() if self.mtp_layer else ())]:
-                _widen(module)
+                _dequantize(module)
 
     @torch.no_grad()
     def hidden(self, token_ids):
@@ -75,7 +75,7 @@ class Reference:
         return layer
 
 
-def _widen(module):
+def _dequantize(module):
     kind = type(module).__name__
     if kind.endswith("RMSNorm"):
 

@@ -15,7 +15,7 @@ from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
 from baton.kernels.attention import decode as attention_decode
-from baton.kernels.attention import shares as attention_shares
+from baton.kernels.attention import shares as attention_split_kv
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.decode_plan import Options
 from baton.kernels.implementation import Implementation
@@ -129,8 +129,8 @@ def test_invariant_logits_are_near_the_references_and_do_not_know_how_they_came(
 def test_layers_of_a_pass_divide_attention_once(tmp_path, monkeypatch):
     path = write_shape("qwen3-8b", tmp_path, **(SIZES | {"num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": 9}))
     made = []
-    make = attention_shares.make_plan
-    monkeypatch.setattr(attention_shares, "make_plan", lambda *arguments: made.append(arguments) or make(*arguments))
+    make = attention_split_kv.make_plan
+    monkeypatch.setattr(attention_split_kv, "make_plan", lambda *arguments: made.append(arguments) or make(*arguments))
     shares = Options(tile=16, rows=16, swap=False, stages=2, warps=4, slots=8, shares=True)
     monkeypatch.setattr(attention_decode, "_FORMS", Memo())
     monkeypatch.setattr(attention_decode, "_options", lambda *arguments: shares)

@@ -61,7 +61,7 @@ def check_nothing_left(prefill):
     assert not prefill.pushes.open
     prefill.scheduler.check_empty()
     held = prefill.worker.inventory()
-    assert (held.num_attends, held.num_blocks_free, held.num_blocks_reserved) == (0, 40, 0)
+    assert (held.num_requests_held, held.num_blocks_free, held.num_blocks_reserved) == (0, 40, 0)
     assert prefill.worker._gate.num_inside == 0
     assert prefill.worker._line.num_waiting() == 0
     prefill.close()

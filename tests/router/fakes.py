@@ -16,14 +16,14 @@ from baton.core.errors import TransferFailed
 from baton.core.tls_files import TlsWatch
 from baton.core.tokenizer import Tokenizer
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, wire, worker_pb2, worker_pb2_grpc
-from baton.proto.bundle_wire import decode_frame, prefill_frame
 from baton.proto.secure_channel import SecureChannels, server_credentials
+from baton.proto.stream_mux_wire import decode_frame, prefill_frame
 from baton.router.migration import MigrationConfig
 from baton.router.request_run import LINGER_S
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.inside import router_channel
-from baton.tests.router.fake_bundles import serve_bundle
+from baton.tests.router.fake_stream_muxes import serve_mux
 
 MODEL = "toy"
 OFF = MigrationConfig(max_migrations=0)
@@ -143,7 +143,7 @@ class FakeWorker:
             block_size=16,
             numerics="default",
             dtype="float32",
-            inventory=worker_pb2.Inventory(num_blocks=10, num_blocks_free=10, num_attends=len(self.running())),
+            inventory=worker_pb2.Inventory(num_blocks=10, num_blocks_free=10, num_requests_held=len(self.running())),
         )
         for name, value in self.overrides.items():
             setattr(state, name, value)
@@ -183,7 +183,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
         await watched("prefill", self.worker, request, context)
 
     async def RunAll(self, request_iterator, context):
-        await serve_bundle(self.run, prefill_frame, self.worker.epoch, context)
+        await serve_mux(self.run, prefill_frame, self.worker.epoch, context)
 
     async def run(self, request, context):
         script = self.worker.script
@@ -196,7 +196,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
             attempt_error = script.attempt_errors.get(request.attempt.attempt)
             refused = script.refused_pairs.get((self.worker.worker_id, request.decode.worker_id))
             if refused:
-                attempt_error = TransferFailed("the landing was refused", pair_refused=refused)
+                attempt_error = TransferFailed("the incoming transfer was refused", pair_refused=refused)
             if attempt_error is not None and not script.errors_after_first:
                 await wire.abort_with(context, attempt_error)
             if hangs or script.prefill_hangs or self.worker.worker_id in script.hung:
@@ -211,7 +211,7 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
                 index=0 if script.forgets_forced else request.num_forced_tokens,
                 finish_reason="length" if is_last else script.finish_at_first,
                 queue_ms=sixth_ms,
-                landing_ms=2 * sixth_ms,
+                grant_wait_ms=2 * sixth_ms,
                 prefill_ms=3 * sixth_ms,
                 sent_ns=sent_ns,
                 received_ns=received_ns,
@@ -249,7 +249,7 @@ class Decode(worker_pb2_grpc.DecodeServicer):
 
     async def AttendAll(self, request_iterator, context):
         said = self.worker.script.attending_epoch
-        await serve_bundle(self.attend, decode_frame, self.worker.epoch if said is None else said, context)
+        await serve_mux(self.attend, decode_frame, self.worker.epoch if said is None else said, context)
 
     async def attend(self, request, context):
         script = self.worker.script

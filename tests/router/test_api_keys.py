@@ -8,9 +8,9 @@ import pytest
 from baton.core.errors import ConfigInvalid, Overloaded, Unauthenticated
 from baton.core.handshakes import GRACE_S, SAY_EVERY_S, Handshakes
 from baton.router.api_keys import ApiKeys, KeyEntry, Principal, digest_of, new_key, parse_keys, read_keys
-from baton.router.door import ANYBODY, Door
+from baton.router.authenticator import ANYBODY, Authenticator
 from baton.router.quota import Quota
-from baton.router.security import DoorLimits
+from baton.router.security import ClientLimits
 
 pytestmark = pytest.mark.fast
 
@@ -100,56 +100,74 @@ def test_an_empty_file_admits_nobody_and_no_file_everybody(tmp_path):
     path = tmp_path / "keys"
     path.write_text("")
     with pytest.raises(Unauthenticated):
-        Door(path).authenticate(f"Bearer {new_key()}")
-    assert Door().authenticate(None) == ANYBODY
-    assert Door().tenant_of(ANYBODY, "whoever") == "whoever"
+        Authenticator(path).authenticate(f"Bearer {new_key()}")
+    assert Authenticator().authenticate(None) == ANYBODY
+    assert Authenticator().tenant_of(ANYBODY, "whoever") == "whoever"
 
 
 def test_a_stream_gives_its_place_back_whatever_ends_it():
-    door = Door(limits=DoorLimits(max_streams_per_tenant=2, max_streams_per_connection=1))
-    with pytest.raises(ZeroDivisionError), door.stream("a", "one"):
+    authenticator = Authenticator(limits=ClientLimits(max_streams_per_tenant=2, max_streams_per_connection=1))
+    with pytest.raises(ZeroDivisionError), authenticator.stream("a", "one"):
         raise ZeroDivisionError
-    with door.stream("a", "one"), door.stream("a", "two"), door.stream("b"), door.stream("b"):
+    with (
+        authenticator.stream("a", "one"),
+        authenticator.stream("a", "two"),
+        authenticator.stream("b"),
+        authenticator.stream("b"),
+    ):
         for tenant, connection in (("a", "three"), ("c", "one"), ("b", "")):
-            with pytest.raises(Overloaded) as error, door.stream(tenant, connection):
+            with pytest.raises(Overloaded) as error, authenticator.stream(tenant, connection):
                 pytest.fail("let in")
             assert error.value.http_status == 429 and error.value.fields["retry_after_s"] > 0
-    with door.stream("a", "one"), door.stream("a", "two"):
+    with authenticator.stream("a", "one"), authenticator.stream("a", "two"):
         pass
 
 
 def test_header_bytes_of_calls_under_way_are_a_principals():
-    door = Door(limits=DoorLimits(max_header_bytes_per_tenant=100))
+    authenticator = Authenticator(limits=ClientLimits(max_header_bytes_per_tenant=100))
     narrow = Principal("ada", "a", Quota(max_header_bytes=60))
-    with door.stream("a", num_header_bytes=70), door.stream("b", num_header_bytes=100):
-        with pytest.raises(Overloaded, match="bytes of headers") as error, door.stream("a", num_header_bytes=31):
+    with authenticator.stream("a", num_header_bytes=70), authenticator.stream("b", num_header_bytes=100):
+        with (
+            pytest.raises(Overloaded, match="bytes of headers") as error,
+            authenticator.stream("a", num_header_bytes=31),
+        ):
             pytest.fail("let in")
         assert (error.value.fields["what"], error.value.fields["limit"]) == ("header_bytes", 100)
-        with door.stream("a", num_header_bytes=30):
+        with authenticator.stream("a", num_header_bytes=30):
             pass
-    with pytest.raises(Overloaded), door.stream("a", "", 1, narrow, num_header_bytes=61):
+    with pytest.raises(Overloaded), authenticator.stream("a", "", 1, narrow, num_header_bytes=61):
         pytest.fail("let in")
-    with door.stream("a", num_header_bytes=100):
+    with authenticator.stream("a", num_header_bytes=100):
         pass
-    assert not door._accounts
+    assert not authenticator._accounts
 
 
 def test_connections_of_a_principal_are_counted_over_both_ways_in():
-    door = Door(limits=DoorLimits(max_connections_per_tenant=2))
+    authenticator = Authenticator(limits=ClientLimits(max_connections_per_tenant=2))
     grpc = {"is_grpc": True}
-    with door.stream("a", "one", **grpc), door.stream("a", "one", **grpc):  # one connection, however many calls
-        door.connections.add("a", 2)  # over HTTP
-        with pytest.raises(Overloaded) as error, door.stream("a", "two", **grpc):
+    with (
+        authenticator.stream("a", "one", **grpc),
+        authenticator.stream("a", "one", **grpc),
+    ):  # one connection, however many calls
+        authenticator.connections.add("a", 2)  # over HTTP
+        with pytest.raises(Overloaded) as error, authenticator.stream("a", "two", **grpc):
             pytest.fail("let in")
         assert (error.value.fields["what"], error.value.fields["limit"]) == ("connections", 2)
         with pytest.raises(Overloaded):
-            door.connections.add("a", 2)
-        with door.stream("b", "three", **grpc), door.stream("a", "four"):  # of HTTP: it was counted when it was made
+            authenticator.connections.add("a", 2)
+        with (
+            authenticator.stream("b", "three", **grpc),
+            authenticator.stream("a", "four"),
+        ):  # of HTTP: it was counted when it was made
             pass
-        door.connections.remove("a")
-        with door.stream("a", "two", **grpc):
-            assert door.connections.num_of("a") == 2
-    assert not door.connections._num_of and not door.connections._num_calls and not door._accounts
+        authenticator.connections.remove("a")
+        with authenticator.stream("a", "two", **grpc):
+            assert authenticator.connections.num_of("a") == 2
+    assert (
+        not authenticator.connections._num_of
+        and not authenticator.connections._num_calls
+        and not authenticator._accounts
+    )
 
 
 def test_handshakes_without_a_call_are_counted_and_said_now_and_then(caplog):

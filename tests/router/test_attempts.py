@@ -194,13 +194,17 @@ def test_an_excluded_pair_is_never_chosen_and_takes_no_turn():
     for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
         members.heartbeat(member_state(name, role))
     prefill, decode = members.live("prefill"), members.live("decode")
-    lives = {member.state.worker_id: member.life for member in (*prefill, *decode)}
-    excluded = {(lives["p0"], lives["d0"]), (lives["p0"], lives["d1"]), (lives["p1"], lives["d0"])}
+    incarnations = {member.state.worker_id: member.incarnation for member in (*prefill, *decode)}
+    excluded = {
+        (incarnations["p0"], incarnations["d0"]),
+        (incarnations["p0"], incarnations["d1"]),
+        (incarnations["p1"], incarnations["d0"]),
+    }
     policy = RoundRobin()
     for _ in range(4):
-        assert policy.pick(prefill, decode, excluded).lives == (lives["p1"], lives["d1"])
+        assert policy.pick(prefill, decode, excluded).incarnations == (incarnations["p1"], incarnations["d1"])
     with pytest.raises(WorkersIncompatible):
-        policy.pick(prefill, decode, excluded | {(lives["p1"], lives["d1"])})
+        policy.pick(prefill, decode, excluded | {(incarnations["p1"], incarnations["d1"])})
     with pytest.raises(NoWorker):
         policy.pick([], decode, excluded)
 
@@ -221,4 +225,4 @@ def test_a_refusal_is_forgotten_with_either_life_but_not_with_a_short_silence():
     assert [refusal.reason for refusal in refusals.all()] == ["layouts differ"]
     members.heartbeat(member_state("d", "decode", epoch=2))
     assert refusals.all() == []
-    assert refusals.lives() == set()
+    assert refusals.incarnations() == set()

@@ -28,8 +28,8 @@ async def until(holds, timeout_s=30.0):
 
 
 def unfit(running):
-    canary = running.router.migration.attendance.canary
-    return {member.state.worker_id for member in running.router.members.all() if canary.is_unfit(member.life)}
+    canary = running.router.migration.in_flight_tracker.canary
+    return {member.state.worker_id for member in running.router.members.all() if canary.is_unfit(member.incarnation)}
 
 
 def counts(running, outcome):
@@ -117,7 +117,7 @@ async def test_clients_numbers_show_nothing_of_canaries():
         names = {worker.worker_id for worker in running.workers}
         await until(lambda: {name for name, num in counts(running, "answered").items() if num >= 2} == names)
         assert shown(running) == before
-        assert len(router.migration.suspicion) == 0
+        assert len(router.migration.poison_detector) == 0
         status = await status_of(running)
         assert (status.num_requests_finished, status.num_requests_failed) == (1, 0)
         assert [worker.num_streams for worker in status.workers] == [0] * 4
@@ -135,8 +135,8 @@ async def test_workers_with_requests_get_none():
         running.script.prefill_hangs = True
         asking = asyncio.create_task(answer(running))
         migration = running.router.migration
-        await until(lambda: all(migration.presence.num_at(one.life) for one in members(running)))
-        await until(lambda: migration.attendance.canary.under_way is None)
+        await until(lambda: all(migration.in_flight_requests.num_at(one.incarnation) for one in members(running)))
+        await until(lambda: migration.in_flight_tracker.canary.under_way is None)
         before = [len(canaries_at(worker)) for worker in running.workers]
         await asyncio.sleep(5 * OFTEN.idle_s)
         assert [len(canaries_at(worker)) for worker in running.workers] == before
@@ -151,12 +151,16 @@ async def test_workers_with_requests_get_none():
 @pytest.mark.parametrize("ends_at_first", [False, True])
 async def test_what_workers_do_for_clients_counts(ends_at_first):
     async with cluster(1, 1, canary=CanaryConfig(idle_s=1000.0)) as running:
-        canary = running.router.migration.attendance.canary
-        await until(lambda: canary.num_lives == 2)
-        before = {life.worker_id: record.came_s for life, record in canary._records.items()}
+        canary = running.router.migration.in_flight_tracker.canary
+        await until(lambda: canary.num_incarnations == 2)
+        before = {incarnation.worker_id: record.came_s for incarnation, record in canary._records.items()}
         running.script.finish_at_first = "stop" if ends_at_first else ""
         await answer(running)
-        moved = {life.worker_id for life, record in canary._records.items() if record.came_s > before[life.worker_id]}
+        moved = {
+            incarnation.worker_id
+            for incarnation, record in canary._records.items()
+            if record.came_s > before[incarnation.worker_id]
+        }
         assert moved == {"prefill-0"} | (set() if ends_at_first else {"decode-0"})
 
 
@@ -197,13 +201,13 @@ async def test_a_death_under_a_canary_is_no_failure_and_blames_no_request():
         await decode.server.stop(None)
         await until(lambda: counts(running, "lost").get("prefill-0"))
         assert counts(running, "failed") == {}
-        assert len(running.router.migration.suspicion) == 0
+        assert len(running.router.migration.poison_detector) == 0
         assert unfit(running) == set()
-        assert not running.router.migration.presence.is_unsettled(decode_life(running))
+        assert not running.router.migration.in_flight_requests.is_unsettled(decode_incarnation(running))
 
 
-def decode_life(running):
-    return next(member.life for member in members(running) if member.state.role == "decode")
+def decode_incarnation(running):
+    return next(member.incarnation for member in members(running) if member.state.role == "decode")
 
 
 @pytest.mark.long

@@ -97,7 +97,7 @@ async def test_a_worker_is_its_routers_alone(inside, holders):
 
 
 async def test_prefill_workers_alone_bring_kv(inside, holders):
-    files = inside.files("landing", roles=("decode",))
+    files = inside.files("incoming", roles=("decode",))
     about = {"tls_cert_file": files.cert_file, "tls_key_file": files.key_file, "tls_ca_file": files.ca_file}
     transport = GrpcTransport("grpc://127.0.0.1:0", KVTransferConfig(transport="grpc", **about))
     metadata = ((NAME_KEY, "somebody"), (PASS_KEY, connection_pass(bytes.fromhex(KVTransferConfig().key))))

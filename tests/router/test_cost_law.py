@@ -42,7 +42,7 @@ def at_the_door(monkeypatch):
     monkeypatch.setattr(InferenceService, "_stream", refuse)
 
 
-class Door:
+class Front:
     """Asks a router's application, without sockets."""
 
     def __init__(self, router):
@@ -102,7 +102,7 @@ def reference_s():
 
 
 async def http_works(running, num_bytes):
-    door = Door(running.router)
+    door = Front(running.router)
     for path, what, body in bodies(num_bytes):
         yield f"{path} {what}", len(body), lambda path=path, body=body: door.post(path, body)
 
@@ -126,7 +126,7 @@ def members(running):
 async def run_http(num_bytes, num_sampled=None):
     async with served(alive_s=1e6) as (running, _):
         await lengthen(running)
-        door = Door(running.router)
+        door = Front(running.router)
         await door.post("/v1/completions", b'{"prompt":[' + b"1," * 5000 + b"1]}")  # a process starts
         gc.collect()
         gc.disable()
@@ -190,7 +190,7 @@ async def test_what_is_refused_is_freed_at_once(at_the_door):
     """No cycle of exception and frame holds a body: the garbage collector does not run here."""
     async with served(alive_s=1e6) as (running, _):
         await lengthen(running)
-        door = Door(running.router)
+        door = Front(running.router)
         refused = [
             ("/v1/completions", b'{"guided_regex":"' + b"a" * 60_000 + b'","prompt":["a","a"]}'),
             ("/v1/completions", b'{"guided_regex":"' + b"a" * 60_000 + b'","prompt":[' + b'"a",' * 400 + b'"a"]}'),

@@ -8,7 +8,7 @@ from baton.core.errors import InternalError, ProtocolError, RequestCancelled
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.proto import worker_pb2
-from baton.proto.bundle_wire import Tokens
+from baton.proto.stream_mux_wire import Tokens
 from baton.router.request_run import RequestRun
 from baton.tests.router.gate_simulation import Clock
 
@@ -19,7 +19,7 @@ FIRST = worker_pb2.PrefillEvent(first_token=worker_pb2.FirstToken(token=7))
 def a_run():
     def member(worker_id):
         state = SimpleNamespace(worker_id=worker_id, kv_address="", kv_epoch=0)
-        return SimpleNamespace(state=state, life=SimpleNamespace(worker_id=worker_id, epoch=5))
+        return SimpleNamespace(state=state, incarnation=SimpleNamespace(worker_id=worker_id, epoch=5))
 
     request = GenerationRequest(
         key=AttemptKey("r", 1),

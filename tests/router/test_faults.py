@@ -201,11 +201,11 @@ async def test_a_decode_error_keeps_its_type_and_cancels_prefill():
 async def test_a_failed_hand_off_seen_by_decode_waits_for_prefills_word():
     async with cluster(migration=OFF) as running:
         script = running.script
-        script.decode_error, script.first_delay_s = TransferFailed("the landing was aborted"), 0.05
+        script.decode_error, script.first_delay_s = TransferFailed("the incoming transfer was aborted"), 0.05
         script.finish_at_first = "stop"
         async with AsyncBatonClient(running.address) as client:
             assert await client.generate_text("hi", sampling=GREEDY) == "h", (
-                "it ended there; its landing was given back"
+                "it ended there; its incoming transfer was given back"
             )
         script.finish_at_first, script.prefill_error = "", Overloaded("the cause")
         await fails(running, Overloaded)

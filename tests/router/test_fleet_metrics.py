@@ -14,10 +14,10 @@ pytestmark = pytest.mark.fast
 OF_FLEET = {
     "worker_up",
     "worker_heartbeat_age_seconds",
-    "worker_lives",
+    "worker_incarnations",
     "kv_blocks",
     "num_requests_held",
-    "num_landings",
+    "num_kv_receives",
 }
 
 
@@ -31,7 +31,7 @@ def state(epoch, **inventory):
         kv_address="tcp://a:2",
         max_model_len=8,
         block_size=16,
-        inventory=worker_pb2.Inventory(**held, num_attends=4, num_landings=3, **inventory),
+        inventory=worker_pb2.Inventory(**held, num_requests_held=4, num_kv_receives=3, **inventory),
     )
 
 
@@ -55,12 +55,12 @@ def test_a_worker_is_up_with_what_it_holds_until_it_is_lost_and_counts_its_lives
     assert found == {
         ("worker_up", ""): 1,
         ("worker_heartbeat_age_seconds", ""): 0.25,
-        ("worker_lives_total", ""): 1,
+        ("worker_incarnations_total", ""): 1,
         ("kv_blocks", "free"): 7,
         ("kv_blocks", "reserved"): 2,
         ("kv_blocks", "quarantined"): 1,
         ("num_requests_held", ""): 4,
-        ("num_landings", ""): 3,
+        ("num_kv_receives", ""): 3,
     }
     for _ in range(10):
         clock.advance(0.2)
@@ -71,10 +71,10 @@ def test_a_worker_is_up_with_what_it_holds_until_it_is_lost_and_counts_its_lives
     families = {family.name: family.samples for family in WorkerCollector(members).collect()}
     shown_of_lost = {name.removeprefix("baton_") for name, samples in families.items() if samples}
     assert shown_of_lost == {metric.name for metric in WORKER_METRICS if metric.is_of_lost}
-    assert shown_of_lost == {"worker_up", "worker_heartbeat_age_seconds", "worker_lives"}
+    assert shown_of_lost == {"worker_up", "worker_heartbeat_age_seconds", "worker_incarnations"}
     members.heartbeat(state(2))
     found = shown(members)
-    assert (found[("worker_up", "")], found[("worker_lives_total", "")]) == (1, 2)
+    assert (found[("worker_up", "")], found[("worker_incarnations_total", "")]) == (1, 2)
 
 
 def test_lost_traces_are_counted():

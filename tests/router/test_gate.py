@@ -80,7 +80,7 @@ async def test_requests_wait_here_and_not_at_the_worker():
         await until(lambda: is_empty(running))
 
 
-async def test_those_whose_landing_is_stuck_hold_up_others_for_a_moment_only():
+async def test_those_whose_incoming_is_stuck_hold_up_others_for_a_moment_only():
     async with cluster(max_wait_s=5.0) as running:
         await slow(running, 20.0)
         running.of("decode")[0].inventory = {"num_blocks": 1000}

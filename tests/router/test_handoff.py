@@ -4,8 +4,8 @@ import grpc
 import pytest
 
 from baton.core.errors import HandoffTooLong, InvalidRequest
-from baton.kvtransfer.landing_driver import STAGING_KEY
 from baton.kvtransfer.push import Denied
+from baton.kvtransfer.receiver_driver import STAGING_KEY
 from baton.prefill_worker.denial import error_of
 from baton.proto import kv_pb2, worker_pb2
 from baton.router.local_prefill import AUTO, NEVER
@@ -101,7 +101,7 @@ async def test_a_lane_that_is_not_known_yet_is_tried_where_nothing_else_is_left(
 
 @pytest.mark.parametrize("mode", [AUTO, NEVER])
 async def test_a_refusal_that_no_report_told_of_moves_the_request(mode):
-    """The decode worker's landing says it when blocks are granted."""
+    """The decode worker's incoming transfer says it when blocks are granted."""
     denied = Denied(None, kv_pb2.Deny.TOO_LONG, f"{STAGING_KEY}: a prompt of 20 tokens does not fit")
     async with Pair(mode=mode, limit_len=0) as running:
         running.script.attempt_errors = {1: error_of(denied)}

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from baton.core.errors import PermissionDenied, Unauthenticated
-from baton.core.inside import ROUTER, Caller, DeploymentSecret, WorkerIdentity, life_name, worker_name
+from baton.core.inside import ROUTER, Caller, DeploymentSecret, WorkerIdentity, incarnation_name, worker_name
 from baton.proto import admin_pb2, inference_pb2, kv_pb2, wire, worker_pb2, worker_pb2_grpc
 from baton.proto.inside import HEADER, InsideChannel
 from baton.router.security import RouterSecurity
@@ -71,7 +71,7 @@ async def outcome(channel, service, method, metadata=()):
 def worker_proofs(epoch=7):
     """Headers that are no good at a worker."""
     name = worker_name("decode", "decode-0")
-    key, callee = DeploymentSecret.of_process().worker_key(name), life_name(name, epoch)
+    key, callee = DeploymentSecret.of_process().worker_key(name), incarnation_name(name, epoch)
     now_s = time.time()
     for service, method in METHODS:
         path = f"/{service}/{method}"
@@ -80,7 +80,7 @@ def worker_proofs(epoch=7):
         yield service, method, "1 router x"
         yield service, method, Caller(ROUTER, OTHER.worker_key(name)).prove(path, callee, now_s, "a")
         yield service, method, Caller(name, key).prove(path, callee, now_s, "b")  # of itself
-        yield service, method, good.prove(path, life_name(name, epoch + 1), now_s, "c")
+        yield service, method, good.prove(path, incarnation_name(name, epoch + 1), now_s, "c")
         yield service, method, good.prove("/baton.v1.Other/Method", callee, now_s, "d")
         yield service, method, good.prove(path, callee, now_s - 3600, "e")
 

@@ -81,16 +81,16 @@ class Table:
         else:
             known.state, known.heartbeat_s = message, self.clock.now_s()
         member = self.members._members[worker_id]
-        self.index.join(member.life)
+        self.index.join(member.incarnation)
         return member
 
-    def life(self, worker_id):
-        return self.members._members[worker_id].life
+    def incarnation(self, worker_id):
+        return self.members._members[worker_id].incarnation
 
     def cache(self, worker_id, names):
-        version = self.index.version(self.life(worker_id))
+        version = self.index.version(self.incarnation(worker_id))
         change = BlockChange(after=version, version=version + len(names), stored=tuple(names))
-        assert self.index.apply(self.life(worker_id), change)
+        assert self.index.apply(self.incarnation(worker_id), change)
 
     def pick(self, asked=None, excluded=frozenset()):
         pair = self.policy.pick(self.members.live("prefill"), self.members.live("decode"), excluded, asked or request())
@@ -237,10 +237,10 @@ def test_a_batch_and_blocks_in_use_cost_a_decode_worker():
     assert cost(num_sequences=4) == pytest.approx(0.56)
     assert cost(num_sequences=12) == pytest.approx(1.5 + 0.5 + 0.06)
     table = Table(1, 2)
-    table.beat("d0", num_attends=3)
+    table.beat("d0", num_requests_held=3)
     assert table.names()[1] == "d1"
-    table.beat("d1", num_attends=3, steps=(100, 8.0))
-    table.beat("d0", num_attends=4, steps=(100, 0.4))
+    table.beat("d1", num_requests_held=3, steps=(100, 8.0))
+    table.beat("d0", num_requests_held=4, steps=(100, 0.4))
     assert table.names()[1] == "d0", "its steps are faster"
 
 
@@ -281,15 +281,15 @@ def test_a_pair_whose_lane_is_slow_or_gone_is_avoided_and_its_workers_are_not():
     assert lane_of(pair, None) == "shm"
     assert lane_of(pair, worker_pb2.PrefillDone(kv_lane="raw")) == "raw"
     table.beat("p1", paths=(path("d0", epoch=7),))
-    assert lane_of(pair, None) == "", "of another life"
+    assert lane_of(pair, None) == "", "of another incarnation"
 
 
 def test_excluded_pairs_are_never_chosen_and_missing_roles_are_named():
     table = Table(2, 1)
-    excluded = {(table.life("p0"), table.life("d0"))}
+    excluded = {(table.incarnation("p0"), table.incarnation("d0"))}
     assert {table.names(excluded=excluded) for _ in range(5)} == {("p1", "d0")}
     with pytest.raises(WorkersIncompatible):
-        table.pick(excluded=excluded | {(table.life("p1"), table.life("d0"))})
+        table.pick(excluded=excluded | {(table.incarnation("p1"), table.incarnation("d0"))})
     for num_prefill, num_decode in ((0, 1), (1, 0)):
         with pytest.raises(NoWorker):
             Table(num_prefill, num_decode).pick()
@@ -304,9 +304,9 @@ def test_of_very_many_workers_only_the_cheapest_are_paired(monkeypatch):
     table = Table(4, 4)
     for at in (0, 1):
         table.beat(f"p{at}", num_prefill_tokens_queued=10**7)
-        table.beat(f"d{at}", num_attends=50)
+        table.beat(f"d{at}", num_requests_held=50)
     assert {name[1] for name in table.names()} <= {"2", "3"}
-    short = {(table.life(p), table.life(d)) for p in ("p2", "p3") for d in ("d2", "d3")}
+    short = {(table.incarnation(p), table.incarnation(d)) for p in ("p2", "p3") for d in ("d2", "d3")}
     assert table.names(excluded=short) not in {(p, d) for p in ("p2", "p3") for d in ("d2", "d3")}
 
 
@@ -315,7 +315,7 @@ def test_loads_of_lives_that_are_gone_are_forgotten():
     loads.of(table.members.live("prefill")[0])
     loads.of(table.beat("p1"))
     loads.keep(table.members.live("prefill")[1:])
-    assert set(loads._loads) == {table.life("p1")}
+    assert set(loads._loads) == {table.incarnation("p1")}
 
 
 def test_a_policy_that_does_not_exist_is_refused():

@@ -73,7 +73,7 @@ def test_an_idle_decode_worker_computes_what_it_would_take_longer_to_hand_over()
 
 def test_a_decode_worker_with_streams_leaves_long_prompts_to_others():
     table = Deployment()
-    busy = {"num_requests_running": 4, "local_chunk_len": 32, "num_attends": 4}
+    busy = {"num_requests_running": 4, "local_chunk_len": 32, "num_requests_held": 4}
     table.say("d0", steps=(100, 0.5), **busy)
     assert not table.pick(LONG).is_local
     table.say("d0", steps=(200, 1.0), **busy)
@@ -88,8 +88,8 @@ def test_a_prompt_that_is_mostly_cached_goes_to_where_it_is():
     table.say("p0", exposed=(20, 0.2))
     assert table.pick(prompt).is_local
     table.say("d0")
-    life = table.life("p0")
-    table.index.expect(life, names_of(prompt), table.clock.now_s() + 100.0)
+    incarnation = table.incarnation("p0")
+    table.index.expect(incarnation, names_of(prompt), table.clock.now_s() + 100.0)
     pair = table.pick(prompt)
     assert not pair.is_local
     assert pair.expected_cached_len == 24 * BLOCK
@@ -157,7 +157,7 @@ def test_prompts_follow_one_that_is_on_its_way_to_a_decode_worker():
 
 def test_a_decode_worker_that_has_most_of_a_prompt_keeps_it():
     table = Deployment()
-    busy = {"num_requests_running": 4, "local_chunk_len": 32, "num_attends": 4}
+    busy = {"num_requests_running": 4, "local_chunk_len": 32, "num_requests_held": 4}
     table.say("d0", steps=(100, 0.5), **busy)
     assert not table.pick(CHAT).is_local
     table.cache("d0", names_of(CHAT)[:24])
@@ -198,7 +198,7 @@ def test_before_the_workers_only_what_no_worker_has_counts():
 
 def test_a_long_queue_at_the_prefill_worker_moves_prompts_and_a_long_one_here_does_not():
     table = Deployment()
-    busy = {"num_requests_running": 4, "local_chunk_len": 32, "num_attends": 4}
+    busy = {"num_requests_running": 4, "local_chunk_len": 32, "num_requests_held": 4}
     table.say("d0", steps=(100, 0.5), **busy)
     table.say("p0", exposed=(20, 0.2), num_prefill_tokens_queued=20_000, prefill_tokens_per_s=5000.0)
     table.say("p0", exposed=(20, 0.2), num_prefill_tokens_queued=200_000, prefill_tokens_per_s=5000.0)
@@ -290,7 +290,7 @@ def test_without_prefill_workers_it_is_the_only_way(routing, mode):
     assert table.local.choices == {("local", ONLY_WAY): 3}
     assert table.local.is_only_way
     with pytest.raises(NoWorker):
-        table.pick(excluded={(table.life("d0"), table.life("d0"))})
+        table.pick(excluded={(table.incarnation("d0"), table.incarnation("d0"))})
     table.say("p0")
     table.say("d0")
     table.pick()
@@ -320,7 +320,7 @@ def test_a_refused_pair_is_no_reason_to_refuse_a_request():
     table = Deployment()
     table.say("p0", exposed=(20, 0.1))
     table.say("d0", num_requests_running=8, steps=(10, 0.1), local_chunk_len=16)
-    assert table.pick(LONG, {(table.life("p0"), table.life("d0"))}).is_local
+    assert table.pick(LONG, {(table.incarnation("p0"), table.incarnation("d0"))}).is_local
     assert table.local.choices == {("local", "incompatible"): 1}
 
 
@@ -361,7 +361,7 @@ async def test_an_answer_says_that_its_prompt_was_computed_where_it_was_decoded(
         assert (stats.path, stats.prefill_worker, stats.decode_worker, stats.kv_lane) == ("local", "", "decode-0", "")
         assert stats.num_cached_tokens == stats.num_expected_cached_tokens == 0
         assert stats.output_len == len(tokens) == 5
-        parts = stats.router_ms + stats.queue_ms + stats.landing_ms + stats.prefill_ms + stats.publish_ms
+        parts = stats.router_ms + stats.queue_ms + stats.grant_wait_ms + stats.prefill_ms + stats.publish_ms
         assert parts == pytest.approx(stats.ttft_ms, rel=0.01)
         prefill, decode = await running.idle()
         assert not prefill
@@ -438,9 +438,9 @@ async def test_as_few_workers_as_may_be_asked_for(mode):
         for num_prefill, num_decode in sizes:
             with pytest.raises(grpc.aio.AioRpcError, match=r"at least one decode|a prefill worker is needed"):
                 await admin.Scale(admin_pb2.ScaleRequest(num_prefill=num_prefill, num_decode=num_decode))
-        assert running.router.wishes._scale.request is None
+        assert running.router.desired_state._scale.request is None
         await admin.Scale(admin_pb2.ScaleRequest(num_prefill=int(mode == NEVER), num_decode=1))
-        assert running.router.wishes._scale.request.num_decode == 1
+        assert running.router.desired_state._scale.request.num_decode == 1
 
 
 @pytest.mark.asyncio

@@ -6,7 +6,7 @@ from baton.core.clock import VirtualClock
 from baton.core.errors import InvalidRequest, NoWorker, Overloaded, ProtocolError
 from baton.proto import worker_pb2
 from baton.router.admission import Admission
-from baton.router.members import ALIVE_S, FORGET_S, MAX_GAP_S, MAX_WORKERS, Life, Members
+from baton.router.members import ALIVE_S, FORGET_S, MAX_GAP_S, MAX_WORKERS, Incarnation, Members
 from baton.router.policy import RoundRobin
 from baton.router.token_order import TokenOrder
 
@@ -51,7 +51,7 @@ def test_alive_until_silent_for_too_long(members, clock):
     assert members.heartbeat(state("p"))
     assert wait(members, clock, ALIVE_S - 0.01) == []
     assert [member.state.worker_id for member in members.live("prefill")] == ["p"]
-    assert wait(members, clock, 0.02) == [Life("p", 1)]
+    assert wait(members, clock, 0.02) == [Incarnation("p", 1)]
     assert members.expire() == [], "lost once"
     assert members.live("prefill") == []
     assert members.heartbeat_age_s(members.all()[0]) == pytest.approx(ALIVE_S + 0.01)
@@ -69,9 +69,9 @@ def test_the_routers_own_stall_is_no_silence_of_workers(members, clock):
     assert members.expire() == []
     assert members.heartbeat_age_s(members.live("prefill")[0]) == pytest.approx(1.0 + MAX_GAP_S)
     assert members.heartbeat_age_s(members.live("decode")[0]) == 0.0, "a lease never begins later than now"
-    assert wait(members, clock, ALIVE_S - 1.0 - MAX_GAP_S + 0.01) == [Life("p", 1)]
+    assert wait(members, clock, ALIVE_S - 1.0 - MAX_GAP_S + 0.01) == [Incarnation("p", 1)]
     assert wait(members, clock, MAX_GAP_S) == []
-    assert wait(members, clock, ALIVE_S) == [Life("d", 1)]
+    assert wait(members, clock, ALIVE_S) == [Incarnation("d", 1)]
 
 
 def test_a_router_that_is_always_late_still_notices(members, clock):
@@ -87,11 +87,11 @@ def test_a_router_that_is_always_late_still_notices(members, clock):
 def test_a_new_epoch_replaces_the_old_and_the_old_never_returns(members):
     lost = []
     members.heartbeat(state("d", 7, "decode"))
-    members.watch(Life("d", 7), lambda: lost.append(7))
+    members.watch(Incarnation("d", 7), lambda: lost.append(7))
     assert not members.heartbeat(state("d", 3, "decode")), "epochs are names, not numbers"
     assert lost == [7]
     assert not members.heartbeat(state("d", 7, "decode"))
-    assert members.all()[0].life == Life("d", 3)
+    assert members.all()[0].incarnation == Incarnation("d", 3)
     assert members.all()[0].num_epochs == 2
     assert members.heartbeat(state("d", 3, "decode"))
 
@@ -99,15 +99,15 @@ def test_a_new_epoch_replaces_the_old_and_the_old_never_returns(members):
 def test_watches_are_called_once_and_can_be_ended(members, clock):
     members.heartbeat(state("p"))
     told = []
-    members.watch(Life("p", 1), lambda: told.append("a"))
-    end = members.watch(Life("p", 1), lambda: told.append("b"))
+    members.watch(Incarnation("p", 1), lambda: told.append("a"))
+    end = members.watch(Incarnation("p", 1), lambda: told.append("b"))
     end()
     end()
-    members.watch(Life("p", 9), lambda: told.append("unknown life"))
+    members.watch(Incarnation("p", 9), lambda: told.append("unknown life"))
     assert told == ["unknown life"]
     wait(members, clock, ALIVE_S)
     assert told == ["unknown life", "a"]
-    members.watch(Life("p", 1), lambda: told.append("dead"))
+    members.watch(Incarnation("p", 1), lambda: told.append("dead"))
     assert told[-1] == "dead"
     assert members._watches == {}
 

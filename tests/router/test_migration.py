@@ -246,7 +246,7 @@ async def test_a_connection_that_broke_alone_is_used_again():
         await reading.task
         assert reading.text == "hello world"
         assert 0.4 < time.monotonic() - start_s < 8.0, "before it is known that the worker died"
-        assert not running.router.migration.presence.is_unsettled(worker_of(running, "decode-0"))
+        assert not running.router.migration.in_flight_requests.is_unsettled(worker_of(running, "decode-0"))
 
 
 async def test_who_has_begun_is_not_turned_away():
@@ -360,7 +360,7 @@ async def test_a_drain_ends_no_stream():
         worker.epoch += 100_000
         running.router.members.heartbeat(worker.state())
         async with asyncio.timeout(10.0):  # the process that replaces it serves
-            while running.router.migration.drains.lives():
+            while running.router.migration.drains.incarnations():
                 await asyncio.sleep(0.005)
 
 
@@ -426,4 +426,6 @@ async def test_many_bystanders_of_one_death_go_on():
             while len(running.router.members.live("decode")) > 1:
                 await asyncio.sleep(0.02)
         assert (await status_of(running)).quarantined == []
-        assert not running.router.migration.presence.num_at(running.router.members.live("decode")[0].life)
+        assert not running.router.migration.in_flight_requests.num_at(
+            running.router.members.live("decode")[0].incarnation
+        )

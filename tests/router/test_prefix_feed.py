@@ -18,7 +18,7 @@ NAMES = [bytes([at]) * 16 for at in range(9)]
 
 
 class Cache:
-    """What one life of a fake worker says of its prefixes."""
+    """What one incarnation of a fake worker says of its prefixes."""
 
     def __init__(self, worker, ring_len=100):
         self.log = BlockLog(ring_len)
@@ -60,9 +60,9 @@ async def knows(running, worker, names, timeout_s=5.0):
 
 
 def held(running, worker):
-    lives = {life.worker_id: life for life in running.router.prefixes.lives()}
-    life = lives.get(worker.worker_id)
-    return None if life is None else running.router.prefixes.names(life)
+    incarnations = {incarnation.worker_id: incarnation for incarnation in running.router.prefixes.incarnations()}
+    incarnation = incarnations.get(worker.worker_id)
+    return None if incarnation is None else running.router.prefixes.names(incarnation)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ async def test_another_life_begins_with_nothing(role):
         await cache.store(NAMES[1])
         await knows(running, worker, NAMES[1:2])
         assert cache.asked[0] == (worker.epoch, 0)
-        assert before not in [life.epoch for life in running.router.prefixes.lives()]
+        assert before not in [incarnation.epoch for incarnation in running.router.prefixes.incarnations()]
 
 
 @pytest.mark.long
@@ -164,7 +164,9 @@ async def test_decode_workers_are_watched_where_they_may_compute_prompts(mode):
         for worker in asked:
             await knows(running, worker, NAMES[:1])
         running.router._feed.follow()
-        assert {life.worker_id for life in running.router.prefixes.lives()} == {worker.worker_id for worker in asked}
+        assert {incarnation.worker_id for incarnation in running.router.prefixes.incarnations()} == {
+            worker.worker_id for worker in asked
+        }
 
 
 @pytest.mark.long
@@ -172,4 +174,4 @@ async def test_other_policies_ask_nobody():
     async with cluster(routing="least_cost") as running:
         cache = Cache(running.of("prefill")[0])
         await asyncio.sleep(0.3)
-        assert (cache.asked, running.router.prefixes.lives()) == ([], ())
+        assert (cache.asked, running.router.prefixes.incarnations()) == ([], ())

@@ -13,11 +13,11 @@ from baton.core.errors import MalformedMessage
 from baton.kvcache.block_log import BlockLog
 from baton.proto import worker_pb2
 from baton.proto.block_wire import change_from_proto, change_to_proto
-from baton.router.members import Life
+from baton.router.members import Incarnation
 from baton.router.prefix_index import PrefixIndex
 
 pytestmark = pytest.mark.fast
-A, B = Life("a", 1), Life("b", 1)
+A, B = Incarnation("a", 1), Incarnation("b", 1)
 
 
 def names(*values):
@@ -25,10 +25,10 @@ def names(*values):
 
 
 class Worker:
-    """One worker's present life, what it holds, and what is on its way to the router."""
+    """One worker's present incarnation, what it holds, and what is on its way to the router."""
 
     def __init__(self, worker_id, epoch, ring_len, max_names):
-        self.life = Life(worker_id, epoch)
+        self.incarnation = Incarnation(worker_id, epoch)
         self.log = BlockLog(ring_len, max_names)
         self.held = set()
         self.wire = []
@@ -44,7 +44,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex()
         self.workers = [Worker(f"w{at}", 1, ring_len, max_names) for at in range(num_workers)]
         for worker in self.workers:
-            self.index.join(worker.life)
+            self.index.join(worker.incarnation)
 
     def one(self, at):
         return self.workers[at % len(self.workers)]
@@ -70,7 +70,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2))
     def deliver(self, at):
         worker = self.one(at)
-        if worker.wire and not self.index.apply(worker.life, worker.wire.pop(0)):
+        if worker.wire and not self.index.apply(worker.incarnation, worker.wire.pop(0)):
             self.reopen(at)
 
     @rule(at=st.integers(0, 2))
@@ -78,7 +78,7 @@ class IndexMachine(RuleBasedStateMachine):
         """What is on its way is lost, and the router asks from what it has."""
         worker = self.one(at)
         worker.wire.clear()
-        worker.told = self.index.version(worker.life)
+        worker.told = self.index.version(worker.incarnation)
 
     @rule(at=st.integers(0, 2), where=st.integers(0, 5))
     def lose(self, at, where):
@@ -96,9 +96,9 @@ class IndexMachine(RuleBasedStateMachine):
     def restart(self, at):
         at %= len(self.workers)
         before = self.workers[at]
-        self.index.drop(before.life)
-        self.workers[at] = Worker(before.life.worker_id, before.life.epoch + 1, *self.limits)
-        self.index.join(self.workers[at].life)
+        self.index.drop(before.incarnation)
+        self.workers[at] = Worker(before.incarnation.worker_id, before.incarnation.epoch + 1, *self.limits)
+        self.index.join(self.workers[at].incarnation)
 
     @rule()
     def quiet(self):
@@ -107,8 +107,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.reopen(at)
             self.tell(at)
             while worker.wire:
-                assert self.index.apply(worker.life, worker.wire.pop(0))
-            assert self.index.names(worker.life) == worker.held
+                assert self.index.apply(worker.incarnation, worker.wire.pop(0))
+            assert self.index.names(worker.incarnation) == worker.held
         assert self.index.num_names == sum(len(worker.held) for worker in self.workers)
 
     @invariant()
@@ -117,9 +117,9 @@ class IndexMachine(RuleBasedStateMachine):
             return
         prompt = names(0, 1, 2, 3, 4)
         found = self.index.match(prompt, 0.0)
-        assert found.keys() == set(self.index.lives()) == {worker.life for worker in self.workers}
-        for life, length in found.items():
-            held = self.index.names(life)
+        assert found.keys() == set(self.index.incarnations()) == {worker.incarnation for worker in self.workers}
+        for incarnation, length in found.items():
+            held = self.index.names(incarnation)
             assert set(prompt[:length]) <= held
             assert length == len(prompt) or prompt[length] not in held
 
@@ -127,7 +127,7 @@ class IndexMachine(RuleBasedStateMachine):
         if hasattr(self, "index"):
             self.quiet()
             for worker in self.workers:
-                self.index.drop(worker.life)
+                self.index.drop(worker.incarnation)
             assert (self.index.num_names, self.index._bits) == (0, {})
 
 
@@ -168,18 +168,18 @@ def test_a_whole_without_one_of_its_parts_is_a_gap():
 
 def test_lives_are_told_apart_and_a_dropped_one_leaves_nothing():
     index = PrefixIndex()
-    for life in (A, B):
-        index.join(life)
+    for incarnation in (A, B):
+        index.join(incarnation)
     index.apply(A, BlockChange(after=0, version=2, stored=names(1, 2)))
     index.apply(B, BlockChange(after=0, version=1, stored=names(1)))
     assert index.match(names(1, 2, 3), 0.0) == {A: 2, B: 1}
     index.drop(A)
     index.drop(A)
     assert index.match(names(1, 2), 0.0) == {B: 1}
-    index.join(Life("a", 2))
-    assert index.match(names(1, 2), 0.0) == {B: 1, Life("a", 2): 0}
+    index.join(Incarnation("a", 2))
+    assert index.match(names(1, 2), 0.0) == {B: 1, Incarnation("a", 2): 0}
     assert index.version(A) == 0
-    assert index.match((), 0.0) == {B: 0, Life("a", 2): 0}
+    assert index.match((), 0.0) == {B: 0, Incarnation("a", 2): 0}
 
 
 def test_more_names_than_the_bound_are_not_remembered():
@@ -195,8 +195,8 @@ def test_expected_names_count_until_they_come_or_their_time_is_over():
     index = PrefixIndex(max_expected=3)
     index.expect(A, names(1), 1.0)
     assert index.match(names(1), 0.0) == {}, "an unknown life"
-    for life in (A, B):
-        index.join(life)
+    for incarnation in (A, B):
+        index.join(incarnation)
     index.apply(B, BlockChange(after=0, version=1, stored=names(1)))
     index.expect(A, names(1, 2), 1.0)
     assert index.match(names(1, 2), 0.9) == {A: 2, B: 1}
@@ -218,9 +218,9 @@ def test_a_lookup_takes_as_long_for_many_workers_as_for_few():
     for num_workers in (2, 200):
         index = PrefixIndex()
         for at in range(num_workers):
-            life = Life(f"w{at}", 1)
-            index.join(life)
-            index.apply(life, BlockChange(after=0, version=1, stored=tuple(prompt)))
+            incarnation = Incarnation(f"w{at}", 1)
+            index.join(incarnation)
+            index.apply(incarnation, BlockChange(after=0, version=1, stored=tuple(prompt)))
         best = float("inf")
         for _ in range(5):
             start_s = time.perf_counter()

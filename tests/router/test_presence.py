@@ -7,14 +7,14 @@ from baton.core.errors import InvalidRequest
 from baton.core.request import AttemptKey, GenerationRequest
 from baton.core.sampling import SamplingParams
 from baton.proto import worker_pb2
-from baton.router.attendance import Attendance, Visitor
 from baton.router.drains import Drains
 from baton.router.fingerprint import fingerprint
-from baton.router.members import Life, Members
+from baton.router.in_flight_requests import BROKEN_S, HEARD_S, InFlightRequests, Leaving
+from baton.router.in_flight_tracker import InFlightTracker, Visitor
+from baton.router.members import Incarnation, Members
 from baton.router.outcasts import Outcasts, fits
+from baton.router.poison_detector import PoisonDetector
 from baton.router.policy import Pair
-from baton.router.presence import BROKEN_S, HEARD_S, Leaving, Presence
-from baton.router.suspicion import Suspicion
 
 pytestmark = pytest.mark.fast
 
@@ -25,9 +25,9 @@ class World:
     def __init__(self):
         self.clock = VirtualClock(100.0)
         self.members = Members(self.clock)
-        self.suspicion = Suspicion()
+        self.poison_detector = PoisonDetector()
         self.blamed = []
-        self.presence = Presence(self.members, self.suspicion, self.clock, self.blamed.append)
+        self.in_flight_requests = InFlightRequests(self.members, self.poison_detector, self.clock, self.blamed.append)
         self.drains = Drains(self.members, self.clock)
         self.silent = set()
         self.epochs = {"p0": 1, "d0": 1, "d1": 1, "d2": 1}
@@ -56,15 +56,15 @@ class World:
             self.members.expire()
             self.drains.tick()
 
-    def life(self, name):
-        return Life(name, self.epochs[name])
+    def incarnation(self, name):
+        return Incarnation(name, self.epochs[name])
 
     def visitor(self, prompt, may_move=lambda: True):
         request = GenerationRequest(
             key=AttemptKey(str(prompt), 1), prompt_token_ids=(prompt,), sampling=SamplingParams(), deadline_s=1e9
         )
-        attendance = Attendance(self.members, self.drains, self.presence)
-        return Visitor(attendance, request, may_move), fingerprint(request)
+        in_flight_tracker = InFlightTracker(self.members, self.drains, self.in_flight_requests)
+        return Visitor(in_flight_tracker, request, may_move), fingerprint(request)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def world():
 
 def enter(world, visitor, name, attempt, lost=None):
     on_lost = (lost if lost is not None else []).append
-    return visitor.enter(world.life(name), "decode", AttemptKey("r", attempt), on_lost)
+    return visitor.enter(world.incarnation(name), "decode", AttemptKey("r", attempt), on_lost)
 
 
 def test_a_request_that_was_alone_at_two_deaths_is_blamed(world):
@@ -97,34 +97,34 @@ def test_a_request_that_was_alone_at_two_deaths_is_blamed(world):
 def test_a_stream_that_breaks_at_a_worker_that_lives_on_is_no_death(world):
     visitor, _ = world.visitor(1)
     enter(world, visitor, "d0", 1)(Leaving.BROKEN)
-    assert world.presence.is_unsettled(world.life("d0"))
-    assert world.presence.num_at(world.life("d0")) == 0
+    assert world.in_flight_requests.is_unsettled(world.incarnation("d0"))
+    assert world.in_flight_requests.num_at(world.incarnation("d0")) == 0
     world.pass_s(HEARD_S - 0.2)
-    assert world.presence.is_unsettled(world.life("d0"))
+    assert world.in_flight_requests.is_unsettled(world.incarnation("d0"))
     world.pass_s(0.4)
-    assert not world.presence.is_unsettled(world.life("d0"))
+    assert not world.in_flight_requests.is_unsettled(world.incarnation("d0"))
     world.epochs["d0"] = 2
     world.beat()
-    assert len(world.suspicion) == 0
+    assert len(world.poison_detector) == 0
 
 
 def test_who_was_turned_away_was_not_there_but_the_worker_is_in_doubt(world):
     visitor, _ = world.visitor(1)
     enter(world, visitor, "d0", 1)(Leaving.TURNED_AWAY)
-    assert world.presence.is_unsettled(world.life("d0"))
+    assert world.in_flight_requests.is_unsettled(world.incarnation("d0"))
     world.epochs["d0"] = 2
     world.beat()
-    assert len(world.suspicion) == 0
+    assert len(world.poison_detector) == 0
 
 
 def test_who_failed_to_hand_over_was_there_if_the_worker_died_but_it_is_not_in_doubt(world):
     visitor, _ = world.visitor(1)
     enter(world, visitor, "d0", 1)(Leaving.DOUBTED)
     enter(world, visitor, "d1", 1)(Leaving.DOUBTED)
-    assert not world.presence.is_unsettled(world.life("d0"))
+    assert not world.in_flight_requests.is_unsettled(world.incarnation("d0"))
     world.silent.add("d0")
     world.pass_s(2.0)
-    assert len(world.suspicion) == 1
+    assert len(world.poison_detector) == 1
     world.epochs["d1"] = 2
     world.beat()
     assert world.blamed == [], "d1 was heard of since"
@@ -132,40 +132,40 @@ def test_who_failed_to_hand_over_was_there_if_the_worker_died_but_it_is_not_in_d
 
 def test_what_broke_long_ago_is_settled_even_where_nothing_is_heard(world):
     world.members = Members(world.clock, alive_s=1e6)
-    world.presence = Presence(world.members, world.suspicion, world.clock, world.blamed.append)
+    world.in_flight_requests = InFlightRequests(world.members, world.poison_detector, world.clock, world.blamed.append)
     world.beat()
     visitor, _ = world.visitor(1)
     enter(world, visitor, "d0", 1)(Leaving.BROKEN)
     world.silent.add("d0")
     world.pass_s(BROKEN_S - 1)
-    assert world.presence.is_unsettled(world.life("d0"))
+    assert world.in_flight_requests.is_unsettled(world.incarnation("d0"))
     world.pass_s(2)
-    assert not world.presence.is_unsettled(world.life("d0"))
+    assert not world.in_flight_requests.is_unsettled(world.incarnation("d0"))
 
 
 def test_who_left_in_order_was_not_there(world):
     visitor, _ = world.visitor(1)
     leave = enter(world, visitor, "d0", 1)
-    assert world.presence.num_at(world.life("d0")) == 1
+    assert world.in_flight_requests.num_at(world.incarnation("d0")) == 1
     leave(Leaving.IN_ORDER)
     leave(Leaving.IN_ORDER)
     world.silent.add("d0")
     world.pass_s(2.0)
-    assert len(world.suspicion) == 0
-    assert not world.presence.is_unsettled(world.life("d0"))
+    assert len(world.poison_detector) == 0
+    assert not world.in_flight_requests.is_unsettled(world.incarnation("d0"))
 
 
 def test_a_life_that_is_lost_already_says_so_at_once_and_leaves_nothing(world):
-    life = world.life("d0")
+    incarnation = world.incarnation("d0")
     world.epochs["d0"] = 2
     world.beat()
     lost = []
     visitor, _ = world.visitor(1)
-    leave = visitor.enter(life, "decode", AttemptKey("r", 1), lost.append)
+    leave = visitor.enter(incarnation, "decode", AttemptKey("r", 1), lost.append)
     leave(Leaving.BROKEN)
     assert [error.fields for error in lost] == [{"worker_id": "d0", "role": "decode", "cause": "death"}]
-    assert world.presence._visits == world.presence._broken == world.drains._watches == {}
-    assert len(world.suspicion) == 0
+    assert world.in_flight_requests._visits == world.in_flight_requests._broken == world.drains._watches == {}
+    assert len(world.poison_detector) == 0
 
 
 def test_drained_streams_are_told_to_move_after_the_grace_until_they_can(world):
@@ -173,8 +173,8 @@ def test_drained_streams_are_told_to_move_after_the_grace_until_they_can(world):
     visitor, _ = world.visitor(1, may_move=lambda: next(moves))
     lost = []
     leave = enter(world, visitor, "d0", 1, lost)
-    assert world.drains.begin("d0", 1.0).life == world.life("d0")
-    assert world.drains.lives() == {world.life("d0")}
+    assert world.drains.begin("d0", 1.0).incarnation == world.incarnation("d0")
+    assert world.drains.incarnations() == {world.incarnation("d0")}
     world.pass_s(0.9)
     assert lost == []
     world.pass_s(0.4)
@@ -192,7 +192,7 @@ def test_a_drain_ends_with_its_life_and_by_word(world):
     world.epochs["d0"] = 2
     world.beat()
     world.pass_s(0.2)
-    assert world.drains.lives() == {world.life("d1")}
+    assert world.drains.incarnations() == {world.incarnation("d1")}
     assert world.drains.end("d1")
     assert not world.drains.end("d1")
     world.silent.add("d2")
@@ -247,16 +247,16 @@ def test_a_worker_that_came_later_may_be_too_small(world):
 
 
 def test_why_a_life_was_lost(world):
-    assert world.members.heard_since(world.life("d0"), 99.0)
+    assert world.members.heard_since(world.incarnation("d0"), 99.0)
     world.silent.add("d0")
     world.pass_s(2.0)
-    assert world.members.why_lost(world.life("d0")) == "fence"
-    assert world.members.heard_since(world.life("d0"), 99.0)
-    assert not world.members.heard_since(world.life("d0"), 101.0)
+    assert world.members.why_lost(world.incarnation("d0")) == "fence"
+    assert world.members.heard_since(world.incarnation("d0"), 99.0)
+    assert not world.members.heard_since(world.incarnation("d0"), 101.0)
     world.silent.clear()
     world.pass_s(0.1)
-    old = world.life("d0")
+    old = world.incarnation("d0")
     world.epochs["d0"] = 2
     world.beat()
     assert world.members.why_lost(old) == "death"
-    assert world.members.why_lost(Life("nobody", 1)) == "death"
+    assert world.members.why_lost(Incarnation("nobody", 1)) == "death"

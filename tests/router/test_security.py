@@ -25,7 +25,7 @@ from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_
 from baton.proto.secure_channel import SecureChannels
 from baton.router import listener
 from baton.router.api_keys import KeyEntry, digest_of, new_key
-from baton.router.security import DoorLimits, RouterSecurity
+from baton.router.security import ClientLimits, RouterSecurity
 from baton.tests.router.certificates import Authority, replace
 from baton.tests.router.fakes import cluster
 
@@ -70,7 +70,7 @@ def to_public(running, inside, key="", files=None):
 @asynccontextmanager
 async def secured(inside, keys=None, **more):
     tls = inside.files("router")
-    limits = more.pop("limits", DoorLimits())
+    limits = more.pop("limits", ClientLimits())
     path = "" if keys is None else str(keys.path)
     security = RouterSecurity(tls=tls, api_keys_file=path, admin_port=0, limits=limits, **more)
     async with cluster(security=security) as running:
@@ -316,7 +316,7 @@ async def test_certificates_change_under_a_stream(inside, tmp_path, caplog):
 @pytest.mark.asyncio
 async def test_limits_of_streams(inside, keys):
     ada, bob = keys.add("ada", "acme"), keys.add("bob", "bolts")
-    limits = DoorLimits(max_streams_per_connection=2, max_streams_per_tenant=3)
+    limits = ClientLimits(max_streams_per_connection=2, max_streams_per_tenant=3)
     async with secured(inside, keys, limits=limits) as running:
         running.script.decode_hangs_after = 0
         clients = [own_connection(running, inside, key) for key in (ada, ada, bob)]
@@ -339,7 +339,9 @@ async def test_limits_of_streams(inside, keys):
         assert await clients[0].generate_text("hi", sampling=GREEDY)
         for client in clients:
             await client.close()
-    assert not running.router.public.door._accounts and not running.router.public.door._num_of_connection
+    assert (
+        not running.router.public.authenticator._accounts and not running.router.public.authenticator._num_of_connection
+    )
 
 
 @pytest.mark.fast
@@ -362,7 +364,10 @@ async def test_limits_of_connections_and_headers(inside, keys):
         assert await clients[1].generate_text("hi", sampling=GREEDY), "a connection without calls is nobody's"
         for client in clients:
             await client.close()
-    assert not running.router.public.door._accounts and not running.router.public.door.connections._num_of
+    assert (
+        not running.router.public.authenticator._accounts
+        and not running.router.public.authenticator.connections._num_of
+    )
 
 
 def own_connection(running, inside, key=""):
@@ -376,7 +381,7 @@ def own_connection(running, inside, key=""):
 
 @pytest.mark.asyncio
 async def test_limits_of_messages_prompts_and_connections(inside):
-    limits = DoorLimits(max_message_bytes=1 << 20, max_prompt_tokens=10, max_connections=2)
+    limits = ClientLimits(max_message_bytes=1 << 20, max_prompt_tokens=10, max_connections=2)
     async with secured(inside, limits=limits) as running:
         clients = [own_connection(running, inside) for _ in range(3)]
         for client in clients[:2]:
@@ -402,7 +407,7 @@ async def test_limits_of_messages_prompts_and_connections(inside):
 @pytest.mark.asyncio
 async def test_a_connection_without_calls_is_closed_and_opened_again_by_the_next(inside, monkeypatch):
     monkeypatch.setattr(listener, "IDLE_S", 0.2)
-    async with secured(inside, limits=DoorLimits(max_connections=1)) as running:
+    async with secured(inside, limits=ClientLimits(max_connections=1)) as running:
         idle, other = own_connection(running, inside), own_connection(running, inside)
         stream = idle.generate("hi", sampling=GREEDY)
         running.script.decode_hangs_after = 0

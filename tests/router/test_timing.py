@@ -17,10 +17,10 @@ ROUTER = RouterTimes(received_s=1.0, asked_s=1.01, first_s=1.1, second_s=1.5)
 
 
 def first(sent_ms, received_ms=1020):
-    """Known at `sent_ms`, of which the last 3 are of landing and 4 of prefill."""
+    """Known at `sent_ms`, of which the last 3 are of incoming transfer and 4 of prefill."""
     queue_ms = sent_ms - received_ms - 7
     return worker_pb2.FirstToken(
-        queue_ms=queue_ms, landing_ms=3, prefill_ms=4, received_ns=received_ms * MS, sent_ns=sent_ms * MS
+        queue_ms=queue_ms, grant_wait_ms=3, prefill_ms=4, received_ns=received_ms * MS, sent_ns=sent_ms * MS
     )
 
 
@@ -55,7 +55,7 @@ def test_an_attempt_that_handed_over():
         {
             "router_ms": 20,
             "queue_ms": 53,
-            "landing_ms": 3,
+            "grant_wait_ms": 3,
             "prefill_ms": 4,
             "retry_ms": 0,
             "draft_ms": 5,

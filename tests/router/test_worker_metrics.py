@@ -157,7 +157,7 @@ def test_a_new_life_begins_at_0_and_a_dead_worker_is_not_shown(members, metrics)
     for _ in range(int(ALIVE_S / MAX_GAP_S) + 1):
         members._clock.advance(MAX_GAP_S)
         members.expire()
-    of_lost = {"baton_worker_up", "baton_worker_heartbeat_age_seconds", "baton_worker_lives_total"}
+    of_lost = {"baton_worker_up", "baton_worker_heartbeat_age_seconds", "baton_worker_incarnations_total"}
     assert {name for name, labels in samples(metrics) if "worker" in dict(labels)} == of_lost
 
 

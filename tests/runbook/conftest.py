@@ -113,7 +113,7 @@ def wait_until(holds, timeout_s=30.0):
         time.sleep(0.1)
 
 
-def lives(client):
+def incarnations(client):
     return {worker.state.worker_id: worker.state.epoch for worker in client.status().workers if worker.alive}
 
 

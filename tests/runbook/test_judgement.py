@@ -5,7 +5,7 @@ import pytest
 from baton.core.clock import MonotonicClock
 from baton.core.errors import PreconditionUnmet, StepFailed
 from baton.proto import admin_pb2, worker_pb2
-from baton.runbook import corruption_response, hung_gang, kv_leak_audit, partition_triage
+from baton.runbook import corruption_response, hung_tp_group, kv_leak_audit, partition_triage
 from baton.runbook.common import processes
 from baton.runbook.common.site import Site
 
@@ -49,7 +49,7 @@ def audit(*looks):
     [
         {"num_blocks_free": 9},
         {"num_blocks_quarantined": 1},
-        {"num_landings": 1},
+        {"num_kv_receives": 1},
         {"num_slots_in_use": 1},
         {"num_requests_waiting": 1},
     ],
@@ -68,7 +68,7 @@ def test_what_it_held_for_a_while_is_none():
 
 
 def test_what_a_stream_holds_is_none_and_a_worker_that_was_never_idle_is_named():
-    _, judge, complete = audit(*[[worker(streams=2, num_attends=2, num_blocks_free=1)]] * 5)
+    _, judge, complete = audit(*[[worker(streams=2, num_requests_held=2, num_blocks_free=1)]] * 5)
     judge()
     with pytest.raises(StepFailed, match="decode-0 never idle") as caught:
         complete()
@@ -76,7 +76,7 @@ def test_what_a_stream_holds_is_none_and_a_worker_that_was_never_idle_is_named()
 
 
 def test_attends_beyond_streams_are_leaks_also_of_a_busy_worker():
-    _, judge, _ = audit(*[[worker(streams=2, num_attends=3)]] * 5)
+    _, judge, _ = audit(*[[worker(streams=2, num_requests_held=3)]] * 5)
     with pytest.raises(StepFailed, match="attends to 1 "):
         judge()
 
@@ -180,7 +180,7 @@ def test_secrets_are_cut_out_of_logs(text):
 
 def test_an_idle_worker_hangs_if_it_answers_no_canary_and_makes_no_progress():
     def look(*workers):
-        return hung_gang._check_hangs(Play([[one] for one in workers]), "decode-0", 5.0).look()
+        return hung_tp_group._check_hangs(Play([[one] for one in workers]), "decode-0", 5.0).look()
 
     idle, unfit, moving = worker(), worker(), worker(num_requests_finished=3)
     for one in (unfit, moving):

@@ -13,7 +13,7 @@ from baton.cluster import ray_certificates
 from baton.cluster.admin import set_speculation
 from baton.core.errors import BatonError
 from baton.core.sampling import SamplingParams
-from baton.tests.runbook.conftest import CONFIG, Load, answer, lives, wait_until
+from baton.tests.runbook.conftest import CONFIG, Load, answer, incarnations, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -78,8 +78,8 @@ def test_diagnostics_that_lack_something_are_partial_and_say_what(runbook, tmp_p
         ("drain-node", ["--node", "10.9.8.7"], 2),
         ("replace-decode", ["--worker", "prefill-0"], 2),
         ("replace-prefill", ["--worker", "nobody"], 2),
-        ("hung-gang", ["--worker", "nobody"], 2),
-        ("hung-gang", ["--worker", "decode-0", "--watch", "0.5"], 3),  # it is well
+        ("hung-tp-group", ["--worker", "nobody"], 2),
+        ("hung-tp-group", ["--worker", "decode-0", "--watch", "0.5"], 3),  # it is well
         ("overload", ["--limit", "1"], 3),  # there is no overload
         ("overload", ["--limit", "0"], 2),
         ("drain-node", ["--worker", "decode-0", "--worker", "decode-1"], 3),  # nobody would be left
@@ -175,11 +175,11 @@ def test_a_decode_worker_is_replaced_under_another_life(runbook, client, standin
     assert runbook("replace-decode", "--worker", "decode-1", "--dry-run").code == 0
     assert standing() == before
     for _ in range(2):
-        epoch = lives(client)["decode-1"]
+        epoch = incarnations(client)["decode-1"]
         done = runbook("replace-decode", "--worker", "decode-1")
         assert done.code == 0, done.stderr
         assert done.data["found"]["epochs"]["before"] == f"{epoch:016x}"
-        assert lives(client)["decode-1"] != epoch
+        assert incarnations(client)["decode-1"] != epoch
     assert {tuple(answer(client)[0]) for _ in range(4)} == {tuple(want)}
 
 
@@ -190,10 +190,10 @@ def test_a_prefill_worker_is_replaced_and_no_stream_notices(runbook, client, sta
     assert standing() == before
     load = Load(client)
     for _ in range(2):
-        epoch = lives(client)["prefill-1"]
+        epoch = incarnations(client)["prefill-1"]
         done = runbook("replace-prefill", "--worker", "prefill-1")
         assert done.code == 0, done.stderr
-        assert lives(client)["prefill-1"] != epoch
+        assert incarnations(client)["prefill-1"] != epoch
     answers, errors = load.end()
     assert not errors
     assert set(answers) == {tuple(want)}
@@ -205,7 +205,7 @@ def test_a_worker_that_hangs_is_found_and_ended(runbook, client, deployment):
     pids = deployment.worker_pids()
     os.kill(pids["decode-0"], signal.SIGSTOP)
     try:
-        wait_until(lambda: "decode-0" not in lives(client))
+        wait_until(lambda: "decode-0" not in incarnations(client))
         triage = runbook("partition-triage", "--rounds", "1")
         assert triage.code == 4, triage.stderr
         assert "its port answers" in triage.data["found"]["silent"]["decode-0"]
@@ -213,9 +213,9 @@ def test_a_worker_that_hangs_is_found_and_ended(runbook, client, deployment):
         assert audit.code == 4, audit.stderr
         assert audit.data["found"]["silent"] == ["decode-0"]
         assert runbook("replace-decode", "--worker", "decode-0").code == 3
-        assert runbook("hung-gang", "--worker", "decode-0", "--watch", "1", "--dry-run").code == 0
+        assert runbook("hung-tp-group", "--worker", "decode-0", "--watch", "1", "--dry-run").code == 0
         assert epochs(client) == before
-        done = runbook("hung-gang", "--worker", "decode-0", "--watch", "1")
+        done = runbook("hung-tp-group", "--worker", "decode-0", "--watch", "1")
         assert done.code == 0, done.stderr
         assert list(done.data["found"]["stacks"]) == [str(pids["decode-0"])]
     finally:
@@ -223,7 +223,7 @@ def test_a_worker_that_hangs_is_found_and_ended(runbook, client, deployment):
             os.kill(pids["decode-0"], signal.SIGCONT)
         except ProcessLookupError:
             pass
-    assert runbook("hung-gang", "--worker", "decode-0", "--watch", "1").code == 3, "it is well now"
+    assert runbook("hung-tp-group", "--worker", "decode-0", "--watch", "1").code == 3, "it is well now"
     assert {tuple(answer(client)[0]) for _ in range(4)} == {tuple(want)}
 
 
@@ -234,9 +234,9 @@ def test_blocks_that_wait_for_a_stopped_peer_are_found_and_gone_when_it_goes_on(
     prompt = [300 + index % 97 for index in range(1500)]
     load = threading.Thread(target=lambda: list(client.generate(token_ids=prompt, sampling=SHORT)), daemon=True)
     load.start()
-    wait_until(lambda: any(w.state.inventory.num_landings for w in client.inventory().workers if is_decode(w)))
+    wait_until(lambda: any(w.state.inventory.num_kv_receives for w in client.inventory().workers if is_decode(w)))
     prefill = [worker.state for worker in client.inventory().workers if not is_decode(worker)]
-    pushing = next(state.worker_id for state in prefill if state.inventory.num_attends)
+    pushing = next(state.worker_id for state in prefill if state.inventory.num_requests_held)
     os.kill(pids[pushing], signal.SIGSTOP)
     try:
         load.join(60)

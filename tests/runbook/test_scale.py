@@ -6,7 +6,7 @@ import pytest
 
 from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
-from baton.tests.runbook.conftest import CONFIG, Load, answer, lives
+from baton.tests.runbook.conftest import CONFIG, Load, answer, incarnations
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ def test_workers_are_added_and_taken_away_and_no_stream_notices(runbook, client,
     for _ in range(2):
         done = runbook("scale", "--decode", "2")
         assert done.code == 0, done.stderr
-        assert set(lives(client)) == {"prefill-0", "decode-0", "decode-1"}
+        assert set(incarnations(client)) == {"prefill-0", "decode-0", "decode-1"}
     assert not done.data["changed"]
     for _ in range(2):
         done = runbook("scale", "--decode", "1")

@@ -6,7 +6,7 @@ from collections import deque
 import grpc
 
 from baton.proto import worker_pb2
-from baton.proto.bundle_wire import End, Tokens, decode_frame, read_decode_frame, read_prefill_frame
+from baton.proto.stream_mux_wire import End, Tokens, decode_frame, read_decode_frame, read_prefill_frame
 
 TIMEOUT_S = 60.0
 

@@ -138,7 +138,7 @@ def inventory(node):
 def wait_idle(nodes, timeout_s=4.0):
     deadline_s = time.monotonic() + timeout_s
     while any(
-        (held := inventory(node)).num_blocks_free != held.num_blocks or held.num_attends or held.num_landings
+        (held := inventory(node)).num_blocks_free != held.num_blocks or held.num_requests_held or held.num_kv_receives
         for node in nodes
     ):
         assert time.monotonic() < deadline_s, [inventory(node) for node in nodes]
@@ -148,7 +148,7 @@ def wait_idle(nodes, timeout_s=4.0):
 def wait_attends(node, num, timeout_s=10.0):
     """Until a worker has taken so many streams."""
     deadline_s = time.monotonic() + timeout_s
-    while inventory(node).num_attends < num:
+    while inventory(node).num_requests_held < num:
         assert time.monotonic() < deadline_s
 
 
@@ -399,7 +399,7 @@ def test_a_full_queue_refuses_and_loses_nothing(nodes, stubs):
     wait_idle(nodes)
 
 
-def test_the_death_of_the_landing_process_costs_only_what_was_landing(nodes, stubs):
+def test_the_death_of_the_receiver_process_costs_only_what_was_incoming(nodes, stubs):
     prefill_stub, decode_stub = stubs
     _, decode = nodes
 
@@ -413,20 +413,20 @@ def test_the_death_of_the_landing_process_costs_only_what_was_landing(nodes, stu
     decoding, prefill_events = start("decoding", max_tokens=600)
     assert [event.WhichOneof("event") for event in prefill_events] == ["first_token", "done"]
     token_ids = list(next(decoding).tokens.token_ids)
-    landing, _ = start("landing", prompt=tuple(300 + n % 600 for n in range(1200)))
+    incoming, _ = start("incoming", prompt=tuple(300 + n % 600 for n in range(1200)))
     deadline_s = time.monotonic() + 10.0
-    while decode._landing.inventory()["num_landings"] < 2:
+    while decode._incoming.inventory()["num_kv_receives"] < 2:
         assert time.monotonic() < deadline_s
-    os.kill(decode._landing._host.pid, signal.SIGKILL)
+    os.kill(decode._incoming._host.pid, signal.SIGKILL)
     with pytest.raises(TransferFailed):
-        list(landing)
+        list(incoming)
     deadline_s = time.monotonic() + 10.0
-    while decode._landing._host.num_lives < 2:
+    while decode._incoming._host.num_incarnations < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     for event in decoding:
         token_ids.extend(event.tokens.token_ids)
-    assert len(token_ids) == 599, "a sealed sequence needs no landing"
+    assert len(token_ids) == 599, "a sealed sequence needs no incoming transfer"
     after = decode.state()
     assert (after.epoch, after.kv_address) == (before.epoch, before.kv_address)
     assert after.kv_epoch not in (0, before.kv_epoch)
@@ -456,7 +456,7 @@ def test_a_pool_too_small_for_one_block_is_refused():
 
 
 def left_behind():
-    """Threads of workers in this process, of which one reaps the landing, and its files in shared memory, by name."""
+    """Threads of workers in this process, of which one reaps the transfer, and its files in shared memory, by name."""
     names = ("kv-", "prefill-loop", "decode-loop", "worker-host")
     threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(names))
     files = set()
@@ -469,7 +469,7 @@ def left_behind():
 @pytest.mark.parametrize(
     ("kind", "changes", "error"),
     [
-        (DecodeNode, {"host_kv_bytes": 100}, ConfigInvalid),  # found out when the landing serves already
+        (DecodeNode, {"host_kv_bytes": 100}, ConfigInvalid),  # found out when the incoming transfer serves already
         (DecodeNode, {}, PortInUse),
         (PrefillNode, {}, PortInUse),
     ],

@@ -9,7 +9,7 @@ from baton.core.numerics import Numerics
 from baton.core.step_sizes import StepSizes
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
-from baton.kernels.kv import widen as kv_widen
+from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kvcache.layout import KVLayout
 from baton.model.parallel import Alone
 from baton.worker import kv_budget, loading
@@ -59,9 +59,9 @@ def test_what_others_hold_is_not_taken(monkeypatch):
     assert num_blocks(monkeypatch, dtype="bfloat16", free=1 << 10)[0] < 1
 
 
-def test_float8_leaves_room_to_be_widened_where_it_is(monkeypatch):
+def test_float8_leaves_room_to_be_dequantized_where_it_is(monkeypatch):
     found, block_bytes = num_blocks(monkeypatch, dtype="float8_e4m3fn")
-    assert found == (room_of() - 2 * kv_widen.MAX_BYTES) // block_bytes - 1
+    assert found == (room_of() - 2 * kv_dequantize.MAX_BYTES) // block_bytes - 1
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,6 @@ def test_float8_leaves_room_to_be_widened_where_it_is(monkeypatch):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_where_nothing_is_widened_no_room_is_left_for_it(monkeypatch, changes):
+def test_where_nothing_is_dequantized_no_room_is_left_for_it(monkeypatch, changes):
     found, block_bytes = num_blocks(monkeypatch, dtype="float8_e4m3fn", **changes)
     assert found == room_of() // block_bytes - 1

@@ -2,11 +2,11 @@
 
 import pytest
 
-from baton.kvtransfer.landing_driver import COUNT_NAMES
 from baton.kvtransfer.lane_choice import LaneChoice
 from baton.kvtransfer.push_totals import PathCounts, PushTotals
+from baton.kvtransfer.receiver_driver import COUNT_NAMES
 from baton.kvtransfer.transfer_times import TIME_BOUNDS_S, TIME_NAMES, TransferTimes
-from baton.worker.transfer_counts import landing_counts, push_counts
+from baton.worker.transfer_counts import push_counts, receiver_counts
 
 pytestmark = pytest.mark.fast
 
@@ -25,9 +25,9 @@ def test_a_prefill_worker_names_each_path_and_why_no_better_one():
     assert (path.bytes, path.transfers, path.epoch) == (99, 2, 5)
 
 
-def test_a_decode_worker_reports_what_its_landing_counts():
-    counts = dict.fromkeys(COUNT_NAMES, 0) | {"transfers_sealed": 3, "transfer_us": 2_000_000, "frames_corrupt": 1}
-    found = landing_counts(counts, num_quarantined=7)
+def test_a_decode_worker_reports_what_its_receiver_counts():
+    counts = dict.fromkeys(COUNT_NAMES, 0) | {"transfers_complete": 3, "transfer_us": 2_000_000, "frames_corrupt": 1}
+    found = receiver_counts(counts, num_quarantined=7)
     assert (found.transfers, found.seconds, found.corrupt, found.quarantined_blocks) == (3, 2.0, 1, 7)
 
 
@@ -37,7 +37,7 @@ def test_times_come_as_histograms_of_both_sides():
         times.observe(transfer_s, exposed_s)
     counts = times.as_counts() | {"transfer_us": 99_300_400, "exposed_us": 45_001_000}
     pushed = push_counts(COUNTS | counts, [], {})
-    landed = landing_counts(dict.fromkeys(COUNT_NAMES, 0) | counts, num_quarantined=0)
+    landed = receiver_counts(dict.fromkeys(COUNT_NAMES, 0) | counts, num_quarantined=0)
     for found in (pushed, landed):
         at = TIME_BOUNDS_S.index(0.5)
         assert list(found.transfer_times.bounds) == list(found.exposed_times.bounds) == list(TIME_BOUNDS_S)

@@ -109,7 +109,7 @@ def test_numbers_of_the_table_are_those_of_the_code(name):
 def test_the_document_has_the_paths_that_are_served():
     model = SimpleNamespace(name="toy", tokenizer=TOKENIZER, tokenizer_config={})
     front = SimpleNamespace(
-        model=model, now_unix_s=lambda: 0.0, door=None, operators=None, metrics=None, config=HttpConfig(port=0)
+        model=model, now_unix_s=lambda: 0.0, authenticator=None, operators=None, metrics=None, config=HttpConfig(port=0)
     )
     made = make_app(front)._app.routes
     routes = {

@@ -13,7 +13,7 @@ from baton.core.errors import InvalidGrammar, InvalidRequest
 from baton.core.logs import TextFormatter
 from baton.proto import inference_pb2
 from baton.router.openai.body_reader import NUM_PROCESSES
-from baton.router.security import DoorLimits, RouterSecurity
+from baton.router.security import ClientLimits, RouterSecurity
 from baton.tests.router.certificates import Authority
 from baton.tests.router.openai.served import MODEL, sent_to, served
 from baton.tests.router.test_security import Keys
@@ -38,7 +38,7 @@ async def guarded(inside, keys, admin_keys_file="", **limits):
         api_keys_file=str(keys.path),
         admin_port=0,
         admin_keys_file=admin_keys_file,
-        limits=DoorLimits(**limits),
+        limits=ClientLimits(**limits),
     )
     async with served(security=security) as (running, _):
         trusting = ssl.create_default_context(cafile=str(inside.file))
@@ -126,7 +126,7 @@ async def test_nothing_crosses_in_clear(inside, keys):
 async def test_a_tenant_has_so_many_streams_over_both_ways_in(inside, keys):
     key = keys.add("ada", "acme")
     async with guarded(inside, keys, max_streams_per_tenant=1) as (running, client):
-        with running.router.public.door.stream("acme"):
+        with running.router.public.authenticator.stream("acme"):
             with pytest.raises(openai.APIStatusError) as error:
                 await client(key).completions.create(model=MODEL, prompt="hello", max_tokens=4)
             assert error.value.status_code in (429, 503)
@@ -193,7 +193,7 @@ async def test_a_quota_counts_answers_tokens_and_priority_not_calls(inside, keys
         assert (await ask(high, prompt="a" * 20)).choices
         await running.idle(3.0)
         async with asyncio.timeout(20):
-            while running.router.public.door._accounts:
+            while running.router.public.authenticator._accounts:
                 await asyncio.sleep(0.01)
 
 

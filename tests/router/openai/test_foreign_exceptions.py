@@ -81,7 +81,7 @@ async def sweep(call, number=None):
                 if await ask(running.url, path, body) != (200, None):
                     findings.append((where, "the next call failed"))
             await running.idle()
-            if running.router.wishes._admission.num_in_flight:
+            if running.router.desired_state._admission.num_in_flight:
                 findings.append("something is held")
             print(f"\n{len(points)} points of {len(chosen)}, of {len(injection.points)}: {ends}")
         if any("baton.router.openai.reader_process" in child.cmdline() for child in psutil.Process().children()):

@@ -1,0 +1,197 @@
+"""The hand-off of a tensor-parallel prefill worker: each rank pushes its own KV heads into one incoming transfer.
+
+To the worker's loop, which exists at rank 0 alone, `TPGroupPush` is a `PushService`: it reserves for all ranks, hands
+the
+grant on, and says that a transfer has ended when it has ended at every rank, because all of them read the same blocks.
+What happens at other ranks comes back by itself, and wakes the loop. The other ranks run `PrefillRankPush`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.core.request import AttemptKey
+from baton.engine.lead import RankRunner
+from baton.engine.plan import PlanChannel
+from baton.engine.plan_messages import Stop
+from baton.kvcache.allocator import BlockTable
+from baton.kvtransfer.lane_choice import LaneChoice
+from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
+from baton.kvtransfer.push_totals import PathCounts
+from baton.prefill_worker.tp_group_messages import Abort, Adopt, Commit, PushCached
+from baton.proto import kv_pb2
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One attempt's, over all ranks."""
+
+    peer: DecodePeer
+    table: BlockTable
+    prompt_len: int
+    reading: set[int] = field(default_factory=lambda: {0})  # ranks whose transfer has not ended
+    bytes_pushed: int = 0
+    is_acked: bool = True  # by every rank that has ended
+    has_failed: bool = False  # and the worker was told
+
+
+class TPGroupPush:
+    """Rank 0's `PushService`, and what the other ranks' have to say."""
+
+    def __init__(self, own: PushService, channel: PlanChannel) -> None:
+        self._own = own
+        self._channel = channel
+        self._transfers: dict[AttemptKey, _Transfer] = {}
+
+    @property
+    def wakeup(self) -> Callable[[], None]:
+        """Called on another thread when there is something to poll."""
+        return self._own.wakeup
+
+    @wakeup.setter
+    def wakeup(self, wakeup: Callable[[], None]) -> None:
+        self._own.wakeup = wakeup
+        self._channel.link.on_report = wakeup
+
+    def start(self) -> None:
+        """Begin to serve, at every rank."""
+        self._own.start()
+
+    def close(self) -> None:
+        """Stop, at every rank; the last call."""
+        self._own.close()
+        self._channel.link.expect_end()
+        self._channel.tell(Stop())
+
+    def inventory(self) -> dict[str, int]:
+        """Rank 0's counts. Any thread."""
+        return self._own.inventory()
+
+    def paths(self) -> tuple[PathCounts, ...]:
+        """Rank 0's. Any thread."""
+        return self._own.paths()
+
+    def lanes(self) -> dict[str, LaneChoice]:
+        """Rank 0's. Any thread."""
+        return self._own.lanes()
+
+    def reserve(
+        self,
+        attempt: AttemptKey,
+        peer: DecodePeer,
+        table: BlockTable,
+        prompt_len: int,
+        capacity_len: int,
+        wait_s: float,
+    ) -> None:
+        """As `PushService.reserve`; the other ranks take part from the grant on."""
+        self._transfers[attempt] = _Transfer(peer, table, prompt_len)
+        self._own.reserve(attempt, peer, table, prompt_len, capacity_len, wait_s)
+
+    def push_cached(self, attempt: AttemptKey, first: int, count: int) -> None:
+        """As `PushService.push_cached`, at every rank."""
+        self._channel.tell(PushCached(attempt, first, count))
+        self._own.push_cached(attempt, first, count)
+
+    def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState, prefill_end_s: float) -> None:
+        """As `PushService.commit`, at every rank; the state goes with rank 0's."""
+        self._channel.tell(Commit(attempt, prefill_end_s))
+        self._own.commit(attempt, state, prefill_end_s)
+
+    def abort(self, attempt: AttemptKey, reason: str) -> None:
+        """As `PushService.abort`, at every rank."""
+        transfer = self._transfers.get(attempt)
+        if transfer is not None and transfer.reading - {0}:
+            self._channel.tell(Abort(attempt, reason))
+        self._own.abort(attempt, reason)
+
+    def poll(self) -> list[PushEvent]:
+        """What happened since the last call.
+
+        Raises:
+            TransferFailed: rank 0 cannot push any more.
+            WorkerLost: another rank is gone.
+        """
+        happened: list[PushEvent] = []
+        for event in self._own.poll():
+            happened += self._take(0, event)
+        for rank, event in self._channel.link.reports():
+            happened += self._take(rank, event)
+        return happened
+
+    def _take(self, rank: int, event: PushEvent) -> list[PushEvent]:
+        """What a rank's event means to the worker."""
+        transfer = self._transfers[event.attempt]
+        match event:
+            case Granted():
+                adopt = Adopt(event.attempt, transfer.peer, transfer.table, transfer.prompt_len, event.grant)
+                self._channel.tell(adopt)
+                transfer.reading = set(range(self._channel.communicator.size))
+                return [event]
+            case Denied():
+                del self._transfers[event.attempt]
+                return [event]
+            case PushFailed():
+                if transfer.has_failed:
+                    return []
+                transfer.has_failed = True
+                return [event]
+            case Acked():
+                transfer.bytes_pushed += event.bytes_pushed
+            case PushDrained():
+                transfer.is_acked = False
+        transfer.reading.discard(rank)
+        if transfer.reading:
+            return []
+        del self._transfers[event.attempt]
+        if transfer.is_acked and not transfer.has_failed:
+            return [Acked(event.attempt, transfer.bytes_pushed)]
+        return [PushDrained(event.attempt)]
+
+
+class PrefillRankPush:
+    """What another rank does, until rank 0 says stop.
+
+    Args:
+        runner: of this rank; its steps push through `push`.
+        push: of this rank; owned from here on.
+        channel: to rank 0.
+    """
+
+    def __init__(self, runner: RankRunner, push: PushService, channel: PlanChannel) -> None:
+        self._runner = runner
+        self._push = push
+        self._channel = channel
+
+    def run(self) -> None:
+        """Serve.
+
+        Raises:
+            WorkerLost: rank 0 is gone, or this rank diverged.
+            TransferFailed: this rank cannot push any more.
+        """
+        self._push.wakeup = self._channel.link.wake
+        self._push.start()
+        try:
+            while not isinstance(plan := self._channel.hear(self._runner.look_s), Stop):
+                if plan is not None and not self._runner.take(plan):
+                    self._take(plan)
+                self._runner.look()
+                for event in self._push.poll():
+                    self._channel.tell(event)
+        finally:
+            self._push.close()
+
+    def _take(self, plan: Any) -> None:
+        push = self._push
+        match plan:
+            case Adopt():
+                push.adopt(plan.attempt, plan.peer, plan.table, plan.prompt_len, plan.grant)
+            case PushCached():
+                push.push_cached(plan.attempt, plan.first, plan.count)
+            case Commit():
+                push.commit(plan.attempt, None, plan.prefill_end_s)
+            case Abort():
+                push.abort(plan.attempt, plan.reason)
+            case _:
+                raise AssertionError(f"a prefill rank does not know {plan!r}")

@@ -1,0 +1,147 @@
+"""What operators asked of this router, and whom it refuses: kept by its workers for the router that comes after it.
+
+Workers hold one message, which only routers read. Its version counts changes through the lives of routers. A router
+that hears of a message of another incarnation, newer than any that it has gone on with, has been started again: it asks
+for
+the message and goes on with it, but for what an operator has asked of it since, which wins. Nothing is on a disk, which
+might not outlive its host; wishes are lost only if all workers end together with the router.
+"""
+
+from typing import Final
+
+from baton.core.clock import Clock
+from baton.proto import admin_pb2, worker_pb2
+from baton.router.admission import Admission
+from baton.router.members import MAX_WORKERS, Incarnation
+from baton.router.migration import Migration
+from baton.router.poison_detector import MAX_BLAMED
+from baton.router.speculation import DesiredSpeculation
+
+WAIT_S: Final = 60.0  # for workers that were being emptied to be heard of again
+_PARTS: Final = (
+    ("speculation",),
+    ("max_queue_len",),
+    ("scale_num_prefill", "scale_num_decode"),
+    ("drains",),
+    ("blamed",),
+)
+
+
+class DesiredScale:
+    """How many workers there should be; None until an operator has said so."""
+
+    def __init__(self) -> None:
+        self.request: admin_pb2.ScaleRequest | None = None
+
+
+class DesiredState:
+    """One router's. `tick` is called several times a second, on the same thread as the rest.
+
+    Args:
+        migration: has the drains, and whom deaths are blamed on.
+        speculation: of the decode workers.
+        admission: whose limit an operator may change.
+        scale: see there.
+        clock: of the router.
+        incarnation: a number that no other router has; not 0.
+    """
+
+    def __init__(
+        self,
+        migration: Migration,
+        speculation: DesiredSpeculation,
+        admission: Admission,
+        scale: DesiredScale,
+        clock: Clock,
+        incarnation: int,
+    ) -> None:
+        assert incarnation, "0 is nobody's"
+        self._incarnation = incarnation
+        self._adopted_version = 0  # the newest of other incarnations that was gone on with
+        self._migration = migration
+        self._speculation = speculation
+        self._admission = admission
+        self._scale = scale
+        self._clock = clock
+        self._default_queue_len = admission.default
+        self._awaited: dict[
+            Incarnation, float
+        ] = {}  # drained by a router before this one; until when they are waited for
+        self._own: set[str] = set()  # what was asked of this router itself
+        self._told = self._content()
+
+    @property
+    def version(self) -> int:
+        """Of what workers should keep; 0: nothing yet."""
+        return self._told.version
+
+    def tick(self) -> None:
+        """Notice what has changed, and go on with drains of workers that have been heard of again."""
+        now_s = self._clock.now_s()
+        for incarnation, until_s in list(self._awaited.items()):
+            if self._migration.drains.resume(incarnation, self._migration.config.drain_grace_s) or until_s <= now_s:
+                del self._awaited[incarnation]
+        content = self._content()
+        changed = {name for part in _PARTS for name in part if not _equal(content, self._told, name)}
+        if changed:
+            self._own.update(name for part in _PARTS if changed & set(part) for name in part)
+            self._tell(content, self.version + 1)
+
+    def answer(self, state: worker_pb2.WorkerState, reply: worker_pb2.HeartbeatReply) -> None:
+        """Ask a worker for what another router left, if that is news, and otherwise give it what it lacks."""
+        reply.wants_desired_state = self._is_news(state.desired_state_incarnation, state.desired_state_version)
+        if not reply.wants_desired_state and state.desired_state_version < self.version:
+            reply.desired_state.CopyFrom(self._told)
+
+    def adopt(self, kept: worker_pb2.DesiredState) -> None:
+        """Go on with what another router has left, if that is news."""
+        self.tick()  # what was asked of this router a moment ago is its own
+        if not self._is_news(kept.incarnation, kept.version):
+            return
+        self._adopted_version = kept.version
+        if "speculation" not in self._own and kept.HasField("speculation"):
+            self._speculation.mode = kept.speculation
+        if "max_queue_len" not in self._own and kept.max_queue_len:
+            self._admission.limit = kept.max_queue_len
+        if "scale_num_decode" not in self._own and kept.scale_num_decode:
+            self._scale.request = admin_pb2.ScaleRequest(
+                num_prefill=kept.scale_num_prefill, num_decode=kept.scale_num_decode
+            )
+        if "drains" not in self._own:
+            until_s = self._clock.now_s() + WAIT_S
+            self._awaited = {Incarnation(one.worker_id, one.epoch): until_s for one in kept.drains[:MAX_WORKERS]}
+        if "blamed" not in self._own:
+            for one in kept.blamed[:MAX_BLAMED]:
+                self._migration.poison_detector.resume(one.fingerprint, tuple(one.workers), self._clock.now_s())
+        self._tell(self._content(), max(self.version, kept.version) + 1)
+
+    def _is_news(self, incarnation: int, version: int) -> bool:
+        return incarnation not in (0, self._incarnation) and version > self._adopted_version
+
+    def _tell(self, content: worker_pb2.DesiredState, version: int) -> None:
+        content.version, content.incarnation = version, self._incarnation
+        self._told = content
+
+    def _content(self) -> worker_pb2.DesiredState:
+        limit, scale = self._admission.limit, self._scale.request or admin_pb2.ScaleRequest()
+        incarnations = {*self._migration.drains.incarnations(), *self._awaited}
+        return worker_pb2.DesiredState(
+            speculation=self._speculation.mode,
+            max_queue_len=0 if limit is None or limit == self._default_queue_len else limit,
+            scale_num_prefill=scale.num_prefill,
+            scale_num_decode=scale.num_decode,
+            drains=[
+                worker_pb2.DrainedIncarnation(worker_id=incarnation.worker_id, epoch=incarnation.epoch)
+                for incarnation in sorted(
+                    incarnations, key=lambda incarnation: (incarnation.worker_id, incarnation.epoch)
+                )
+            ],
+            blamed=[
+                worker_pb2.BlamedRequest(fingerprint=one.fingerprint, workers=one.workers)
+                for one in self._migration.poison_detector.blamed(self._clock.now_s())
+            ],
+        )
+
+
+def _equal(left: worker_pb2.DesiredState, right: worker_pb2.DesiredState, name: str) -> bool:
+    return bool(getattr(left, name) == getattr(right, name))

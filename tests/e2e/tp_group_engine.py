@@ -1,0 +1,71 @@
+"""The one-process engine over a TP group of ranks, which are threads here, so that ranks can run the reference too."""
+
+import torch
+
+from baton.core.clock import MonotonicClock
+from baton.engine.engine import Engine
+from baton.engine.grammar import GrammarCompiler
+from baton.engine.lead import Rank0Runner, RankRunner
+from baton.engine.local import LocalEngine
+from baton.engine.runner import Runner
+from baton.kvcache.pool import KVPool
+from baton.model.loader import load_model
+from baton.tests.model.ranks import channel_of, on_ranks
+
+
+class LedEngine(LocalEngine):
+    """Rank 0's engine: its runner sends each plan to the other ranks."""
+
+    def __init__(self, runner, channel, tokenizer, *, host_kv_bytes=0, verification=None, **options):
+        super().__init__(runner._model, tokenizer, **options)
+        self.pool = runner._pool
+        self.runner.close()
+        self.runner = Rank0Runner(runner, channel)
+        self.engine = Engine(
+            runner=self.runner,
+            scheduler=self.scheduler,
+            role=self._caller,
+            clock=MonotonicClock(),
+            max_num_batched_tokens=options["chunk_len"],
+            scheduling=options["scheduling"],
+            speculation=self.speculation,
+            preempt_at=options.get("preempt_at", ()),
+        )
+
+
+def runner_of(path, tokenizer, group, options):
+    """One rank's."""
+    load = {"dtype": torch.float64, "device": torch.device("cpu"), "with_mtp": True} | options["model"]
+    model = load_model(path, **load, communicator=group)
+    layout = model.kv_layout(options["block_size"])
+    return Runner(
+        model,
+        KVPool(layout, options["num_blocks"], torch.device("cpu"), rank=group.rank, size=group.size),
+        max_num_seqs=options["max_num_sequences"],
+        num_draft_tokens=options["num_draft_tokens"],
+        communicator=group,
+        eos_token_ids=tokenizer.eos_token_ids,
+        verification=options.get("verification"),
+        grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
+        host_kv_bytes=options.get("host_kv_bytes", 0),
+    )
+
+
+def run_over_ranks(size, path, tokenizer, work, *, model, **options):
+    """`work(engine)` over a TP group of `size` ranks; what it returns."""
+
+    def rank_of(group):
+        runner = runner_of(path, tokenizer, group, {"model": model, **options})
+        channel = channel_of(group)
+        try:
+            if group.rank > 0:
+                RankRunner(runner, channel).run()
+                return None
+            engine = LedEngine(runner, channel, tokenizer, **options)
+            made = work(engine)
+            engine.runner.close()
+            return made
+        finally:
+            channel.close()
+
+    return on_ranks(size, rank_of)[0]

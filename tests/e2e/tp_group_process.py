@@ -1,0 +1,304 @@
+"""One rank of a prefill or decode worker as a process: the product's classes, driven over a pipe by the tests.
+
+Ranks of one worker meet over gloo; rank 0 runs the worker, the others follow its plan. A process takes one job after
+the other, so that torch is imported once.
+"""
+
+import json
+import os
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig
+from baton.core.numerics import Numerics
+from baton.core.tokenizer import Tokenizer
+from baton.decode_worker.worker import DecodeWorker
+from baton.engine.grammar import GrammarCompiler
+from baton.engine.lead import Rank0Runner, RankRunner
+from baton.engine.plan import plan_codec
+from baton.engine.runner import Runner
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.incoming import ReceiverService, receiver_region
+from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.push import PushService
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
+from baton.kvtransfer.shared_region import SharedRegion
+from baton.model.loader import load_model
+from baton.model.parallel import Alone
+from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush
+from baton.prefill_worker.tp_group_messages import prefill_codec
+from baton.prefill_worker.worker import PrefillWorker
+from baton.worker.loading import request_limits
+from baton.worker.rank_place import RankPlace
+from baton.worker.rank_thread import RankThread
+from baton.worker.tp_group import end_tp_group, follow, lead
+
+CPU = torch.device("cpu")
+NUM_DRAFTS = 4
+READY_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process is for the next topology."""
+
+    role: str
+    rank: int
+    size: int
+    rank_place: RankPlace | None  # of a rank that is not 0
+    epoch: int  # of the worker: shared by its ranks
+    path: Path
+    dtype: torch.dtype
+    numerics: Numerics
+    num_blocks: int
+    block_size: int
+    chunk_len: int
+    transfer: KVTransferConfig
+    host_kv_bytes: int = 0
+    overcommit: bool = False
+    preempt_at: tuple[int, ...] = ()
+    max_num_seqs: int = 16
+
+
+class PipeSink:
+    """An EventSink whose reader is at the other end of a pipe."""
+
+    def __init__(self, send, key):
+        self._send = send
+        self._key = key
+        self.ended = False
+
+    def emit(self, event):
+        self._send(("event", self._key, event))
+
+    def end(self, error=None):
+        if not self.ended:
+            self.ended = True
+            self._send(("end", self._key, error))
+
+
+class WatchedPush(PushService):
+    """Remembers by which lanes it pushed: a peer that it has nothing for is left after a while, and its lane too."""
+
+    def __init__(self, *args, **kwargs):
+        self._lanes_seen = set()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def used(self):
+        return sorted(self._lanes_seen)
+
+    def _emit(self, event):
+        self._lanes_seen |= {choice.lane for choice in self.lanes().values()}
+        super()._emit(event)
+
+
+class PipeStarter:
+    """Rank 0's: the parent hands each seat to another process."""
+
+    def __init__(self, send):
+        self._send = send
+
+    def start(self, rank_place):
+        self._send(("rank_place", None, rank_place))
+
+    def check(self):
+        pass
+
+
+class Rank:
+    """What every job begins with: the group, the model and, once it is known where, the pool."""
+
+    def __init__(self, job, send, pipe):
+        self.job = job
+        self.send = send
+        self.pipe = pipe
+        self.channel = self._join()
+        self.group = Alone() if self.channel is None else self.channel.communicator
+        self.model = load_model(
+            job.path,
+            dtype=job.dtype,
+            device=CPU,
+            numerics=job.numerics,
+            with_mtp=True,
+            communicator=self.group,
+        )
+        self.layout = self.model.kv_layout(job.block_size)
+        self.limits = request_limits(self.model, max_model_len=1 << 20, num_draft_tokens=NUM_DRAFTS)
+        tokenizer = Tokenizer.from_directory(job.path)
+        self.grammars = GrammarCompiler(tokenizer, self.model.config.vocab_size)
+        self.common = {
+            "tokenizer": tokenizer,
+            "limits": self.limits,
+            "max_num_batched_tokens": job.chunk_len,
+            "max_queue_len": 1024,
+            "clock": MonotonicClock(),
+            "on_fatal": self.fatal,
+        }
+
+    def runner(self, pool, *, num_draft_tokens=0, **options):
+        return Runner(
+            self.model,
+            pool,
+            max_num_seqs=self.job.max_num_seqs,
+            num_draft_tokens=num_draft_tokens,
+            communicator=self.group,
+            grammars=self.grammars,
+            **options,
+        )
+
+    def fatal(self, error):
+        """As a worker's actor does, but that the process says so first."""
+        if self.channel is None:
+            self.end(error)
+        else:
+            end_tp_group(self.channel, error, self.end)
+
+    def end(self, error):
+        self.send(("fatal", None, repr(error)))
+        os._exit(70)
+
+    def _join(self):
+        job = self.job
+        if job.size == 1:
+            return None
+        codec = prefill_codec() if job.role == "prefill" else plan_codec()
+        if job.rank == 0:
+            return lead(job.size, job.epoch, codec, CPU, PipeStarter(self.send))
+        return follow(job.rank_place, codec, CPU)
+
+    def serve(self, worker):
+        """Rank 0."""
+        if self.channel is not None:
+            self.channel.start(READY_TIMEOUT_S)
+            self.channel.link.on_fail = self.fatal
+        worker.start()
+
+    def follow(self, run, corrupt=None):
+        """Another rank; `corrupt` damages what it knows, when the tests say so."""
+        self.channel.follow()
+        done = threading.Event()
+
+        def run_and_say():
+            run()
+            done.set()
+
+        RankThread(run_and_say, self.channel, self.end).start()
+        while not done.wait(0.01):
+            if self.pipe.poll():
+                assert self.pipe.recv() == ("corrupt",)
+                corrupt()
+
+    def pool(self, memory=None):
+        job = self.job
+        return KVPool(self.layout, job.num_blocks, CPU, rank=job.rank, size=job.size, memory=memory)
+
+
+def prefill_rank(rank, receive):
+    job = rank.job
+    pool = rank.pool()
+    push = own = WatchedPush(
+        pool=pool,
+        layout=rank.layout,
+        epoch=job.epoch,
+        transport=ZmqTransport(config=job.transfer),
+        config=job.transfer,
+        clock=MonotonicClock(),
+    )
+    runner = rank.runner(pool, open_push=push.open_step)
+    if job.rank > 0:
+        rank.follow(PrefillRankPush(RankRunner(runner, rank.channel), push, rank.channel).run)
+        return own.used
+    if job.size > 1:
+        runner, push = Rank0Runner(runner, rank.channel), TPGroupPush(push, rank.channel)
+    worker = PrefillWorker(runner=runner, pool=pool, push=push, **rank.common)
+    rank.serve(worker)
+    rank.send(("serving", None, None))
+    serve(rank, worker, receive)
+    worker.close()
+    return own.used
+
+
+def decode_rank(rank, receive):
+    job = rank.job
+    geometries = [PoolGeometry(rank.layout, job.num_blocks, at, job.size) for at in range(job.size)]
+    if job.rank == 0:
+        region = receiver_region(geometries, job.transfer)
+        rank.group.broadcast_bytes(json.dumps([str(region.path), region.nonce]).encode())
+    else:
+        path, nonce = json.loads(rank.group.broadcast_bytes(b""))
+        region = SharedRegion.attach(Path(path), nonce)
+    pool = rank.pool(region.pool(job.rank))
+    runner = rank.runner(pool, num_draft_tokens=NUM_DRAFTS, host_kv_bytes=job.host_kv_bytes)
+    if job.rank > 0:
+        tables_NM = runner._table._tables_NM
+        rank.follow(RankRunner(runner, rank.channel).run, lambda: tables_NM.bitwise_xor_(1))
+        return
+    setup = ReceiverSetup(
+        epoch=job.epoch,
+        layout=rank.layout,
+        num_blocks=job.num_blocks,
+        tp_size=job.size,
+        listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",) if job.transfer.transport == "shm" else ()),
+        config=job.transfer,
+    )
+    incoming = ReceiverService.in_process(region, setup)
+    if job.size > 1:
+        runner = Rank0Runner(runner, rank.channel)
+    worker = DecodeWorker(
+        runner=runner,
+        pool=pool,
+        incoming=incoming,
+        overcommit=job.overcommit,
+        preempt_at=job.preempt_at,
+        **rank.common,
+    )
+    rank.serve(worker)
+    rank.send(("serving", None, (incoming.address, incoming.epoch)))
+    serve(rank, worker, receive)
+    worker.close()
+    if job.size > 1:
+        runner.close()
+
+
+def serve(rank, worker, receive):
+    """What the tests ask of rank 0, until they say close."""
+    while (command := receive())[0] != "close":
+        match command:
+            case ("submit", request, peer):
+                worker.submit(request, peer, PipeSink(rank.send, request.key))
+            case ("attend", request, *options):
+                worker.attend(request, PipeSink(rank.send, request.key), **dict(options))
+            case ("cancel", key):
+                worker.cancel(key)
+            case ("inventory",):
+                rank.send(("inventory", None, worker.inventory()))
+
+
+def main(pipe):
+    """Jobs, one after the other; None ends the process."""
+    torch.set_num_threads(1)
+    lock = threading.Lock()
+
+    def send(message):
+        with lock:
+            pipe.send(message)
+
+    roles = {"prefill": prefill_rank, "decode": decode_rank}
+    while (job := pipe.recv()) is not None:
+        try:
+            rank = Rank(job, send, pipe)
+            said = roles[job.role](rank, pipe.recv)
+            if rank.channel is not None:
+                rank.channel.close()
+            rank.group.close()
+            send(("done", None, said))
+        except BaseException:
+            send(("fatal", None, traceback.format_exc()))
+            raise

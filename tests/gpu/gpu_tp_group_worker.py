@@ -1,0 +1,88 @@
+"""The decode side of a hand-off without a model, over several ranks: rank 0 here, the others in processes."""
+
+import numpy as np
+import torch
+
+from baton.bench.actor import SpawnedRemote
+from baton.core.config import KVTransferConfig
+from baton.kvcache.allocator import BlockAllocator
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.incoming import ReceiverService
+from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
+from baton.kvtransfer.span import Span
+from baton.tests.gpu.gpu_worker import GpuWorker
+from baton.tests.gpu.rank_holder import RankHolder
+
+
+class GpuTPGroupWorker(GpuWorker):
+    """Ranks take the GPUs there are in turn; several may be on one, as no rank computes."""
+
+    def __init__(self, layout, *, epoch, tp_size, num_blocks=256, **config):
+        self.layout = layout
+        self.config = KVTransferConfig(**config)
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        num_gpus = torch.cuda.device_count()
+        self.holders = [
+            SpawnedRemote(RankHolder, rank % num_gpus, layout, num_blocks, rank, tp_size) for rank in range(1, tp_size)
+        ]
+        try:
+            self.pool = KVPool(layout, num_blocks, self.device, rank=0, size=tp_size)
+            self.setup = ReceiverSetup(
+                epoch=epoch,
+                layout=layout,
+                num_blocks=num_blocks,
+                tp_size=tp_size,
+                listen=Listen("zmq", "tcp://127.0.0.1:0", ("nvlink",)),
+                config=self.config,
+            )
+            self.service = ReceiverService.over_device(self.pool, self.setup, self.gather)
+        except BaseException:
+            self.end_holders()
+            raise
+        self.region = self.service._region
+        self.blocks = BlockAllocator(num_blocks, layout.block_size)
+        self.tables, self.events = {}, []
+        self.is_granting = True
+
+    def gather(self, data):
+        return [data, *(holder.call("say") for holder in self.holders)]
+
+    def ranks(self):
+        """The content of every rank's pool now."""
+        torch.cuda.synchronize(self.device)
+        contents = [self.pool.data_bytes.cpu().numpy(), *(holder.call("content") for holder in self.holders)]
+        return [
+            PoolIO(np.ascontiguousarray(content), geometry)
+            for content, geometry in zip(contents, self.setup.geometries, strict=True)
+        ]
+
+    def differing(self, source_io, source_blocks, key, prompt_len):
+        """(rank, layer) of what is not what the source has."""
+        found = []
+        for rank, mine in enumerate(self.ranks()):
+            for layer, shape in enumerate(mine.geometry.layers):
+                length = self.layout.layer_len(layer, prompt_len)
+                span = Span(layer, 0, length, shape.head_first, shape.num_heads)
+                if mine.read(self.tables[key].blocks, span, 16) != source_io.read(source_blocks, span, 16):
+                    found.append((rank, layer))
+        return found
+
+    def flip(self, rank, layer, block):
+        """Damage a block in a rank's pool."""
+        shape = self.setup.geometries[rank].layer(layer)
+        offset = shape.offset_bytes + block * shape.block_bytes + 80
+        if rank:
+            self.holders[rank - 1].call("flip", offset)
+        else:
+            self.pool.data_bytes[offset] ^= 4
+            torch.cuda.synchronize(self.device)
+
+    def end_holders(self):
+        for holder in self.holders:
+            holder.end()
+
+    def close(self):
+        super().close()
+        self.end_holders()

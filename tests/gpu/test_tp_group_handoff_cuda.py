@@ -1,0 +1,116 @@
+"""The flagship test over a decode worker of two GPUs: tokens of prefill and decode apart are those of one process.
+
+Prefill shares GPU 0 with decode rank 0; rank 1 has GPU 1. Payloads come over sockets, by way of host memory, or over
+NVLink; rank 0's kernels fill and verify the pools of both. Everything but Ray is the product's own.
+"""
+
+import pytest
+import torch
+
+from baton.bench.actor import SpawnedRemote
+from baton.core.numerics import Numerics
+from baton.core.tokenizer import Tokenizer
+from baton.model.loader import load_model
+from baton.tests.e2e.conftest import TINY
+from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.e2e.test_same_tokens import local_tokens
+from baton.tests.gpu.decode_tp_group import TPGroupDecode, config_of
+from baton.tests.gpu.model_prefill import ModelPrefill
+from baton.tests.model.harness import prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+NUM_PREFILL_BLOCKS = 1024
+WAYS = {"raw": "tcp", "inline": "zmq", "nvlink": "nvlink"}  # the prefill worker's transport, by the lane that this is
+
+
+def all_requests(prompts, tag, max_tokens):
+    """Half of them greedy, half sampled."""
+    half = len(prompts) // 2
+    options = {"num_drafts": 2, "max_tokens": max_tokens}
+    return [
+        *requests_for(prompts[:half], sampled=False, tag=f"{tag}-greedy-", **options),
+        *requests_for(prompts[half:], sampled=True, tag=f"{tag}-", **options),
+    ]
+
+
+def hand_over(prefill, decode, requests):
+    """Tokens of every request, or what went wrong, and the lane they came by."""
+    decode.call("attend", requests)
+    firsts, fatal, lanes = prefill.call("run", requests, decode.call("peer"))
+    ended = [request.key for (_, reason, _), request in zip(firsts, requests, strict=True) if reason]
+    going = [request.key for request in requests if request.key not in ended]
+    rest = dict(zip(going, decode.call("tokens", going, ended), strict=True))
+    got = []
+    for (token, _, problem), request in zip(firsts, requests, strict=True):
+        more = rest.get(request.key, [])
+        got.append(problem or (more if isinstance(more, str) else [token, *more]))
+    return got, fatal, sorted(lanes.values())
+
+
+def check(tokenizer, path, dtype, numerics, prompts, block_sizes, *, max_tokens=16, preempt_at=(), **options):
+    """Every way gives the tokens of one process; the worker's state at the end."""
+    config = config_of(path, dtype, numerics, block_sizes[1], **options)
+    decode = SpawnedRemote(TPGroupDecode, config, preempt_at)  # both ranks load while the prefill workers do
+    arguments = {
+        lane: (0, dtype, transport, NUM_PREFILL_BLOCKS, block_sizes[0], 48, path, numerics)
+        for lane, transport in WAYS.items()
+    }
+    prefills = {lane: SpawnedRemote(ModelPrefill, *values) for lane, values in arguments.items()}
+    try:
+        model = load_model(path, dtype=dtype, device=torch.device("cuda", 0), numerics=numerics, with_mtp=True)
+        wanted = local_tokens(model, tokenizer, all_requests(prompts, "one", max_tokens))
+        got = {
+            lane: hand_over(prefill, decode, all_requests(prompts, lane, max_tokens))
+            for lane, prefill in prefills.items()
+        }
+        state, fatal = decode.call("state")
+        assert not fatal
+        assert len(state.rank_pids) == 2
+        print({lane: lanes for lane, (_, _, lanes) in got.items()})
+        assert {lane: (tokens, problems) for lane, (tokens, problems, _) in got.items()} == dict.fromkeys(
+            WAYS, (wanted, [])
+        )
+        assert got["nvlink"][2] == ["nvlink"]
+        assert got["inline"][2] == ["inline"]
+        assert got["raw"][2] in (["raw"], ["inline"])
+        assert decode.call("close") == [0]
+        return state
+    finally:
+        for process in (*prefills.values(), decode):
+            process.end()
+
+
+def test_float32(tokenizer_of_tiny):
+    """With graphs at both ranks."""
+    prompts = token_prompts(tokenizer_of_tiny, 12)
+    state = check(
+        tokenizer_of_tiny, TINY, torch.float32, Numerics.INVARIANT, prompts, (16, 16), graph_sizes=(4, 16)
+    )  # fmt: skip
+    assert state.inventory.graphs.num_captured
+    assert state.inventory.graphs.num_steps_replayed
+    assert not state.inventory.graphs.failed
+
+
+def test_bfloat16_in_blocks_of_two_sizes(tokenizer_of_tiny):
+    prompts = token_prompts(tokenizer_of_tiny, 12)
+    check(tokenizer_of_tiny, TINY, torch.bfloat16, Numerics.INVARIANT, prompts, (16, 64))
+
+
+def test_a_head_that_both_ranks_hold_and_sequences_that_give_way(tiny_checkpoint):
+    """Their KV goes to the host memory of each rank and back."""
+    path = tiny_checkpoint(num_heads=8, num_kv_heads=1, tokenizer=True)
+    prompts = [tuple(prompt(length, seed=length).tolist()) for length in (1, 16, 33, 64, 90, 150)]
+    tokenizer = Tokenizer.from_directory(path)
+    state = check(
+        tokenizer, path, torch.float64, Numerics.DEFAULT, prompts, (64, 16), preempt_at=(4,), host_kv_bytes=1 << 24
+    )
+    assert state.inventory.num_preemptions
+    assert state.inventory.num_restored_blocks
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of_tiny():
+    return Tokenizer.from_directory(TINY)

@@ -1,0 +1,288 @@
+"""Transfers into a pool that their process cannot read: staged, filled and verified by a device, here a fake one."""
+
+import secrets
+import signal
+import time
+
+import pytest
+
+from baton.core.request import AttemptKey
+from baton.kvcache.layout import LayerLayout, PayloadKind
+from baton.kvtransfer.evidence import host_id
+from baton.kvtransfer.incarnation_file import IncarnationFile
+from baton.kvtransfer.messages import wire_attempt
+from baton.kvtransfer.span import Span
+from baton.proto import kv_pb2
+from baton.tests.kvtransfer.conftest import make_layout
+from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
+from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed, ReserveWanted
+from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
+
+LATENT = LayerLayout(PayloadKind.LATENT, 1, 1, 12)
+STATE = LayerLayout(PayloadKind.STATE, 2, 1, 20)
+MIXED = make_layout(num_layers=4, extra_layers=(LATENT, LATENT, STATE))
+KEY = AttemptKey("r", 0)
+LANES = ("inline", "nvlink")
+
+
+@pytest.fixture
+def open_all():
+    """Closes what a test made."""
+    opened = []
+    yield opened
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def setting(open_all):
+    def make(layout=None, *, lane="inline", **options):
+        worker = DeviceWorker(layout, **options)
+        open_all.append(worker)
+        p_epoch = secrets.randbits(64)
+        incarnation = IncarnationFile(p_epoch)
+        open_all.append(incarnation)
+        prefill = ScriptedPrefill(
+            worker.service.address,
+            worker.layout,
+            p_epoch=p_epoch,
+            lanes=[lane],
+            incarnation_file=str(incarnation.path),
+            host_id=host_id(),
+        )
+        open_all.append(prefill)
+        prefill.hello(poll=worker.poll)
+        return worker, prefill, incarnation
+
+    return make
+
+
+def push(worker, prefill, grant, prompt_len, lane, layers=None):
+    """What a prefill rank does: send payloads, or write the pool itself and send headers."""
+    for layer in range(worker.layout.num_all_layers) if layers is None else layers:
+        length = worker.layout.layer_len(layer, prompt_len)
+        heads = worker.layout.layer(layer).num_heads
+        span = Span(layer, 0, length, 0, heads)
+        if lane == "nvlink":
+            prefill.whole.copy(prefill.blocks, worker.pool, tuple(grant.blocks), span)
+        prefill.frame(grant, layer, 0, length, lane=lane, is_written=lane == "nvlink")
+
+
+def same(worker, prefill, key, prompt_len):
+    table = worker.tables[key]
+    for layer in range(worker.layout.num_all_layers):
+        span = Span(layer, 0, worker.layout.layer_len(layer, prompt_len), 0, worker.layout.layer(layer).num_heads)
+        want = prefill.whole.read(prefill.blocks, span, worker.layout.block_size)
+        if worker.pool.read(table.blocks, span, worker.layout.block_size) != want:
+            return False
+    return True
+
+
+def hand_over(worker, prefill, key, prompt_len, lane):
+    prefill.reserve(key, prompt_len, lane=lane)
+    grant = prefill.granted(key, worker.poll)
+    push(worker, prefill, grant, prompt_len, lane)
+    prefill.commit(grant, prompt_len)
+    return grant
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_what_lands_is_in_the_pool_and_verified_there(setting, lane):
+    worker, prefill, _ = setting(MIXED, lane=lane)
+    for turn in range(3):
+        key = AttemptKey(f"r{turn}", 0)
+        grant = hand_over(worker, prefill, key, 23, lane)
+        assert bool(grant.blocks) == (lane == "nvlink")
+        complete = worker.wait_for(Completed, key)
+        assert complete.prompt_len == 23
+        assert same(worker, prefill, key, 23)
+        worker.release(key)
+    asked = worker.device.asked
+    assert all(wanted.has_digest for wanted in asked)
+    assert {bool(wanted.staging.blocks) for wanted in asked} == {lane == "inline"}
+    assert sum(wanted.num_layers for wanted in asked) == 3 * MIXED.num_all_layers
+    for wanted in asked:  # no launch crosses from one shape to another
+        kinds = {MIXED.layers[wanted.layer + index].kind for index in range(wanted.num_layers)}
+        assert len(kinds) == 1
+        assert wanted.count == MIXED.layer_len(wanted.layer, 23)
+
+
+def test_layers_gather_while_the_engine_is_at_a_step(setting):
+    worker, prefill, _ = setting(make_layout(num_layers=12), lane="nvlink")
+    worker.device.is_prompt = False
+    prefill.reserve(KEY, 9, lane="nvlink")
+    grant = prefill.granted(KEY, worker.poll)
+    push(worker, prefill, grant, 9, "nvlink", range(1))
+    worker.wait_until(lambda: worker.device.asked, "the first wish")
+    push(worker, prefill, grant, 9, "nvlink", range(1, 8))
+    worker.wait_until(lambda: worker.service.inventory()["frames_landed"] == 8, "frames")
+    time.sleep(0.05)
+    worker.poll()
+    assert len(worker.device.asked) == 1
+    worker.device.run()
+    worker.wait_until(lambda: len(worker.device.asked) == 2, "the second wish")
+    assert sum(wanted.num_layers for wanted in worker.device.asked) == 8
+    push(worker, prefill, grant, 9, "nvlink", range(8, 12))  # the last ones do not wait for the second
+    prefill.commit(grant, 9)
+    worker.wait_until(lambda: sum(wanted.num_layers for wanted in worker.device.asked) == 12, "every wish")
+    worker.device.run()
+    worker.wait_for(Completed, KEY)
+    assert same(worker, prefill, KEY, 9)
+
+
+def test_without_digests_what_is_written_counts_and_what_is_staged_is_filled_in(setting):
+    for lane in LANES:
+        worker, prefill, _ = setting(lane=lane, digest=False)
+        prefill.has_digest = False
+        hand_over(worker, prefill, KEY, 9, lane)
+        worker.wait_for(Completed, KEY)
+        assert same(worker, prefill, KEY, 9)
+        assert [wanted.has_digest for wanted in worker.device.asked] == [False] * len(worker.device.asked)
+        assert bool(worker.device.asked) == (lane == "inline")
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_is_the_last(setting, lane):
+    worker, prefill, _ = setting(lane=lane)
+
+    def damage(wanted, table):
+        if wanted.layer <= 1 < wanted.layer + wanted.num_layers:
+            (piece,) = worker.pool.pieces(table.blocks[:1], Span(1, 0, 4, 0, 1), 4)
+            piece[3] ^= 1
+
+    worker.device.damage = damage
+    grant = hand_over(worker, prefill, KEY, 9, lane)
+    nack = prefill.wait_for("commit_nack", poll=worker.poll)
+    assert list(nack.corrupt_layers) == [1]
+    assert {gap.layer for gap in nack.missing} == {1}
+    assert worker.find(Completed, KEY) is None
+    del prefill.digests[grant.epoch, grant.incoming_id]
+    push(worker, prefill, grant, 9, lane, [1])
+    prefill.digests[grant.epoch, grant.incoming_id] = [
+        prefill.whole.digest(prefill.blocks, Span(layer, 0, 9, 0, 2)) for layer in range(3)
+    ]
+    prefill.commit(grant, 9, round=1)
+    failed = worker.wait_for(IncomingFailed, KEY)
+    assert failed.reason == "layer 1 arrived corrupt twice"
+
+
+def test_a_repaired_layer_is_verified_again(setting):
+    worker, prefill, _ = setting(lane="nvlink")
+    damaged = []
+
+    def damage(wanted, table):
+        if not damaged:
+            damaged.append(wanted)
+            (piece,) = worker.pool.pieces(table.blocks[:1], Span(wanted.layer, 0, 4, 0, 1), 4)
+            piece[0] ^= 1
+
+    worker.device.damage = damage
+    grant = hand_over(worker, prefill, KEY, 9, "nvlink")
+    nack = prefill.wait_for("commit_nack", poll=worker.poll)
+    layers = sorted({gap.layer for gap in nack.missing})
+    totals = list(prefill.digests[grant.epoch, grant.incoming_id])
+    push(worker, prefill, grant, 9, "nvlink", layers)
+    prefill.digests[grant.epoch, grant.incoming_id] = totals
+    prefill.commit(grant, 9, round=1)
+    worker.wait_for(Completed, KEY)
+    assert same(worker, prefill, KEY, 9)
+
+
+class TestStaging:
+    def test_a_grant_waits_for_staging_memory_in_its_turn(self, setting):
+        worker, prefill, _ = setting(num_staging_blocks=4)  # of 4 positions each
+        keys = [AttemptKey(f"r{index}", 0) for index in range(4)]
+        grants = {}
+        for key, prompt_len in zip(keys, (12, 16, 4, 4), strict=True):
+            prefill.reserve(key, prompt_len)
+            worker.wait_for(ReserveWanted, key)
+        grants[0] = prefill.granted(keys[0], worker.poll)
+        with pytest.raises(AssertionError, match="no grant"):
+            prefill.granted(keys[2], worker.poll, timeout_s=0.2)  # there is room, but it is not its turn
+        push(worker, prefill, grants[0], 12, "inline")
+        prefill.commit(grants[0], 12)
+        worker.wait_for(Completed, keys[0])
+        second = prefill.granted(keys[1], worker.poll)
+        push(worker, prefill, second, 16, "inline")
+        prefill.commit(second, 16)
+        worker.wait_for(Completed, keys[1])
+        for key in keys[2:]:
+            prefill.granted(key, worker.poll)
+
+    def test_a_prompt_that_never_fits_is_refused_by_name(self, setting):
+        worker, prefill, _ = setting(num_staging_blocks=4)
+        prefill.reserve(KEY, 17)
+        deny = prefill.wait_for("deny", poll=worker.poll)
+        assert deny.reason == kv_pb2.Deny.TOO_LONG
+        assert "staging_mib" in deny.detail
+        worker.wait_for(Drained, KEY)
+        assert worker.blocks.num_free == worker.blocks.num_blocks
+
+    @pytest.mark.parametrize("who", ["worker", "prefill"])
+    def test_what_is_given_up_while_it_waits_gives_its_blocks_back(self, setting, who):
+        worker, prefill, _ = setting(num_staging_blocks=4)
+        first, second = AttemptKey("a", 0), AttemptKey("b", 0)
+        prefill.reserve(first, 16)
+        prefill.granted(first, worker.poll)
+        prefill.reserve(second, 16)
+        worker.wait_until(lambda: second in worker.tables, "blocks")
+        time.sleep(0.05)
+        if who == "worker":
+            worker.service.abort(second, "not wanted")
+        else:
+            prefill.send(kv_pb2.Abort(epoch=prefill.d_epoch, attempt=wire_attempt(second), reason="not wanted"))
+        worker.wait_for(Drained, second)
+        assert second not in worker.tables
+
+    def test_a_incoming_has_not_drained_while_a_kernel_may_write_its_blocks(self, setting):
+        worker, prefill, _ = setting()
+        worker.device.is_prompt = False
+        hand_over(worker, prefill, KEY, 9, "inline")
+        worker.wait_until(lambda: worker.device.waiting, "a wish")
+        worker.service.abort(KEY, "not wanted")
+        end_s = time.monotonic() + 0.3
+        while time.monotonic() < end_s:
+            worker.poll()
+            time.sleep(0.005)
+        assert worker.find(Drained, KEY) is None
+        worker.device.run()
+        worker.wait_for(Drained, KEY)
+
+    def test_when_the_process_dies_what_it_asked_for_is_over_before_blocks_are_free(self, setting):
+        worker, prefill, _ = setting()
+        worker.device.is_prompt = False
+        hand_over(worker, prefill, KEY, 9, "inline")
+        worker.wait_until(lambda: worker.device.waiting, "a wish")
+        worker.kill(signal.SIGKILL)
+        worker.wait_for(Drained, KEY)
+        assert worker.device.num_drains
+        assert not worker.device.waiting
+        worker.device.is_prompt = True
+        prefill.address = worker.service.address
+        prefill.replies.clear()
+        prefill.hello(poll=worker.poll)
+        hand_over(worker, prefill, AttemptKey("next", 0), 9, "inline")
+        worker.wait_for(Completed, AttemptKey("next", 0))
+
+
+class TestOneSided:
+    def test_the_offer_names_the_pool(self, setting):
+        worker, prefill, _ = setting(lane="nvlink")
+        (offer,) = prefill.wait_for("hello_reply", lambda reply: reply.proof).offers
+        (pool,) = offer.nvlink.pools
+        assert (pool.ipc_handle, pool.device_uuid, pool.place.offset_bytes) == (HANDLE, "GPU-0", 512)
+        assert pool.place.num_bytes == worker.pool.geometry.num_bytes
+        assert offer.nvlink.flags_path == str(worker.region.path)
+
+    def test_blocks_of_a_dead_prefill_worker_wait_for_evidence(self, setting):
+        worker, prefill, incarnation = setting(lane="nvlink", lease_s=0.3, heartbeat_s=0.05)
+        prefill.reserve(KEY, 9, lane="nvlink")
+        prefill.granted(KEY, worker.poll)
+        worker.wait_for(IncomingFailed, KEY)  # by its lease
+        end_s = time.monotonic() + 0.9
+        while time.monotonic() < end_s:
+            worker.poll()
+            time.sleep(0.01)
+        assert worker.find(Drained, KEY) is None, "no timer frees what may be written"
+        incarnation.close()
+        worker.wait_for(Drained, KEY)

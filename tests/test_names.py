@@ -1,0 +1,169 @@
+"""One word, one meaning: names that the glossary (docs/concepts.md) has retired do not come back.
+
+Identifiers, file names, keys and flags, metrics, messages of the protocol and error texts are compared; prose is
+reviewed. A word that is good English is tested as the whole identifiers that it stood for.
+"""
+
+import ast
+import functools
+import io
+import re
+import subprocess
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from baton.core.config import ServeConfig
+from baton.core.config_key import keys_of
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parents[1]
+# A part of a name, and what is said instead.
+PARTS = {
+    "gang": "tp_group",
+    "gangs": "tp_groups",
+    "seat": "rank_place",
+    "outbox": "send_queue",
+    "cork": "write_coalescer",
+    "bundle": "stream_mux",
+    "bundles": "stream_muxes",
+    "wishes": "desired_state",
+    "wish": "desired",
+    "suspicion": "poison_detector",
+    "attendance": "in_flight_tracker",
+    "doorman": "authenticator",
+    "life": "incarnation",
+    "lives": "incarnations",
+    "landing": "incoming, receiver",
+    "landings": "incoming_transfers",
+    "sealed": "complete",
+    "widen": "dequantize",
+    "widened": "dequantized",
+}
+# Whole names, of words that are good English elsewhere.
+NAMES = {
+    "Door": "Authenticator",
+    "DoorLimits": "ClientLimits",
+    "Guard": "AuthInterceptor",
+    "Presence": "InFlightRequests",
+    "LeadRunner": "Rank0Runner",
+    "FollowRunner": "RankRunner",
+    "PrefillFollower": "PrefillRankPush",
+    "SharePlans": "SplitKVPlans",
+    "num_attends": "num_requests",
+}
+# Flags that had another name once; what stands there is what vLLM calls it, where the meaning is the same.
+FLAGS = {
+    "chunk_len": "max_num_batched_tokens",
+    "gpu_memory_share": "gpu_memory_utilization",
+    "mtp": "num_speculative_tokens",
+    "weights": "load_format",
+    "kv_dtype": "kv_cache_dtype",
+    "host_kv_gib": "kv_offloading_size",
+}
+# Names that are not ours to choose, or mean something else; each with its reason.
+ALLOWED = {
+    "placement_group_bundle_index": "Ray's",
+    "BUNDLE_CPUS": "a bundle of a Ray placement group",
+    "bundle": "a bundle of a Ray placement group (cluster)",
+    "bundles": "the same",
+}
+COMP = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+SENTENCE_NAMES = ("test_",)  # of tests: they are prose
+
+
+def files(*patterns):
+    found = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in found.splitlines()]
+
+
+def parts(name):
+    found = [part.lower() for part in COMP.findall(name)]
+    return [part for before, part in zip(["", *found], found, strict=False) if before != "half"]  # a half-life decays
+
+
+@functools.cache
+def retired(name):
+    """What is to be said instead of a name, or of a part of it; empty if it is fine."""
+    if name in ALLOWED or name.startswith(SENTENCE_NAMES):
+        return ""
+    return NAMES.get(name) or next((PARTS[part] for part in parts(name) if part in PARTS), "")
+
+
+def names_in(path):
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            yield token.string, token.start[0]
+
+
+def test_no_identifier_has_a_retired_name():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}: {retired(name)}"
+        for path in files("*.py")
+        if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")) and path != Path(__file__)
+        for name, line in names_in(path)
+        if retired(name)
+    ]
+    assert found == []
+
+
+def test_no_file_or_folder_has_a_retired_name():
+    names = {part for path in files() for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert {name: retired(name.replace("-", "_")) for name in names if retired(name.replace("-", "_"))} == {}
+
+
+def test_no_message_of_the_protocol_has_a_retired_name():
+    code = "\n".join(
+        line.partition("//")[0] for path in files("proto/*.proto") for line in path.read_text().split("\n")
+    )
+    names = set(re.findall(r"[A-Za-z_]\w*", code))
+    assert {name: retired(name) for name in names if retired(name)} == {}
+
+
+def test_no_flag_has_a_retired_name():
+    flags = keys_of(ServeConfig)
+    assert flags.keys() & FLAGS.keys() == set()
+    assert set(FLAGS.values()) <= flags.keys()
+    assert {name: retired(name) for name in flags if retired(name)} == {}
+
+
+def texts_in(path):
+    """Strings that a program may say: all but docstrings."""
+    tree = ast.parse(path.read_text())
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value, node.lineno
+
+
+PROSE = re.compile(r"\b(gangs?|landings?|outbox|cork|doorman|(?:another|one|this|a|its) life of)\b")
+
+
+def test_no_text_of_the_product_says_a_retired_word():
+    """Metrics, errors, help and logs among them."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {word[0]}"
+        for path in files("*.py")
+        if path.relative_to(ROOT).parts[0] not in ("tests", "scripts")
+        for text, line in texts_in(path)
+        for word in PROSE.finditer(text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["GangLink", "num_landings", "_wishes", "LIFE_S", "Door", "open_outbox"])
+def test_a_retired_name_is_seen(name):
+    assert retired(name)
+
+
+@pytest.mark.parametrize("name", ["lifetime_s", "presence_penalty", "doors_of", "wide", "half_life_s", "incarnation"])
+def test_a_name_that_means_something_else_is_not(name):
+    assert not retired(name)

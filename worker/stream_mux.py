@@ -1,0 +1,193 @@
+"""The worker's end of a stream mux: one call that carries all the streams of one router.
+
+A stream that ends badly is one item of a frame, and the others go on. When the call ends, for whatever reason, nobody
+reads any of them any more, and all are cancelled.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc.aio
+
+from baton.core.errors import MalformedMessage, as_internal
+from baton.core.request import AttemptKey, GenerationRequest
+from baton.proto.stream_mux_wire import MAX_FRAME_BYTES, MAX_ITEMS, End
+from baton.proto.unreadable import read_of
+from baton.proto.wire import abort_with
+from baton.worker.send_queue import MuxedStream, SendQueue
+from baton.worker.write_coalescer import WriteCoalescer
+
+Message = TypeVar("Message")
+Event = TypeVar("Event")
+MessageIn = TypeVar("MessageIn", contravariant=True)
+
+
+class Role(Protocol[MessageIn, Event]):
+    """What a worker does with a stream."""
+
+    def read(self, message: MessageIn) -> GenerationRequest:
+        """The attempt that a message opens.
+
+        Raises:
+            BatonError: it opens none.
+        """
+        ...
+
+    def check(self, attempt: GenerationRequest) -> None:
+        """What may take a while before `begin`: called in a thread, for attempts with a grammar.
+
+        Raises:
+            InvalidRequest: it can never be served here.
+        """
+        ...
+
+    def begin(self, message: MessageIn, attempt: GenerationRequest, stream: MuxedStream[Event]) -> None:
+        """Serve it.
+
+        Raises:
+            BatonError: it is refused.
+        """
+        ...
+
+    def cancel(self, key: AttemptKey, stream: MuxedStream[Event]) -> None:
+        """Nobody reads it any more."""
+        ...
+
+
+class StreamMux(Generic[Message, Event]):
+    """One call; `serve` until it ends.
+
+    Args:
+        role: serves the streams.
+        frame_of: what streams say, as a message.
+        write_coalescer: held by the worker while it says what belongs together.
+        epoch: of this incarnation.
+    """
+
+    def __init__(
+        self,
+        role: Role[Message, Event],
+        frame_of: Callable[[Sequence[tuple[int, Event | End]]], Any],
+        write_coalescer: WriteCoalescer,
+        epoch: int,
+    ) -> None:
+        self._role = role
+        self._frame_of = frame_of
+        self._epoch = epoch
+        self._send_queue: SendQueue[Event] = SendQueue(asyncio.get_running_loop(), write_coalescer)
+        self._streams: dict[int, tuple[AttemptKey, MuxedStream[Event]]] = {}
+        self._last = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Open, cancel and answer, until the caller or the connection ends the call."""
+        frame = self._frame_of(())
+        frame.epoch = self._epoch
+        await context.write(frame)
+        writing = self._spawn(self._write(context))
+        try:
+            while (commands := await self._next(context, writing)) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                for opened in commands.open:
+                    self._open(opened.stream, opened.request)
+                for number in commands.cancelled:
+                    self._cancel(number)
+        except Exception as error:  # noqa: BLE001  the call's boundary: its streams end with it, and the caller knows why
+            await abort_with(context, as_internal("a worker's call of all streams", error))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for number in tuple(self._streams):
+                self._cancel(number)
+
+    @staticmethod
+    async def _next(context: grpc.aio.ServicerContext[Any, Any], writing: asyncio.Task[None]) -> Any:
+        """The next commands; what ended the writer is raised here, because no stream could be heard any more."""
+        reading = asyncio.ensure_future(read_of(context))
+        try:
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                return reading.result()
+        finally:
+            reading.cancel()
+        return writing.result()
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while True:
+            items = await self._send_queue.take()
+            while items:
+                part = items[: self._room(items)]
+                items = items[len(part) :]
+                for number, item in part:
+                    if isinstance(item, End):
+                        self._streams.pop(number, None)
+                for frame in self._frames(part):
+                    await context.write(frame)
+
+    def _frames(self, part: Sequence[tuple[int, Any]]) -> list[Any]:
+        """What streams say, as a rule in one frame; a stream that says what no frame can carry ends alone."""
+        try:
+            return [self._frame_of(part)]
+        except Exception as error:  # noqa: BLE001  which of them it is, is found one by one
+            if len(part) == 1:
+                ((number, _),) = part
+                self._cancel(number)
+                return [self._frame_of([(number, End(as_internal("a worker's stream", error)))])]
+        return [frame for item in part for frame in self._frames([item])]
+
+    @staticmethod
+    def _room(items: Sequence[tuple[int, Any]]) -> int:
+        """How many of them one frame takes."""
+        num_bytes = 0
+        for at, (_, item) in enumerate(items[:MAX_ITEMS]):
+            num_bytes += 0 if isinstance(item, End) else item.ByteSize()
+            if num_bytes > MAX_FRAME_BYTES:
+                return max(at, 1)
+        return min(len(items), MAX_ITEMS)
+
+    def _open(self, number: int, message: Message) -> None:
+        if number <= self._last:
+            raise MalformedMessage(f"stream {number} was opened after {self._last}", field="open.stream")
+        self._last = number
+        stream = MuxedStream(number, self._send_queue)
+        try:
+            attempt = self._role.read(message)
+            self._streams[number] = (attempt.key, stream)
+            if attempt.sampling.grammar is None:
+                self._role.begin(message, attempt, stream)
+            else:
+                self._spawn(self._check(number, message, attempt, stream))
+        except Exception as error:  # noqa: BLE001  the stream's boundary
+            self._fail(number, stream, error)
+
+    def _fail(self, number: int, stream: MuxedStream[Event], error: Exception) -> None:
+        """Whatever was raised for a stream ends it, and what the worker may have taken for it is given back."""
+        typed = as_internal("a request's beginning", error)
+        if typed is not error:
+            self._cancel(number)
+        stream.end(typed)
+
+    async def _check(
+        self, number: int, message: Message, attempt: GenerationRequest, stream: MuxedStream[Event]
+    ) -> None:
+        """Let other streams go on while a grammar compiles."""
+        try:
+            await asyncio.to_thread(self._role.check, attempt)
+            if number in self._streams:
+                self._role.begin(message, attempt, stream)
+        except Exception as error:  # noqa: BLE001  the stream's boundary
+            self._fail(number, stream, error)
+
+    def _cancel(self, number: int) -> None:
+        key, stream = self._streams.pop(number, (None, None))
+        if key is not None and stream is not None and not stream.ended:
+            try:
+                self._role.cancel(key, stream)
+            except Exception as error:  # noqa: BLE001  the others are to be cancelled all the same
+                as_internal("the cancellation of a request", error)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
