@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster.resolve import (
-    MUXED_MODELS,
+    BUNDLED_MODELS,
     ModelDirectory,
     find_model,
     has_gpu,
@@ -83,7 +83,7 @@ def refuse_other_kinds(model: str) -> None:
         ModelMissing: a hub id, and no directory of that name.
         ModelUnsupported: another kind of file or directory.
     """
-    if model in MUXED_MODELS:
+    if model in BUNDLED_MODELS:
         return
     try:
         path = Path(model).expanduser()

@@ -26,7 +26,7 @@ from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, Por
 from baton.core.kv_transports import control_channel, one_sided_lanes
 from baton.core.tls_files import TlsFiles
 
-MUXED_MODELS = ("tiny", "tiny-pruned")
+BUNDLED_MODELS = ("tiny", "tiny-pruned")
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
 # Of the names that both configurations have: what a worker gets is decided below, not copied.
 DECIDED = frozenset(
@@ -68,8 +68,8 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
         ModelMissing: the directory or a file of it does not exist.
         ModelFileDamaged: config.json or the weights' index is not JSON, or lacks the model's length.
     """
-    muxed = model in MUXED_MODELS
-    path = Path(str(resources.files("baton.assets") / model)) if muxed else Path(model)
+    bundled = model in BUNDLED_MODELS
+    path = Path(str(resources.files("baton.assets") / model)) if bundled else Path(model)
     try:
         path = path.expanduser().resolve()
         is_dir = path.is_dir()
@@ -89,7 +89,7 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
         raise ModelFileDamaged(f"{path}/config.json holds no max_position_embeddings", path=str(path / "config.json"))
     return ModelDirectory(
         path=path,
-        name=model if muxed else _name_of(path),
+        name=model if bundled else _name_of(path),
         max_model_len=max_model_len,
         num_mtp_layers=num_mtp_layers(config),
     )

@@ -28,8 +28,8 @@ def crew(config, num_gpus):
 class Groups:
     """Remembers what was asked for."""
 
-    def place(self, worker_id, stream_muxes, timeout_s):
-        self.asked = (worker_id, stream_muxes, timeout_s)
+    def place(self, worker_id, bundles, timeout_s):
+        self.asked = (worker_id, bundles, timeout_s)
         return "strategy"
 
 

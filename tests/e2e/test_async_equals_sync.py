@@ -170,7 +170,7 @@ TINY_DEFAULT = {(0, True, 16), (2, False, 16), (2, True, 4096), (4, True, 16)}
     ("k", "sampled", "chunk_len"),
     [pytest.param(*cell, marks=[] if cell in TINY_DEFAULT else [pytest.mark.slow]) for cell in TINY_CELLS],
 )
-def test_the_muxed_model_in_float64(k, sampled, chunk_len, load_tiny, tokenizer, monkeypatch):
+def test_the_bundled_model_in_float64(k, sampled, chunk_len, load_tiny, tokenizer, monkeypatch):
     prompts = token_prompts(tokenizer, 8, max_len=60)
     made = [
         run(

@@ -130,7 +130,7 @@ def test_a_perfect_head_stays_right(k):
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_the_muxed_model_and_grammars_that_visit_the_host_between_graphs(k, tiny_model, tiny_tokenizer, tiny_prompts):
+def test_the_bundled_model_and_grammars_that_visit_the_host_between_graphs(k, tiny_model, tiny_tokenizer, tiny_prompts):
     spec = GrammarSpec("regex", "(def|class) [a-z_]{1,40}")
     ways = [
         {"temperature": 0.0},

@@ -179,7 +179,7 @@ def tiny_engine(model, tokenizer, speculation, max_num_sequences=1, scheduling="
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_muxed_model_accepts_as_much_after_a_switch(temperature, tiny_model, tiny_tokenizer, tiny_prompts):
+def test_the_bundled_model_accepts_as_much_after_a_switch(temperature, tiny_model, tiny_tokenizer, tiny_prompts):
     def generate(prompt, ks):
         speculation = Scripted(3, ks)
         sampling = SamplingParams(max_tokens=32, temperature=temperature, seed=5, ignore_eos=True)

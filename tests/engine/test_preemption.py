@@ -151,7 +151,7 @@ def test_rejection_goes_on_as_before(method, way):
 @pytest.mark.parametrize(
     ("k", "temperature"), [(2, 1.0), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((0, 0.0), (4, 0.0)))]
 )
-def test_the_muxed_model_with_and_without_grammars(k, temperature, way, tiny_model, tiny_tokenizer, tiny_prompts):
+def test_the_bundled_model_with_and_without_grammars(k, temperature, way, tiny_model, tiny_tokenizer, tiny_prompts):
     def run_all(**options):
         engine = LocalEngine(
             tiny_model,

@@ -329,7 +329,7 @@ def test_all_ranks_of_a_tp_group_count_the_same(k):
     assert isinstance(found[0][0], RowCounts)
 
 
-def test_the_muxed_model_over_workers_scheduled_both_ways(steps, tiny_model, tiny_tokenizer, tiny_prompts):
+def test_the_bundled_model_over_workers_scheduled_both_ways(steps, tiny_model, tiny_tokenizer, tiny_prompts):
     reports = []
     for scheduling in ("sync", "async"):
         steps.rows.clear()

@@ -103,7 +103,7 @@ def test_a_model_is_pruned_once_and_needs_an_mtp_head(model, tmp_path, capsys):
     assert "no MTP head" in capsys.readouterr().err
 
 
-def test_the_muxed_variant_is_the_muxed_model_with_a_smaller_draft_head():
+def test_the_bundled_variant_is_the_bundled_model_with_a_smaller_draft_head():
     pruned, whole = load(SHIPPED), load(ROOT / "assets" / "tiny")
     assert len(pruned.d2t_C) == 1024
     assert {0, 1, 2} <= set(pruned.d2t_C.tolist())  # end of text and the marks of chat turns
