@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.bench.result import result, spread
-from baton.bench.routed import RoutedDeployment
+from baton.bench.router_bench.routed import RoutedDeployment
 from baton.client import AsyncBatonClient
 from baton.core.errors import ConfigInvalid
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.model.config import ModelConfig
 from baton.proto import inference_pb2
-from baton.router.local_prefill import ALWAYS, AUTO, LOCAL, NEVER, SPLIT
+from baton.router.placement.local_prefill import ALWAYS, AUTO, LOCAL, NEVER, SPLIT
 
 MODES: Final = {LOCAL: ALWAYS, SPLIT: NEVER, AUTO: AUTO}
 FRESH: Final = "fresh"

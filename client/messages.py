@@ -15,7 +15,7 @@ from baton.core.errors import (
     InvalidText,
     ProtocolError,
 )
-from baton.core.sampling import MAX_CHOICES, SamplingParams
+from baton.core.requests.sampling import MAX_CHOICES, SamplingParams
 from baton.proto import inference_pb2, wire
 from baton.proto.secure_channel import is_refused_certificate
 

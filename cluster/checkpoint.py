@@ -170,7 +170,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
 
 
 def _judge_tokenizer(config: ServeConfig, model: ModelDirectory) -> None:
-    from baton.core.tokenizer import Tokenizer
+    from baton.core.requests.tokenizer import Tokenizer
 
     if not config.is_dummy or (model.path / "tokenizer.json").exists():
         Tokenizer.from_directory(model.path)

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cluster import bench_cli, keys_cli
 from baton.cluster.cli_types import Count, Json, Text
 from baton.cluster.cli_types import option as _option
+from baton.cluster.commands import bench_cli, keys_cli
 from baton.cluster.config_flags import with_every_key, with_keys
 from baton.cluster.outcome import ExitCode, Output, run_command
 from baton.cluster.security_flags import with_access
@@ -67,7 +67,8 @@ def serve(
     """Start a deployment and serve until SIGINT or SIGTERM."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster import resolve, serve
+        from baton.cluster import resolve
+        from baton.cluster.commands import serve
 
         return serve.serve(resolve.read_config(config, flags), output)
 
@@ -97,7 +98,7 @@ def check(
 
     def body(output: Output) -> ExitCode:
         from baton.cluster import resolve
-        from baton.cluster.check import check
+        from baton.cluster.commands.check import check
 
         return check(resolve.read_config(config, flags | {"model": model}), output)
 
@@ -156,9 +157,9 @@ def generate(
 
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s
-        from baton.cluster.completion import Asked
-        from baton.cluster.generate import check_place, generate, more_sampling, read_prompt
-        from baton.cluster.grammar import read_grammar
+        from baton.cluster.commands.completion import Asked
+        from baton.cluster.commands.generate import check_place, generate, more_sampling, read_prompt
+        from baton.cluster.commands.grammar import read_grammar
 
         check_place(local, address, local_options)
         asked = Asked(
@@ -188,7 +189,7 @@ def status(
     """Show a deployment's workers: lives, blocks, requests, and what decode steps did."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.status import status
+        from baton.cluster.commands.status import status
 
         return status(address, output)
 
@@ -207,7 +208,7 @@ def speculation(
     """Show or change how many drafts the decode workers make, while they serve."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.speculation import speculation
+        from baton.cluster.commands.speculation import speculation
 
         return speculation(address, mode, output)
 
@@ -229,7 +230,7 @@ def drain(
     """Give a worker nothing new and move its streams to others, so that it can be stopped."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.drain import drain
+        from baton.cluster.commands.drain import drain
 
         return drain(worker, address, output, grace_s=grace, wait_s=wait, undo=undo)
 
@@ -246,7 +247,7 @@ def quarantine(
     """Show the requests that are refused because workers died of them, or pardon them."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.quarantine import quarantine
+        from baton.cluster.commands.quarantine import quarantine
 
         return quarantine(address, clear, output)
 
@@ -264,7 +265,7 @@ def doctor(
     """Check this machine: versions, devices, ports, limits. Exits 4 on warnings, 3 on failures."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.doctor import doctor
+        from baton.cluster.doctor.doctor import doctor
 
         return doctor(output, grpc_port=grpc_port, selftest=selftest, address=address)
 
@@ -276,7 +277,7 @@ def demo(json: Json = False) -> int:
     """Serve the bundled model, stream three completions, compare them with one process."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.demo import demo
+        from baton.cluster.commands.demo import demo
 
         return demo(output)
 
@@ -285,7 +286,7 @@ def demo(json: Json = False) -> int:
 
 def _refuse(name: str, as_json: bool) -> int:
     def body(output: Output) -> ExitCode:
-        from baton.cluster.features import refuse_command
+        from baton.cluster.commands.features import refuse_command
 
         refuse_command(name)
         return ExitCode.PRECONDITION
@@ -324,7 +325,7 @@ def top(
     """Watch a deployment's load until Ctrl-C; with --once or --json, or into a pipe, print one look."""
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.top import top
+        from baton.cluster.commands.top import top
 
         return top(address, output, interval_s=interval, once=once)
 

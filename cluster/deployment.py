@@ -25,12 +25,13 @@ from typing import Any, Self
 from baton.client.access import Access
 from baton.cluster import leftovers, private_files, processes
 from baton.cluster.access import using
-from baton.cluster.actors import ShellLoader, decode_shell, prefill_shell
 from baton.cluster.admin import as_data, fetch_status
-from baton.cluster.crew import MAX_RESTARTS, Crew, CrewPlan
 from baton.cluster.log_tail import LogTail
 from baton.cluster.progress import OnProgress, no_progress
-from baton.cluster.ray_session import RaySession
+from baton.cluster.ray.actors import ShellLoader, decode_shell, prefill_shell
+from baton.cluster.ray.crew import MAX_RESTARTS, Crew, CrewPlan
+from baton.cluster.ray.session import RaySession
+from baton.cluster.ray.tp_group_actors import RankShell, decode_rank_shell, prefill_rank_shell
 from baton.cluster.resolve import (
     ModelDirectory,
     find_model,
@@ -43,14 +44,13 @@ from baton.cluster.resolve import (
 )
 from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.supervisor_process import Order, SupervisorProcess
-from baton.cluster.tp_group_actors import RankShell, decode_rank_shell, prefill_rank_shell
 from baton.cluster.undertaker import Undertaker
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
 from baton.proto.secure_channel import SecureChannels
-from baton.router.api_keys import digest_of, new_key
-from baton.router.security_flags import security_of
+from baton.router.access.api_keys import digest_of, new_key
+from baton.router.access.security_flags import security_of
 
 END_GRACE_S = 2.0
 CHECK_INTERVAL_S = 0.5

@@ -20,7 +20,7 @@ import psutil
 
 from baton.cluster import processes
 from baton.cluster.private_files import PREFIX, ROOT
-from baton.kvtransfer.incarnation_file import sweep_incarnations
+from baton.kvtransfer.protocol.incarnation_file import sweep_incarnations
 from baton.kvtransfer.shared_region import sweep as sweep_regions
 
 OWNER: Final = "owner.lock"

@@ -41,7 +41,7 @@ from baton.core.errors import (
     WorkerLost,
     WorkerStartFailed,
 )
-from baton.core.logs import default_format, head
+from baton.core.telemetry.logs import default_format, head
 
 
 class ExitCode(IntEnum):

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from baton.cluster.private_files import PRIVATE_UMASK, open_private
+from baton.cluster.ray.restarts import Restarts
 from baton.cluster.resolve import ModelDirectory, served_names
-from baton.cluster.restarts import Restarts
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, MalformedMessage, RouterLost, WorkerStartFailed, from_wire
 from baton.core.inside import ENVIRONMENT, DeploymentSecret
-from baton.router.config_flags import flags_of
+from baton.router.access.config_flags import flags_of
 
 STOP_GRACE_S = 3.0
 EXIT_PRECONDITION = 3  # its last line on stderr is then an error as `to_wire` writes it

@@ -20,16 +20,16 @@ from typing import Any
 
 from baton.client.access import Access
 from baton.cluster.access import using
-from baton.cluster.actors import decode_shell, prefill_shell
-from baton.cluster.crew import Crew, CrewPlan, Roster
-from baton.cluster.ray_session import RaySession
+from baton.cluster.ray.actors import decode_shell, prefill_shell
+from baton.cluster.ray.crew import Crew, CrewPlan, Roster
+from baton.cluster.ray.session import RaySession
+from baton.cluster.ray.tp_group_actors import decode_rank_shell, prefill_rank_shell
 from baton.cluster.resolve import find_model, reachable_host, resolve_device
 from baton.cluster.supervisor_process import STOP
-from baton.cluster.tp_group_actors import decode_rank_shell, prefill_rank_shell
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
-from baton.core.logs import configure_logging
+from baton.core.telemetry.logs import configure_logging
 
 CHECK_INTERVAL_S = 0.5
 EXIT_SAID = 3  # its last line holds the error

@@ -70,7 +70,7 @@ def config_key(
         unset: what holds without a value, where the default is none; other defaults speak for themselves.
         metavar: what stands for the value in help.
         vllm: vLLM's name.
-        router: whether the router is started with it (`router.config_flags`).
+        router: whether the router is started with it (`router.access.config_flags`).
         checks: bounds and the like, as pydantic's `Field` has them.
     """
     assert not unset or default in (None, "", ()), f"{text}: the default is {default!r}, and unset says {unset!r}"

@@ -1,4 +1,4 @@
-"""Which CUDA graphs a decode worker captures: what an operator chooses, checked once (`engine.graphed_step` works)."""
+"""Which CUDA graphs a decode worker captures: what an operator chooses, checked once (see `engine.graphs`)."""
 
 import re
 from dataclasses import dataclass

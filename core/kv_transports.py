@@ -105,10 +105,13 @@ CONTROL_CHANNELS: Final = {
     channel.name: channel
     for channel in (
         ControlChannel(
-            name="zmq", scheme="tcp", made_by="baton.kvtransfer.over_zmq:ZmqTransport", encrypted_by="curve"
+            name="zmq", scheme="tcp", made_by="baton.kvtransfer.transports.over_zmq:ZmqTransport", encrypted_by="curve"
         ),
         ControlChannel(
-            name="grpc", scheme="grpc", made_by="baton.kvtransfer.over_grpc:GrpcTransport", encrypted_by="tls"
+            name="grpc",
+            scheme="grpc",
+            made_by="baton.kvtransfer.transports.over_grpc:GrpcTransport",
+            encrypted_by="tls",
         ),
     )
 }
@@ -124,8 +127,8 @@ KV_TRANSPORTS: Final = {
             is_one_sided=True,
             is_same_host=True,
             memory="GPU",
-            sender="baton.kvtransfer.nvlink_lane:sender_lane",
-            receiver="baton.kvtransfer.nvlink_offer:receiver_lane",
+            sender="baton.kvtransfer.transports.nvlink_lane:sender_lane",
+            receiver="baton.kvtransfer.transports.nvlink_offer:receiver_lane",
             problem_here=_no_gpu,
         ),
         KVTransport(
@@ -136,8 +139,8 @@ KV_TRANSPORTS: Final = {
             is_one_sided=True,
             is_same_host=True,
             memory="host",
-            sender="baton.kvtransfer.shm_lane:sender_lane",
-            receiver="baton.kvtransfer.shm_lane:receiver_lane",
+            sender="baton.kvtransfer.transports.shm_lane:sender_lane",
+            receiver="baton.kvtransfer.transports.shm_lane:receiver_lane",
             problem_here=_no_shared_memory,
             sender_environment=COPY_ENVIRONMENT,
         ),
@@ -148,8 +151,8 @@ KV_TRANSPORTS: Final = {
             is_one_sided=True,
             memory="host",
             is_clear=True,
-            sender="baton.kvtransfer.nixl_lane:sender_lane",
-            receiver="baton.kvtransfer.nixl_pools:receiver_lane",
+            sender="baton.kvtransfer.transports.nixl_lane:sender_lane",
+            receiver="baton.kvtransfer.transports.nixl_pools:receiver_lane",
             package="nixl",
         ),
         KVTransport(

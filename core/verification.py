@@ -1,6 +1,7 @@
 """How draft tokens are verified: what an operator or a benchmark chooses, checked once.
 
-Says nothing of how a mode works (`engine.verify`, `engine.rejection`, `engine.synthetic`).
+Says nothing of how a mode works (`engine.speculation.verify`, `engine.speculation.rejection`,
+`engine.speculation.synthetic`).
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a decode worker says about a sequence's tokens."""
 
-from baton.core.logprobs import TokenLogprobs
+from baton.core.requests.logprobs import TokenLogprobs
 from baton.decode_worker.request import DecodeRequest
 from baton.decode_worker.times import decode_start, local_start
 from baton.engine.engine import Published

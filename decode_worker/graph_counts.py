@@ -1,6 +1,6 @@
 """What a decode worker reports of its CUDA graphs."""
 
-from baton.engine.graphed_step import GraphedStep
+from baton.engine.graphs.graphed_step import GraphedStep
 from baton.proto import worker_pb2
 
 

@@ -5,9 +5,9 @@ another build must cost its own request, never this worker. Everything here is c
 """
 
 from baton.core.errors import TransferFailed
-from baton.core.request import GenerationRequest
-from baton.engine.step_plan import Resume
-from baton.kvtransfer.incoming import Completed, ReserveWanted
+from baton.core.requests.request import GenerationRequest
+from baton.engine.step.plan import Resume
+from baton.kvtransfer.receiver.service import Completed, ReserveWanted
 
 
 def check_reserve(reserve: ReserveWanted, request: GenerationRequest) -> None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Set
 
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.decode_worker.graph_counts import graph_counts
 from baton.engine.engine import Engine
-from baton.engine.lead import Rank0Runner
-from baton.engine.runner import Runner
 from baton.engine.sequence import Phase, Sequence
+from baton.engine.step.runner import Runner
+from baton.engine.tp.rank_runners import Rank0Runner
 from baton.proto import worker_pb2
 from baton.proto.step_wire import report_to_proto
 from baton.worker.inventory import engine_inventory

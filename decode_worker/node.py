@@ -16,18 +16,18 @@ from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvalidRequest
 from baton.core.kv_transports import control_channel, one_sided_lanes
-from baton.core.logs import know
-from baton.core.telemetry import Telemetry
+from baton.core.telemetry.logs import know
+from baton.core.telemetry.telemetry import Telemetry
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.lead import Rank0Runner, RankRunner
-from baton.engine.plan import plan_codec
-from baton.engine.speculation import Speculation
+from baton.engine.speculation.speculation import Speculation
+from baton.engine.tp.plan import plan_codec
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvtransfer.incoming import ReceiverService, receiver_region
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
+from baton.kvtransfer.receiver.service import ReceiverService, receiver_region
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.kvtransfer.shared_region import SharedRegion
-from baton.kvtransfer.transports import bind_address
+from baton.kvtransfer.transports.registry import bind_address
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state

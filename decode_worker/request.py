@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.decode_worker.times import DecodeTimes
 from baton.engine.sequence import Sequence
-from baton.kvtransfer.incoming import Completed
+from baton.kvtransfer.receiver.service import Completed
 from baton.proto import worker_pb2
 from baton.worker.stream import EventSink
 

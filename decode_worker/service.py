@@ -5,7 +5,7 @@ from typing import Any
 import grpc.aio
 
 from baton.core.clock import Clock
-from baton.core.request import AttemptKey, GenerationRequest
+from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.stream_mux_wire import decode_frame

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from baton.kvtransfer.incoming import Completed
+from baton.kvtransfer.receiver.service import Completed
 from baton.proto import worker_pb2
 
 MAX_DRAFT_MS: Final = 1e9

@@ -2,8 +2,8 @@
 
 import functools
 
-from baton.core.span import SERVER, Attribute, SpanBatch, Tracer
-from baton.core.trace_context import TraceContext
+from baton.core.telemetry.span import SERVER, Attribute, SpanBatch, Tracer
+from baton.core.telemetry.trace_context import TraceContext
 from baton.decode_worker.request import DecodeRequest
 from baton.decode_worker.times import landed_s
 

@@ -23,22 +23,22 @@ import numpy.typing as npt
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
-from baton.core.logprobs import TokenLogprobs
 from baton.core.pace import PrefillPace
 from baton.core.rate import FullStepRate, RateMeter
-from baton.core.request import FinishReason
-from baton.core.step_report import StepReport
+from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import FinishReason
+from baton.core.telemetry.step_report import StepReport
 from baton.engine.chunk_budget import ChunkBudget
-from baton.engine.lane import Ending
-from baton.engine.length_bounds import LaunchedLengths, LengthBounds
 from baton.engine.preemption import Preemption, PreemptionCounts
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase, Sequence
-from baton.engine.speculation import PlannedStep, Speculation
-from baton.engine.step_meter import StepMeter
-from baton.engine.step_plan import Chunk, Grow, Operation, Place, Release, Resume, Step
-from baton.engine.step_result import ChunkOutput, HandoffState, StepOutput, StepTicket
-from baton.engine.step_tally import Dropped, Fate, StepTally
+from baton.engine.speculation.speculation import PlannedStep, Speculation
+from baton.engine.step.lane import Ending
+from baton.engine.step.length_bounds import LaunchedLengths, LengthBounds
+from baton.engine.step.meter import StepMeter
+from baton.engine.step.plan import Chunk, Grow, Operation, Place, Release, Resume, Step
+from baton.engine.step.result import ChunkOutput, HandoffState, StepOutput, StepTicket
+from baton.engine.step.tally import Dropped, Fate, StepTally
 
 Ints = npt.NDArray[np.int64]
 

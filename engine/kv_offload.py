@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.core.errors import ConfigInvalid
-from baton.engine.host_future import HostFuture
-from baton.engine.lane import Lane
-from baton.engine.slots import SlotTable
+from baton.engine.step.host_future import HostFuture
+from baton.engine.step.lane import Lane
+from baton.engine.step.slots import SlotTable
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.kvcache.pool import KVPool
 from baton.model.parallel import Communicator

@@ -12,24 +12,24 @@ from baton.core.clock import Clock, MonotonicClock
 from baton.core.config import SchedulingName
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import BatonError, RequestCancelled
-from baton.core.logprobs import TokenLogprobs
-from baton.core.request import AttemptKey, GenerationRequest, choices_of
-from baton.core.step_report import StepReport
-from baton.core.tokenizer import Tokenizer
-from baton.core.validate import RequestLimits, validate_request
+from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import AttemptKey, GenerationRequest, choices_of
+from baton.core.requests.tokenizer import Tokenizer
+from baton.core.requests.validate import RequestLimits, validate_request
+from baton.core.telemetry.step_report import StepReport
 from baton.core.verification import VerificationConfig
 from baton.engine import sequence as sequences
 from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
 from baton.engine.generation import GenerationResult, TokenEvent
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.graphed_step import graphed_step
-from baton.engine.kernel_warm_up import Reach
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.graphs.graphed_step import graphed_step
+from baton.engine.graphs.kernel_warm_up import Reach
 from baton.engine.preemption import PreemptionCounts
-from baton.engine.runner import Runner
 from baton.engine.scheduler import Scheduler
-from baton.engine.speculation import Speculation
-from baton.engine.step_result import HandoffState
+from baton.engine.speculation.speculation import Speculation
+from baton.engine.step.result import HandoffState
+from baton.engine.step.runner import Runner
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model

@@ -13,10 +13,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from baton.engine.lane import Ending
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.step_plan import Grow, Growth, Load, Operation, Release, Save
+from baton.engine.step.lane import Ending
+from baton.engine.step.plan import Grow, Growth, Load, Operation, Release, Save
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.host_ranges import HostRanges
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from baton.engine.sequence import Phase, Sequence
-from baton.engine.step_plan import Chunk, Growth
+from baton.engine.step.plan import Chunk, Growth
 from baton.kvcache.allocator import BlockAllocator, BlockTable
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
+from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.engine.finish import FinishChecker
-from baton.engine.step_plan import Resume
+from baton.engine.step.plan import Resume
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.host_ranges import HostRange
 

@@ -1,8 +1,8 @@
 """How many kernels this process has compiled, or loaded from Triton's cache, and which of them after it began to serve.
 
 A kernel that is first launched by a serving step stops all streams of its worker, for seconds where it is compiled and
-for some milliseconds where it is only loaded. So everything is launched once before (`engine.kernel_warm_up`), and what
-comes after all is a fault: it is counted here, and logged once for each kernel.
+for some milliseconds where it is only loaded. So everything is launched once before (`engine.graphs.kernel_warm_up`),
+and what comes after all is a fault: it is counted here, and logged once for each kernel.
 """
 
 import logging

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import HeadRange
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.span import Span
 
 Table = npt.NDArray[np.uint64]
 

@@ -7,14 +7,14 @@ all calls are made with the rank's own stream current.
 
 import torch
 
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.pool_digest import kv_digest
 from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, kv_scatter
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.device_jobs import SCRATCH_SLOT, SLOT_WORDS
 from baton.kvtransfer.device_stream import DeviceStream
 from baton.kvtransfer.flag_page import WORD_BYTES
-from baton.kvtransfer.receiver_actions import DigestWanted
+from baton.kvtransfer.receiver.actions import DigestWanted
+from baton.kvtransfer.receiver.device_jobs import SCRATCH_SLOT, SLOT_WORDS
 
 _NOBODY = AttemptKey("", 0)
 

@@ -1,8 +1,8 @@
 """What a decode worker's no to an incoming transfer means for the request."""
 
 from baton.core.errors import BatonError, HandoffTooLong, Overloaded, PromptTooLong, TransferFailed
-from baton.kvtransfer.push import Denied
-from baton.kvtransfer.receiver_driver import STAGING_KEY
+from baton.kvtransfer.receiver.driver import STAGING_KEY
+from baton.kvtransfer.sender.service import Denied
 from baton.proto import kv_pb2
 
 

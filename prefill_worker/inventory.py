@@ -1,7 +1,7 @@
 """What a prefill worker's heartbeat says it holds; any thread, counts may be a step apart."""
 
 from baton.engine.engine import Engine
-from baton.kvtransfer.push import PushService
+from baton.kvtransfer.sender.service import PushService
 from baton.prefill_worker.push_line import PushLine
 from baton.prefill_worker.tp_group import TPGroupPush
 from baton.proto import worker_pb2

@@ -12,13 +12,13 @@ import torch
 from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
-from baton.core.logs import know
-from baton.core.telemetry import Telemetry
-from baton.engine.lead import Rank0Runner, RankRunner
-from baton.engine.runner import Runner
-from baton.kvtransfer.incarnation_file import sweep_incarnations
-from baton.kvtransfer.push import PushService
-from baton.kvtransfer.transports import connecting_transport
+from baton.core.telemetry.logs import know
+from baton.core.telemetry.telemetry import Telemetry
+from baton.engine.step.runner import Runner
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
+from baton.kvtransfer.protocol.incarnation_file import sweep_incarnations
+from baton.kvtransfer.sender.service import PushService
+from baton.kvtransfer.transports.registry import connecting_transport
 from baton.prefill_worker.service import PrefillService
 from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush
 from baton.prefill_worker.tp_group_messages import prefill_codec

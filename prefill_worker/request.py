@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.engine.sequence import Phase, Sequence
-from baton.kvtransfer.push import DecodePeer
+from baton.kvtransfer.sender.service import DecodePeer
 from baton.proto import worker_pb2
 from baton.worker.stream import EventSink
 

@@ -5,8 +5,8 @@ from typing import Any
 import grpc.aio
 
 from baton.core.clock import Clock
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.kvtransfer.push import DecodePeer
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.kvtransfer.sender.service import DecodePeer
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.stream_mux_wire import prefill_frame

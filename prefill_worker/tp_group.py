@@ -10,14 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.core.request import AttemptKey
-from baton.engine.lead import RankRunner
-from baton.engine.plan import PlanChannel
-from baton.engine.plan_messages import Stop
+from baton.core.requests.request import AttemptKey
+from baton.engine.tp.plan import PlanChannel
+from baton.engine.tp.plan_messages import Stop
+from baton.engine.tp.rank_runners import RankRunner
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.lane_choice import LaneChoice
-from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
-from baton.kvtransfer.push_totals import PathCounts
+from baton.kvtransfer.sender.lane_choice import LaneChoice
+from baton.kvtransfer.sender.service import (
+    Acked,
+    DecodePeer,
+    Denied,
+    Granted,
+    PushDrained,
+    PushEvent,
+    PushFailed,
+    PushService,
+)
+from baton.kvtransfer.sender.totals import PathCounts
 from baton.prefill_worker.tp_group_messages import Abort, Adopt, Commit, PushCached
 from baton.proto import kv_pb2
 

@@ -1,15 +1,15 @@
-"""What the ranks of a prefill worker tell each other about the hand-off; the form is `engine.plan_codec`'s.
+"""What the ranks of a prefill worker tell each other about the hand-off; the form is `engine.tp.plan_codec`'s.
 
 Rank 0 tells the others what to push and what to end; they report how it ended.
 """
 
 from dataclasses import dataclass
 
-from baton.core.request import AttemptKey
-from baton.engine.plan import plan_codec
-from baton.engine.plan_codec import PlanCodec
+from baton.core.requests.request import AttemptKey
+from baton.engine.tp.plan import plan_codec
+from baton.engine.tp.plan_codec import PlanCodec
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.push import Acked, DecodePeer, GrantInfo, PushDrained, PushFailed
+from baton.kvtransfer.sender.service import Acked, DecodePeer, GrantInfo, PushDrained, PushFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 import functools
 
-from baton.core.span import SERVER, Attribute, SpanBatch, Tracer
-from baton.core.trace_context import TraceContext
+from baton.core.telemetry.span import SERVER, Attribute, SpanBatch, Tracer
+from baton.core.telemetry.trace_context import TraceContext
 from baton.prefill_worker.request import PrefillRequest
 
 

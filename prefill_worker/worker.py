@@ -11,27 +11,27 @@ from collections.abc import Callable, Sequence
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed, as_internal
-from baton.core.logprobs import TokenLogprobs
-from baton.core.logs import shown
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.span import Tracer
-from baton.core.tokenizer import Tokenizer
-from baton.core.validate import RequestLimits, validate_attempt
+from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.tokenizer import Tokenizer
+from baton.core.requests.validate import RequestLimits, validate_attempt
+from baton.core.telemetry.logs import shown
+from baton.core.telemetry.span import Tracer
 from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
-from baton.engine.grammar import check_compiles
-from baton.engine.lead import Rank0Runner
-from baton.engine.runner import Runner
+from baton.engine.grammar.grammar import check_compiles
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase
 from baton.engine.sequence import Sequence as EngineSequence
-from baton.engine.speculation import Speculation
-from baton.engine.step_result import HandoffState
+from baton.engine.speculation.speculation import Speculation
+from baton.engine.step.result import HandoffState
+from baton.engine.step.runner import Runner
+from baton.engine.tp.rank_runners import Rank0Runner
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.pool import KVPool
 from baton.kvcache.prefix_index import PrefixIndex
-from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
 from baton.prefill_worker.denial import error_of
 from baton.prefill_worker.inventory import prefill_inventory
 from baton.prefill_worker.push_line import PushLine

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from baton.core.distribution import Distribution
 from baton.core.errors import MalformedMessage
-from baton.core.step_report import RowCounts, StepReport
+from baton.core.telemetry.step_report import RowCounts, StepReport
 from baton.proto import worker_pb2
 
 

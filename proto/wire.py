@@ -30,11 +30,11 @@ from baton.core.errors import (
     WorkerLost,
     from_wire,
 )
-from baton.core.grammar_check import GRAMMAR_KINDS, JSON_OBJECT
-from baton.core.logprobs import TokenLogprobs
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
-from baton.core.trace_context import of_attempt, parse_sampled
+from baton.core.requests.grammar_check import GRAMMAR_KINDS, JSON_OBJECT
+from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.core.telemetry.trace_context import of_attempt, parse_sampled
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 from baton.proto.retry_info import DETAILS_KEY, retry_after_s, retry_details
 

@@ -24,18 +24,18 @@ import uvloop
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError
 from baton.core.file_numbers import raise_file_limit
-from baton.core.logs import configure_logging
-from baton.core.telemetry import Telemetry, TelemetryConfig
-from baton.router import shed_report
-from baton.router.canary import CanaryConfig
-from baton.router.config_flags import add_flags
-from baton.router.flag_values import count, port
+from baton.core.telemetry.logs import configure_logging
+from baton.core.telemetry.telemetry import Telemetry, TelemetryConfig
+from baton.router.access.config_flags import add_flags
+from baton.router.access.flag_values import count, port
+from baton.router.access.metrics_port import serve_metrics
+from baton.router.access.security_flags import security_of
+from baton.router.admission import shed_report
+from baton.router.attempt.migration import MigrationConfig
 from baton.router.metrics import SpanCollector
-from baton.router.metrics_port import serve_metrics
-from baton.router.migration import MigrationConfig
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.openai.front import HttpConfig, advised_sampling
-from baton.router.security_flags import security_of
+from baton.router.placement.canary import CanaryConfig
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 

@@ -11,17 +11,17 @@ import grpc.aio
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, InvalidRequest, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
-from baton.router.admission import Admission
-from baton.router.channels import Channels
+from baton.router.admission.admission import Admission
+from baton.router.attempt.channels import Channels
+from baton.router.attempt.migration import Migration
+from baton.router.attempt.retry_budget import RetryBudget
 from baton.router.desired_state import DesiredScale
-from baton.router.local_prefill import NEVER
-from baton.router.members import DECODE, MAX_WORKERS, PREFILL, Member, Members
 from baton.router.metrics import RouterMetrics
-from baton.router.migration import Migration
 from baton.router.operations import Operations
-from baton.router.policy import require
-from baton.router.refusals import Refusals
-from baton.router.retry_budget import RetryBudget
+from baton.router.placement.local_prefill import NEVER
+from baton.router.placement.members import DECODE, MAX_WORKERS, PREFILL, Member, Members
+from baton.router.placement.policy import require
+from baton.router.placement.refusals import Refusals
 from baton.router.speculation import DesiredSpeculation
 
 INVENTORY_TIMEOUT_S: Final = 1.0

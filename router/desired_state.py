@@ -11,10 +11,10 @@ from typing import Final
 
 from baton.core.clock import Clock
 from baton.proto import admin_pb2, worker_pb2
-from baton.router.admission import Admission
-from baton.router.members import MAX_WORKERS, Incarnation
-from baton.router.migration import Migration
-from baton.router.poison_detector import MAX_BLAMED
+from baton.router.admission.admission import Admission
+from baton.router.attempt.migration import Migration
+from baton.router.attempt.poison_detector import MAX_BLAMED
+from baton.router.placement.members import MAX_WORKERS, Incarnation
 from baton.router.speculation import DesiredSpeculation
 
 WAIT_S: Final = 60.0  # for workers that were being emptied to be heard of again

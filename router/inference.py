@@ -12,7 +12,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from baton.core.answer_text import AnswerText
 from baton.core.clock import Clock
 from baton.core.clock_id import clock_id
 from baton.core.errors import (
@@ -24,31 +23,32 @@ from baton.core.errors import (
     PromptTooLong,
     as_internal,
 )
-from baton.core.grammar_check import MAX_GRAMMAR_BYTES
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.span import Tracer
-from baton.core.trace_context import INCOMING, from_metadata
-from baton.core.validate import RequestLimits, validate_request
+from baton.core.requests.answer_text import AnswerText
+from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.validate import RequestLimits, validate_request
+from baton.core.telemetry.span import Tracer
+from baton.core.telemetry.trace_context import INCOMING, from_metadata
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
-from baton.router.admission import Admission
-from baton.router.answers import Answers
-from baton.router.attempts import Attempts, AttemptsContext
-from baton.router.checked_sampling import CheckedSampling, check_sampling, num_choices
-from baton.router.choices import Choices
-from baton.router.gate import Gate
-from baton.router.members import DECODE, PREFILL, Members
-from baton.router.message_limits import check_message, check_num_answers
+from baton.router.access.message_limits import check_message, check_num_answers
+from baton.router.access.quota import CURRENT
+from baton.router.admission.admission import Admission
+from baton.router.admission.gate import Gate
+from baton.router.admission.settling import Settling
+from baton.router.admission.work import HIGH, NORMAL, PRIORITIES
+from baton.router.attempt.answers import Answers
+from baton.router.attempt.attempts import Attempts, AttemptsContext
+from baton.router.attempt.checked_sampling import CheckedSampling, check_sampling, num_choices
+from baton.router.attempt.choices import Choices
+from baton.router.attempt.prompt_end import end_of
+from baton.router.attempt.stats import StreamStats
+from baton.router.attempt.tracing import RequestTracing
 from baton.router.metrics import RouterMetrics
-from baton.router.policy import Pair, require
-from baton.router.prompt_end import end_of
-from baton.router.quota import CURRENT
+from baton.router.placement.members import DECODE, PREFILL, Members
+from baton.router.placement.policy import Pair, require
 from baton.router.request_log import log_end, log_request
 from baton.router.served_model import ServedModel
-from baton.router.settling import Settling
 from baton.router.shutdown import Shutdown
-from baton.router.stats import StreamStats
-from baton.router.tracing import RequestTracing
-from baton.router.work import HIGH, NORMAL, PRIORITIES
 
 THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thread, so that other streams go on
 # A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for

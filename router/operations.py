@@ -8,8 +8,8 @@ import grpc.aio
 from baton.core.clock import Clock
 from baton.core.errors import BatonError
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
-from baton.router.members import Member, Members
-from baton.router.migration import Migration
+from baton.router.attempt.migration import Migration
+from baton.router.placement.members import Member, Members
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

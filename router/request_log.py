@@ -8,8 +8,8 @@ So are requests that were refused for want of room before a worker was asked: un
 import logging
 
 from baton.core.errors import BatonError, Overloaded, RequestCancelled
-from baton.core.logs import shown
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
+from baton.core.telemetry.logs import shown
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,46 +18,46 @@ from baton.core.clock import Clock, MonotonicClock
 from baton.core.errors import as_internal
 from baton.core.file_numbers import share_of_clients
 from baton.core.inside import DeploymentSecret
-from baton.core.request import GenerationRequest
-from baton.core.span import Tracer
+from baton.core.requests.request import GenerationRequest
+from baton.core.telemetry.span import Tracer
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.proto.secure_channel import SecureChannels
+from baton.router.access.listener import NUM_DOORS, Listener, why_not_bound
+from baton.router.access.security import ClientLimits, RouterSecurity
+from baton.router.access.security_metrics import SecurityMetrics
 from baton.router.admin import AdminService
-from baton.router.admission import Admission
-from baton.router.admission_metrics import AdmissionCollector
-from baton.router.attempts import AttemptsContext
+from baton.router.admission.admission import Admission
+from baton.router.admission.admission_metrics import AdmissionCollector
+from baton.router.admission.fair_queue import QueueLimits
+from baton.router.admission.gate import Gate
+from baton.router.admission.settling import Settling
+from baton.router.attempt.attempts import AttemptsContext
+from baton.router.attempt.channels import Channels
+from baton.router.attempt.migration import Migration, MigrationConfig
+from baton.router.attempt.retry_budget import RetryBudget, RetryLimits
 from baton.router.background import Background
-from baton.router.canaries import Canaries
-from baton.router.canary import CanaryConfig, CanaryWatch
-from baton.router.canary_metrics import CanaryCollector
-from baton.router.channels import Channels
 from baton.router.desired_state import DesiredScale, DesiredState
-from baton.router.fair_queue import QueueLimits
-from baton.router.gate import Gate
 from baton.router.inference import InferenceService
-from baton.router.least_cost import LeastCost
-from baton.router.listener import NUM_DOORS, Listener, why_not_bound
-from baton.router.local_metrics import LocalPrefillCollector
-from baton.router.local_prefill import ALWAYS, NEVER, LocalPrefill
-from baton.router.members import ALIVE_S, DECODE, PREFILL, Incarnation, Members
-from baton.router.membership import MembershipService
 from baton.router.metrics import RouterMetrics
-from baton.router.migration import Migration, MigrationConfig
 from baton.router.openai.app import make_app
 from baton.router.openai.body_reader import BodyReader
 from baton.router.openai.connection import ConnectionLimits, Connections
 from baton.router.openai.front import Front, HttpConfig
 from baton.router.openai.server import HttpServer
-from baton.router.prefix_feed import PrefixFeed
-from baton.router.prefix_index import PrefixIndex
-from baton.router.prefix_metrics import PrefixCollector
-from baton.router.refusals import Refusals
-from baton.router.retry_budget import RetryBudget, RetryLimits
-from baton.router.routing import PREFIX, ROUND_ROBIN, make_policy
-from baton.router.security import ClientLimits, RouterSecurity
-from baton.router.security_metrics import SecurityMetrics
+from baton.router.placement.canaries import Canaries
+from baton.router.placement.canary import CanaryConfig, CanaryWatch
+from baton.router.placement.canary_metrics import CanaryCollector
+from baton.router.placement.least_cost import LeastCost
+from baton.router.placement.local_metrics import LocalPrefillCollector
+from baton.router.placement.local_prefill import ALWAYS, NEVER, LocalPrefill
+from baton.router.placement.members import ALIVE_S, DECODE, PREFILL, Incarnation, Members
+from baton.router.placement.membership import MembershipService
+from baton.router.placement.prefix_feed import PrefixFeed
+from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.prefix_metrics import PrefixCollector
+from baton.router.placement.refusals import Refusals
+from baton.router.placement.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.served_model import ServedModel
-from baton.router.settling import Settling
 from baton.router.shutdown import Shutdown
 from baton.router.speculation import DesiredSpeculation
 from baton.router.worker_metrics import WorkerCollector

@@ -15,11 +15,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.core.distribution import Distribution
-from baton.core.step_report import RowCounts, StepReport
+from baton.core.telemetry.step_report import RowCounts, StepReport
 from baton.proto import worker_pb2
 from baton.proto.held import kv_cache_usage
 from baton.proto.step_wire import distribution_from_proto, report_from_proto
-from baton.router.members import DECODE, Member, Members
+from baton.router.placement.members import DECODE, Member, Members
 
 Value = float | Distribution
 Values = Value | Mapping[Any, float] | None  # keys are a label's value, or a tuple of several labels' values

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from baton.cluster import operate
+from baton.cluster.commands import operate
 from baton.core.errors import StepFailed
 from baton.runbook.common.canary import PROMPTS, ask
 from baton.runbook.common.command import Runbook, count, main

@@ -5,7 +5,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from baton.cluster import operate
+from baton.cluster.commands import operate
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
 from baton.runbook.common.canary import Canaries

@@ -88,14 +88,14 @@ def stages_for(num_gpus: int) -> list[Stage]:
             tests("sampling", ["test_sampling_cuda", "test_bench_decode_cuda"], 150),
             tests("graphs", ["test_graphs_cuda"], 180),
             Stage("table", (*bench, "--shape", "8b"), 240, "decode.json"),
-            Stage("host", ("-m", "baton.bench.decode_host", "--json"), 90, "decode_host.json"),
+            Stage("host", ("-m", "baton.bench.decode_bench.host", "--json"), 90, "decode_host.json"),
             tests("invariance", ["test_invariant_ranks_cuda", "test_model_cuda", "test_random_weights_cuda"], 120),
             tests("tokens", ["test_tokens_cuda"], 120),
             tests("handoff", ["test_tokens_handoff", "test_handoff"], 240),
             tests("ranks", ["test_rank_pools_cuda"], 150, timeout=120),
         ]
     else:
-        tp_group = ("-m", "baton.bench.decode_tp_group", "--json", "--ranks", str(num_gpus))
+        tp_group = ("-m", "baton.bench.decode_bench.tp_group", "--json", "--ranks", str(num_gpus))
         named = [
             tests("tp_group", ["test_tp_group_cuda"], 240, timeout=120),
             tests("ranks", ["test_tp_group_handoff_cuda", "test_rank_pools_cuda"], 240, timeout=120),
@@ -129,7 +129,7 @@ try:
     print("llguidance", llguidance.__file__)
 except ImportError as error:
     print("no grammars:", error)
-import baton.engine.runner, baton.cluster.cli
+import baton.engine.step.runner, baton.cluster.cli
 """
 
 

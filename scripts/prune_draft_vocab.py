@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save
 
 from baton.core.errors import BatonError
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.model.config import ModelConfig
 from baton.model.draft_names import D2T, DRAFT_HEAD
 from baton.model.weights import read_headers

@@ -61,7 +61,9 @@ def commands(only: Sequence[str], max_mib: float, with_tests: bool) -> dict[str,
     modules = sorted((ROOT / "bench" / "kernel_cases").glob("*.py"))
     names = [path.stem for path in modules if "def cases(" in path.read_text()]  # others hold what is tuned alone
     names = [name for name in names if not only or name in only]
-    found = {name: ["-m", "baton.bench.kernel_once", "--module", name, "--max-mib", f"{max_mib:g}"] for name in names}
+    found = {
+        name: ["-m", "baton.bench.kernel_bench.once", "--module", name, "--max-mib", f"{max_mib:g}"] for name in names
+    }
     if with_tests:
         paths = list((ROOT / "kernels").rglob("*_triton.py"))
         kernels = {name for path in paths for name in (path.stem.removesuffix("_triton"), path.parent.name)} | set(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from baton.bench.kernel_tuning import TuningOptions, tune
+from baton.bench.kernel_bench.tuning import TuningOptions, tune
 from baton.core.errors import ConfigInvalid
 from baton.kernels import tuning
 

@@ -23,7 +23,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What tests start in processes of its own is one deployment with what they run here (`baton.tests.inside`).
 os.environ.setdefault("BATON_SECRET", "5e" * 32)
 
-from baton.kvtransfer import incarnation_file, shared_region
+from baton.kvtransfer import shared_region
+from baton.kvtransfer.protocol import incarnation_file
 from baton.tests.model.checkpoints import write_checkpoint
 
 GARBAGE_BYTES = 512 << 20

@@ -17,14 +17,14 @@ from baton.cluster.resolve import read_config
 from baton.cluster.runbooks import runbook_names
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
-from baton.router.admission_metrics import AdmissionCollector
-from baton.router.canary_metrics import CanaryCollector
-from baton.router.local_metrics import LocalPrefillCollector
+from baton.router.access.security_metrics import SecurityMetrics
+from baton.router.admission.admission_metrics import AdmissionCollector
 from baton.router.metrics import RouterMetrics, SpanCollector
 from baton.router.openai.connection import ConnectionLimits, Connections
-from baton.router.prefix_index import PrefixIndex
-from baton.router.prefix_metrics import PrefixCollector
-from baton.router.security_metrics import SecurityMetrics
+from baton.router.placement.canary_metrics import CanaryCollector
+from baton.router.placement.local_metrics import LocalPrefillCollector
+from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.prefix_metrics import PrefixCollector
 from baton.router.worker_metrics import WorkerCollector
 from baton.runbook.common import command
 
@@ -137,8 +137,8 @@ def test_every_symbol_is_in_the_file_that_is_named_with_it(page):
 
 
 QUESTIONS = {
-    "Where a block's digest is checked": ("hand-off.md", "kvtransfer/receiver_frames.py", "ReceiverFrames.landed"),
-    "A decode worker dies between two tokens": ("failures.md", "router/continuation.py", "Continuation.failed"),
+    "Where a block's digest is checked": ("hand-off.md", "kvtransfer/receiver/frames.py", "ReceiverFrames.landed"),
+    "A decode worker dies between two tokens": ("failures.md", "router/attempt/continuation.py", "Continuation.failed"),
     "What must change to serve a model whose layers keep a recurrent state": (
         "engine.md",
         "kvcache/layout.py",

@@ -43,7 +43,8 @@ def test_grpc_knows_every_option():
 
 def test_servers_bear_the_pings_that_clients_send():
     """A server that takes a client's keepalive for abuse ends a connection that was only idle."""
-    from baton.router import channels, listener
+    from baton.router.access import listener
+    from baton.router.attempt import channels
     from baton.worker import host
 
     pings_ms = dict(channels.OPTIONS)["grpc.keepalive_time_ms"]
@@ -54,7 +55,7 @@ def test_servers_bear_the_pings_that_clients_send():
 
 def test_a_worker_notices_a_router_that_answers_no_pings():
     """Its reports wait for a busy router, so nothing but pings tells a dead one whose host is gone."""
-    from baton.router import listener
+    from baton.router.access import listener
     from baton.worker import host
 
     pings = dict(host.ROUTER_OPTIONS)

@@ -107,9 +107,9 @@ sys.path.insert(0, {stubs!r})
 import baton
 import ray
 import stubs
-from baton.cluster.actors import PrefillActor
+from baton.cluster.ray.actors import PrefillActor
 from baton.core.config import ServeConfig
-from baton.cluster.ray_session import RaySession
+from baton.cluster.ray.session import RaySession
 from pathlib import Path
 session = RaySession("local", namespace="probe", temp_dir=Path({temp!r}), num_gpus=0)
 

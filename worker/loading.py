@@ -10,12 +10,12 @@ import torch
 from baton.core.config import WorkerConfig
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
+from baton.core.requests.tokenizer import Tokenizer
+from baton.core.requests.validate import RequestLimits
 from baton.core.step_sizes import DeviceFacts, StepSizes, choose
-from baton.core.tokenizer import Tokenizer
-from baton.core.validate import RequestLimits
 from baton.engine.chunk_budget import MIN_LEN
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.kernel_warm_up import Reach
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.graphs.kernel_warm_up import Reach
 from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize

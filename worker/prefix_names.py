@@ -1,7 +1,7 @@
 """How a worker names the blocks of a prompt, and which prompts have names at all."""
 
 from baton.core.block_hash import block_hashes
-from baton.core.request import GenerationRequest
+from baton.core.requests.request import GenerationRequest
 from baton.kvcache.layout import KVLayout, PayloadKind
 from baton.proto import worker_pb2
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from baton.core.errors import BatonError, WorkerLost
-from baton.engine.plan import PlanChannel
+from baton.engine.tp.plan import PlanChannel
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The runner of a worker's rank, as its configuration asks for it."""
 
 from baton.core.config import WorkerConfig
-from baton.engine.graphed_step import graphed_step
-from baton.engine.runner import OpenPush, Runner
+from baton.engine.graphs.graphed_step import graphed_step
+from baton.engine.step.runner import OpenPush, Runner
 from baton.model.parallel import Communicator
 from baton.worker.loading import LoadedWorker, reach_of
 

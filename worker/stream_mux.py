@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc.aio
 
 from baton.core.errors import MalformedMessage, as_internal
-from baton.core.request import AttemptKey, GenerationRequest
+from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.proto.stream_mux_wire import MAX_FRAME_BYTES, MAX_ITEMS, End
 from baton.proto.unreadable import read_of
 from baton.proto.wire import abort_with

@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed, from_wire
-from baton.engine import tp_group_join
-from baton.engine.plan import PlanChannel
-from baton.engine.plan_codec import PlanCodec
-from baton.engine.tp_group import GlooGroup, open_store
-from baton.engine.tp_group_link import TPGroupLink
+from baton.engine.tp import join as tp_group_join
+from baton.engine.tp.gloo_group import GlooGroup, open_store
+from baton.engine.tp.link import TPGroupLink
+from baton.engine.tp.plan import PlanChannel
+from baton.engine.tp.plan_codec import PlanCodec
 from baton.model.parallel import Communicator
 from baton.worker.rank_place import RankPlace, RankStarter
 
@@ -137,7 +137,7 @@ def _channel(link: TPGroupLink, store: TCPStore, device: torch.device) -> PlanCh
     group: Communicator
     try:
         if device.type == "cuda":
-            from baton.engine.nccl_group import NcclGroup  # CPUs have no use for it
+            from baton.engine.tp.nccl_group import NcclGroup  # CPUs have no use for it
 
             group = NcclGroup(link.rank, link.size, store, device)
         else:

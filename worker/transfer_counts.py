@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 
-from baton.kvtransfer.lane_choice import LaneChoice
-from baton.kvtransfer.push_totals import PathCounts
-from baton.kvtransfer.transfer_times import EXPOSED, TRANSFER, distribution_of
+from baton.kvtransfer.protocol.transfer_times import EXPOSED, TRANSFER, distribution_of
+from baton.kvtransfer.sender.lane_choice import LaneChoice
+from baton.kvtransfer.sender.totals import PathCounts
 from baton.proto import worker_pb2
 from baton.proto.step_wire import distribution_to_proto
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
-from baton.bench.kernel_case import Call, KernelCase, Systems
+from baton.bench.kernel_bench.baselines_attention import PagedAttention, fa3, vllm_attention
+from baton.bench.kernel_bench.case import Call, KernelCase, Systems
 from baton.kernels.attention import paged as attention
 from baton.kernels.attention.decode import attention_decode
 from baton.kernels.attention.decode_plan import default_options

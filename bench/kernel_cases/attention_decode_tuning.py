@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from baton.bench.kernel_case import Call, TuningPoint
+from baton.bench.kernel_bench.case import Call, TuningPoint
 from baton.bench.kernel_cases.attention_decode import HEADS, Shape, make
 from baton.kernels.attention.decode_plan import Options, rows_of_program, table_shape
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from baton.bench.kernel_case import KernelCase, Systems, TuningPoint
+from baton.bench.kernel_bench.case import KernelCase, Systems, TuningPoint
 from baton.kernels.sampling.choice import ChoiceRows, Law
 from baton.kernels.sampling.draft_rows import DraftRows
 from baton.kernels.sampling.logit_edits import Edits, edit_rows

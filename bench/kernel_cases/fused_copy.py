@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from baton.bench.kernel_case import Call, KernelCase, Systems
+from baton.bench.kernel_bench.case import Call, KernelCase, Systems
 from baton.kernels import fused_copy_triton
 from baton.kernels.fused_copy import Pair, fused_copy
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.bench.kernel_case import Call, KernelCase, Systems
+from baton.bench.kernel_bench.case import Call, KernelCase, Systems
 from baton.kernels.kv.reference import kv_scatter_reference
 from baton.kernels.kv.scatter import MAX_LAYERS, Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
 from baton.kvcache.geometry import PoolGeometry

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
+from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.gemm.linear_ordered import linear_ordered
 from baton.kernels.gemm.linear_ordered_triton import NAME
 

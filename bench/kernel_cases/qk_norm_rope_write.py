@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from baton.bench.kept_result import kept
-from baton.bench.kernel_baselines import torch_compiled
-from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
+from baton.bench.decode_bench.kept_result import kept
+from baton.bench.kernel_bench.baselines import torch_compiled
+from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.kv.write import kv_write
 from baton.kernels.pointwise import qk_norm_rope_write_triton as in_triton
 from baton.kernels.pointwise.head_halves_triton import half_len

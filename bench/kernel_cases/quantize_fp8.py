@@ -6,8 +6,8 @@ from typing import cast
 
 import torch
 
-from baton.bench.kernel_baselines import torch_compiled
-from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
+from baton.bench.kernel_bench.baselines import torch_compiled
+from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_fp8, quantize_fp8_reference
 from baton.kernels.gemm.quantize_fp8_triton import SIZES, launch
 

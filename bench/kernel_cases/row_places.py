@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from baton.bench.kernel_case import KernelCase, Systems
+from baton.bench.kernel_bench.case import KernelCase, Systems
 from baton.kernels.attention.row_places import row_places
 from baton.kernels.implementation import Implementation
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from baton.bench.kernel_case import Call, KernelCase, Systems
+from baton.bench.kernel_bench.case import Call, KernelCase, Systems
 from baton.kernels.implementation import Implementation
 from baton.kernels.moe.align import moe_align
 from baton.kernels.moe.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts

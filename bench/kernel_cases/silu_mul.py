@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from baton.bench.kept_result import kept
-from baton.bench.kernel_baselines import torch_compiled
-from baton.bench.kernel_case import Call, KernelCase, Systems, TuningPoint
+from baton.bench.decode_bench.kept_result import kept
+from baton.bench.kernel_bench.baselines import torch_compiled
+from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.gemm.fp8_groups import GROUP_LEN, quantize_groups
 from baton.kernels.pointwise import silu_mul_triton
 from baton.kernels.pointwise.silu_mul import silu_mul_fused

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from baton.bench.kv_memory import Blocks
-from baton.bench.kv_workloads import Workload
+from baton.bench.kv_bench.memory import Blocks
+from baton.bench.kv_bench.workloads import Workload
 
 OnDone = Callable[[int, float], None]
 Address = Mapping[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from baton.bench.kv_memory import Blocks, allocate
+from baton.bench.kv_bench.memory import Blocks, allocate
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone
 
 MESSAGE_BYTES = 1 << 20

@@ -2,7 +2,7 @@
 
 import time
 
-from baton.bench.kv_memory import allocate
+from baton.bench.kv_bench.memory import allocate
 from baton.bench.kv_systems.faces import Address, Cell, OnDone
 
 

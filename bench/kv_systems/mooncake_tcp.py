@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.kv_memory import Blocks, allocate
+from baton.bench.kv_bench.memory import Blocks, allocate
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
 
 _BELL_BYTES = 8

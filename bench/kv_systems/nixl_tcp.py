@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.kv_memory import Blocks, allocate
+from baton.bench.kv_bench.memory import Blocks, allocate
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
 
 UCX_OPTIONS = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}

@@ -12,20 +12,19 @@ from collections import deque
 import numpy as np
 import torch
 
-from baton.bench.kv_faults import FaultyTransport
-from baton.bench.kv_memory import Blocks
+from baton.bench.kv_bench.faults import FaultyTransport
+from baton.bench.kv_bench.memory import Blocks
+from baton.bench.kv_bench.workloads import POOL_BLOCKS, Workload
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
-from baton.bench.kv_workloads import POOL_BLOCKS, Workload
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import RAW, control_channel, one_sided_lanes
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.async_writer import PushPart, WriterStep
-from baton.kvtransfer.incoming import (
+from baton.kvtransfer.receiver.service import (
     Completed,
     Drained,
     IncomingFailed,
@@ -34,9 +33,19 @@ from baton.kvtransfer.incoming import (
     ReserveWanted,
     receiver_region,
 )
-from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushEvent, PushFailed, PushService
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
-from baton.kvtransfer.transports import bind_address, connecting_transport
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
+from baton.kvtransfer.sender.async_writer import PushPart, WriterStep
+from baton.kvtransfer.sender.service import (
+    Acked,
+    DecodePeer,
+    Denied,
+    Granted,
+    PushDrained,
+    PushEvent,
+    PushFailed,
+    PushService,
+)
+from baton.kvtransfer.transports.registry import bind_address, connecting_transport
 from baton.proto import kv_pb2
 
 

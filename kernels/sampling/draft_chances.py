@@ -1,8 +1,8 @@
 """The rules by which chance judges drafts, in torch: all that decides, and nothing of where the numbers come from.
 
 Token by token: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023);
-as a block: Sun et al., "Block Verification Accelerates Speculative Decoding" (2024). `engine.rejection` and the
-reference of `kernels.sampling.verify` judge by these functions, and the kernels of `residual_triton` by the same
+as a block: Sun et al., "Block Verification Accelerates Speculative Decoding" (2024). `engine.speculation.rejection` and
+the reference of `kernels.sampling.verify` judge by these functions, and the kernels of `residual_triton` by the same
 arithmetic; the tests enumerate laws with them.
 
 Legend: S sequences, K drafts, Q = K + 1 prefixes, V vocabulary.

@@ -2,7 +2,7 @@
 
 Two launches: chunks of rows give their sums of exponentials, their likeliest tokens and how many logits are larger than
 the chosen one's; then one program for each row puts them together. Only what is reported leaves the device, packed as
-`engine.logprobs` does: all ids and ranks are exact in float64.
+`engine.sampling.logprobs` does: all ids and ranks are exact in float64.
 
 Legend: N rows, V vocabulary, K likeliest tokens, X = 2 (K + 1) + 1 numbers: log-probabilities, ids, rank; the chosen
 token's first.

@@ -1,6 +1,7 @@
 """One token of each sequence, chosen without sorting: temperature, min-p, top-k, top-p, then Gumbel noise.
 
-What stays after each cut, and the order of cuts, are those of `engine.sampler` and `engine.truncation`: min-p first,
+What stays after each cut, and the order of cuts, are those of `engine.sampling.sampler` and
+`engine.sampling.truncation`: min-p first,
 then the k likeliest, of these the smallest set that reaches p; equals in order of ids. The token is a function of the
 row, its parameters, seed, choice and position. Three launches: the scan, which shares rows among programs; the bounds,
 left out where nothing is cut (`bounds_triton` says how they are found); and the decision.

@@ -1,6 +1,7 @@
 """Which drafts of a batch stand, and the token after them: sequences of any law side by side, in at most four launches.
 
-The laws, and what is drawn from what, are those of `engine.verify`, `engine.rejection` and `engine.synthetic`: a draft
+The laws, and what is drawn from what, are those of `engine.speculation.verify`, `engine.speculation.rejection` and
+`engine.speculation.synthetic`: a draft
 matches the target's own choice (its likeliest token, or its draw by Gumbel noise), or is judged by chance (Leviathan et
 al., 2023; as a block: Sun et al., 2024), or stands because a benchmark wants it so. Launches: the scan; bounds of
 top-k, top-p and min-p if any sequence may have them; sums of what drafts leave over if any were drawn from

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.core.answer_structure import END_THINK, THINK, AnswerStructure, CallableTool, Calls, Thought
 from baton.core.errors import InvalidRequest, InvalidText
-from baton.core.grammar_check import JSON_OBJECT
+from baton.core.requests.answer_structure import END_THINK, THINK, AnswerStructure, CallableTool, Calls, Thought
+from baton.core.requests.grammar_check import JSON_OBJECT
 from baton.proto import inference_pb2
 from baton.router.openai.chat_request import AllowedToolsChoice, ChatRequest, Function, NamedToolChoice
 from baton.router.openai.chat_template import ChatTemplate

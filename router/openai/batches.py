@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from baton.core.errors import ConflictingOptions, InvalidRequest
-from baton.core.request import GenerationRequest
+from baton.core.requests.request import GenerationRequest
 from baton.proto import inference_pb2
 from baton.router.openai.chat_request import ChatRequest, Message, data_of
 from baton.router.openai.chats import ALL_THAT_FIT, ChatCall, Chats, chat_prompt, understand_prompts

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from baton.core.answer_structure import TOOL_NAME
 from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidSampling
+from baton.core.requests.answer_structure import TOOL_NAME
 from baton.proto import inference_pb2
 from baton.router.openai.limits import (
     MAX_CALLS,

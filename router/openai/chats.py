@@ -5,12 +5,12 @@ from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel
 
-from baton.core.answer_structure import Calls, Thought
 from baton.core.errors import ConflictingOptions, InvalidRequest
-from baton.core.request import GenerationRequest
-from baton.core.sampling import MAX_CHOICES
+from baton.core.requests.answer_structure import Calls, Thought
+from baton.core.requests.request import GenerationRequest
+from baton.core.requests.sampling import MAX_CHOICES
 from baton.proto import inference_pb2
-from baton.router.message_limits import check_num_answers
+from baton.router.access.message_limits import check_num_answers
 from baton.router.openai.answer_form import bind, is_open, thought_of, tool_use
 from baton.router.openai.call_reader import CallReader
 from baton.router.openai.chat_choice import ChatChoice

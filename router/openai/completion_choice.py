@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from baton.core.request import GenerationRequest
+from baton.core.requests.request import GenerationRequest
 from baton.proto import inference_pb2
 from baton.router.openai.completion_request import CompletionRequest
 from baton.router.openai.token_names import TokenNames, finite

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from baton.core.errors import ConflictingOptions, InvalidRequest, PromptTooLong
-from baton.core.request import GenerationRequest
-from baton.core.sampling import MAX_CHOICES
+from baton.core.requests.request import GenerationRequest
+from baton.core.requests.sampling import MAX_CHOICES
 from baton.proto import inference_pb2
-from baton.router.message_limits import check_num_answers
+from baton.router.access.message_limits import check_num_answers
 from baton.router.openai.completion_choice import CompletionChoice, PromptReport
 from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest, Prompt
 from baton.router.openai.front import Forms, Front

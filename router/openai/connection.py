@@ -17,9 +17,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.core.errors import Overloaded
 from baton.proto.roles import roles_in
+from baton.router.access.quota import ConnectionsHeld
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.json_response import error_bytes
-from baton.router.quota import ConnectionsHeld
 
 MAX_HEADER_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0

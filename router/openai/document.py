@@ -1,7 +1,7 @@
 """`/openapi.json`: every path, made of the models that read requests and of the tables that refuse, so neither drifts.
 
-What a model cannot say, ranges of numbers and what is refused by name, comes from `core.sampling` and `options`. It
-describes; nothing is validated by it.
+What a model cannot say, ranges of numbers and what is refused by name, comes from `core.requests.sampling` and
+`options`. It describes; nothing is validated by it.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pydantic.json_schema import models_json_schema
 
-from baton.core.sampling import (
+from baton.core.requests.sampling import (
     MAX_ADDED_PENALTY,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,

@@ -7,8 +7,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core.errors import PermissionDenied, as_internal
 from baton.proto.roles import ALLOWED, require_roles
-from baton.router.api_keys import Principal
-from baton.router.authenticator import ANYBODY, Authenticator
+from baton.router.access.api_keys import Principal
+from baton.router.access.authenticator import ANYBODY, Authenticator
 from baton.router.metrics import RouterMetrics
 from baton.router.openai.connection import PLACE
 from baton.router.openai.json_response import JsonResponse

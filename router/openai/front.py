@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from baton.core.errors import ModelFileDamaged
 from baton.proto import inference_pb2
-from baton.router.authenticator import Authenticator
+from baton.router.access.authenticator import Authenticator
 from baton.router.inference import InferenceService
 from baton.router.metrics import RouterMetrics
 from baton.router.openai.chat_template import ChatTemplate

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from baton.core.errors import InvalidRequest
-from baton.core.grammar_check import MAX_GRAMMAR_BYTES
-from baton.core.sampling import (
+from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
+from baton.core.requests.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,

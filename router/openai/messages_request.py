@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from baton.core.answer_structure import TOOL_NAME
 from baton.core.errors import InvalidRequest
+from baton.core.requests.answer_structure import TOOL_NAME
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, JsonObject, Name, StopStrings, Text
 from baton.router.openai.options import Wire
 from baton.router.openai.translated import Translated

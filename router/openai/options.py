@@ -12,10 +12,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.core.errors import ConflictingOptions, InvalidGrammar, InvalidRequest, InvalidSampling, InvalidText
-from baton.core.grammar_check import MAX_GRAMMAR_BYTES
-from baton.core.sampling import MAX_STOP_STRING_LEN
+from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
+from baton.core.requests.sampling import MAX_STOP_STRING_LEN
 from baton.proto import inference_pb2
-from baton.router.message_limits import MAX_TENANT_LEN
+from baton.router.access.message_limits import MAX_TENANT_LEN
+from baton.router.admission.work import HIGH, LOW, NORMAL
 from baton.router.openai.limits import (
     MAX_UNKNOWN,
     AllowedTokenIds,
@@ -28,7 +29,6 @@ from baton.router.openai.limits import (
     StopStrings,
     StopTokenIds,
 )
-from baton.router.work import HIGH, LOW, NORMAL
 
 SEED_MASK: Final = (1 << 63) - 1
 LOW_INT64, HIGH_INT64 = -(1 << 63), (1 << 63) - 1

@@ -18,8 +18,8 @@ from typing import IO, Any, Final, NoReturn
 from tokenizers import Tokenizer as _FastTokenizer
 
 from baton.core.errors import InvalidRequest, as_internal
-from baton.core.logs import configure_inherited, rotates
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
+from baton.core.telemetry.logs import configure_inherited, rotates
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.openai.front import Forms
 from baton.router.openai.understand import understand

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
-from baton.core.answer_structure import END_THINK, THINK
-from baton.core.tokenizer import TokenStream
+from baton.core.requests.answer_structure import END_THINK, THINK
+from baton.core.requests.tokenizer import TokenStream
 from baton.router.openai.tags import MAX_SPACE, certain_len, stripped_len
 
 OPEN: Final = THINK

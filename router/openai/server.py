@@ -13,8 +13,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from baton.core.errors import BatonError
+from baton.router.access.security import IDLE_S
 from baton.router.openai.connection import Connection, Connections
-from baton.router.security import IDLE_S
 
 BACKLOG: Final = 2048
 

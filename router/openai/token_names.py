@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from baton.core.tokenizer import Tokenizer, TokenStream
+from baton.core.requests.tokenizer import Tokenizer, TokenStream
 from baton.proto import inference_pb2
 
 LOWEST_LOGPROB: Final = -9999.0  # of a token that cannot be chosen; JSON knows no infinity (vLLM's value)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from baton.core.answer_structure import CALL, END_CALL
+from baton.core.requests.answer_structure import CALL, END_CALL
 from baton.router.openai.call_reader import CallReader
 from baton.router.openai.tags import certain_len, stripped_len
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from baton.core.request import GenerationRequest
+from baton.core.requests.request import GenerationRequest
 from baton.proto import inference_pb2
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.client import BatonClient
 from baton.core.errors import BatonError, StepFailed
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import timed_out

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baton.cluster.doctor_wires import Wire, wires
+from baton.cluster.doctor.wires import Wire, wires
 from baton.core.errors import ConfigInvalid, PreconditionUnmet, StepFailed
 from baton.core.tls_files import TlsFiles, read_tls
 from baton.proto import admin_pb2

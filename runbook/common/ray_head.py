@@ -36,7 +36,7 @@ def ask_head(site: Site, address: str, worker_ids: set[str]) -> Table:
         RayAccessRefused, RayVersionMismatch: it would not answer later either.
         StepFailed: it does not answer.
     """
-    command = [sys.executable, "-P", "-m", "baton.cluster.ray_table", address]
+    command = [sys.executable, "-P", "-m", "baton.cluster.ray.table", address]
     try:
         limit_s = max(1.0, min(TABLE_S, site.left_s))
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)

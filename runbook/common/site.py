@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from baton.client.access import Access
-from baton.cluster import operate
 from baton.cluster.access import current_access
 from baton.cluster.admin import fetch_inventory, fetch_status
+from baton.cluster.commands import operate
 from baton.core.clock import Clock
 from baton.core.errors import InvalidRequest
 from baton.proto import admin_pb2

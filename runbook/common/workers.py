@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Iterable
 
-from baton.cluster import operate
-from baton.cluster.restarts import MAX_STARTS
+from baton.cluster.commands import operate
+from baton.cluster.ray.restarts import MAX_STARTS
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
 from baton.proto.held import held as held_by

@@ -3,7 +3,7 @@
 import os
 import time
 
-from baton.bench.kernel_processes import Broken
+from baton.bench.kernel_bench.processes import Broken
 
 
 def work(task, step):

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.bench import decode, decode_cell, decode_floor, decode_tp_group, stamped_lane
-from baton.bench.decode_cell import Cell, DecodeCells
-from baton.bench.decode_options import read_options
+from baton.bench.decode_bench import cell as decode_cell
+from baton.bench.decode_bench import decode, stamped_lane
+from baton.bench.decode_bench import floor as decode_floor
+from baton.bench.decode_bench import tp_group as decode_tp_group
+from baton.bench.decode_bench.cell import Cell, DecodeCells
+from baton.bench.decode_bench.options import read_options
+from baton.bench.decode_bench.stamped_lane import StampedLane
 from baton.bench.model_shapes import write_shape
-from baton.bench.stamped_lane import StampedLane
-from baton.cluster.bench import format_decode
+from baton.cluster.commands.bench import format_decode
 from baton.core.errors import ConfigInvalid
-from baton.engine.lane import ThreadLane
-from baton.engine.runner import Runner
+from baton.engine.step.lane import ThreadLane
+from baton.engine.step.runner import Runner
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.tests.engine.graphs import graphed

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.bench import decode_host
+from baton.bench.decode_bench import host as decode_host
 
 pytestmark = pytest.mark.fast
 

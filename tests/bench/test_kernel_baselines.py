@@ -7,9 +7,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from baton.bench import kernel_baselines, kernel_baselines_attention, kernel_baselines_gemm
-from baton.bench.kernel_baselines_attention import PagedAttention, fa3, vllm_attention
-from baton.bench.kernel_baselines_gemm import BlockScaled, Experts, sorted_by_expert
+from baton.bench.kernel_bench import baselines as kernel_baselines
+from baton.bench.kernel_bench import baselines_attention as kernel_baselines_attention
+from baton.bench.kernel_bench import baselines_gemm as kernel_baselines_gemm
+from baton.bench.kernel_bench.baselines_attention import PagedAttention, fa3, vllm_attention
+from baton.bench.kernel_bench.baselines_gemm import BlockScaled, Experts, sorted_by_expert
 
 pytestmark = pytest.mark.fast
 

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from baton.bench import kernel_collection, kernel_floor, kernel_trial, kernel_tuning
-from baton.bench.kernel_case import TuningPoint
-from baton.bench.kernel_processes import Lost
-from baton.bench.kernel_trial import Trial, sample_of
-from baton.bench.kernel_tuning import TuningOptions, agree, format_table, tune
+from baton.bench.kernel_bench import collection as kernel_collection
+from baton.bench.kernel_bench import floor as kernel_floor
+from baton.bench.kernel_bench import trial as kernel_trial
+from baton.bench.kernel_bench import tuning as kernel_tuning
+from baton.bench.kernel_bench.case import TuningPoint
+from baton.bench.kernel_bench.processes import Lost
+from baton.bench.kernel_bench.trial import Trial, sample_of
+from baton.bench.kernel_bench.tuning import TuningOptions, agree, format_table, tune
 from baton.core.errors import ConfigInvalid
 
 pytestmark = pytest.mark.fast

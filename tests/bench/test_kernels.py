@@ -10,15 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.bench import kernel_baselines, kernel_collection, kernel_floor, kernel_row, kernel_timing, kernels
-from baton.bench.kernel_case import KernelCase
-from baton.bench.kernel_collection import Place, find_cases, find_points
-from baton.bench.kernel_options import KernelOptions, read_options
-from baton.bench.kernel_processes import Broken, Child, Lost, do_all
-from baton.bench.kernel_row import RowTask, measure_row
-from baton.bench.plot_kernels import others_of
-from baton.cluster.bench_kernels import bench_kernels as command
-from baton.cluster.bench_kernels import format_kernels
+from baton.bench.kernel_bench import baselines as kernel_baselines
+from baton.bench.kernel_bench import collection as kernel_collection
+from baton.bench.kernel_bench import floor as kernel_floor
+from baton.bench.kernel_bench import kernels
+from baton.bench.kernel_bench import row as kernel_row
+from baton.bench.kernel_bench import timing as kernel_timing
+from baton.bench.kernel_bench.case import KernelCase
+from baton.bench.kernel_bench.collection import Place, find_cases, find_points
+from baton.bench.kernel_bench.options import KernelOptions, read_options
+from baton.bench.kernel_bench.plot_kernels import others_of
+from baton.bench.kernel_bench.processes import Broken, Child, Lost, do_all
+from baton.bench.kernel_bench.row import RowTask, measure_row
+from baton.cluster.commands.bench_kernels import bench_kernels as command
+from baton.cluster.commands.bench_kernels import format_kernels
 from baton.cluster.outcome import ExitCode
 from baton.core.errors import ConfigInvalid
 from baton.tests.bench.kernel_work import work
@@ -41,7 +46,7 @@ RATES = kernel_floor.Rates(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr("baton.bench.decode_floor._COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("baton.bench.decode_bench.floor._COPY_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(kernel_floor, "_READ_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(kernel_floor, "_MATMUL_SIZE", {"cpu": 16})
     monkeypatch.setattr(kernel_floor, "_MEASURED_MS", {"cpu": 0.01})

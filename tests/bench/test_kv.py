@@ -8,12 +8,16 @@ import sys
 import numpy as np
 import pytest
 
-from baton.bench import kv, kv_cell, kv_memory, kv_step, result
-from baton.bench.kv_checks import checks
-from baton.bench.kv_options import read_faults, read_options, read_pace_s
+from baton.bench import result
+from baton.bench.kv_bench import cell as kv_cell
+from baton.bench.kv_bench import kv
+from baton.bench.kv_bench import memory as kv_memory
+from baton.bench.kv_bench import step as kv_step
+from baton.bench.kv_bench.checks import checks
+from baton.bench.kv_bench.options import read_faults, read_options, read_pace_s
+from baton.bench.kv_bench.workloads import POOL_BLOCKS, WORKLOADS, Workload
 from baton.bench.kv_systems.faces import Cell
 from baton.bench.kv_systems.registry import SYSTEMS
-from baton.bench.kv_workloads import POOL_BLOCKS, WORKLOADS, Workload
 from baton.bench.plot import require_plot
 from baton.bench.processes import parse_summary, tree_cpu_s
 from baton.core.errors import ConfigInvalid, PackageMissing

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from baton.bench import overload, router_cost
-from baton.bench.echo_fleet import EchoFleet
-from baton.bench.echo_load import Load, Outcome
-from baton.bench.overload import OverloadOptions, figures, goodput
-from baton.bench.router_cost import RouterCostOptions, checks, costs
+from baton.bench.router_bench import overload, router_cost
+from baton.bench.router_bench.echo_fleet import EchoFleet
+from baton.bench.router_bench.echo_load import Load, Outcome
+from baton.bench.router_bench.overload import OverloadOptions, figures, goodput
+from baton.bench.router_bench.router_cost import RouterCostOptions, checks, costs
 from baton.client import BatonClient
-from baton.cluster.bench_router import bench_overload, bench_router
+from baton.cluster.commands.bench_router import bench_overload, bench_router
 from baton.cluster.outcome import Output
 from baton.core.errors import ConfigInvalid
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.e2e.conftest import TINY
 
 

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from baton.bench import routing
-from baton.bench.routing import RoutingOptions, checks, read_options
-from baton.cluster.bench import bench_routing, format_routing
+from baton.bench.router_bench import routing
+from baton.bench.router_bench.routing import RoutingOptions, checks, read_options
+from baton.cluster.commands.bench import bench_routing, format_routing
 from baton.cluster.outcome import ExitCode, Output
 from baton.core.errors import ConfigInvalid
 from baton.proto import inference_pb2

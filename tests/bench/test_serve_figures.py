@@ -14,7 +14,7 @@ from baton.bench.serve.figures import figures, holds, is_client_limited, percent
 from baton.bench.serve.record import Record
 from baton.bench.serve.schedule import Key, schedule, steady
 from baton.bench.serve.workload import Slo
-from baton.cluster.bench_serve import format_serve
+from baton.cluster.commands.bench_serve import format_serve
 from baton.tests.bench.test_serve_workload import CLOSED, KEY, POISSON, load_of
 from baton.tests.bench.virtual_loop import run_virtually
 

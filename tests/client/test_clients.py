@@ -18,7 +18,7 @@ from baton.core.errors import (
     RequestDeadlineExceeded,
     WorkerLost,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2
 from baton.router.admin import AdminService
 from baton.tests.router.fakes import TOKENIZER, cluster

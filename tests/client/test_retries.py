@@ -26,7 +26,7 @@ from baton.core.errors import (
     WorkerLost,
     WorkersIncompatible,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.proto.retry_info import retry_details
 

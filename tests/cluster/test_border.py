@@ -12,7 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.cluster import private_ray, ray_certificates, ray_session
+from baton.cluster.ray import certificates as ray_certificates
+from baton.cluster.ray import private_ray
+from baton.cluster.ray import session as ray_session
 from baton.cluster.router_process import RouterProcess
 from baton.core.errors import ModelFileDamaged, RayAccessRefused, RayUnavailable, RayVersionMismatch, WorkerStartFailed
 from baton.core.inside import DeploymentSecret

@@ -198,7 +198,7 @@ def test_check_prints_all_reasons_and_exits_3(tmp_path, capsys, monkeypatch):
 
 
 def test_serve_refuses_before_anything_starts(tmp_path, capsys, monkeypatch):
-    from baton.cluster import serve
+    from baton.cluster.commands import serve
 
     monkeypatch.setattr(serve, "Deployment", None)  # it would fail otherwise
     path = write_model(tmp_path / "m", architectures=["LlamaForCausalLM"])

@@ -243,7 +243,7 @@ def test_keys_of_a_file_are_checked_and_flags_override_them(tmp_path, capsys, mo
 @pytest.mark.fast
 def test_allowed_origins_come_from_the_flag_to_the_replies(monkeypatch):
     """The router that `baton serve` would start, without workers: what a browser is told of two pages."""
-    from baton.cluster import serve
+    from baton.cluster.commands import serve
     from baton.cluster.outcome import ExitCode
     from baton.cluster.resolve import find_model
     from baton.cluster.router_process import router_command

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.cluster.ray_certificates import TLS_VARIABLES
+from baton.cluster.ray.certificates import TLS_VARIABLES
 
 ROOT = Path(__file__).parents[2]
 FILES = ("cluster.yaml", "cluster.local.yaml")
@@ -63,7 +63,7 @@ def test_every_host_makes_its_certificate_before_it_starts_ray_with_it(name):
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         begun, _, start = config[key][-1].partition(" && ")
         *module, secrets, into = begun.rpartition("; ")[2].split()
-        assert module == "python -P -m baton.cluster.ray_certificates issue".split()
+        assert module == "python -P -m baton.cluster.ray.certificates issue".split()
         assert secrets in config["file_mounts"]
         words = dict(word.split("=", 1) for word in start.split() if "=" in word)
         files = (f"{into}/cert.pem", f"{into}/key.pem", f"{into}/ca.pem")

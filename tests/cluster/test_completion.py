@@ -8,8 +8,9 @@ from concurrent import futures
 import grpc
 import pytest
 
-from baton.cluster import admin, cli, demo
-from baton.cluster.completion import Asked, Completion, Interrupted, complete_remotely
+from baton.cluster import admin, cli
+from baton.cluster.commands import demo
+from baton.cluster.commands.completion import Asked, Completion, Interrupted, complete_remotely
 from baton.core.errors import BatonError, InvalidSampling, Overloaded, StartupError, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire, worker_pb2
 

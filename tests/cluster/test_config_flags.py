@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from baton.cluster import cli, resolve, serve
+from baton.cluster import cli, resolve
+from baton.cluster.commands import serve
 from baton.cluster.outcome import ExitCode
 from baton.core.config import ServeConfig
 from baton.core.config_key import keys_of

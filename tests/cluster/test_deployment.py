@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.cluster import crew, private_files
 from baton.cluster import deployment as deployment_module
+from baton.cluster import private_files
 from baton.cluster.deployment import Deployment, Parts
-from baton.cluster.restarts import Restarts
+from baton.cluster.ray import crew
+from baton.cluster.ray.restarts import Restarts
 from baton.core.config import ServeConfig
 from baton.core.errors import (
     BatonError,
@@ -319,7 +320,8 @@ import sys
 import types
 sys.path.insert(0, {here!r})
 import stubs
-from baton.cluster import deployment, serve
+from baton.cluster import deployment
+from baton.cluster.commands import serve
 from baton.cluster.outcome import Output
 from baton.core.config import ServeConfig
 parts = deployment.Parts(

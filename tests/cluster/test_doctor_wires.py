@@ -8,11 +8,11 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from baton.cluster.doctor import check_wire
-from baton.cluster.doctor_wires import Wire, is_loopback, probe_tls, probe_zmq, wires
+from baton.cluster.doctor.doctor import check_wire
+from baton.cluster.doctor.wires import Wire, is_loopback, probe_tls, probe_zmq, wires
 from baton.core.config import KVTransferConfig
 from baton.core.tls_files import TlsWatch
-from baton.kvtransfer.over_zmq import ZmqTransport
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import admin_pb2
 from baton.proto.secure_channel import server_credentials
 from baton.tests.kvtransfer.transport_ends import make_curve_key

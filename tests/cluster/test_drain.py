@@ -7,7 +7,8 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from baton.cluster import cli, drain
+from baton.cluster import cli
+from baton.cluster.commands import drain
 from baton.cluster.router_process import router_command
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, InvalidRequest

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cluster import cli
-from baton.router.api_keys import ApiKeys, digest_of, read_keys
+from baton.router.access.api_keys import ApiKeys, digest_of, read_keys
 from baton.tests.cluster.test_cli import flags_of
 
 pytestmark = pytest.mark.fast
@@ -78,7 +78,7 @@ def test_an_expired_key_is_seen_in_the_list(tmp_path):
 
 
 def test_two_at_once_lose_nothing(tmp_path):
-    from baton.cluster import keys
+    from baton.cluster.commands import keys
     from baton.cluster.outcome import Output
 
     file = tmp_path / "keys"

@@ -12,7 +12,8 @@ import pytest
 
 from baton.cluster import leftovers
 from baton.cluster.undertaker import Undertaker
-from baton.kvtransfer import incarnation_file, shared_region
+from baton.kvtransfer import shared_region
+from baton.kvtransfer.protocol import incarnation_file
 from baton.kvtransfer.shared_region import SharedRegion
 
 pytestmark = pytest.mark.fast

@@ -8,7 +8,7 @@ import pytest
 from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
-from baton.engine.grammar import GrammarCompiler
+from baton.engine.grammar.grammar import GrammarCompiler
 from baton.router.served_model import ServedModel
 from baton.worker.loading import load_worker
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from baton.cluster.completion import Asked, Interrupted
-from baton.cluster.local import LocalCompleter
+from baton.cluster.commands.completion import Asked, Interrupted
+from baton.cluster.commands.local import LocalCompleter
+from baton.cluster.commands.reference import ReferenceProcess
 from baton.cluster.outcome import ExitCode, Output
-from baton.cluster.reference import ReferenceProcess
 from baton.core.config import ServeConfig
 from baton.core.errors import EmptyPrompt, InvalidSampling, PromptTooLong, RequestDeadlineExceeded
 
@@ -90,7 +90,7 @@ def test_running_out_of_time_keeps_what_was_made(completer):
 
 
 def test_generate_reports_a_timeout_as_one(monkeypatch, capsys):
-    from baton.cluster import generate
+    from baton.cluster.commands import generate
 
     error = Interrupted(RequestDeadlineExceeded("the deadline passed"), "some", [1])
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from baton.cluster import ray_certificates
+from baton.cluster.ray import certificates as ray_certificates
 from baton.core.errors import ConfigInvalid
 
 pytestmark = pytest.mark.fast
@@ -124,7 +124,7 @@ def test_an_authority_that_cannot_be_used_is_named(cluster, tmp_path, damage):
 
 
 def test_the_command_makes_and_issues_and_says_what_is_wrong(tmp_path):
-    command = [sys.executable, "-P", "-m", "baton.cluster.ray_certificates"]
+    command = [sys.executable, "-P", "-m", "baton.cluster.ray.certificates"]
     subprocess.run([*command, "make", tmp_path / "secrets"], check=True)
     subprocess.run([*command, "issue", tmp_path / "secrets", tmp_path / "host"], check=True)
     assert is_let_in(server_context(tmp_path / "host"), client_context(tmp_path / "host"))

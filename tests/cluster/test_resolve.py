@@ -11,7 +11,7 @@ from baton.core.config_key import keys_of
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing
 from baton.core.kv_transports import TRANSPORT_NAMES, control_channel
 from baton.core.numerics import Numerics
-from baton.core.telemetry import TelemetryConfig
+from baton.core.telemetry.telemetry import TelemetryConfig
 from baton.core.tls_files import TlsFiles
 from baton.router.__main__ import parse
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.cluster.restarts import FIRST_WAIT_S, MAX_STARTS, MAX_WAIT_S, WINDOW_S, Restarts
+from baton.cluster.ray.restarts import FIRST_WAIT_S, MAX_STARTS, MAX_WAIT_S, WINDOW_S, Restarts
 
 pytestmark = pytest.mark.fast
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.cluster import scaling
-from baton.cluster.scaling import Move, Scaling, next_move
+from baton.cluster.ray import scaling
+from baton.cluster.ray.scaling import Move, Scaling, next_move
 from baton.core.errors import StartupError
 from baton.proto import admin_pb2, worker_pb2
 

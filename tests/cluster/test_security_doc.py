@@ -13,7 +13,7 @@ from baton.cluster import security_flags
 from baton.core import inside
 from baton.core.config import ServeConfig
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
-from baton.router.api_keys import read_keys
+from baton.router.access.api_keys import read_keys
 from baton.tests.cluster.test_cli import flags_of
 from baton.tests.core.test_tls_files import Echo, ask
 

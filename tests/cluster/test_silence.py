@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from baton.cluster import silence
-from baton.cluster.silence import AGAIN_S, INTERVAL_S, SILENT_S, SilenceWatch
+from baton.cluster.ray import silence
+from baton.cluster.ray.silence import AGAIN_S, INTERVAL_S, SILENT_S, SilenceWatch
 from baton.core.errors import StartupError
 from baton.proto import admin_pb2, worker_pb2
 

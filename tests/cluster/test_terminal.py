@@ -11,7 +11,8 @@ from baton.tests.cluster.terminal import Terminal, python
 SERVE = """
 import select
 import sys, time
-from baton.cluster import serve, deployment
+from baton.cluster import deployment
+from baton.cluster.commands import serve
 from baton.cluster.outcome import Output, run_command
 from baton.core.config import ServeConfig
 from types import SimpleNamespace
@@ -43,8 +44,8 @@ sys.exit(run_command(False, lambda output: serve.serve(config, output)))
 """
 GENERATE = """
 import sys
-from baton.cluster import generate
-from baton.cluster.completion import Asked, Completion
+from baton.cluster.commands import generate
+from baton.cluster.commands.completion import Asked, Completion
 from baton.cluster.outcome import run_command
 
 def complete(address, asked, on_text):
@@ -58,7 +59,7 @@ sys.exit(run_command(False, lambda out: generate.generate(out, asked, local=Fals
 """
 TOP = """
 import sys, time
-from baton.cluster import top
+from baton.cluster.commands import top
 from baton.cluster.outcome import run_command
 from baton.proto import admin_pb2, worker_pb2
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.cluster.crew import Crew, CrewPlan
+from baton.cluster.ray.crew import Crew, CrewPlan
 from baton.cluster.resolve import find_model, resolve_worker, worker_ids
 from baton.core.config import ServeConfig
 from baton.core.errors import WorkerStartFailed

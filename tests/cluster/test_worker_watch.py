@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from baton.cluster.worker_watch import WorkerWatch
+from baton.cluster.ray.worker_watch import WorkerWatch
 from baton.core.errors import WorkerLost
 
 pytestmark = pytest.mark.fast

@@ -5,7 +5,7 @@ from functools import cache
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from baton.core.tokenizer import Tokenizer, _byte_characters
+from baton.core.requests.tokenizer import Tokenizer, _byte_characters
 
 EOS, SECOND_EOS, SPECIAL, ADDED = 256, 257, 258, 259
 WORDS = (b"return", b"et\xc3", b"\xa9\xe2\x82", b"\xacab", b"a\x80b", b"\xed\xa0", b"\xf0\x90", b"\xef\xbf\xbd")

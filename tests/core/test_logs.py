@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from baton.core import logs
 from baton.core.errors import InvalidGrammar, WorkerLost
-from baton.core.logs import configure_inherited, configure_logging, know
-from baton.core.request import AttemptKey
-from baton.core.trace_context import CURRENT_TRACE
+from baton.core.requests.request import AttemptKey
+from baton.core.telemetry import logs
+from baton.core.telemetry.logs import configure_inherited, configure_logging, know
+from baton.core.telemetry.trace_context import CURRENT_TRACE
 
 pytestmark = pytest.mark.fast
 
@@ -139,7 +139,7 @@ def test_of_an_error_that_quotes_a_client_only_kind_and_digest_are_shown():
 
 WRITER = """
 import logging, os, sys
-from baton.core import logs
+from baton.core.telemetry import logs
 logs.MAX_FILE_BYTES = 4000
 handler = logs.RotatingStderr(4000)
 logging.getLogger().addHandler(handler)

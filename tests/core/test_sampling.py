@@ -4,7 +4,7 @@ import math
 import pytest
 
 from baton.core.errors import InvalidSampling
-from baton.core.sampling import (
+from baton.core.requests.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,

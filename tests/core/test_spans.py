@@ -6,13 +6,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from baton.core import span_queue
 from baton.core.clock import VirtualClock
 from baton.core.errors import ConfigInvalid
-from baton.core.span import SERVER, SpanBatch
-from baton.core.span_queue import SpanQueue
-from baton.core.telemetry import Telemetry, TelemetryConfig
-from baton.core.trace_context import new_trace
+from baton.core.telemetry import span_queue
+from baton.core.telemetry.span import SERVER, SpanBatch
+from baton.core.telemetry.span_queue import SpanQueue
+from baton.core.telemetry.telemetry import Telemetry, TelemetryConfig
+from baton.core.telemetry.trace_context import new_trace
 
 pytestmark = pytest.mark.fast
 

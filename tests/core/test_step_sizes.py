@@ -3,7 +3,7 @@
 import pytest
 
 from baton.core.step_sizes import DeviceFacts, choose
-from baton.engine.graph_key import GraphSizes, default_sizes, default_widths
+from baton.engine.graphs.key import GraphSizes, default_sizes, default_widths
 
 pytestmark = pytest.mark.fast
 CPU = DeviceFacts(kind="cpu")

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.tests.router.fakes import TOKENIZER
 
 pytestmark = pytest.mark.fast

@@ -1,9 +1,9 @@
 import pytest
 
 from baton.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong, from_wire
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.core.validate import RequestLimits, validate_attempt, validate_request
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.validate import RequestLimits, validate_attempt, validate_request
 
 pytestmark = pytest.mark.fast
 LIMITS = RequestLimits(

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.waterfall import DecodeTimes, PrefillTimes, RouterTimes, first_token, gap, parts_of, second_token
+from baton.core.telemetry.waterfall import (
+    DecodeTimes,
+    PrefillTimes,
+    RouterTimes,
+    first_token,
+    gap,
+    parts_of,
+    second_token,
+)
 
 pytestmark = pytest.mark.fast
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 from baton.core.clock import VirtualClock
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.lane import lane_for
-from baton.engine.runner import Runner
-from baton.engine.step_plan import Chunk, Place, Release, Step
+from baton.engine.step.lane import lane_for
+from baton.engine.step.plan import Chunk, Place, Release, Step
+from baton.engine.step.runner import Runner
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed, ReserveWanted
+from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReserveWanted
 from baton.proto import kv_pb2
 from baton.tests.engine import reference
 from baton.tests.engine.toy import ToyModel
@@ -223,7 +223,7 @@ class Decode:
         self.pool.data_bytes.fill_(0xFF)  # what was never written reads as NaN
         self.incoming_transfers = IncomingTransfers(self.pool, PREFILLERS[model.with_mtp])
         self.fatal = []
-        with mock.patch("baton.engine.runner.lane_for", (lambda device: lane) if lane else lane_for):
+        with mock.patch("baton.engine.step.runner.lane_for", (lambda device: lane) if lane else lane_for):
             self.runner = Runner(
                 model,
                 self.pool,

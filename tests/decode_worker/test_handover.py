@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from baton.core.errors import TransferFailed
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.decode_worker.handover import check_reserve, resume_of
-from baton.engine.step_plan import Resume
-from baton.kvtransfer.incoming import Completed, ReserveWanted
+from baton.engine.step.plan import Resume
+from baton.kvtransfer.receiver.service import Completed, ReserveWanted
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast

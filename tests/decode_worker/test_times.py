@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.decode_worker.times import DecodeTimes, decode_start
-from baton.kvtransfer.incoming import Completed
+from baton.kvtransfer.receiver.service import Completed
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast

@@ -12,10 +12,10 @@ from baton.core.errors import (
     RequestDeadlineExceeded,
     TransferFailed,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.decode_worker.worker import MAX_ENDED
 from baton.engine.sequence import MAX_PREEMPTIONS, Phase
-from baton.engine.step_plan import Resume
+from baton.engine.step.plan import Resume
 from baton.proto import kv_pb2
 from baton.tests.decode_worker.incoming_transfers import PREFILLERS, Decode, expected_tokens
 

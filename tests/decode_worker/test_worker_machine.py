@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from baton.core.errors import RequestCancelled, RequestDeadlineExceeded, TransferFailed
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.sequence import MAX_PREEMPTIONS, Phase
 from baton.tests.decode_worker.incoming_transfers import PREFILLERS, Decode, expected_tokens
 from baton.tests.engine.toy_engine import EOS

@@ -21,8 +21,8 @@ import httpx2
 import psutil
 
 from baton.bench.result import replace_file, result
-from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
 from baton.tests.e2e.checker import Ask, Clients, Delivery
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.ends import NUM_STREAMS, Serve

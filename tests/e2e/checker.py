@@ -18,8 +18,8 @@ import grpc
 
 from baton.client.messages import generate_request
 from baton.core.errors import BatonError, MalformedMessage, ProtocolError
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.proto import inference_pb2_grpc, wire
 

@@ -8,7 +8,7 @@ import torch
 
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from baton.core.clock import MonotonicClock
 from baton.core.errors import NoWorker, RequestCancelled, WorkerLost
-from baton.core.telemetry import Telemetry, TelemetryConfig
+from baton.core.telemetry.telemetry import Telemetry, TelemetryConfig
 from baton.tests.e2e.checker import Clients
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.fleet import Fleet, free_port, wait_until

@@ -22,7 +22,7 @@ BY_COMMAND = {
     r"gcs_server$": ("`gcs_server`", "Ray's table"),
     r"raylet$": ("`raylet`", "Ray's node and object manager"),
     r"^ray::RuntimeEnvAgent": ("`ray::RuntimeEnvAgent`", "Ray's agent"),
-    r"-m baton.kvtransfer.receiver_process": ("KV receiver process", "KV"),
+    r"-m baton.kvtransfer.receiver.process": ("KV receiver process", "KV"),
     r"^ray::(Prefill|Decode)Actor": ("worker", "Ray's"),
     r"-m baton.cluster serve|bin/baton serve": ("`baton serve`", "Ray's driver"),
 }

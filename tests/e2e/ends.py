@@ -28,8 +28,8 @@ from baton.client import AsyncBatonClient
 from baton.core.errors import BatonError, WorkerLost
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
-from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model
 from baton.tests.e2e.checker import Ask, Clients, Delivery, Replay
 from baton.tests.e2e.conftest import TINY
@@ -140,7 +140,7 @@ def _is(process, sign):
 
 
 def _incoming_transfers(worker):
-    return [child for child in worker.children(recursive=True) if _is(child, "baton.kvtransfer.receiver_process")]
+    return [child for child in worker.children(recursive=True) if _is(child, "baton.kvtransfer.receiver.process")]
 
 
 def _live(processes):
@@ -296,7 +296,7 @@ class Campaign:
 
 
 def _all_incoming_transfers(serve):
-    return [one.pid for one in _looked(serve) if _is(one, "baton.kvtransfer.receiver_process")]
+    return [one.pid for one in _looked(serve) if _is(one, "baton.kvtransfer.receiver.process")]
 
 
 def _looked(serve):

@@ -12,8 +12,9 @@ import threading
 from collections import defaultdict
 from enum import Enum
 
-from baton.kvtransfer import over_grpc_inbox, raw_lane_connection, receiver_driver
-from baton.kvtransfer.frame import HEADER_BYTES, decode_header
+from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header
+from baton.kvtransfer.receiver import driver as receiver_driver
+from baton.kvtransfer.transports import over_grpc_inbox, raw_lane_connection
 
 PATH_VARIABLE, FLIP_VARIABLE = "BATON_TEST_FATES", "BATON_TEST_HEADER_FLIPS"
 COUNTED = ("frames_landed", "frames_late_dropped", "frames_duplicate", "frames_corrupt", "frames_fenced")
@@ -152,7 +153,7 @@ def watch(path, flip_rate):
 
 
 def main():
-    from baton.kvtransfer import receiver_process
+    from baton.kvtransfer.receiver import process as receiver_process
 
     watch(os.environ[PATH_VARIABLE], float(os.environ[FLIP_VARIABLE]))
     receiver_process.ReceiverDriver = WatchedDriver

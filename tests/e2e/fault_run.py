@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from baton.client import AsyncBatonClient
 from baton.core.errors import BatonError
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.e2e.checker import Ask, Clients, Delivery
 from baton.tests.e2e.fleet import wait_until
 from baton.tests.e2e.prompts import token_prompts

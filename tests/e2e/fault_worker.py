@@ -20,7 +20,7 @@ import time
 from collections import Counter
 
 from baton.core.config import KVTransferConfig
-from baton.core.telemetry import TelemetryConfig
+from baton.core.telemetry.telemetry import TelemetryConfig
 from baton.core.tls_files import TlsFiles
 from baton.decode_worker import node as decode_node
 from baton.engine.sequence import Phase

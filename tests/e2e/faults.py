@@ -12,10 +12,10 @@ from collections import Counter, deque
 from enum import Enum
 
 from baton.core.errors import BatonError
-from baton.core.request import AttemptKey
-from baton.kvtransfer.frame import decode_header
-from baton.kvtransfer.messages import parse_control
-from baton.kvtransfer.transport import Delivery
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.frame import decode_header
+from baton.kvtransfer.protocol.messages import parse_control
+from baton.kvtransfer.protocol.transport import Delivery
 
 
 class Fault(Enum):

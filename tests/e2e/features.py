@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
 
 MAX_TOKENS = 12
 MAX_MODEL_LEN = 96

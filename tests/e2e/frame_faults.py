@@ -7,7 +7,7 @@ frame that is sent late, or again, is a copy.
 import time
 from collections import deque
 
-from baton.kvtransfer.transport import Delivery
+from baton.kvtransfer.protocol.transport import Delivery
 
 KINDS = ("drop", "repeat", "swap", "late", "flip", "contradict")
 

@@ -10,7 +10,7 @@ import psutil
 
 from baton.client import BatonClient
 from baton.core.errors import BatonError, Retry, ServingError
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc, wire
 from baton.tests.e2e.http_served import HttpServed
 

@@ -9,9 +9,9 @@ from baton.core.errors import (
     RequestDeadlineExceeded,
     TransferFailed,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2
-from baton.router.continuation import MAX_RETRIES
+from baton.router.attempt.continuation import MAX_RETRIES
 from baton.tests.e2e.checker import Ask
 from baton.tests.e2e.fault_run import errors_of
 from baton.tests.e2e.fleet import PACE_S

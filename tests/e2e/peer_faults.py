@@ -23,8 +23,8 @@ from baton.core.errors import (
 from baton.core.tls_files import TlsFiles
 from baton.proto import inference_pb2, wire
 from baton.proto.secure_channel import SecureChannels
-from baton.router.api_keys import KeyEntry, digest_of, new_key
-from baton.router.security import RouterSecurity
+from baton.router.access.api_keys import KeyEntry, digest_of, new_key
+from baton.router.access.security import RouterSecurity
 from baton.tests.e2e.checker import Clients
 from baton.tests.e2e.fault_run import errors_of
 from baton.tests.e2e.fleet import Fleet, wait_until

@@ -3,8 +3,8 @@
 import random
 from pathlib import Path
 
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 
 CORPUS = Path(__file__).with_name("corpus.txt")  # this repository's own code, once: prompts are not to change with it
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.e2e.hosts import in_namespaces, why_not
 from baton.tests.e2e.ray_cluster import RayCluster
 

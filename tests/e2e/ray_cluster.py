@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from baton.client import Access, AsyncBatonClient
-from baton.cluster import ray_certificates
-from baton.router.api_keys import digest_of, new_key
+from baton.cluster.ray import certificates as ray_certificates
+from baton.router.access.api_keys import digest_of, new_key
 from baton.tests.e2e import ray_up
 from baton.tests.e2e.hosts import Hosts
 

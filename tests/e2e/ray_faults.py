@@ -20,8 +20,8 @@ from pathlib import Path
 
 from baton.bench.result import result
 from baton.core.errors import BatonError
-from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.hosts import in_namespaces, why_not
 from baton.tests.e2e.prompts import token_prompts

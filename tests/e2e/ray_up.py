@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from baton.cluster import ray_certificates
+from baton.cluster.ray import certificates as ray_certificates
 
 ROOT = Path(__file__).parents[2]
 UP_S = 240.0

@@ -15,7 +15,7 @@ import grpc.aio
 from baton.client import AsyncBatonClient
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
-from baton.core.logprobs import TokenLogprobs
+from baton.core.requests.logprobs import TokenLogprobs
 from baton.decode_worker.service import DecodeService, _Attends
 from baton.prefill_worker.service import PrefillService, _Runs
 from baton.proto import wire, worker_pb2, worker_pb2_grpc

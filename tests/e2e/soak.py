@@ -22,11 +22,12 @@ import torch
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError, RequestCancelled, WorkerLost
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.kvtransfer import incoming, receiver_child
-from baton.kvtransfer.loopback import LoopbackHub
-from baton.kvtransfer.receiver_driver import ReceiverDriver
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.kvtransfer.receiver import child as receiver_child
+from baton.kvtransfer.receiver import service as incoming
+from baton.kvtransfer.receiver.driver import ReceiverDriver
+from baton.kvtransfer.transports.loopback import LoopbackHub
 from baton.tests.e2e import fates
 from baton.tests.e2e.faults import ORDERS, Fault
 from baton.tests.e2e.flips import FlipBook

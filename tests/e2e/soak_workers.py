@@ -6,14 +6,14 @@ import time
 from baton.core.clock import MonotonicClock
 from baton.core.kv_transports import control_channel
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.runner import Runner
 from baton.engine.sequence import Phase
+from baton.engine.step.runner import Runner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.incoming import ReceiverService, receiver_region
-from baton.kvtransfer.push import DecodePeer, PushService
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
-from baton.kvtransfer.transports import bind_address, connecting_transport, listening_transport
+from baton.kvtransfer.receiver.service import ReceiverService, receiver_region
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
+from baton.kvtransfer.sender.service import DecodePeer, PushService
+from baton.kvtransfer.transports.registry import bind_address, connecting_transport, listening_transport
 from baton.prefill_worker.worker import PrefillWorker
 from baton.tests.e2e.faults import FaultyTransport
 from baton.worker.loading import request_limits

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from baton.core.request import AttemptKey, GenerationRequest, SpeculationCounts
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest, SpeculationCounts
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.tests.e2e.prompts import token_prompts
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.model.loader import load_model
 from baton.tests.e2e import features

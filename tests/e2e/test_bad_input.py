@@ -31,7 +31,7 @@ from baton.core.errors import (
     ModelNotFound,
     PromptTooLong,
 )
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.proto import inference_pb2, wire, worker_pb2
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.test_deployment import wait_idle

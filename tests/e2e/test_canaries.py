@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from baton.router.canary import CanaryConfig
-from baton.router.local_prefill import AUTO
+from baton.router.placement.canary import CanaryConfig
+from baton.router.placement.local_prefill import AUTO
 from baton.tests.e2e.served import served
 
 pytestmark = pytest.mark.asyncio

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.core.errors import BatonError, Overloaded, ProtocolError, WorkerLost
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.e2e.checker import DEADLINE_S, LATE_S, Ask, Checker, Delivery
 
 pytestmark = pytest.mark.fast

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import token_prompts

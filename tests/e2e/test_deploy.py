@@ -7,11 +7,11 @@ import pytest
 from prometheus_client.samples import Sample
 
 from baton.client import BatonClient
+from baton.cluster.commands.top import top
 from baton.cluster.outcome import ExitCode, Output
-from baton.cluster.top import top
 from baton.core.clock import VirtualClock
 from baton.proto import worker_pb2
-from baton.router.members import Members
+from baton.router.placement.members import Members
 from baton.router.worker_metrics import WorkerCollector
 from baton.tests.deploy.files import expressions
 from baton.tests.deploy.promql import parse

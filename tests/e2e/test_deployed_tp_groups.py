@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.client import BatonClient
+from baton.cluster.commands.status import format_status
 from baton.cluster.deployment import Deployment
-from baton.cluster.status import format_status
 from baton.core.config import ServeConfig
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_deployment import NEXT_INCARNATION_S, Reader, generate, wait_idle, wait_new_epoch

@@ -20,7 +20,7 @@ from baton.client import BatonClient
 from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, RequestCancelled
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import MAX_TOKENS, local_tokens
 
@@ -154,7 +154,7 @@ def test_cancel_at_ten_points_leaves_nothing(deployment, client, tokenizer):
 CLIENT = """
 import sys
 from baton.client import BatonClient
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 with BatonClient(sys.argv[1]) as client:
     for chunk in client.generate(token_ids=[300] * 600, sampling=SamplingParams(max_tokens=1200, ignore_eos=True)):
         print(len(chunk.token_ids), flush=True)

@@ -9,8 +9,8 @@ import dataclasses
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.request import AttemptKey
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.e2e.features import FEATURES, PROMPT_LENS, requests_for
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.topology import Topology

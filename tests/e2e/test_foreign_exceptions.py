@@ -14,10 +14,10 @@ import grpc
 import pytest
 
 from baton.core.errors import RequestDeadlineExceeded, from_wire
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
-from baton.router.local_prefill import ALWAYS, NEVER
-from baton.router.migration import MigrationConfig
+from baton.router.attempt.migration import MigrationConfig
+from baton.router.placement.local_prefill import ALWAYS, NEVER
 from baton.tests.e2e.features import SCHEMA
 from baton.tests.e2e.foreign import Foreign, Injection
 from baton.tests.e2e.served import Served, served
@@ -26,18 +26,20 @@ MODULES = [
     f"baton.{name}"
     for name in (
         *(f"router.{name}" for name in (
-            "inference", "answers", "choices", "attempts", "request_run", "local_run", "leg", "stream_mux", "gate",
-            "fair_queue", "fair_ring", "estimate", "continuation", "outcasts", "stats", "policy", "admission",
-            "token_order", "channels", "in_flight_tracker", "in_flight_requests", "request_log", "retry_budget",
-            "local_prefill",
+            "inference", "attempt.answers", "attempt.choices", "attempt.attempts", "attempt.request_run",
+            "attempt.local_run", "attempt.leg", "attempt.stream_mux", "admission.gate", "admission.fair_queue",
+            "admission.fair_ring", "placement.estimate", "attempt.continuation", "placement.outcasts",
+            "attempt.stats", "placement.policy", "admission.admission", "attempt.token_order", "attempt.channels",
+            "attempt.in_flight_tracker", "attempt.in_flight_requests", "request_log", "attempt.retry_budget",
+            "placement.local_prefill",
         )),
         *(f"worker.{name}" for name in ("stream_mux", "send_queue", "stream", "write_coalescer", "gate")),
         *(f"prefill_worker.{name}" for name in ("service", "worker")),
         *(f"decode_worker.{name}" for name in ("service", "worker", "handover", "events")),
         *(f"proto.{name}" for name in ("wire", "stream_mux_wire")),
-        "core.answer_text",
-        "core.stop_matcher",
-        "core.validate",
+        "core.requests.answer_text",
+        "core.requests.stop_matcher",
+        "core.requests.validate",
         "engine.finish",
     )
 ]  # fmt: skip
@@ -214,7 +216,7 @@ async def test_a_foreign_exception_at_every_point_ends_its_request_alone(kind, l
 
 
 def test_an_injected_exception_is_raised_where_it_was_asked_for():
-    injection = Injection(["baton.core.validate"])
+    injection = Injection(["baton.core.requests.validate"])
     try:
         assert len(injection.points) > 5
         with pytest.raises(Foreign):
@@ -226,10 +228,10 @@ def test_an_injected_exception_is_raised_where_it_was_asked_for():
 
 
 def test_a_sample_of_points_does_not_change_with_what_stands_elsewhere():
-    few, more = Injection(["baton.core.validate"]), None
+    few, more = Injection(["baton.core.requests.validate"]), None
     few.restore()
     try:
-        more = Injection(["baton.core.stop_matcher", "baton.core.validate"])
+        more = Injection(["baton.core.requests.stop_matcher", "baton.core.requests.validate"])
         chosen = [few.names[point] for point in few.sample(5)]
         kept = [name for name in map(more.names.__getitem__, more.sample(len(more.names))) if "validate" in name]
         assert kept[:5] == chosen

@@ -6,8 +6,8 @@ import jsonschema
 import pytest
 
 from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import QueueSink, Topology

@@ -4,8 +4,8 @@ import pytest
 
 from baton.core.errors import HandoffTooLong
 from baton.core.kv_transports import is_one_sided
-from baton.core.sampling import SamplingParams
-from baton.router.local_prefill import AUTO, NEVER
+from baton.core.requests.sampling import SamplingParams
+from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.tests.e2e.served import served
 
 pytestmark = pytest.mark.asyncio

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import VerificationConfig
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.local import LocalEngine

@@ -8,8 +8,8 @@ import asyncio
 import pytest
 
 from baton.core.errors import RequestDeadlineExceeded
-from baton.core.sampling import SamplingParams
-from baton.router.local_prefill import ALWAYS, AUTO
+from baton.core.requests.sampling import SamplingParams
+from baton.router.placement.local_prefill import ALWAYS, AUTO
 from baton.tests.e2e.served import served
 from baton.tests.e2e.test_migration import Streams, expected, model, prompts  # noqa: F401
 

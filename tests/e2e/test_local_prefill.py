@@ -10,8 +10,8 @@ import time
 import pytest
 
 from baton.core.errors import RequestCancelled, RequestDeadlineExceeded
-from baton.core.request import AttemptKey, FinishReason
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, FinishReason
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.features import FEATURES, PROMPT_LENS, requests_for
 from baton.tests.e2e.prompts import requests_for as plain_requests

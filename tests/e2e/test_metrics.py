@@ -15,12 +15,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import BatonClient
-from baton.cluster import doctor
-from baton.cluster.decode_report import decode_data, format_decode
+from baton.cluster.commands.status import status
+from baton.cluster.doctor import doctor
+from baton.cluster.doctor.decode_report import decode_data, format_decode
 from baton.cluster.outcome import ExitCode, Output
-from baton.cluster.status import status
 from baton.core.errors import BatonError
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.decode_worker.node import DecodeNode
 from baton.prefill_worker.node import PrefillNode
 from baton.tests.e2e.conftest import TINY

@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from baton.core.sampling import SamplingParams
-from baton.router.migration import MigrationConfig
+from baton.core.requests.sampling import SamplingParams
+from baton.router.attempt.migration import MigrationConfig
 from baton.tests.e2e.features import SCHEMA
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.served import served

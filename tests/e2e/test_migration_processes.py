@@ -10,9 +10,9 @@ import time
 import pytest
 
 from baton.client import AsyncBatonClient
-from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import Tokenizer
-from baton.router.migration import MigrationConfig
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
+from baton.router.attempt.migration import MigrationConfig
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.conftest import TINY

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.engine.batch import ChunkRows, prefill_inputs
-from baton.engine.sampler import draw_noise, process_logits, sampling_rows
+from baton.engine.sampling.sampler import draw_noise, process_logits, sampling_rows
+from baton.engine.step.batch import ChunkRows, prefill_inputs
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.tests.e2e.prompts import requests_for, token_prompts

@@ -16,8 +16,8 @@ from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from baton.client import BatonClient
-from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
 from baton.proto import inference_pb2
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.http_served import HttpServed

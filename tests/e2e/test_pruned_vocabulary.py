@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.request import SpeculationCounts
+from baton.core.requests.request import SpeculationCounts
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.local import LocalEngine
 from baton.model.loader import load_model

@@ -11,14 +11,14 @@ from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.decode_worker.node import DecodeNode
 from baton.prefill_worker.node import PrefillNode
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.block_wire import change_from_proto
 from baton.proto.wire import error_from_rpc
-from baton.router.load import LAG_S, Load, Pace
-from baton.router.local_prefill import AUTO, NEVER
+from baton.router.placement.load import LAG_S, Load, Pace
+from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.conftest import TINY

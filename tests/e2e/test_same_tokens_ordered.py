@@ -9,7 +9,7 @@ import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.kernels.implementation import Implementation
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape

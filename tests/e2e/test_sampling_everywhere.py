@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from baton.core.request import AttemptKey, GenerationRequest, choices_of
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest, choices_of
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.topology import Topology

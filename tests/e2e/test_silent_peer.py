@@ -6,7 +6,7 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import RequestCancelled, TransferFailed
-from baton.kvtransfer.push import DecodePeer
+from baton.kvtransfer.sender.service import DecodePeer
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import QueueSink, Topology
 

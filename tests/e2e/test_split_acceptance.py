@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.engine.local import LocalEngine
-from baton.engine.runner import Runner
+from baton.engine.step.runner import Runner
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
 

@@ -6,7 +6,7 @@ import time
 import grpc
 import pytest
 
-from baton.core.telemetry import TelemetryConfig
+from baton.core.telemetry.telemetry import TelemetryConfig
 from baton.proto import inference_pb2, inference_pb2_grpc
 from baton.tests.e2e.test_metrics import Running, prompt_of
 

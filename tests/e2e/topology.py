@@ -14,15 +14,15 @@ from typing import Any
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError
-from baton.core.logprobs import TokenLogprobs
-from baton.core.request import GenerationRequest
+from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import GenerationRequest
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.runner import Runner
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.step.runner import Runner
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.incoming import ReceiverService
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import DecodePeer, PushService
+from baton.kvtransfer.receiver.service import ReceiverService
+from baton.kvtransfer.sender.service import DecodePeer, PushService
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import wire
 from baton.worker.loading import request_limits

@@ -4,10 +4,10 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.engine.engine import Engine
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.lead import Rank0Runner, RankRunner
+from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.local import LocalEngine
-from baton.engine.runner import Runner
+from baton.engine.step.runner import Runner
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.tests.model.ranks import channel_of, on_ranks

@@ -16,19 +16,19 @@ import torch
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.lead import Rank0Runner, RankRunner
-from baton.engine.plan import plan_codec
-from baton.engine.runner import Runner
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.step.runner import Runner
+from baton.engine.tp.plan import plan_codec
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.incoming import ReceiverService, receiver_region
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import PushService
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
+from baton.kvtransfer.receiver.service import ReceiverService, receiver_region
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
+from baton.kvtransfer.sender.service import PushService
 from baton.kvtransfer.shared_region import SharedRegion
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush

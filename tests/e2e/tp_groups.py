@@ -13,7 +13,7 @@ import torch
 from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError
 from baton.core.numerics import Numerics
-from baton.kvtransfer.push import DecodePeer
+from baton.kvtransfer.sender.service import DecodePeer
 from baton.tests.e2e.tp_group_process import Job, main
 
 START_TIMEOUT_S = 60.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

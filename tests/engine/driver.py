@@ -1,7 +1,7 @@
 """Drives a `Runner` by plans, as an engine would, and without one: a test says what each step is made of."""
 
-from baton.core.sampling import SamplingParams
-from baton.engine.step_plan import Chunk, Place, Release, Resume, Step
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.plan import Chunk, Place, Release, Resume, Step
 from baton.kvcache.allocator import BlockAllocator
 
 

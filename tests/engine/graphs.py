@@ -2,8 +2,8 @@
 
 import torch
 
-from baton.engine.graph_key import GraphSizes
-from baton.engine.graphed_step import GraphedStep
+from baton.engine.graphs.graphed_step import GraphedStep
+from baton.engine.graphs.key import GraphSizes
 from baton.tests.engine.recorder import RecorderBackend
 
 NO_LIMIT = 1 << 40

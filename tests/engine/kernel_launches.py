@@ -27,12 +27,13 @@ from triton.runtime.jit import JITFunction
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
 from baton.core.quantization import Quantization
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine import kernel_warm_up, slots
-from baton.engine.pass_warm_up import Reach
-from baton.engine.runner import Runner
-from baton.engine.step_plan import Chunk, Release, Resume
+from baton.engine.graphs import kernel_warm_up
+from baton.engine.graphs.pass_warm_up import Reach
+from baton.engine.step import slots
+from baton.engine.step.plan import Chunk, Release, Resume
+from baton.engine.step.runner import Runner
 from baton.kernels import fused_copy_triton
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.fused_copy import RunningCopies

@@ -1,4 +1,4 @@
-"""The law of what `engine.rejection` emits, integrated exactly over its uniforms.
+"""The law of what `engine.speculation.rejection` emits, integrated exactly over its uniforms.
 
 `reject` is a function of the drafts and of uniforms, constant on cells. The reference says where the cells' borders
 are; `reject` is asked close to both ends of every cell, must give one answer in each, and its answers, weighted by the
@@ -10,8 +10,8 @@ import itertools
 
 import torch
 
-from baton.engine import rejection
-from baton.engine.verify import DraftIds, DraftProbs
+from baton.engine.speculation import rejection
+from baton.engine.speculation.verify import DraftIds, DraftProbs
 from baton.model.vocab import WHOLE
 from baton.tests.engine import rejection_reference as reference
 from baton.tests.model.together import part_of, together

@@ -4,7 +4,7 @@ import itertools
 import random
 
 from baton.core.clock import VirtualClock
-from baton.engine.speculation import Speculation
+from baton.engine.speculation.speculation import Speculation
 
 
 class Scripted(Speculation):

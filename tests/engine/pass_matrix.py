@@ -2,10 +2,10 @@
 
 import torch
 
-from baton.engine.batch import DecodeRows
-from baton.engine.graph_key import GraphKey, GraphKind
-from baton.engine.passes import EagerPasses
-from baton.engine.static_pass import StaticPass
+from baton.engine.graphs.key import GraphKey, GraphKind
+from baton.engine.graphs.static_pass import StaticPass
+from baton.engine.step.batch import DecodeRows
+from baton.engine.step.passes import EagerPasses
 from baton.kernels.kv.float8 import as_bytes
 from baton.kvcache.pool import KVPool
 

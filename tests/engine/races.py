@@ -14,14 +14,14 @@ import time
 import numpy as np
 import torch
 
-from baton.engine import lane
 from baton.engine.engine import Engine
-from baton.engine.host_future import HostFuture, ResultBuffers
 from baton.engine.kv_offload import KVOffload
-from baton.engine.lane import ThreadLane
-from baton.engine.length_bounds import LengthBounds
-from baton.engine.runner import Runner
 from baton.engine.sequence import Phase
+from baton.engine.step import lane
+from baton.engine.step.host_future import HostFuture, ResultBuffers
+from baton.engine.step.lane import ThreadLane
+from baton.engine.step.length_bounds import LengthBounds
+from baton.engine.step.runner import Runner
 from baton.tests.engine import reference
 from baton.tests.engine.toy import ToyModel
 from baton.tests.engine.toy_engine import EOS, request_of, toy_engine

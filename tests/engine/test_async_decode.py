@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from baton.core.errors import RequestDeadlineExceeded
-from baton.core.request import SpeculationCounts
-from baton.core.sampling import SamplingParams
-from baton.engine.length_bounds import LengthBounds
-from baton.engine.runner import Runner
+from baton.core.requests.request import SpeculationCounts
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.sequence import Phase
+from baton.engine.step.length_bounds import LengthBounds
+from baton.engine.step.runner import Runner
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import races, reference
 from baton.tests.engine.driver import Driver

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.batch import ChunkRows, DecodeRows, decode_batch, prefill_inputs
+from baton.engine.step.batch import ChunkRows, DecodeRows, decode_batch, prefill_inputs
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.tests.engine.toy import ToyModel

@@ -15,16 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine.grammar_masks import apply_bitmask
-from baton.engine.history import SampledSequence
-from baton.engine.logprobs import logprobs_of
-from baton.engine.sampler import choose, draw_noise, process_logits
-from baton.engine.sampling_table import SamplingTable, rows_of
-from baton.engine.truncation import Limits, order_keys, truncate
-from baton.engine.verifiers import make_verifier
-from baton.engine.verify import DraftProbs, Verified
+from baton.engine.grammar.masks import apply_bitmask
+from baton.engine.sampling.history import SampledSequence
+from baton.engine.sampling.logprobs import logprobs_of
+from baton.engine.sampling.sampler import choose, draw_noise, process_logits
+from baton.engine.sampling.sampling_table import SamplingTable, rows_of
+from baton.engine.sampling.truncation import Limits, order_keys, truncate
+from baton.engine.speculation.verifiers import make_verifier
+from baton.engine.speculation.verify import DraftProbs, Verified
 from baton.kernels.sampling.noise import Purpose, gumbel
 from baton.model.vocab import WHOLE
 from baton.tests.engine import reference_sampler as reference

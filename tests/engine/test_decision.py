@@ -5,7 +5,7 @@ import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import WorkerLost
-from baton.engine.decision import Decisions
+from baton.engine.tp.decision import Decisions
 from baton.kernels.sampling.decision_reference import DIVERGED, message_number, pack_reference
 from baton.model.parallel import Alone
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.engine import sampler
+from baton.engine.sampling import sampler
 from baton.tests.engine.toy import PerfectToyModel, ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
 
@@ -58,7 +58,7 @@ def test_drafts_that_share_the_targets_noise_are_accepted_more_often(k, monkeypa
     def likeliest(logits_BQV, *_):
         return sampler.choose(logits_BQV, None, None)
 
-    monkeypatch.setattr("baton.engine.drafting.choose", likeliest)
+    monkeypatch.setattr("baton.engine.speculation.drafting.choose", likeliest)
     argmax, same_tokens = accepted_share(k, temperature=1.0)
     assert same_tokens == tokens  # what is drafted never decides what is emitted
     print(f"accepted at temperature 1, k = {k}: {coupled:.3f} coupled, {argmax:.3f} argmax")

@@ -1,7 +1,7 @@
 import pytest
 
-from baton.core.request import FinishReason
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import FinishReason
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.finish import FinishChecker
 from baton.tests.engine.toy_engine import EOS, letters_tokenizer
 

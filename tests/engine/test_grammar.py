@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
-from baton.core.sampling import GrammarSpec
-from baton.core.tokenizer import Tokenizer
-from baton.engine import grammar as grammar_module
-from baton.engine.compiled_grammar import QUICK_LIMITS, GrammarBudget
-from baton.engine.grammar import GrammarCompiler
+from baton.core.requests.sampling import GrammarSpec
+from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.grammar import grammar as grammar_module
+from baton.engine.grammar.compiled import QUICK_LIMITS, GrammarBudget
+from baton.engine.grammar.grammar import GrammarCompiler
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

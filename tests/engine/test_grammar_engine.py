@@ -15,11 +15,11 @@ from baton.core.errors import (
     RequestCancelled,
     RequestDeadlineExceeded,
 )
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.grammar_masks import apply_bitmask
-from baton.engine.grammar_rows import GrammarRows
+from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.grammar.masks import apply_bitmask
+from baton.engine.grammar.rows import GrammarRows
 from baton.engine.local import LocalEngine
 from baton.tests.engine.test_grammar import SCHEMA
 from baton.tests.engine.toy_engine import request_of, toy_engine

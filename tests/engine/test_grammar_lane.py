@@ -12,11 +12,14 @@ import pytest
 
 from baton.core.errors import InvalidGrammar
 from baton.core.fair_turns import Share
-from baton.core.sampling import GrammarSpec
-from baton.core.tokenizer import Tokenizer
-from baton.engine import compiled_grammar, grammar, grammar_lane, grammar_trial
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.grammar_lane import GrammarLane, num_threads
+from baton.core.requests.sampling import GrammarSpec
+from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.grammar import compiled as compiled_grammar
+from baton.engine.grammar import grammar
+from baton.engine.grammar import lane as grammar_lane
+from baton.engine.grammar import trial as grammar_trial
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.grammar.lane import GrammarLane, num_threads
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import BatonError, InvalidGrammar
-from baton.core.grammar_check import check_grammar
-from baton.core.sampling import GrammarSpec
-from baton.core.tokenizer import Tokenizer
-from baton.engine import grammar_text
-from baton.engine.compiled_grammar import OWN_LIMITS
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.grammar_trial import TRIAL_CPU_S, GrammarTrial
+from baton.core.requests.grammar_check import check_grammar
+from baton.core.requests.sampling import GrammarSpec
+from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.grammar import text as grammar_text
+from baton.engine.grammar.compiled import OWN_LIMITS
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.grammar.trial import TRIAL_CPU_S, GrammarTrial
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 VALID = {

@@ -14,13 +14,13 @@ import jsonschema
 import numpy as np
 import pytest
 
-from baton.core.answer_structure import STRUCTURE, AnswerStructure, CallableTool, Calls, Thought
 from baton.core.errors import InvalidGrammar
-from baton.core.grammar_check import check_grammar
-from baton.core.sampling import GrammarSpec
-from baton.core.tokenizer import Tokenizer
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.grammar_text import library_text
+from baton.core.requests.answer_structure import STRUCTURE, AnswerStructure, CallableTool, Calls, Thought
+from baton.core.requests.grammar_check import check_grammar
+from baton.core.requests.sampling import GrammarSpec
+from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.grammar.text import library_text
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine.compiled_grammar import QUICK_LIMITS, GrammarBudget
-from baton.engine.grammar import GrammarCompiler, GrammarState
-from baton.engine.grammar_masks import GrammarMasks
-from baton.engine.grammar_walk import Lookahead
+from baton.engine.grammar.compiled import QUICK_LIMITS, GrammarBudget
+from baton.engine.grammar.grammar import GrammarCompiler, GrammarState
+from baton.engine.grammar.masks import GrammarMasks
+from baton.engine.grammar.walk import Lookahead
 from baton.engine.local import LocalEngine
 from baton.tests.model.ranks import on_ranks
 

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import WorkerLost, WorkerStartFailed
-from baton.engine.graph_backend import CaptureRefused, wait_for
-from baton.engine.graph_capture import agree, capture_together
+from baton.engine.graphs.backend import CaptureRefused, wait_for
+from baton.engine.graphs.capture import agree, capture_together
 from baton.model.parallel import Alone
 from baton.tests.model.ranks import on_ranks
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid
-from baton.engine.graph_key import (
+from baton.engine.graphs.key import (
     EagerReason,
     GraphKey,
     GraphKind,

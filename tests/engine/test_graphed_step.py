@@ -8,13 +8,13 @@ import torch
 
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid
-from baton.core.sampling import GrammarSpec
+from baton.core.requests.sampling import GrammarSpec
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine import graphed_step, static_pass
-from baton.engine.graph_backend import CallBackend, CaptureRefused
-from baton.engine.graph_key import EagerReason
-from baton.engine.lead import Rank0Runner, RankRunner
+from baton.engine.graphs import graphed_step, static_pass
+from baton.engine.graphs.backend import CallBackend, CaptureRefused
+from baton.engine.graphs.key import EagerReason
 from baton.engine.local import LocalEngine
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import races, reference
 from baton.tests.engine.graphs import assert_all_replayed, graphed, with_graphs

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.grammar_rows import EmittedTokens, GrammarRows
+from baton.engine.grammar.rows import EmittedTokens, GrammarRows
 from baton.engine.local import LocalEngine
-from baton.engine.runner import Runner
+from baton.engine.step.runner import Runner
 from baton.model.draft_head import invert_d2t
 from baton.model.inputs import DecodeBatch
 from baton.model.model import Model

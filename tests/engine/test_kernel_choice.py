@@ -7,18 +7,20 @@ import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.numerics import Numerics
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine import kernel_choice, kernel_verifier, kernel_warm_up
-from baton.engine.grammar_masks import GrammarMasks
-from baton.engine.history import SampledSequence
-from baton.engine.kernel_choice import choice_rows, with_every_cut
-from baton.engine.kernel_verifier import KernelVerifier
+from baton.engine.grammar.masks import GrammarMasks
+from baton.engine.graphs import kernel_warm_up
 from baton.engine.local import LocalEngine
-from baton.engine.sampler import draw_noise, sampling_rows
-from baton.engine.sampling_table import SamplingTable, rows_of
-from baton.engine.verifiers import make_kernel_verifier, verifier_for
-from baton.engine.verify import CoupledVerifier, DraftIds, VerifyInputs
+from baton.engine.sampling import kernel_choice
+from baton.engine.sampling.history import SampledSequence
+from baton.engine.sampling.kernel_choice import choice_rows, with_every_cut
+from baton.engine.sampling.sampler import draw_noise, sampling_rows
+from baton.engine.sampling.sampling_table import SamplingTable, rows_of
+from baton.engine.speculation import kernel_verifier
+from baton.engine.speculation.kernel_verifier import KernelVerifier
+from baton.engine.speculation.verifiers import make_kernel_verifier, verifier_for
+from baton.engine.speculation.verify import CoupledVerifier, DraftIds, VerifyInputs
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton, sample, verify
 from baton.kernels.sampling.choice import EditedRows, settled

@@ -7,9 +7,9 @@ import torch
 
 from baton.core.errors import ConfigInvalid
 from baton.engine.kv_offload import KVOffload
-from baton.engine.lane import ThreadLane
-from baton.engine.slots import SlotTable
-from baton.engine.step_plan import Growth
+from baton.engine.step.lane import ThreadLane
+from baton.engine.step.plan import Growth
+from baton.engine.step.slots import SlotTable
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.model.parallel import Alone

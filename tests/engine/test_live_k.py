@@ -9,11 +9,11 @@ import torch
 
 from baton.core.clock import VirtualClock
 from baton.core.errors import InvalidRequest
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine.local import LocalEngine
-from baton.engine.speculation import Speculation
+from baton.engine.speculation.speculation import Speculation
 from baton.tests.engine import reference
 from baton.tests.engine.graphs import assert_all_replayed, with_graphs
 from baton.tests.engine.live_k import Scripted, random_ks

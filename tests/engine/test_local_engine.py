@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.engine import sampler
+from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
+from baton.engine.sampling import sampler
 
 WHOLE = 4096
 MAX_TOKENS = 14
@@ -149,7 +149,9 @@ def test_drafts_that_share_the_targets_noise_are_accepted_more_often(
         return num_accepted / num_drafts, [result.token_ids for result in results]
 
     coupled, tokens = share()
-    monkeypatch.setattr("baton.engine.drafting.choose", lambda logits, *_: sampler.choose(logits, None, None))
+    monkeypatch.setattr(
+        "baton.engine.speculation.drafting.choose", lambda logits, *_: sampler.choose(logits, None, None)
+    )
     argmax, same_tokens = share()
     assert same_tokens == tokens
     print(f"accepted at temperature 1, k = 2: {coupled:.3f} coupled, {argmax:.3f} argmax")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.clock import VirtualClock
 from baton.core.errors import EmptyPrompt, InvalidRequest, InvalidSampling, PromptTooLong, RequestDeadlineExceeded
-from baton.core.request import FinishReason
+from baton.core.requests.request import FinishReason
 from baton.tests.engine import reference
 from baton.tests.engine.toy import ToyModel
 from baton.tests.engine.toy_engine import EOS, request_of, toy_engine

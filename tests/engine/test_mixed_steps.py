@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from baton.core.request import AttemptKey, FinishReason, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
-from baton.engine import passes
-from baton.engine.grammar import GrammarCompiler
+from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.local import LocalEngine
-from baton.engine.runner import Runner
 from baton.engine.sequence import Phase
+from baton.engine.step import passes
+from baton.engine.step.runner import Runner
 from baton.kvcache.pool import KVPool
 from baton.model.inputs import DecodeBatch, MixedBatch, PrefillBatch
 from baton.model.model import Model

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import ProtocolError
-from baton.core.request import AttemptKey
-from baton.core.sampling import SamplingParams
-from baton.engine.plan import plan_codec
-from baton.engine.plan_codec import FRAME_HEADER_BYTES, PlanCodec, payload_len
-from baton.engine.plan_messages import CONTROL_KINDS, Beat
-from baton.engine.step_plan import PLAN_KINDS, Chunk, Place, Release, Resume, Step
+from baton.core.requests.request import AttemptKey
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.plan import PLAN_KINDS, Chunk, Place, Release, Resume, Step
+from baton.engine.tp.plan import plan_codec
+from baton.engine.tp.plan_codec import FRAME_HEADER_BYTES, PlanCodec, payload_len
+from baton.engine.tp.plan_messages import CONTROL_KINDS, Beat
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.push import DecodePeer, GrantInfo
+from baton.kvtransfer.sender.service import DecodePeer, GrantInfo
 from baton.prefill_worker.tp_group_messages import REPORTED, TOLD, Adopt, prefill_codec
 
 pytestmark = pytest.mark.fast

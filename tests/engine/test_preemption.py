@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from baton.core.clock import VirtualClock
 from baton.core.errors import PromptTooLong, RequestDeadlineExceeded
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.local import LocalEngine
 from baton.engine.sequence import MAX_PREEMPTIONS

@@ -33,8 +33,8 @@ from baton.engine.finish import FinishChecker
 from baton.engine.preemption import plan_room
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import MAX_PREEMPTIONS, Phase, Sequence
-from baton.engine.step_plan import Grow, Load, Place, Release, Resume, Save
-from baton.engine.step_result import ChunkOutput, Emitted, StepOutput
+from baton.engine.step.plan import Grow, Load, Place, Release, Resume, Save
+from baton.engine.step.result import ChunkOutput, Emitted, StepOutput
 from baton.kvcache.allocator import BlockAllocator
 from baton.tests.engine.toy_engine import letters_tokenizer, request_of
 

@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 
-from baton.engine import drafting, rejection
-from baton.engine.drafting import DraftSource
-from baton.engine.sampler import SamplingRows
-from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
+from baton.engine.sampling.sampler import SamplingRows
+from baton.engine.speculation import drafting, rejection
+from baton.engine.speculation.drafting import DraftSource
+from baton.engine.speculation.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
 from baton.kernels.sampling.noise import Purpose, uniform
 from baton.model.vocab import WHOLE
 from baton.tests.engine import rejection_reference as reference

@@ -8,10 +8,10 @@ import weakref
 import pytest
 import torch
 
-from baton.core.request import AttemptKey
-from baton.core.sampling import SamplingParams
-from baton.engine.runner import Runner
-from baton.engine.step_plan import Grow, Growth, Release, Resume, Step
+from baton.core.requests.request import AttemptKey
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.plan import Grow, Growth, Release, Resume, Step
+from baton.engine.step.runner import Runner
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import reference

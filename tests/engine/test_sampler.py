@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.sampling import SamplingParams
-from baton.engine.sampler import choose, draw_noise, process_logits, sample, sampling_rows
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.sampling.sampler import choose, draw_noise, process_logits, sample, sampling_rows
 from baton.tests.engine import reference
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def test_sorting_only_where_a_row_needs_it(monkeypatch):
     def refuse(*_):
         raise AssertionError("sorted")
 
-    monkeypatch.setattr("baton.engine.sampler.truncate", refuse)
+    monkeypatch.setattr("baton.engine.sampling.sampler.truncate", refuse)
     rows = sampling_rows([params_of(seed=1), params_of(temperature=0.0, top_k=3)], CPU)
     assert rows.truncated_U is None
     sample(torch.randn(2, 9), rows, torch.tensor([4, 4]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine import rejection
+from baton.engine.speculation import rejection
 from baton.tests.engine import rejection_reference as reference
 from baton.tests.engine.law import distance, emitted_law
 

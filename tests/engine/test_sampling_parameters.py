@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.sampling import SamplingParams
-from baton.engine.history import SampledSequence
-from baton.engine.logprobs import logprobs_of, unpack
-from baton.engine.runner import Runner
-from baton.engine.sampler import choose, draw_noise, edit_logits, process_logits
-from baton.engine.sampling_table import SamplingTable, rows_of
-from baton.engine.verify import Verified
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.sampling.history import SampledSequence
+from baton.engine.sampling.logprobs import logprobs_of, unpack
+from baton.engine.sampling.sampler import choose, draw_noise, edit_logits, process_logits
+from baton.engine.sampling.sampling_table import SamplingTable, rows_of
+from baton.engine.speculation.verify import Verified
+from baton.engine.step.runner import Runner
 from baton.kernels.sampling.logprobs import top_ids
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import reference_sampler as reference

@@ -16,11 +16,11 @@ from hypothesis.stateful import (
 )
 
 from baton.core.block_hash import block_hashes
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import MAX_PREEMPTIONS, Phase, Sequence
-from baton.engine.step_plan import Resume
+from baton.engine.step.plan import Resume
 from baton.kvcache.allocator import BlockAllocator, OutOfBlocks
 from baton.kvcache.host_ranges import HostRange
 from baton.kvcache.prefix_index import PrefixIndex

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
-from baton.engine import slots as module
-from baton.engine.slots import SlotTable
+from baton.engine.step import slots as module
+from baton.engine.step.slots import SlotTable
 from baton.kernels import fused_copy_triton
 from baton.kernels.fused_copy import RunningCopies, fused_copy
 from baton.kernels.implementation import Implementation

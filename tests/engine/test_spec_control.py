@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.spec_control import SpeculationControl, bucket_of
+from baton.engine.speculation.spec_control import SpeculationControl, bucket_of
 from baton.tests.engine.spec_regimes import MAX_DRAFTS, make_regime, run
 
 NUM_REGIMES = 200

@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.kv_dtype import KVDtype
 from baton.core.numerics import Numerics
-from baton.engine.graph_backend import CallBackend
-from baton.engine.graph_key import GraphKind
+from baton.engine.graphs.backend import CallBackend
+from baton.engine.graphs.key import GraphKind
 from baton.model.loader import load_model
 from baton.tests.engine.pass_matrix import LARGE, SIZE, Side, check_kind
 from baton.tests.engine.recorder import RecorderBackend

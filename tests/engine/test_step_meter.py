@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from baton.core.clock import VirtualClock
-from baton.core.sampling import SamplingParams
-from baton.core.step_report import RowCounts
-from baton.engine.lane import ThreadLane
-from baton.engine.runner import Runner
-from baton.engine.step_counters import StepCounters
-from baton.engine.step_meter import StepMeter
-from baton.engine.step_plan import Load, Save
-from baton.engine.step_result import Emitted
-from baton.engine.step_tally import Dropped, Fate, StepTally
+from baton.core.requests.sampling import SamplingParams
+from baton.core.telemetry.step_report import RowCounts
+from baton.engine.step.counters import StepCounters
+from baton.engine.step.lane import ThreadLane
+from baton.engine.step.meter import StepMeter
+from baton.engine.step.plan import Load, Save
+from baton.engine.step.result import Emitted
+from baton.engine.step.runner import Runner
+from baton.engine.step.tally import Dropped, Fate, StepTally
 from baton.kvcache.pool import KVPool
 from baton.tests.engine.driver import Driver
 from baton.tests.engine.toy import ToyModel

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from baton.core.clock import VirtualClock
-from baton.core.request import FinishReason
-from baton.core.sampling import GrammarSpec, SamplingParams
-from baton.core.step_report import RowCounts
+from baton.core.requests.request import FinishReason
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.core.telemetry.step_report import RowCounts
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine.lead import Rank0Runner, RankRunner
 from baton.engine.local import LocalEngine
-from baton.engine.runner import Runner
-from baton.engine.step_counters import StepCounters
-from baton.engine.step_tally import Fate, StepTally
+from baton.engine.step.counters import StepCounters
+from baton.engine.step.runner import Runner
+from baton.engine.step.tally import Fate, StepTally
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kvcache.pool import KVPool
 from baton.tests.engine.driver import Driver
 from baton.tests.engine.test_grammar_engine import engine_of, requests_for

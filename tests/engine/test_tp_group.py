@@ -7,13 +7,13 @@ import torch
 
 from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.decision import Decisions
-from baton.engine.grammar import GrammarCompiler
-from baton.engine.lead import Rank0Runner, RankRunner
-from baton.engine.runner import Runner
-from baton.engine.step_plan import Chunk, Place, Release, Step
+from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.step.plan import Chunk, Place, Release, Step
+from baton.engine.step.runner import Runner
+from baton.engine.tp.decision import Decisions
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kernels.sampling.decision_reference import digest, digest_weights
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from baton.core.errors import ModelTensorMissing, WorkerLost
-from baton.core.sampling import SamplingParams
-from baton.engine import tp_group_join
-from baton.engine.plan import plan_codec
-from baton.engine.plan_messages import Join, Ready, Stop
-from baton.engine.step_plan import Place, Release, Resume, Step
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.plan import Place, Release, Resume, Step
+from baton.engine.tp import join as tp_group_join
+from baton.engine.tp.plan import plan_codec
+from baton.engine.tp.plan_messages import Join, Ready, Stop
 
 pytestmark = pytest.mark.fast
 CODEC = plan_codec()

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from baton.core.errors import ModelTensorMissing, WorkerLost
-from baton.engine.process_state import CpuWatch, is_runnable
-from baton.engine.step_limit import FIRST_S, MIN_LIMIT_S, StepLimit
-from baton.engine.tp_group_watch import GRACE_S, SILENCE_S, STARVED_S, TPGroupWatch
+from baton.engine.tp.process_state import CpuWatch, is_runnable
+from baton.engine.tp.step_limit import FIRST_S, MIN_LIMIT_S, StepLimit
+from baton.engine.tp.watch import GRACE_S, SILENCE_S, STARVED_S, TPGroupWatch
 
 pytestmark = pytest.mark.fast
 SIZE = 4

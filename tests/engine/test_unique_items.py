@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 
 from baton.core.errors import InvalidGrammar
-from baton.core.sampling import GrammarSpec
-from baton.core.tokenizer import Tokenizer
-from baton.engine.grammar import GrammarCompiler
+from baton.core.requests.sampling import GrammarSpec
+from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.grammar.grammar import GrammarCompiler
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

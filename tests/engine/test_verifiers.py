@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.errors import ConfigInvalid
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.sampler import draw_noise, sampling_rows
-from baton.engine.synthetic import conditional_rates
-from baton.engine.verifiers import make_verifier
-from baton.engine.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
+from baton.engine.sampling.sampler import draw_noise, sampling_rows
+from baton.engine.speculation.synthetic import conditional_rates
+from baton.engine.speculation.verifiers import make_verifier
+from baton.engine.speculation.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
 from baton.kernels.sampling.noise import Purpose
 from baton.tests.engine import reference
 from baton.tests.engine import rejection_reference as rejection

@@ -3,9 +3,9 @@ import itertools
 import pytest
 import torch
 
-from baton.core.sampling import SamplingParams
-from baton.engine.sampler import draw_noise, sampling_rows
-from baton.engine.verify import DraftIds, TargetIds, accept, verify_coupled, verify_greedy
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.sampling.sampler import draw_noise, sampling_rows
+from baton.engine.speculation.verify import DraftIds, TargetIds, accept, verify_coupled, verify_greedy
 from baton.tests.engine import reference
 
 pytestmark = pytest.mark.fast

@@ -5,9 +5,9 @@ import itertools
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
 from baton.tests.engine.toy import ToyModel
 

@@ -13,7 +13,7 @@ from baton.core.config import KVTransferConfig, WorkerConfig
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import WorkerStartFailed
 from baton.decode_worker.node import DecodeNode, DecodeRank
-from baton.kvtransfer.push import DecodePeer
+from baton.kvtransfer.sender.service import DecodePeer
 from baton.tests.e2e.topology import QueueSink
 from baton.tests.gpu.model_prefill import see_first
 from baton.worker.rank_thread import RankThread

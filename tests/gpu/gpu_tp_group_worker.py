@@ -7,10 +7,10 @@ from baton.bench.actor import SpawnedRemote
 from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.incoming import ReceiverService
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.receiver.service import ReceiverService
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.gpu.gpu_worker import GpuWorker
 from baton.tests.gpu.rank_holder import RankHolder
 

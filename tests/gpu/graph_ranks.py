@@ -3,10 +3,10 @@
 import torch
 
 from baton.core.numerics import Numerics
-from baton.engine.graph_backend import CudaBackend
-from baton.engine.graph_key import GraphSizes
-from baton.engine.graphed_step import GraphedStep
-from baton.engine.lead import Rank0Runner, RankRunner
+from baton.engine.graphs.backend import CudaBackend
+from baton.engine.graphs.graphed_step import GraphedStep
+from baton.engine.graphs.key import GraphSizes
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.tests.engine.test_tp_group import generate, load, runner_of
 
 

@@ -9,11 +9,11 @@ import torch
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
-from baton.engine.runner import Runner
+from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.step.runner import Runner
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import PushService
+from baton.kvtransfer.sender.service import PushService
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.model.loader import load_model
 from baton.prefill_worker.worker import PrefillWorker
 from baton.tests.e2e.conftest import TINY

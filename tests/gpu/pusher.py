@@ -8,9 +8,9 @@ from baton.core.clock import MonotonicClock
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import DecodePeer, PushService
+from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.service import DecodePeer, PushService
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 
 CYCLES_PER_MS = 1_800_000

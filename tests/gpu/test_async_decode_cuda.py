@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
-from baton.engine.runner import Runner
+from baton.engine.step.runner import Runner
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from baton.bench.decode import bench_decode
-from baton.bench.decode_options import read_options
+from baton.bench.decode_bench.decode import bench_decode
+from baton.bench.decode_bench.options import read_options
 
 pytestmark = pytest.mark.gpu
 

@@ -8,17 +8,17 @@ import torch
 
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.core.verification import VerificationConfig
-from baton.engine.batch import DecodeRows
-from baton.engine.graph_backend import CallBackend, CudaBackend
-from baton.engine.graph_key import GraphKind, GraphSizes
-from baton.engine.graphed_step import GraphedStep
+from baton.engine.graphs.backend import CallBackend, CudaBackend
+from baton.engine.graphs.graphed_step import GraphedStep
+from baton.engine.graphs.key import GraphKind, GraphSizes
 from baton.engine.local import LocalEngine
-from baton.engine.sampler import sampling_rows
-from baton.engine.slots import DecodeState
-from baton.engine.step import DecodeInputs, extend, sample
-from baton.engine.verifiers import verifier_for
+from baton.engine.sampling.sampler import sampling_rows
+from baton.engine.speculation.verifiers import verifier_for
+from baton.engine.step.batch import DecodeRows
+from baton.engine.step.slots import DecodeState
+from baton.engine.step.step import DecodeInputs, extend, sample
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.tests.e2e.conftest import TINY

@@ -10,7 +10,7 @@ import torch
 
 from baton.bench.actor import SpawnedRemote
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvtransfer.pool_io import PoolIO

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine.slots import SlotTable
+from baton.engine.step.slots import SlotTable
 from baton.kernels.attention.row_places import row_places
 from baton.kernels.gemm.fp8 import default_workspace, linear_fp8
 from baton.kernels.gemm.fp8_weight import quantize_weight

@@ -5,11 +5,11 @@ import torch
 
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.numerics import Numerics
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.kernel_verifier import KernelVerifier
 from baton.engine.local import LocalEngine
-from baton.engine.runner import Runner
+from baton.engine.speculation.kernel_verifier import KernelVerifier
+from baton.engine.step.runner import Runner
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model

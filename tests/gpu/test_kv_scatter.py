@@ -15,7 +15,7 @@ from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvtransfer.cuda_ipc import PinnedMemory
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.span import Span
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY

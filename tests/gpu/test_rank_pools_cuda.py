@@ -10,12 +10,12 @@ import pytest
 
 from baton.bench.actor import SpawnedRemote
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
-from baton.kvtransfer.device_jobs import SCRATCH_SLOT
 from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.receiver.device_jobs import SCRATCH_SLOT
 from baton.tests.gpu.gpu_tp_group_worker import GpuTPGroupWorker
 from baton.tests.gpu.pusher import Pusher, content_of
 from baton.tests.kvtransfer.receiver_worker import Completed, IncomingFailed

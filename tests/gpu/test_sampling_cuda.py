@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.grammar_rows import GrammarRows, HostCopy
-from baton.engine.grammar_walk import Lookahead
+from baton.engine.grammar.rows import GrammarRows, HostCopy
+from baton.engine.grammar.walk import Lookahead
 from baton.engine.local import LocalEngine
-from baton.engine.runner import Runner
+from baton.engine.step.runner import Runner
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.kernels.sampling.logprobs import top_ids
 from baton.kvcache.pool import KVPool

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
-from baton.engine.lane import StreamLane
+from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
-from baton.engine.step_meter import StepMeter
+from baton.engine.step.lane import StreamLane
+from baton.engine.step.meter import StepMeter
 from baton.kernels.copies import host_buffer
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY

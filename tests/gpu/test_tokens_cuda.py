@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts

@@ -9,13 +9,13 @@ from baton.bench.actor import SpawnedRemote
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.runner import Runner
+from baton.engine.step.runner import Runner
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.incoming import ReceiverService
-from baton.kvtransfer.push import DecodePeer
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
+from baton.kvtransfer.receiver.service import ReceiverService
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
+from baton.kvtransfer.sender.service import DecodePeer
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts

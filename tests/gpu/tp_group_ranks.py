@@ -7,13 +7,13 @@ import traceback
 import torch
 
 from baton.core.errors import WorkerLost
-from baton.engine import tp_group_join
-from baton.engine.decision import Decisions
-from baton.engine.lead import Rank0Runner, RankRunner
-from baton.engine.nccl_group import NcclGroup
-from baton.engine.plan import PlanChannel, plan_codec
-from baton.engine.tp_group import open_store
-from baton.engine.truncation import truncate
+from baton.engine.sampling.truncation import truncate
+from baton.engine.tp import join as tp_group_join
+from baton.engine.tp.decision import Decisions
+from baton.engine.tp.gloo_group import open_store
+from baton.engine.tp.nccl_group import NcclGroup
+from baton.engine.tp.plan import PlanChannel, plan_codec
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kernels.sampling.decision import pack
 from baton.kernels.sampling.decision_reference import pack_reference
 from baton.model.loader import load_model

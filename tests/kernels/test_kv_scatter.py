@@ -21,7 +21,7 @@ from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
 from baton.kvtransfer import device_stream, rank_kernels
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.span import Span
 
 NUM_POSITIONS = 70
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.engine.grammar_masks import apply_bitmask
-from baton.engine.history import Lookahead
-from baton.engine.logit_bias import LogitBias
-from baton.engine.penalties import Penalties
+from baton.engine.grammar.masks import apply_bitmask
+from baton.engine.sampling.history import Lookahead
+from baton.engine.sampling.logit_bias import LogitBias
+from baton.engine.sampling.penalties import Penalties
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import logit_edits_triton
 from baton.kernels.sampling.logit_edits import Edits, edit_rows

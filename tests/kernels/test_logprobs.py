@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.engine.logprobs import logprobs_of
+from baton.engine.sampling.logprobs import logprobs_of
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import logprobs_triton
 from baton.kernels.sampling.logprobs import logprobs_topk

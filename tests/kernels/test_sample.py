@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.engine.sampler import sample as engine_sample
+from baton.engine.sampling.sampler import sample as engine_sample
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import bounds_triton
 from baton.kernels.sampling.choice import ChoiceRows, EditedRows

@@ -8,12 +8,11 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.incoming import (
+from baton.kvtransfer.receiver.service import (
     Completed,
     Drained,
     IncomingFailed,
@@ -21,12 +20,13 @@ from baton.kvtransfer.incoming import (
     ReserveWanted,
     receiver_region,
 )
-from baton.kvtransfer.loopback import LoopbackHub
-from baton.kvtransfer.over_grpc import GrpcTransport
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
-from baton.kvtransfer.transports import bind_address, connecting_transport
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
+from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
+from baton.kvtransfer.transports.loopback import LoopbackHub
+from baton.kvtransfer.transports.over_grpc import GrpcTransport
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
+from baton.kvtransfer.transports.registry import bind_address, connecting_transport
 from baton.proto import kv_pb2
 
 P_EPOCH, D_EPOCH = 0xFEDCBA9876543210, 0x8000000000000001

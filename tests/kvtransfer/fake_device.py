@@ -5,14 +5,14 @@ import numpy as np
 from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvtransfer.device_jobs import FLAGS_POOL, SLOT_WORDS, flag_bytes
 from baton.kvtransfer.flag_page import FlagPage
-from baton.kvtransfer.incoming import ReceiverService
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.receiver_link import ReceiverLink
-from baton.kvtransfer.receiver_setup import DevicePool, DeviceSetup, Listen, ReceiverSetup
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, SLOT_WORDS, flag_bytes
+from baton.kvtransfer.receiver.link import ReceiverLink
+from baton.kvtransfer.receiver.service import ReceiverService
+from baton.kvtransfer.receiver.setup import DevicePool, DeviceSetup, Listen, ReceiverSetup
 from baton.kvtransfer.shared_region import SharedRegion
-from baton.kvtransfer.span import Span
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
 

@@ -3,7 +3,7 @@
 import itertools
 
 from baton.core.config import KVTransferConfig
-from baton.kvtransfer.proof import KvProofs
+from baton.kvtransfer.protocol.proof import KvProofs
 
 PROOFS = KvProofs(bytes.fromhex(KVTransferConfig().key))
 OTHER_PROOFS = KvProofs(b"another deployment's")

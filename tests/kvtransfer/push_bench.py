@@ -9,13 +9,13 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed, ReserveWanted
-from baton.kvtransfer.push import Acked, DecodePeer, Denied, PushDrained, PushService
-from baton.kvtransfer.transports import connecting_transport
+from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReserveWanted
+from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, PushDrained, PushService
+from baton.kvtransfer.transports.registry import connecting_transport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import D_EPOCH, receiver_in_process
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
-from baton.kvtransfer.incoming import (
+from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.kvtransfer.receiver.service import (
     Completed,
     Drained,
     IncomingFailed,
@@ -15,8 +16,7 @@ from baton.kvtransfer.incoming import (
     ReserveWanted,
     receiver_region,
 )
-from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.kvtransfer.conftest import make_layout
 
 D_EPOCH = 0x8000000000000001

@@ -6,15 +6,22 @@ import time
 import numpy as np
 
 from baton.core.clock import MonotonicClock
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.digest import MASK
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.frame import VERSION, FrameHeader, crc_of, encode_header
-from baton.kvtransfer.messages import DIGEST, control_of, encode_control, layout_message, parse_control, wire_attempt
-from baton.kvtransfer.over_zmq import ZmqTransport
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.frame import VERSION, FrameHeader, crc_of, encode_header
+from baton.kvtransfer.protocol.messages import (
+    DIGEST,
+    control_of,
+    encode_control,
+    layout_message,
+    parse_control,
+    wire_attempt,
+)
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import PROOFS, prove_challenge
 

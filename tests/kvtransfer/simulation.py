@@ -11,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.frame import FRAME_OVERHEAD_BYTES
-from baton.kvtransfer.messages import parse_control
-from baton.kvtransfer.push_actions import DecodePeer
+from baton.kvtransfer.protocol.frame import FRAME_OVERHEAD_BYTES
+from baton.kvtransfer.protocol.messages import parse_control
+from baton.kvtransfer.sender.actions import DecodePeer
 from baton.tests.kvtransfer.simulation_decode import DecodeNode
 from baton.tests.kvtransfer.simulation_prefill import PrefillNode
 

@@ -3,12 +3,12 @@
 import dataclasses
 
 from baton.core.errors import BatonError, ProtocolError
-from baton.core.request import AttemptKey
-from baton.kvtransfer import receiver_actions as at_d
-from baton.kvtransfer.frame import decode_header, is_frame
-from baton.kvtransfer.incoming_table import IncomingState, Inherited
-from baton.kvtransfer.messages import encode_control, parse_control
-from baton.kvtransfer.receiver_protocol import ReceiverProtocol
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.frame import decode_header, is_frame
+from baton.kvtransfer.protocol.messages import encode_control, parse_control
+from baton.kvtransfer.receiver import actions as at_d
+from baton.kvtransfer.receiver.protocol import ReceiverProtocol
+from baton.kvtransfer.receiver.table import IncomingState, Inherited
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer import simulation as sim
 

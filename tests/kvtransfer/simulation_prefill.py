@@ -3,12 +3,12 @@
 import dataclasses
 
 from baton.core.errors import BatonError
-from baton.kvtransfer import push_actions as at_p
-from baton.kvtransfer.frame import encode_header
-from baton.kvtransfer.messages import encode_control, parse_control
-from baton.kvtransfer.push_messages import PushIdentity
-from baton.kvtransfer.push_protocol import PushProtocol
-from baton.kvtransfer.push_table import TransferState
+from baton.kvtransfer.protocol.frame import encode_header
+from baton.kvtransfer.protocol.messages import encode_control, parse_control
+from baton.kvtransfer.sender import actions as at_p
+from baton.kvtransfer.sender.messages import PushIdentity
+from baton.kvtransfer.sender.protocol import PushProtocol
+from baton.kvtransfer.sender.table import TransferState
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer import simulation as sim
 

@@ -11,12 +11,12 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.push import DecodePeer, Granted, PushService
-from baton.kvtransfer.transports import connecting_transport
+from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.service import DecodePeer, Granted, PushService
+from baton.kvtransfer.transports.registry import connecting_transport
 from baton.tests.kvtransfer.conftest import fill, make_layout
 
 PROMPT_LEN, NUM_BLOCKS = 200, 64

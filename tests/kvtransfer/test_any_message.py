@@ -5,14 +5,14 @@ import random
 import pytest
 
 from baton.core.errors import BatonError
-from baton.core.request import AttemptKey
-from baton.kvtransfer.frame import FrameHeader
-from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control
-from baton.kvtransfer.push_actions import DecodePeer, Granted, OpenLane, SendControl, SendFrame
-from baton.kvtransfer.push_messages import PushIdentity
-from baton.kvtransfer.push_protocol import PushProtocol
-from baton.kvtransfer.receiver_actions import Completed, IncomingFailed, ReserveWanted, WriteFrame
-from baton.kvtransfer.receiver_protocol import ReceiverProtocol
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.frame import FrameHeader
+from baton.kvtransfer.protocol.messages import control_of, encode_control, layout_message, parse_control
+from baton.kvtransfer.receiver.actions import Completed, IncomingFailed, ReserveWanted, WriteFrame
+from baton.kvtransfer.receiver.protocol import ReceiverProtocol
+from baton.kvtransfer.sender.actions import DecodePeer, Granted, OpenLane, SendControl, SendFrame
+from baton.kvtransfer.sender.messages import PushIdentity
+from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import prove, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_LAYERS

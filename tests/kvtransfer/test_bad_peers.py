@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from baton.core.request import AttemptKey
-from baton.kvtransfer.frame import HEADER_BYTES, decode_header, encode_header
-from baton.kvtransfer.messages import layout_message
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header, encode_header
+from baton.kvtransfer.protocol.messages import layout_message
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed, ReceiverWorker, ReserveWanted

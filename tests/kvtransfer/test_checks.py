@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from baton.core.errors import ProtocolError
-from baton.kvtransfer.frame import decode_header, encode_header
-from baton.kvtransfer.incoming_table import IncomingState
-from baton.kvtransfer.messages import encode_control, parse_control
-from baton.kvtransfer.push_table import TransferState
+from baton.kvtransfer.protocol.frame import decode_header, encode_header
+from baton.kvtransfer.protocol.messages import encode_control, parse_control
+from baton.kvtransfer.receiver.table import IncomingState
+from baton.kvtransfer.sender.table import TransferState
 from baton.tests.kvtransfer.simulation import Message, Options, World, cell_digest
 from baton.tests.kvtransfer.test_regressions import frames, granted, push_all, take
 

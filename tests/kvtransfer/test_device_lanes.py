@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvtransfer import nvlink_write
-from baton.kvtransfer.device_source import _close_up, _gathered_shape
 from baton.kvtransfer.device_stream import FEW, MANY, DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import FlagPage
-from baton.kvtransfer.nvlink_write import NvlinkWrite
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.push_lane import LaneFailed
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.sender.device_source import _close_up, _gathered_shape
+from baton.kvtransfer.sender.lane import LaneFailed
+from baton.kvtransfer.transports import nvlink_write
+from baton.kvtransfer.transports.nvlink_write import NvlinkWrite
 from baton.tests.kvtransfer.conftest import make_layout
 
 pytestmark = pytest.mark.fast

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.layout import LayerLayout, PayloadKind
-from baton.kvtransfer.evidence import host_id
-from baton.kvtransfer.incarnation_file import IncarnationFile
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.evidence import host_id
+from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
+from baton.kvtransfer.protocol.span import Span
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
 from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed

@@ -23,8 +23,8 @@ from baton.core.kv_transports import (
     one_sided_lanes,
     sender_environment,
 )
-from baton.kvtransfer.incoming import Completed
-from baton.kvtransfer.push import Acked, Granted
+from baton.kvtransfer.receiver.service import Completed
+from baton.kvtransfer.sender.service import Acked, Granted
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.push_bench import Decode, Prefill
 

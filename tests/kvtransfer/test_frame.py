@@ -7,11 +7,18 @@ from hypothesis import strategies as st
 
 from baton.core.errors import MalformedMessage, ProtocolError
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.coverage import Coverage, Gap
-from baton.kvtransfer.frame import HEADER_BYTES, FrameHeader, FrameShape, decode_header, encode_header, is_frame
-from baton.kvtransfer.messages import control_of, parse_control
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.coverage import Coverage, Gap
+from baton.kvtransfer.protocol.frame import (
+    HEADER_BYTES,
+    FrameHeader,
+    FrameShape,
+    decode_header,
+    encode_header,
+    is_frame,
+)
+from baton.kvtransfer.protocol.messages import control_of, parse_control
+from baton.kvtransfer.protocol.span import Span
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import fill, make_layout
 

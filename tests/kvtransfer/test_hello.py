@@ -6,10 +6,12 @@ import itertools
 import pytest
 
 from baton.core.errors import MalformedMessage
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.layout import LayerLayout, PayloadKind
-from baton.kvtransfer.messages import control_of, encode_control, layout_message, parse_control, wire_attempt
-from baton.kvtransfer.push_actions import (
+from baton.kvtransfer.protocol.messages import control_of, encode_control, layout_message, parse_control, wire_attempt
+from baton.kvtransfer.receiver.actions import SendControl as Reply
+from baton.kvtransfer.receiver.protocol import ReceiverProtocol
+from baton.kvtransfer.sender.actions import (
     DecodePeer,
     Denied,
     DropPeer,
@@ -20,10 +22,8 @@ from baton.kvtransfer.push_actions import (
     PushFailed,
     SendControl,
 )
-from baton.kvtransfer.push_messages import PushIdentity
-from baton.kvtransfer.push_protocol import PushProtocol
-from baton.kvtransfer.receiver_actions import SendControl as Reply
-from baton.kvtransfer.receiver_protocol import ReceiverProtocol
+from baton.kvtransfer.sender.messages import PushIdentity
+from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import prove, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT

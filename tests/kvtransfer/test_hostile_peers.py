@@ -11,9 +11,8 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import MalformedMessage
-from baton.core.request import AttemptKey
-from baton.kvtransfer.incoming import Completed, IncomingFailed, ReserveWanted
-from baton.kvtransfer.messages import (
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.messages import (
     MAX_DRAFT_TOKENS,
     MAX_REQUEST_ID_BYTES,
     MAX_STATE_BYTES,
@@ -24,10 +23,11 @@ from baton.kvtransfer.messages import (
     parse_control,
     shorten,
 )
-from baton.kvtransfer.proof import connection_pass
-from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed
-from baton.kvtransfer.records import decode_record, encode_record
-from baton.kvtransfer.zmq_connection_authenticator import PlainAdmission
+from baton.kvtransfer.protocol.proof import connection_pass
+from baton.kvtransfer.receiver.records import decode_record, encode_record
+from baton.kvtransfer.receiver.service import Completed, IncomingFailed, ReserveWanted
+from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed
+from baton.kvtransfer.transports.zmq_authenticator import PlainAdmission
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import PROOFS, prove_challenge
 

@@ -3,8 +3,8 @@
 import pytest
 
 from baton.core.kv_transports import is_one_sided
-from baton.kvtransfer.lane_choice import LaneChooser
-from baton.kvtransfer.push_lane import LaneRefused, NoLane
+from baton.kvtransfer.sender.lane import LaneRefused, NoLane
+from baton.kvtransfer.sender.lane_choice import LaneChooser
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast

@@ -4,17 +4,17 @@ import dataclasses
 
 import pytest
 
-from baton.kvtransfer import frame, messages
-from baton.kvtransfer.coverage import Coverage
-from baton.kvtransfer.incoming_table import IncomingState, IncomingTable, Part
-from baton.kvtransfer.push_actions import Acked, PushDrained
-from baton.kvtransfer.push_inbox import PushInbox
-from baton.kvtransfer.push_rules import PushRules
-from baton.kvtransfer.push_table import Transfer
-from baton.kvtransfer.receiver_frames import ReceiverFrames
-from baton.kvtransfer.receiver_inbox import ReceiverInbox
-from baton.kvtransfer.receiver_protocol import ReceiverProtocol
-from baton.kvtransfer.receiver_rules import ReceiverRules
+from baton.kvtransfer.protocol import frame, messages
+from baton.kvtransfer.protocol.coverage import Coverage
+from baton.kvtransfer.receiver.frames import ReceiverFrames
+from baton.kvtransfer.receiver.inbox import ReceiverInbox
+from baton.kvtransfer.receiver.protocol import ReceiverProtocol
+from baton.kvtransfer.receiver.rules import ReceiverRules
+from baton.kvtransfer.receiver.table import IncomingState, IncomingTable, Part
+from baton.kvtransfer.sender.actions import Acked, PushDrained
+from baton.kvtransfer.sender.inbox import PushInbox
+from baton.kvtransfer.sender.rules import PushRules
+from baton.kvtransfer.sender.table import Transfer
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.simulation import Options
 from baton.tests.kvtransfer.simulation_decode import DecodeNode

@@ -8,13 +8,13 @@ import pytest
 
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
-from baton.kvtransfer import nixl_agent
-from baton.kvtransfer.nixl_lane import NixlOpener
-from baton.kvtransfer.nixl_pools import NixlPools, agent_name, read_offer
 from baton.kvtransfer.nixl_ranges import span_ranges
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.push_lane import LaneFailed, LaneRefused
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
+from baton.kvtransfer.transports import nixl_agent
+from baton.kvtransfer.transports.nixl_lane import NixlOpener
+from baton.kvtransfer.transports.nixl_pools import NixlPools, agent_name, read_offer
 from baton.proto import kv_pb2
 
 EPOCH = 0xABCDEF
@@ -187,7 +187,7 @@ def test_an_offer_of_another_life_or_with_wild_metadata_is_refused(loopback):
 
 STOPPED_PEER = """
 import sys, numpy as np
-from baton.kvtransfer.nixl_pools import NixlPools
+from baton.kvtransfer.transports.nixl_pools import NixlPools
 from baton.tests.kvtransfer.test_nixl_lane import EPOCH, layout_of, place_of, pool_of
 memory, io = pool_of(layout_of())
 pools = NixlPools(EPOCH, [memory], [place_of(io)])

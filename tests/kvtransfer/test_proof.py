@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import ProtocolError
-from baton.core.request import AttemptKey
-from baton.kvtransfer.messages import control_of, layout_message
-from baton.kvtransfer.proof import CHALLENGE_S, KvProofs
-from baton.kvtransfer.push_actions import DecodePeer, OpenLane, PushDrained, SendControl
-from baton.kvtransfer.push_messages import PushIdentity
-from baton.kvtransfer.push_protocol import PushProtocol
-from baton.kvtransfer.receiver_actions import SendControl as Reply
-from baton.kvtransfer.receiver_protocol import ReceiverProtocol
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.messages import control_of, layout_message
+from baton.kvtransfer.protocol.proof import CHALLENGE_S, KvProofs
+from baton.kvtransfer.receiver.actions import SendControl as Reply
+from baton.kvtransfer.receiver.protocol import ReceiverProtocol
+from baton.kvtransfer.sender.actions import DecodePeer, OpenLane, PushDrained, SendControl
+from baton.kvtransfer.sender.messages import PushIdentity
+from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import Pair, make_layout
 from baton.tests.kvtransfer.proving import OTHER_PROOFS, PROOFS, prove, prove_challenge, prove_reply

@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from baton.kvtransfer.incoming_table import IncomingState
-from baton.kvtransfer.push_table import TransferState
+from baton.kvtransfer.receiver.table import IncomingState
+from baton.kvtransfer.sender.table import TransferState
 from baton.tests.kvtransfer.simulation import Options
 from baton.tests.kvtransfer.simulation_driver import STEPS, Driver
 

@@ -11,11 +11,11 @@ import time
 import pytest
 
 from baton.core.errors import ConfigInvalid, TransferFailed
-from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed
-from baton.kvtransfer.push import Acked, Denied, Granted, PushDrained, PushFailed
-from baton.kvtransfer.push_lane import LaneFailed
-from baton.kvtransfer.push_route import Gate, KeptBytes
-from baton.kvtransfer.shm_lane import ShmOpener
+from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed
+from baton.kvtransfer.sender.lane import LaneFailed
+from baton.kvtransfer.sender.route import Gate, KeptBytes
+from baton.kvtransfer.sender.service import Acked, Denied, Granted, PushDrained, PushFailed
+from baton.kvtransfer.transports.shm_lane import ShmOpener
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.push_bench import Decode, Prefill
 

@@ -7,8 +7,8 @@ from baton.kernels.kv.digest import MASK
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.rank_digests import RankDigests
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.receiver.rank_digests import RankDigests
 from baton.tests.kvtransfer.conftest import make_layout
 
 pytestmark = pytest.mark.fast

@@ -5,17 +5,17 @@ import pytest
 import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
-from baton.kvtransfer.device_jobs import SLOT_WORDS, flag_bytes, flag_page
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.rank_digests import RankDigests
+from baton.kvtransfer.protocol.span import Span
 from baton.kvtransfer.rank_kernels import RankKernels
-from baton.kvtransfer.receiver_actions import DigestWanted
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.receiver.actions import DigestWanted
+from baton.kvtransfer.receiver.device_jobs import SLOT_WORDS, flag_bytes, flag_page
+from baton.kvtransfer.receiver.rank_digests import RankDigests
 
 CPU = torch.device("cpu")
 EXTRA = (LayerLayout(PayloadKind.LATENT, 1, 1, 16), LayerLayout(PayloadKind.STATE, 8, 1, 16))

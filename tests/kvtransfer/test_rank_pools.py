@@ -13,21 +13,21 @@ import torch
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.config import KVTransferConfig
 from baton.core.errors import WorkerStartFailed
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.device_jobs import flag_page
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.rank_digests import RankDigests
-from baton.kvtransfer.receiver_actions import DigestWanted
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.receiver.actions import DigestWanted
+from baton.kvtransfer.receiver.device_jobs import flag_page
+from baton.kvtransfer.receiver.rank_digests import RankDigests
 from baton.tests.kvtransfer.conftest import make_layout
 
 CPU = torch.device("cpu")
 LAYOUT = make_layout(num_kv_heads=4)
 NUM_BLOCKS = 6
 MODULE = "baton.kvtransfer.cuda_ipc"
-USERS = ("baton.kvtransfer.rank_pools", "baton.kvtransfer.device_receiver")
+USERS = ("baton.kvtransfer.rank_pools", "baton.kvtransfer.receiver.device")
 
 
 class FakeCuda:

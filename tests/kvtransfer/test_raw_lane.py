@@ -10,11 +10,12 @@ import pytest
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigInvalid
-from baton.kvtransfer import raw_lane_receiver
-from baton.kvtransfer.frame import HEADER_BYTES
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.piece_cursor import MAX_BUFFERS, PieceCursor
-from baton.kvtransfer.raw_lane import (
+from baton.kvtransfer.protocol.frame import HEADER_BYTES
+from baton.kvtransfer.protocol.transport import PayloadDone
+from baton.kvtransfer.sender.piece_cursor import MAX_BUFFERS, PieceCursor
+from baton.kvtransfer.transports import raw_lane_receiver
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
+from baton.kvtransfer.transports.raw_lane import (
     PREFACE_BYTES,
     READY,
     TOKEN_BYTES,
@@ -22,7 +23,6 @@ from baton.kvtransfer.raw_lane import (
     encode_preface,
     parse_place,
 )
-from baton.kvtransfer.transport import PayloadDone
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.transport_ends import Ends, Pool, make_curve_key, make_header
 

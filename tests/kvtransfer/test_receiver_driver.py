@@ -7,20 +7,20 @@ import torch
 
 from baton.core.clock import VirtualClock
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.frame import FrameHeader, encode_header
-from baton.kvtransfer.incoming import Completed, Drained, ReserveWanted
-from baton.kvtransfer.loopback import Faults
-from baton.kvtransfer.messages import control_of, encode_control, parse_control
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.push import Acked, Granted
-from baton.kvtransfer.receiver_driver import COUNT_NAMES, ReceiverDriver
-from baton.kvtransfer.receiver_link import ReceiverLink
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
-from baton.kvtransfer.records import AbortCommand, GrantCommand, decode_record, encode_record
-from baton.kvtransfer.transport import Delivery, PayloadDone, TransportCounts
+from baton.kvtransfer.protocol.frame import FrameHeader, encode_header
+from baton.kvtransfer.protocol.messages import control_of, encode_control, parse_control
+from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts
+from baton.kvtransfer.receiver.driver import COUNT_NAMES, ReceiverDriver
+from baton.kvtransfer.receiver.link import ReceiverLink
+from baton.kvtransfer.receiver.records import AbortCommand, GrantCommand, decode_record, encode_record
+from baton.kvtransfer.receiver.service import Completed, Drained, ReserveWanted
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
+from baton.kvtransfer.sender.service import Acked, Granted
+from baton.kvtransfer.transports.loopback import Faults
 from baton.tests.kvtransfer.conftest import make_layout, rows
 from baton.tests.kvtransfer.proving import prove
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from baton.core.errors import PortInUse, TransferFailed
-from baton.core.request import AttemptKey
-from baton.kvtransfer.evidence import host_id
-from baton.kvtransfer.incarnation_file import IncarnationFile
-from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed, ReserveWanted
-from baton.kvtransfer.messages import wire_attempt
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import Acked, DecodePeer, Granted, PushFailed
-from baton.kvtransfer.span import Span
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.evidence import host_id
+from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
+from baton.kvtransfer.protocol.messages import wire_attempt
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReserveWanted
+from baton.kvtransfer.sender.service import Acked, DecodePeer, Granted, PushFailed
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
 from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
@@ -83,7 +83,7 @@ def wait_until(condition, what, timeout_s=10.0):
 
 
 def test_the_process_imports_no_torch():
-    code = "import sys, baton.kvtransfer.receiver_process; print(sorted({'torch', 'triton', 'ray'} & set(sys.modules)))"
+    code = "import sys, baton.kvtransfer.receiver.process; print(sorted({'torch', 'triton', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed, ReceiverService, ReserveWanted
-from baton.kvtransfer.receiver_link import ReceiverLink
-from baton.kvtransfer.receiver_setup import Legacy
-from baton.kvtransfer.records import decode_record, encode_record
+from baton.kvtransfer.receiver.link import ReceiverLink
+from baton.kvtransfer.receiver.records import decode_record, encode_record
+from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReceiverService, ReserveWanted
+from baton.kvtransfer.receiver.setup import Legacy
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from baton.core.errors import ProtocolError
-from baton.kvtransfer.frame import decode_header, encode_header
-from baton.kvtransfer.incoming_table import IncomingState
-from baton.kvtransfer.messages import parse_control
+from baton.kvtransfer.protocol.frame import decode_header, encode_header
+from baton.kvtransfer.protocol.messages import parse_control
+from baton.kvtransfer.receiver.table import IncomingState
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_BLOCKS, NUM_LAYERS, Message, Options, World
 
 pytestmark = pytest.mark.fast

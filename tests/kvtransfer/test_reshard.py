@@ -9,8 +9,8 @@ import random
 import pytest
 
 from baton.kernels.kv.digest import MASK, layer_weight, weight
-from baton.kvtransfer.frame import FrameHeader, FrameShape, decode_header, encode_header
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.protocol.frame import FrameHeader, FrameShape, decode_header, encode_header
+from baton.kvtransfer.protocol.span import Span
 from baton.tests.kvtransfer.reshard import (
     BLOCK_SIZES,
     DTYPES,

@@ -11,14 +11,14 @@ import pytest
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.incoming import Completed, IncomingFailed, ReceiverService, ReserveWanted, receiver_region
-from baton.kvtransfer.loopback import LoopbackHub
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushFailed, PushService
-from baton.kvtransfer.receiver_setup import Listen, ReceiverSetup
+from baton.kvtransfer.receiver.service import Completed, IncomingFailed, ReceiverService, ReserveWanted, receiver_region
+from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
+from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushFailed, PushService
+from baton.kvtransfer.transports.loopback import LoopbackHub
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.reshard import Group, layout_of, truth_of
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import ProtocolError
-from baton.core.request import AttemptKey
+from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.receiver_actions import Completed, Drained, IncomingFailed, ReserveWanted
-from baton.kvtransfer.records import (
+from baton.kvtransfer.receiver.actions import Completed, Drained, IncomingFailed, ReserveWanted
+from baton.kvtransfer.receiver.records import (
     NO_SLOT,
     AbortCommand,
     DenyCommand,
@@ -20,7 +20,7 @@ from baton.kvtransfer.records import (
     decode_record,
     encode_record,
 )
-from baton.kvtransfer.ring import HEADER_BYTES, CompletionWords, Ring
+from baton.kvtransfer.receiver.ring import HEADER_BYTES, CompletionWords, Ring
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast

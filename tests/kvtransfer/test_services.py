@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 
-from baton.kvtransfer.async_writer import PushPart
-from baton.kvtransfer.incoming import Completed, Drained, IncomingFailed
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.push import Acked, Denied, Granted, PushDrained, PushFailed
+from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed
+from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.service import Acked, Denied, Granted, PushDrained, PushFailed
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
 

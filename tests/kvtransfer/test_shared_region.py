@@ -9,15 +9,15 @@ import pytest
 
 from baton.core.errors import ConfigInvalid, ProtocolError
 from baton.kvtransfer import shared_region
-from baton.kvtransfer.incarnation_file import IncarnationFile, incarnation_path, is_over, sweep_incarnations
-from baton.kvtransfer.receiver_link import ReceiverLink
+from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, incarnation_path, is_over, sweep_incarnations
+from baton.kvtransfer.receiver.link import ReceiverLink
 from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, PAGE_BYTES, SharedRegion, sweep
 
 pytestmark = pytest.mark.fast
 
 HOLD = """
 import sys
-from baton.kvtransfer.incarnation_file import IncarnationFile
+from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
 from baton.kvtransfer.shared_region import SharedRegion
 region = SharedRegion.create(link_bytes=100, pool_bytes=[5000])
 life = IncarnationFile(int(sys.argv[1]), 3)

@@ -9,11 +9,11 @@ import pytest
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.push_lane import LaneFailed, LaneRefused
-from baton.kvtransfer.push_route import Route
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
+from baton.kvtransfer.sender.route import Route
 from baton.kvtransfer.shared_region import SharedRegion
-from baton.kvtransfer.shm_lane import ShmOpener
-from baton.kvtransfer.span import Span
+from baton.kvtransfer.transports.shm_lane import ShmOpener
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from baton.core.request import AttemptKey
-from baton.kvtransfer.last_sign import LastSign
-from baton.kvtransfer.messages import control_of, layout_message
-from baton.kvtransfer.push_actions import DecodePeer, DropPeer, PushFailed
-from baton.kvtransfer.push_messages import PushIdentity
-from baton.kvtransfer.push_protocol import PushProtocol
-from baton.kvtransfer.push_table import TransferState
-from baton.kvtransfer.receiver_actions import Drained, IncomingFailed, SendControl
-from baton.kvtransfer.receiver_peers import MAX_RETIRED_EPOCHS
-from baton.kvtransfer.receiver_protocol import ReceiverProtocol
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.last_sign import LastSign
+from baton.kvtransfer.protocol.messages import control_of, layout_message
+from baton.kvtransfer.receiver.actions import Drained, IncomingFailed, SendControl
+from baton.kvtransfer.receiver.peers import MAX_RETIRED_EPOCHS
+from baton.kvtransfer.receiver.protocol import ReceiverProtocol
+from baton.kvtransfer.sender.actions import DecodePeer, DropPeer, PushFailed
+from baton.kvtransfer.sender.messages import PushIdentity
+from baton.kvtransfer.sender.protocol import PushProtocol
+from baton.kvtransfer.sender.table import TransferState
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import prove
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_LAYERS, World

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from baton.kvtransfer.incoming import Completed
-from baton.kvtransfer.push import Acked
+from baton.kvtransfer.receiver.service import Completed
+from baton.kvtransfer.sender.service import Acked
 from baton.worker.transfer_counts import push_counts, receiver_counts
 
 pytestmark = pytest.mark.fast

@@ -1,4 +1,4 @@
-"""What every transport promises (`kvtransfer.transport`), over each of them."""
+"""What every transport promises (`kvtransfer.protocol.transport`), over each of them."""
 
 import random
 import threading
@@ -7,8 +7,8 @@ import time
 import pytest
 
 from baton.core.kv_transports import INLINE
-from baton.kvtransfer.frame import HEADER_BYTES, decode_header
-from baton.kvtransfer.transport import deliveries_of
+from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header
+from baton.kvtransfer.protocol.transport import deliveries_of
 from baton.tests.kvtransfer.transport_ends import KINDS, PATIENCE_S, SOCKET_KINDS, Ends, Pool, make_header
 
 pytestmark = pytest.mark.fast

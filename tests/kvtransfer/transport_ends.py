@@ -8,11 +8,11 @@ import time
 import zmq.auth
 
 from baton.core.config import KVTransferConfig
-from baton.kvtransfer.frame import FrameHeader, decode_header, encode_header
-from baton.kvtransfer.loopback import LoopbackHub
-from baton.kvtransfer.over_grpc import GrpcTransport
-from baton.kvtransfer.over_zmq import ZmqTransport
-from baton.kvtransfer.transport import PayloadDone
+from baton.kvtransfer.protocol.frame import FrameHeader, decode_header, encode_header
+from baton.kvtransfer.protocol.transport import PayloadDone
+from baton.kvtransfer.transports.loopback import LoopbackHub
+from baton.kvtransfer.transports.over_grpc import GrpcTransport
+from baton.kvtransfer.transports.over_zmq import ZmqTransport
 
 KINDS = ["loopback", "loopback-late", "zmq", "zmq-curve", "raw", "raw-2", "grpc", "grpc-mtls"]
 SOCKET_KINDS = [kind for kind in KINDS if not kind.startswith("loopback")]

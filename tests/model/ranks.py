@@ -4,9 +4,9 @@ import threading
 
 import torch
 
-from baton.engine import tp_group_join
-from baton.engine.plan import PlanChannel, plan_codec
-from baton.engine.tp_group import GlooGroup, open_store
+from baton.engine.tp import join as tp_group_join
+from baton.engine.tp.gloo_group import GlooGroup, open_store
+from baton.engine.tp.plan import PlanChannel, plan_codec
 
 
 def on_ranks(size, work, timeout_s=30.0, num_groups=1):

@@ -17,7 +17,7 @@ from baton.core.errors import (
     ModelUnsupported,
 )
 from baton.core.numerics import Numerics
-from baton.core.tokenizer import _eos_token_ids
+from baton.core.requests.tokenizer import _eos_token_ids
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint

@@ -8,9 +8,9 @@ import torch
 
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import Numerics
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.core.tokenizer import Tokenizer
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
 from baton.model.loader import load_model
 from baton.model.random_weights import RandomTensor, random_tensors

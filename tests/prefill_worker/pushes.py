@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 from baton.core.clock import VirtualClock
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.engine.lane import lane_for
-from baton.engine.runner import Runner
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.lane import lane_for
+from baton.engine.step.runner import Runner
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.push import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed
+from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import kv_pb2
 from baton.tests.engine.toy_engine import letters_tokenizer
@@ -138,7 +138,7 @@ class Prefill:
         self.pool.data_bytes.fill_(0xFF)  # what was never written reads as NaN
         self.pushes = Pushes()
         self.fatal = []
-        with mock.patch("baton.engine.runner.lane_for", (lambda device: lane) if lane else lane_for):
+        with mock.patch("baton.engine.step.runner.lane_for", (lambda device: lane) if lane else lane_for):
             runner = Runner(
                 model, self.pool, max_num_seqs=max_num_seqs, num_draft_tokens=0, open_push=self.pushes.open_step
             )

@@ -20,12 +20,12 @@ from hypothesis.stateful import (
 )
 
 from baton.core.block_hash import block_hashes
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase, Sequence
 from baton.kvcache.allocator import BlockAllocator
-from baton.kvtransfer.push import DecodePeer
+from baton.kvtransfer.sender.service import DecodePeer
 from baton.prefill_worker.push_line import PushLine
 from baton.prefill_worker.request import PrefillRequest
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase, Sequence
 from baton.kvcache.allocator import BlockAllocator
-from baton.kvtransfer.push import DecodePeer
+from baton.kvtransfer.sender.service import DecodePeer
 from baton.prefill_worker.push_line import PushLine
 from baton.prefill_worker.request import PrefillRequest
 

@@ -16,7 +16,7 @@ from baton.core.errors import (
     RequestDeadlineExceeded,
     TransferFailed,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.sequence import Phase
 from baton.proto import kv_pb2
 from baton.tests.engine import reference

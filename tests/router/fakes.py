@@ -13,13 +13,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.core.clock import MonotonicClock
 from baton.core.errors import TransferFailed
+from baton.core.requests.tokenizer import Tokenizer
 from baton.core.tls_files import TlsWatch
-from baton.core.tokenizer import Tokenizer
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, wire, worker_pb2, worker_pb2_grpc
 from baton.proto.secure_channel import SecureChannels, server_credentials
 from baton.proto.stream_mux_wire import decode_frame, prefill_frame
-from baton.router.migration import MigrationConfig
-from baton.router.request_run import LINGER_S
+from baton.router.attempt.migration import MigrationConfig
+from baton.router.attempt.request_run import LINGER_S
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.inside import router_channel

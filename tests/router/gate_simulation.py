@@ -7,11 +7,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 from baton.core.errors import Overloaded
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.router.fair_queue import QueueLimits
-from baton.router.gate import Gate, Turn
-from baton.router.members import DECODE, PREFILL
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.router.admission.fair_queue import QueueLimits
+from baton.router.admission.gate import Gate, Turn
+from baton.router.placement.members import DECODE, PREFILL
 
 
 class Clock:

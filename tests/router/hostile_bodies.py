@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from pydantic import BaseModel
 
 from baton.proto import inference_pb2
-from baton.router.message_limits import is_repeated
+from baton.router.access.message_limits import is_repeated
 from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest

@@ -7,10 +7,10 @@ import pytest
 
 from baton.core.errors import ConfigInvalid, Overloaded, Unauthenticated
 from baton.core.handshakes import GRACE_S, SAY_EVERY_S, Handshakes
-from baton.router.api_keys import ApiKeys, KeyEntry, Principal, digest_of, new_key, parse_keys, read_keys
-from baton.router.authenticator import ANYBODY, Authenticator
-from baton.router.quota import Quota
-from baton.router.security import ClientLimits
+from baton.router.access.api_keys import ApiKeys, KeyEntry, Principal, digest_of, new_key, parse_keys, read_keys
+from baton.router.access.authenticator import ANYBODY, Authenticator
+from baton.router.access.quota import Quota
+from baton.router.access.security import ClientLimits
 
 pytestmark = pytest.mark.fast
 

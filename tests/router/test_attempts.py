@@ -14,12 +14,12 @@ from baton.core.errors import (
     WorkerLost,
     WorkersIncompatible,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import worker_pb2
-from baton.router.continuation import MAX_RETRIES
-from baton.router.members import Members
-from baton.router.policy import RoundRobin
-from baton.router.refusals import Refusals
+from baton.router.attempt.continuation import MAX_RETRIES
+from baton.router.placement.members import Members
+from baton.router.placement.policy import RoundRobin
+from baton.router.placement.refusals import Refusals
 from baton.tests.router.fakes import OFF, cluster
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)

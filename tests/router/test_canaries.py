@@ -7,10 +7,10 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.core.errors import Overloaded, StepFailed
-from baton.core.sampling import SamplingParams
-from baton.router.canaries import TENANT
-from baton.router.canary import CanaryConfig
-from baton.router.local_prefill import AUTO
+from baton.core.requests.sampling import SamplingParams
+from baton.router.placement.canaries import TENANT
+from baton.router.placement.canary import CanaryConfig
+from baton.router.placement.local_prefill import AUTO
 from baton.tests.router.fakes import cluster
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]

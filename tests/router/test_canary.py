@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router.canary import NUM_FAILURES, CanaryConfig, CanaryWatch, Outcome, Roster
-from baton.router.members import Incarnation
+from baton.router.placement.canary import NUM_FAILURES, CanaryConfig, CanaryWatch, Outcome, Roster
+from baton.router.placement.members import Incarnation
 
 pytestmark = pytest.mark.fast
 

@@ -18,9 +18,9 @@ from baton.core.errors import (
     WorkerLost,
     WorkersIncompatible,
 )
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.router.continuation import MAX_RETRIES, Cause, Continuation, MigrationLimits, cause_of
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.router.attempt.continuation import MAX_RETRIES, Cause, Continuation, MigrationLimits, cause_of
 
 pytestmark = pytest.mark.fast
 PROMPT = (90, 91, 92)

@@ -4,9 +4,9 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.core.errors import BatonError, InvalidRequest, TransferFailed
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.router import inference
-from baton.router.migration import MigrationConfig
+from baton.router.attempt.migration import MigrationConfig
 from baton.tests.router.fakes import TOKENIZER, cluster
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]

@@ -7,11 +7,11 @@ import pytest
 
 from baton.core.clock import VirtualClock
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
-from baton.router.admission import Admission
+from baton.router.admission.admission import Admission
+from baton.router.attempt.migration import Migration, MigrationConfig
 from baton.router.desired_state import WAIT_S, DesiredScale, DesiredState
-from baton.router.members import Incarnation, Members
 from baton.router.metrics import RouterMetrics
-from baton.router.migration import Migration, MigrationConfig
+from baton.router.placement.members import Incarnation, Members
 from baton.router.speculation import DesiredSpeculation
 from baton.tests.router.fakes import cluster
 from baton.worker.host import WorkerHost

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from baton.core.errors import InternalError, ProtocolError, RequestCancelled
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import worker_pb2
 from baton.proto.stream_mux_wire import Tokens
-from baton.router.request_run import RequestRun
+from baton.router.attempt.request_run import RequestRun
 from baton.tests.router.gate_simulation import Clock
 
 pytestmark = pytest.mark.fast

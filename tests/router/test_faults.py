@@ -16,7 +16,7 @@ from baton.core.errors import (
     TransferFailed,
     WorkerLost,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import worker_pb2
 from baton.tests.router.fakes import OFF, cluster
 

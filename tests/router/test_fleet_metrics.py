@@ -4,8 +4,8 @@ import pytest
 
 from baton.core.clock import VirtualClock
 from baton.proto import worker_pb2
-from baton.router.members import Members
 from baton.router.metrics import SpanCollector
+from baton.router.placement.members import Members
 from baton.router.worker_metrics import WORKER_METRICS, WorkerCollector
 
 pytestmark = pytest.mark.fast

@@ -7,12 +7,12 @@ import pytest
 
 from baton.client import AsyncBatonClient, RetryPolicy
 from baton.core.errors import BatonError, Overloaded
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.router.fakes import cluster
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
 ONCE = RetryPolicy(max_attempts=1)
-OURS = ("baton.router.", "baton.core.request.")
+OURS = ("baton.router.", "baton.core.requests.request.")
 
 
 async def ask(client):
@@ -57,7 +57,7 @@ async def test_a_refusal_leaves_nothing(monkeypatch):
         raise queue._refusal("queue", "no room", 1.0)
 
     async with cluster(1, 1, max_wait_s=2.0, alive_s=30.0) as running:
-        monkeypatch.setattr("baton.router.fair_queue.FairQueue.offer", refuse)
+        monkeypatch.setattr("baton.router.admission.fair_queue.FairQueue.offer", refuse)
         answers, left = await left_by(running)
         assert answers == [Overloaded] * 4
         assert not left

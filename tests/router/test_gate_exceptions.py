@@ -9,16 +9,25 @@ from contextlib import suppress
 
 import pytest
 
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.router.fair_queue import QueueLimits
-from baton.router.gate import Gate
-from baton.router.members import DECODE, PREFILL
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.router.admission.fair_queue import QueueLimits
+from baton.router.admission.gate import Gate
+from baton.router.placement.members import DECODE, PREFILL
 from baton.tests.e2e.foreign import Foreign, Injection
 from baton.tests.router.gate_simulation import Clock, Fleet
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
-MODULES = [f"baton.router.{name}" for name in ("gate", "fair_queue", "fair_ring", "estimate", "work")]
+MODULES = [
+    f"baton.router.{name}"
+    for name in (
+        "admission.gate",
+        "admission.fair_queue",
+        "admission.fair_ring",
+        "placement.estimate",
+        "admission.work",
+    )
+]
 TURNS = 20  # of the event loop: more than any request here needs
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from baton.core.errors import Overloaded, RequestDeadlineExceeded
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
-from baton.router.fair_queue import QueueLimits
-from baton.router.gate import Gate
-from baton.router.members import DECODE, PREFILL
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
+from baton.router.admission.fair_queue import QueueLimits
+from baton.router.admission.gate import Gate
+from baton.router.placement.members import DECODE, PREFILL
 from baton.tests.router.gate_simulation import Clock, Fleet
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]

@@ -19,7 +19,7 @@ from baton.core.errors import (
     PromptTooLong,
     ProtocolError,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.inference import BASE_BYTES, BYTES_PER_POSITION
 from baton.tests.inside import router_channel

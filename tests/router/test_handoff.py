@@ -4,12 +4,12 @@ import grpc
 import pytest
 
 from baton.core.errors import HandoffTooLong, InvalidRequest
-from baton.kvtransfer.push import Denied
-from baton.kvtransfer.receiver_driver import STAGING_KEY
+from baton.kvtransfer.receiver.driver import STAGING_KEY
+from baton.kvtransfer.sender.service import Denied
 from baton.prefill_worker.denial import error_of
 from baton.proto import kv_pb2, worker_pb2
-from baton.router.local_prefill import AUTO, NEVER
-from baton.router.routing import LEAST_COST, PREFIX, ROUND_ROBIN
+from baton.router.placement.local_prefill import AUTO, NEVER
+from baton.router.placement.routing import LEAST_COST, PREFIX, ROUND_ROBIN
 from baton.tests.router.fakes import cluster
 from baton.tests.router.test_gate import text_of, until
 from baton.tests.router.test_local_prefill import ask

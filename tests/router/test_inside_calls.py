@@ -14,7 +14,7 @@ from baton.core.errors import PermissionDenied, Unauthenticated
 from baton.core.inside import ROUTER, Caller, DeploymentSecret, WorkerIdentity, incarnation_name, worker_name
 from baton.proto import admin_pb2, inference_pb2, kv_pb2, wire, worker_pb2, worker_pb2_grpc
 from baton.proto.inside import HEADER, InsideChannel
-from baton.router.security import RouterSecurity
+from baton.router.access.security import RouterSecurity
 from baton.router.server import SERVICES
 from baton.tests.inside import router_channel, worker_channel
 from baton.tests.router.fakes import MODEL, cluster

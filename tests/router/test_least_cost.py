@@ -9,17 +9,17 @@ from baton.core.block_change import BlockChange
 from baton.core.block_hash import block_hashes
 from baton.core.clock import VirtualClock
 from baton.core.errors import ConfigInvalid, NoWorker, WorkersIncompatible
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import worker_pb2
-from baton.router import least_cost
-from baton.router.cost import NO_EDGE_S, Asked, CostWeights, decode_cost, edge_cost, prefill_cost
-from baton.router.least_cost import LeastCost
-from baton.router.load import LAG_S, Edge, Load, Loads, Sent
-from baton.router.members import Members
-from baton.router.policy import Pair
-from baton.router.prefix_index import PrefixIndex
-from baton.router.routing import lane_of, make_policy
+from baton.router.placement import least_cost
+from baton.router.placement.cost import NO_EDGE_S, Asked, CostWeights, decode_cost, edge_cost, prefill_cost
+from baton.router.placement.least_cost import LeastCost
+from baton.router.placement.load import LAG_S, Edge, Load, Loads, Sent
+from baton.router.placement.members import Members
+from baton.router.placement.policy import Pair
+from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.routing import lane_of, make_policy
 
 pytestmark = pytest.mark.fast
 BLOCK = 16

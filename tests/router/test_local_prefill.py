@@ -10,16 +10,16 @@ from baton.client import AsyncBatonClient
 from baton.core.block_hash import block_hashes
 from baton.core.clock import VirtualClock
 from baton.core.errors import NoWorker, Overloaded, RequestDeadlineExceeded
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
-from baton.router.cost import Asked
-from baton.router.load import Load, Loads, Pace, Sent
-from baton.router.local_cost import CAUTIOUS_LEN, local_cost
-from baton.router.local_prefill import ALWAYS, AUTO, MODES, NEVER, ONLY_WAY, LocalPrefill
-from baton.router.members import Members
-from baton.router.policy import RoundRobin
-from baton.router.prefix_index import PrefixIndex
-from baton.router.routing import make_policy
+from baton.router.placement.cost import Asked
+from baton.router.placement.load import Load, Loads, Pace, Sent
+from baton.router.placement.local_cost import CAUTIOUS_LEN, local_cost
+from baton.router.placement.local_prefill import ALWAYS, AUTO, MODES, NEVER, ONLY_WAY, LocalPrefill
+from baton.router.placement.members import Members
+from baton.router.placement.policy import RoundRobin
+from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.routing import make_policy
 from baton.tests.router.fakes import TOKENIZER, cluster
 from baton.tests.router.test_least_cost import BLOCK, Table, names_of, request
 from baton.tests.router.test_prefix_feed import Cache, knows

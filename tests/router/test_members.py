@@ -5,10 +5,10 @@ import pytest
 from baton.core.clock import VirtualClock
 from baton.core.errors import InvalidRequest, NoWorker, Overloaded, ProtocolError
 from baton.proto import worker_pb2
-from baton.router.admission import Admission
-from baton.router.members import ALIVE_S, FORGET_S, MAX_GAP_S, MAX_WORKERS, Incarnation, Members
-from baton.router.policy import RoundRobin
-from baton.router.token_order import TokenOrder
+from baton.router.admission.admission import Admission
+from baton.router.attempt.token_order import TokenOrder
+from baton.router.placement.members import ALIVE_S, FORGET_S, MAX_GAP_S, MAX_WORKERS, Incarnation, Members
+from baton.router.placement.policy import RoundRobin
 
 pytestmark = pytest.mark.fast
 

@@ -7,8 +7,8 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from baton.core.errors import InvalidRequest, InvalidSampling
 from baton.proto import inference_pb2
-from baton.router import message_limits
-from baton.router.message_limits import LIMITS, check_message, is_repeated
+from baton.router.access import message_limits
+from baton.router.access.message_limits import LIMITS, check_message, is_repeated
 
 pytestmark = pytest.mark.fast
 ASKED = (inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest, inference_pb2.GetModelRequest)

@@ -5,8 +5,8 @@ import pytest
 from baton.core.clock import VirtualClock
 from baton.core.errors import MalformedMessage
 from baton.proto import worker_pb2
-from baton.router.members import Members
 from baton.router.metrics import RouterMetrics
+from baton.router.placement.members import Members
 from baton.router.worker_metrics import WorkerCollector
 
 pytestmark = pytest.mark.fast

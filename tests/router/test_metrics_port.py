@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.core.errors import ConfigInvalid, PortInUse
 from baton.core.tls_files import TlsFiles
-from baton.router.metrics_port import serve_metrics
+from baton.router.access.metrics_port import serve_metrics
 from baton.tests.router.certificates import Authority
 
 pytestmark = pytest.mark.fast

@@ -15,9 +15,9 @@ from baton.core.errors import (
     RequestQuarantined,
     WorkerLost,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc
-from baton.router.migration import MigrationConfig
+from baton.router.attempt.migration import MigrationConfig
 from baton.tests.router.fakes import TOKENIZER, cluster
 
 pytestmark = pytest.mark.asyncio

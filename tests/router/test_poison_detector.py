@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
-from baton.router import poison_detector as module
-from baton.router.fingerprint import fingerprint
-from baton.router.poison_detector import PoisonDetector, Stay
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.router.attempt import poison_detector as module
+from baton.router.attempt.fingerprint import fingerprint
+from baton.router.attempt.poison_detector import PoisonDetector, Stay
 
 pytestmark = pytest.mark.fast
 

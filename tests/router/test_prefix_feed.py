@@ -9,8 +9,8 @@ from baton.core.block_change import BlockChange
 from baton.kvcache.block_log import BlockLog
 from baton.proto import worker_pb2
 from baton.proto.block_wire import change_to_proto
-from baton.router import prefix_feed
-from baton.router.local_prefill import AUTO, NEVER
+from baton.router.placement import prefix_feed
+from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.tests.router.fakes import EPOCHS, cluster
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]

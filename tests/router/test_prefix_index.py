@@ -13,8 +13,8 @@ from baton.core.errors import MalformedMessage
 from baton.kvcache.block_log import BlockLog
 from baton.proto import worker_pb2
 from baton.proto.block_wire import change_from_proto, change_to_proto
-from baton.router.members import Incarnation
-from baton.router.prefix_index import PrefixIndex
+from baton.router.placement.members import Incarnation
+from baton.router.placement.prefix_index import PrefixIndex
 
 pytestmark = pytest.mark.fast
 A, B = Incarnation("a", 1), Incarnation("b", 1)

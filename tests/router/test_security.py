@@ -19,13 +19,13 @@ from baton.core.errors import (
     Unauthenticated,
     WorkerLost,
 )
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.core.tls_files import TlsFiles
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire, worker_pb2_grpc
 from baton.proto.secure_channel import SecureChannels
-from baton.router import listener
-from baton.router.api_keys import KeyEntry, digest_of, new_key
-from baton.router.security import ClientLimits, RouterSecurity
+from baton.router.access import listener
+from baton.router.access.api_keys import KeyEntry, digest_of, new_key
+from baton.router.access.security import ClientLimits, RouterSecurity
 from baton.tests.router.certificates import Authority, replace
 from baton.tests.router.fakes import cluster
 

@@ -10,10 +10,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import AsyncBatonClient
 from baton.core.errors import Draining, RequestCancelled, WorkerLost
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.router import server
 from baton.router.__main__ import Ending
-from baton.router.security import RouterSecurity
+from baton.router.access.security import RouterSecurity
 from baton.router.shutdown import Shutdown
 from baton.tests.router.fakes import MODEL, TOKENIZER
 from baton.tests.router.openai.served import served

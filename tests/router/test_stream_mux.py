@@ -6,8 +6,8 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.core.errors import ProtocolError
-from baton.core.sampling import SamplingParams
-from baton.router.request_run import Emitted, RequestRun
+from baton.core.requests.sampling import SamplingParams
+from baton.router.attempt.request_run import Emitted, RequestRun
 from baton.tests.router.fakes import TOKENIZER, cluster, decode_tokens, finished
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]

@@ -7,9 +7,9 @@ import pytest
 
 from baton.client import AsyncBatonClient
 from baton.core.errors import Overloaded, TransferFailed, WorkerLost
-from baton.core.sampling import SamplingParams
-from baton.core.span import SpanBatch
-from baton.router import tracing
+from baton.core.requests.sampling import SamplingParams
+from baton.core.telemetry.span import SpanBatch
+from baton.router.attempt import tracing
 from baton.tests.router import fakes
 from baton.tests.router.fakes import MODEL, cluster
 from baton.tests.router.openai.served import served

@@ -18,8 +18,8 @@ from baton.core.errors import WorkerLost
 from baton.core.tls_files import TlsFiles
 from baton.proto import admin_pb2, inference_pb2, kv_pb2, wire, worker_pb2
 from baton.proto.secure_channel import SecureChannels
-from baton.router.api_keys import KeyEntry, digest_of, new_key
-from baton.router.security import RouterSecurity
+from baton.router.access.api_keys import KeyEntry, digest_of, new_key
+from baton.router.access.security import RouterSecurity
 from baton.tests.router.certificates import Authority
 from baton.tests.router.fakes import cluster
 from baton.tests.router.openai.served import served

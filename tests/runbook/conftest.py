@@ -14,7 +14,7 @@ from baton.client import BatonClient
 from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.runbook.common.workers import held
 
 ROOM = Path(__file__).parents[2] / "runbook"

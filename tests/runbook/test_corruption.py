@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.cluster.actors import decode_shell
 from baton.cluster.deployment import Deployment, Parts
+from baton.cluster.ray.actors import decode_shell
 from baton.core.config import ServeConfig
 from baton.tests.runbook.conftest import CONFIG, answer, flagged
 from baton.tests.runbook.flipping import flipping_shell

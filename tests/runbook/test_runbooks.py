@@ -9,10 +9,10 @@ import threading
 import psutil
 import pytest
 
-from baton.cluster import ray_certificates
 from baton.cluster.admin import set_speculation
+from baton.cluster.ray import certificates as ray_certificates
 from baton.core.errors import BatonError
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.tests.runbook.conftest import CONFIG, Load, answer, incarnations, wait_until
 
 pytestmark = pytest.mark.ray

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from baton.bench import kernel_once
-from baton.bench.kernel_baselines import TORCH_COMPILE
-from baton.bench.kernel_case import KernelCase
-from baton.bench.kernel_collection import Place
+from baton.bench.kernel_bench import once as kernel_once
+from baton.bench.kernel_bench.baselines import TORCH_COMPILE
+from baton.bench.kernel_bench.case import KernelCase
+from baton.bench.kernel_bench.collection import Place
 from baton.scripts.sanitize_kernels import ROOT, check, commands, find_tool, judge
 
 pytestmark = pytest.mark.fast
@@ -76,7 +76,7 @@ def test_without_the_tool_it_says_so(tmp_path):
 
 def test_every_module_is_checked():
     found = commands([], 4.0, with_tests=True)
-    assert found["kv_scatter"][:4] == ["-m", "baton.bench.kernel_once", "--module", "kv_scatter"]
+    assert found["kv_scatter"][:4] == ["-m", "baton.bench.kernel_bench.once", "--module", "kv_scatter"]
     assert list(commands(["kv_scatter"], 4.0, with_tests=False)) == ["kv_scatter"]
     json.dumps(found)
 

@@ -4,7 +4,7 @@ from collections import deque
 
 import torch
 
-from baton.engine.host_future import HostFuture
+from baton.engine.step.host_future import HostFuture
 from baton.kernels.copies import copy_to_host
 
 
@@ -22,7 +22,7 @@ class _Done:
 
 
 class ManualLane:
-    """Has the interface of `engine.lane.Lane`; what work raises, it raises at whoever has it done."""
+    """Has the interface of `engine.step.lane.Lane`; what work raises, it raises at whoever has it done."""
 
     def __init__(self):
         self._tasks = deque()

@@ -11,7 +11,7 @@ from baton.core.errors import ConfigInvalid
 from baton.core.tls_files import TlsFiles
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
 from baton.proto.secure_channel import SecureChannels
-from baton.router.security import RouterSecurity
+from baton.router.access.security import RouterSecurity
 from baton.tests.inside import worker_channel
 from baton.tests.router.certificates import Authority, replace
 from baton.tests.router.fakes import MODEL, cluster

@@ -27,8 +27,8 @@ from baton.core.errors import (
     WorkerLost,
 )
 from baton.core.numerics import Numerics
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import SamplingParams
 from baton.decode_worker.node import DecodeNode
 from baton.engine.local import LocalEngine
 from baton.prefill_worker.node import PrefillNode

@@ -7,8 +7,8 @@ import grpc.aio
 import pytest
 
 from baton.core.errors import MalformedMessage, Overloaded, TransferFailed
-from baton.core.request import AttemptKey, GenerationRequest
-from baton.core.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.proto import kv_pb2, worker_pb2
 from baton.proto.stream_mux_wire import MAX_FRAME_BYTES, End, decode_frame, read_decode_frame
 from baton.worker.send_queue import MuxedStream, SendQueue

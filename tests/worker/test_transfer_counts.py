@@ -2,10 +2,10 @@
 
 import pytest
 
-from baton.kvtransfer.lane_choice import LaneChoice
-from baton.kvtransfer.push_totals import PathCounts, PushTotals
-from baton.kvtransfer.receiver_driver import COUNT_NAMES
-from baton.kvtransfer.transfer_times import TIME_BOUNDS_S, TIME_NAMES, TransferTimes
+from baton.kvtransfer.protocol.transfer_times import TIME_BOUNDS_S, TIME_NAMES, TransferTimes
+from baton.kvtransfer.receiver.driver import COUNT_NAMES
+from baton.kvtransfer.sender.lane_choice import LaneChoice
+from baton.kvtransfer.sender.totals import PathCounts, PushTotals
 from baton.worker.transfer_counts import push_counts, receiver_counts
 
 pytestmark = pytest.mark.fast

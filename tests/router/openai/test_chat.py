@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from baton.core.answer_structure import AnswerStructure
+from baton.core.requests.answer_structure import AnswerStructure
 from baton.proto import inference_pb2
 from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import CHATML, MAX_MODEL_LEN, MODEL, prompt_of, sent_to, served

@@ -9,18 +9,18 @@ import jsonschema
 import openai
 import pytest
 
-from baton.core import sampling
 from baton.core.errors import InvalidRequest, InvalidSampling
-from baton.core.sampling import SamplingParams
+from baton.core.requests import sampling
+from baton.core.requests.sampling import SamplingParams
 from baton.router import inference
-from baton.router.message_limits import MAX_REQUEST_ID_LEN, MAX_TENANT_LEN
+from baton.router.access.message_limits import MAX_REQUEST_ID_LEN, MAX_TENANT_LEN
+from baton.router.admission.work import HIGH, LOW, NORMAL
 from baton.router.openai.app import make_app
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
 from baton.router.openai.document import LIMITS, openapi_document
 from baton.router.openai.front import HttpConfig
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED
-from baton.router.work import HIGH, LOW, NORMAL
 from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import MODEL, served
 from baton.tests.router.openai.test_chat import THINKING, report

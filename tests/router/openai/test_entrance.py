@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from baton.core.errors import InvalidGrammar, InvalidRequest
-from baton.core.logs import TextFormatter
+from baton.core.telemetry.logs import TextFormatter
 from baton.proto import inference_pb2
+from baton.router.access.security import ClientLimits, RouterSecurity
 from baton.router.openai.body_reader import NUM_PROCESSES
-from baton.router.security import ClientLimits, RouterSecurity
 from baton.tests.router.certificates import Authority
 from baton.tests.router.openai.served import MODEL, sent_to, served
 from baton.tests.router.test_security import Keys

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from baton.core.errors import BatonError, NoWorker, Overloaded, RequestDeadlineExceeded, WorkerLost
-from baton.router.migration import MigrationConfig
+from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import reply as reply_module
 from baton.router.openai.errors import error_data, error_headers
 from baton.tests.router.openai.served import MODEL, sent_to, served

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.core.errors import BatonError
-from baton.core.sampling import SamplingParams
+from baton.core.requests.sampling import SamplingParams
 from baton.proto.wire import sampling_from_proto
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.completion_request import CompletionRequest

@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest, WorkerLost
 from baton.proto import worker_pb2
-from baton.router.migration import MigrationConfig
+from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import limits
 from baton.router.openai.body import parse_body
 from baton.router.openai.chat_steps import steps

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from baton.core.errors import WorkerLost
-from baton.router.migration import MigrationConfig
+from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import limits
 from baton.router.openai.responses_request import ResponsesRequest
 from baton.tests.router.fakes import TOKENIZER, decode_tokens, finished

@@ -1,0 +1,249 @@
+"""One cell of `baton bench decode`: sequences that stand at the end of their prompt are decoded for some steps.
+
+The runner is the product's (`engine.step.runner.Runner`), driven as the engine drives it: with `sync` each step is read
+before the next is launched, with `async` the next is launched first. There is no scheduler, no stream and no end
+of a sequence, so that what is measured is the step. KV is random numbers in scattered blocks.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.bench.decode_bench.options import BLOCK_SIZE, WARM_STEPS, DecodeOptions
+from baton.bench.decode_bench.stamped_lane import StampedLane
+from baton.core.config import SchedulingName
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.length_bounds import LaunchedLengths, LengthBounds
+from baton.engine.step.plan import Chunk, Place, Release, Resume, Step
+from baton.engine.step.result import StepTicket
+from baton.engine.step.runner import Runner
+from baton.engine.tp.rank_runners import Rank0Runner
+from baton.kvcache.allocator import BlockTable
+from baton.model.model import Model
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """What is measured: which scheduling, how many drafts a step, how many sequences, whether graphs are replayed."""
+
+    scheduling: SchedulingName
+    num_drafts: int
+    batch: int
+    has_graphs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One cell in one round.
+
+    Attributes:
+        tpot_ms: of one sequence's token.
+        tokens_per_s: of all sequences.
+        step_ms: from one step to the next, by the host's clock.
+        launch_ms: of it, the host's time to set the step off.
+        device_ms: from a step's begin on the device to its end.
+        idle_ms: on the device, from a step's end to the next one's begin.
+        tokens_per_step: of one sequence.
+        context_len: positions of a sequence, on average.
+    """
+
+    tpot_ms: float
+    tokens_per_s: float
+    step_ms: float
+    launch_ms: float
+    device_ms: float
+    idle_ms: float
+    tokens_per_step: float
+    context_len: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWork:
+    """What one step has a GPU do.
+
+    Attributes:
+        kernel_us: microseconds of a step in which each kernel or copy ran, by its name.
+        num_kernels: of them.
+    """
+
+    kernel_us: Mapping[str, float]
+    num_kernels: float
+
+    def shares(self, num_named: int) -> dict[str, float]:
+        """Of the time in which any ran: that of the so many longest, by name, and of all others."""
+        total_us = sum(self.kernel_us.values())
+        ranked = sorted(self.kernel_us.items(), key=lambda item: -item[1])
+        named = {name: us / total_us for name, us in ranked[:num_named]}
+        return named | {"others": sum(us for _, us in ranked[num_named:]) / total_us}
+
+
+class DecodeCells:
+    """All cells on one runner, whose slots are filled anew for each turn.
+
+    Args:
+        runner: with `max(options.batches)` slots and `max(options.drafts)` drafts; at rank 0 of a TP group its lead.
+        lane: of the runner.
+        model: the runner's.
+        options: of the run.
+    """
+
+    def __init__(self, runner: Runner | Rank0Runner, lane: StampedLane, model: Model, options: DecodeOptions) -> None:
+        self._runner = runner
+        self._lane = lane
+        self._model = model
+        self._options = options
+        self._tables = block_tables(options)
+        self._rng = np.random.default_rng(options.seed)
+
+    def measure(self, cell: Cell) -> Turn:
+        """One round of a cell."""
+        slots = self.fill(cell)
+        run = _Run(self._runner, slots, cell, self._options)
+        num_warm = run.steps(WARM_STEPS)
+        self._lane.take()
+        num_steps, run.launch_s = self._options.steps, 0.0
+        begin_s = time.perf_counter()
+        num_tokens = run.steps(num_steps)
+        self._runner.drain()  # the last step's draft extend, too
+        took_s = time.perf_counter() - begin_s
+        within, between = self._lane.take()
+        self.empty(slots)
+        num_each = num_tokens / cell.batch
+        return Turn(
+            tpot_ms=1e3 * took_s / num_each,
+            tokens_per_s=num_tokens / took_s,
+            step_ms=1e3 * took_s / num_steps,
+            launch_ms=1e3 * run.launch_s / num_steps,
+            device_ms=sum(within) / len(within),
+            idle_ms=sum(between) / max(len(between), 1),
+            tokens_per_step=num_each / num_steps,
+            context_len=self._options.prompt_len + 1 + num_warm / cell.batch + num_each / 2,
+        )
+
+    def device_work(self, cell: Cell) -> DeviceWork:
+        """What a step does on a GPU, by its profiler."""
+        slots = self.fill(cell)
+        run = _Run(self._runner, slots, cell, self._options)
+        run.steps(WARM_STEPS)
+        self._lane.take()
+        num_steps = min(8, self._options.steps)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run.steps(num_steps)
+            self._lane.take()
+        self.empty(slots)
+        events = [event for event in profile.events() or () if event.device_type.name == "CUDA"]
+        times_us: Counter[str] = Counter()
+        for event in events:
+            times_us[event.name] += event.time_range.elapsed_us()
+        kernel_us = {name: us / num_steps for name, us in times_us.items()}
+        return DeviceWork(kernel_us=kernel_us, num_kernels=len(events) / num_steps)
+
+    def fill(self, cell: Cell) -> list[int]:
+        """Put a cell's sequences, at the end of their prompt, into the first slots."""
+        options, config = self._options, self._model.config
+        for slot in range(cell.batch):
+            first, draft = self._rng.integers(config.vocab_size, size=2).tolist()
+            hidden_D = torch.from_numpy(self._rng.standard_normal(config.hidden_size)).to(self._model.dtype)
+            hidden = hidden_D.view(torch.uint8).numpy().tobytes()
+            sampling = SamplingParams(
+                max_tokens=options.capacity_len, temperature=options.temperature, seed=slot, ignore_eos=True
+            )
+            place = Place(
+                slot=slot,
+                token_ids=(*(0,) * options.prompt_len, first),
+                num_output=1,
+                blocks=self._tables[slot].blocks,
+                sampling=sampling,
+                draft_cap=cell.num_drafts,
+                resume=Resume(draft, hidden) if cell.num_drafts else Resume(),
+            )
+            self._runner.execute(place)
+        return list(range(cell.batch))
+
+    def empty(self, slots: list[int]) -> None:
+        """Take them out again; no step is running."""
+        for slot in slots:
+            self._runner.execute(Release(slot))
+
+
+class _Run:
+    """Steps of the same sequences, and the bounds of their lengths, as an engine keeps them."""
+
+    def __init__(self, runner: Runner | Rank0Runner, slots: list[int], cell: Cell, options: DecodeOptions) -> None:
+        self._runner = runner
+        self._slots = tuple(slots)
+        self._num_drafts = cell.num_drafts
+        self._num_ahead = 1 if cell.scheduling == "async" else 0
+        self._slots_B = np.array(slots, dtype=np.int64)
+        self._most_B = np.full(len(slots), cell.num_drafts + 1, dtype=np.int64)
+        self._bounds = LengthBounds(len(slots))
+        limit = blocks_each(options) * BLOCK_SIZE
+        for slot in slots:
+            self._bounds.admit(slot, options.prompt_len + 1, limit=limit, end=limit)
+        self.launch_s = 0.0
+
+    def steps(self, count: int) -> int:
+        """Run so many and read them all; the tokens they emitted."""
+        num_tokens = 0
+        in_flight: deque[tuple[StepTicket, LaunchedLengths]] = deque()
+        for _ in range(count):
+            begin_s = time.perf_counter()
+            context_len = self._bounds.max_context_len(self._slots_B, self._num_drafts)
+            ticket = self._runner.launch(
+                Step(slots=self._slots, num_drafts=self._num_drafts, max_context_len=context_len)
+            )
+            in_flight.append((ticket, self._bounds.launch(self._slots_B, self._most_B)))
+            self.launch_s += time.perf_counter() - begin_s
+            if len(in_flight) > self._num_ahead:
+                num_tokens += self._read(*in_flight.popleft())
+        return num_tokens + sum(self._read(*item) for item in in_flight)
+
+    def _read(self, ticket: StepTicket, launched: LaunchedLengths) -> int:
+        emitted_B = np.array([len(row.token_ids) for row in ticket.result().decode], dtype=np.int64)
+        self._bounds.collect(launched, emitted_B)
+        return int(emitted_B.sum())
+
+
+def block_tables(options: DecodeOptions) -> list[BlockTable]:
+    """Of every slot, scattered over the pool as in one that has been used for a while."""
+    num_each, num_sequences = blocks_each(options), max(options.batches)
+    order = np.random.default_rng(options.seed).permutation(num_each * num_sequences)
+    return [BlockTable(tuple(row), BLOCK_SIZE) for row in order.reshape(num_sequences, num_each).tolist()]
+
+
+def blocks_each(options: DecodeOptions) -> int:
+    """Blocks of one sequence."""
+    return -(-options.capacity_len // BLOCK_SIZE)
+
+
+def measure_ttft_ms(runner: Runner, options: DecodeOptions, vocab_size: int) -> float:
+    """From a prompt that is placed where nothing runs to its first token on the host: chunk by chunk, in slot 0."""
+    rng = np.random.default_rng(options.seed)
+    place = Place(
+        slot=0,
+        token_ids=tuple(rng.integers(vocab_size, size=options.prompt_len).tolist()),
+        num_output=0,
+        blocks=block_tables(options)[0].blocks,
+        sampling=SamplingParams(max_tokens=2, temperature=options.temperature, ignore_eos=True),
+        draft_cap=max(options.drafts),
+    )
+    runner.drain()
+    begin_s = time.perf_counter()
+    runner.execute(place)
+    tickets = [
+        runner.launch(
+            Step(chunks=(Chunk(slot=0, start=start, length=min(options.chunk_len, options.prompt_len - start)),))
+        )
+        for start in range(0, options.prompt_len, options.chunk_len)
+    ]
+    assert tickets[-1].result().chunks[0].token is not None
+    took_s = time.perf_counter() - begin_s
+    for ticket in tickets:
+        ticket.result()
+    runner.execute(Release(0))
+    runner.drain()
+    return 1e3 * took_s

@@ -1,0 +1,311 @@
+"""`baton bench decode`: what a decode step costs on one device, with random weights of a published shape.
+
+Every (scheduling, number of drafts, batch) is a cell. In each round all cells come once, in random order, after a turn
+of each that does not count; rows hold medians over rounds. Random weights accept no drafts of their own, so with drafts
+the verification is `synthetic`: what is computed is that of the real thing, and each draft stands by chance. Steps are
+measured on `Runner` alone, and so is the time to the first token: of one prompt, where nothing else runs.
+"""
+
+import dataclasses
+import math
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from baton.bench.decode_bench.cell import Cell, DecodeCells, DeviceWork, Turn, blocks_each, measure_ttft_ms
+from baton.bench.decode_bench.floor import copy_gbps, step_bytes
+from baton.bench.decode_bench.options import BLOCK_SIZE, DecodeOptions
+from baton.bench.decode_bench.stamped_lane import StampedLane
+from baton.bench.model_shapes import write_shape
+from baton.bench.result import result, spread
+from baton.core.cuda_graphs import CudaGraphConfig
+from baton.core.errors import ConfigInvalid
+from baton.engine.graphs.graphed_step import graphed_step
+from baton.engine.step.runner import Runner
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.pool import KVPool
+from baton.model.config import ModelConfig
+from baton.model.loader import load_model
+from baton.model.model import Model
+from baton.model.parallel import Communicator
+from baton.model.tensor_spec import tensor_spec
+
+_TURN_KEYS = tuple(field.name for field in dataclasses.fields(Turn) if field.name != "context_len")
+_MEMORY_SHARE = 0.9  # of what is free
+_FILLED_TOGETHER = 256  # blocks
+_NUM_NAMED_KERNELS = 12
+_MAX_NAME_LEN = 80
+
+
+def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Measure every cell.
+
+    Args:
+        options: which.
+        note: told how far it is.
+
+    Raises:
+        ConfigInvalid: the model is too short for the prompt and the steps, or the KV does not fit into memory.
+        StartupError: graphs could not be captured.
+    """
+    model = load_shape(options)
+    pool = make_pool(options, model)
+    gbps = copy_gbps(options.device)
+    note(f"{options.shape} is loaded; copies move {gbps:.0f} GB/s")
+    with torch.inference_mode():
+        runners = {
+            has_graphs: make_runner(options, model, pool, has_graphs=has_graphs) for has_graphs in options.graphs
+        }
+        cells = {
+            has_graphs: DecodeCells(runner, stamp_lane(runner, options.device), model, options)
+            for has_graphs, runner in runners.items()
+        }
+        ttft_ms = _ttft(next(iter(runners.values())), options, model)
+        note("times to the first token are measured")
+        turns = measured_turns(cells, options, note)
+        is_cuda = options.device.type == "cuda"
+        work = {cell: cells[cell.has_graphs].device_work(cell) for cell in turns} if is_cuda else {}
+    for runner in runners.values():
+        runner.close()
+    rows = [
+        {
+            **identity(options, cell),
+            **spread("ttft_ms", ttft_ms),
+            **measured(turns[cell]),
+            **floors(options, model, cell, turns[cell], gbps),
+            **_device_work(work.get(cell)),
+        }
+        for cell in turns
+    ]
+    graphs = graph_counts(runners[True]) if True in runners else None
+    return result(
+        "decode", rows, copy_gbps=float(f"{gbps:.4g}"), steps=options.steps, rounds=options.rounds, graphs=graphs
+    )
+
+
+def measured_turns(
+    cells: Mapping[bool, DecodeCells], options: DecodeOptions, note: Callable[[str], None] = lambda text: None
+) -> dict[Cell, list[Turn]]:
+    """Every cell once a round, in random order; `cells` without graphs and with."""
+    turns: dict[Cell, list[Turn]] = {
+        Cell(mode, k, batch, has_graphs): []
+        for has_graphs in cells
+        for mode in options.schedulings
+        for k in options.drafts
+        for batch in options.batches
+    }
+    rng = random.Random(options.seed)
+    for cell in turns:  # kernels are compiled and memory is taken
+        cells[cell.has_graphs].measure(cell)
+    for number in range(options.rounds):
+        for cell in rng.sample(list(turns), len(turns)):
+            turns[cell].append(cells[cell.has_graphs].measure(cell))
+        note(f"round {number + 1} of {options.rounds}")
+    return turns
+
+
+def _ttft(runner: Runner, options: DecodeOptions, model: Model) -> list[float]:
+    """Milliseconds of each round; an MTP head that the model has runs over every chunk."""
+    times_ms = [measure_ttft_ms(runner, options, model.config.vocab_size) for _ in range(options.rounds + 1)]
+    return times_ms[1:]  # in the first kernels are compiled and memory is taken
+
+
+def load_shape(
+    options: DecodeOptions, *, communicator: Communicator | None = None, device: torch.device | None = None
+) -> Model:
+    """A model of the shape with random weights, or a rank's part of it; on `options.device` if none is given.
+
+    Raises:
+        ConfigInvalid: it is too short for the prompt and the steps, or does not fit into memory.
+    """
+    changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
+    device = device or options.device
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_shape(options.shape, Path(folder), **changes)
+        size = 1 if communicator is None else communicator.size
+        _require_fits(options, ModelConfig.from_directory(path, made_weights="random"), device, size)
+        return load_model(
+            path,
+            dtype=options.dtype,
+            device=device,
+            numerics=options.numerics,
+            with_mtp=max(options.drafts) > 0,
+            random_seed=options.seed,
+            quantization=options.quantization,
+            kv_dtype=options.kv_dtype,
+            implementation=options.implementation,
+            communicator=communicator,
+        )
+
+
+def _require_fits(options: DecodeOptions, config: ModelConfig, device: torch.device, size: int) -> None:
+    if options.capacity_len > config.max_model_len:
+        message = (
+            f"--prompt-len {options.prompt_len} and {options.steps} steps make {options.capacity_len} positions; "
+            f"{options.shape} has {config.max_model_len}"
+        )
+        raise ConfigInvalid(message, keys=["prompt-len", "steps"])
+    shapes = tensor_spec(config, with_mtp=max(options.drafts) > 0).required.values()
+    num_bytes = sum(math.prod(shape) for shape in shapes) * options.dtype.itemsize // size
+    free_bytes = _free_bytes(device)
+    if num_bytes > _MEMORY_SHARE * free_bytes:
+        message = f"--shape {options.shape} takes {num_bytes >> 20} MiB; {free_bytes >> 20} MiB are free"
+        raise ConfigInvalid(message, keys=["shape", "layers"])
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def make_pool(options: DecodeOptions, model: Model, *, rank: int = 0, size: int = 1) -> KVPool:
+    """Room for the largest batch, filled with random numbers.
+
+    Raises:
+        ConfigInvalid: it does not fit into the memory that is free.
+    """
+    layout = model.kv_layout(BLOCK_SIZE)
+    num_blocks = blocks_each(options) * max(options.batches)
+    num_bytes = PoolGeometry(layout, num_blocks, rank, size).num_bytes
+    free_bytes = _free_bytes(model.device)
+    if num_bytes > _MEMORY_SHARE * free_bytes:
+        message = f"KV of {max(options.batches)} sequences takes {num_bytes >> 20} MiB; {free_bytes >> 20} MiB are free"
+        raise ConfigInvalid(message, keys=["batch", "prompt-len"])
+    pool = KVPool(layout, num_blocks, model.device, rank=rank, size=size)
+    for layer in range(layout.num_layers):
+        _fill(pool.blocks(layer))
+    return pool
+
+
+def _fill(blocks_NHPSD: torch.Tensor) -> None:
+    """With normal numbers; torch draws none in float8, so there they are drawn apart, some blocks at a time."""
+    if blocks_NHPSD.dtype.itemsize > 1:
+        blocks_NHPSD.normal_()
+        return
+    for part in blocks_NHPSD.split(_FILLED_TOGETHER):
+        part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device))
+
+
+def make_runner(
+    options: DecodeOptions, model: Model, pool: KVPool, group: Communicator | None = None, *, has_graphs: bool
+) -> Runner:
+    """The product's, for every cell; a TP group's ranks make theirs at the same time.
+
+    Raises:
+        StartupError: graphs could not be captured.
+    """
+    graphs = None
+    if has_graphs:
+        graphs = graphed_step(
+            model,
+            pool,
+            CudaGraphConfig(sizes=options.batches),
+            max_num_sequences=max(options.batches),
+            num_draft_tokens=max(options.drafts),
+            max_model_len=options.capacity_len,
+            communicator=group,
+        )
+        assert graphs is not None
+    return Runner(
+        model,
+        pool,
+        max_num_seqs=max(options.batches),
+        num_draft_tokens=max(options.drafts),
+        communicator=group,
+        verification=options.verification_config,
+        graphs=graphs,
+    )
+
+
+def graph_counts(runner: Runner) -> dict[str, Any] | None:
+    """What became of a runner's graphs."""
+    if runner.graphs is None:
+        return None
+    counts = runner.graphs.counts
+    eager = {reason.value: num for reason, num in counts.num_steps_eager.items() if num}
+    return {
+        "num_captured": counts.num_captured,
+        "failed": dict(counts.failed),
+        "num_steps_replayed": counts.num_steps_replayed,
+        "num_steps_eager": eager,
+    }
+
+
+def stamp_lane(runner: Runner, device: torch.device) -> StampedLane:
+    """The runner's lane, which is stamped from now on."""
+    runner._lane = lane = StampedLane(runner._lane, device)
+    return lane
+
+
+def identity(options: DecodeOptions, cell: Cell) -> dict[str, Any]:
+    """What was measured."""
+    return {
+        "system": "baton",
+        "model": options.shape,
+        "num_layers": options.layers,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "device": options.device.type,
+        "numerics": options.numerics.value,
+        "quantization": options.quantization.value,
+        "kv_dtype": options.kv_dtype.value,
+        "kernels": options.implementation.value,
+        "verification": options.verification,
+        "rate": options.rate,
+        "temperature": options.temperature,
+        "scheduling": cell.scheduling,
+        "cuda_graphs": cell.has_graphs,
+        "mtp_k": cell.num_drafts,
+        "batch": cell.batch,
+        "prompt_len": options.prompt_len,
+        "chunk_len": options.chunk_len,
+    }
+
+
+def measured(turns: Sequence[Turn]) -> dict[str, float]:
+    """Medians and ranges of a cell's turns."""
+    numbers: dict[str, float] = {}
+    for key in _TURN_KEYS:
+        numbers |= spread(key, [getattr(turn, key) for turn in turns])
+    return numbers
+
+
+def floors(
+    options: DecodeOptions, model: Model, cell: Cell, turns: Sequence[Turn], gbps: float, num_ranks: int = 1
+) -> dict[str, float]:
+    """Of a token, beside `tpot_ms`, and of a step."""
+    found = []
+    for turn in turns:
+        num_bytes = step_bytes(
+            model.config,
+            options.dtype,
+            num_drafts=cell.num_drafts,
+            batch=cell.batch,
+            context_len=turn.context_len,
+            num_ranks=num_ranks,
+            quantization=options.quantization,
+            kv_item_bytes=model.kv_layout(BLOCK_SIZE).item_bytes,
+        )
+        found.append((num_bytes / gbps / 1e6, turn.tokens_per_step))
+    a_token = spread("floor_ms", [step_ms / num_tokens for step_ms, num_tokens in found])
+    return a_token | spread("step_floor_ms", [step_ms for step_ms, _ in found])
+
+
+def _device_work(found: DeviceWork | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    return {
+        "kernels_ms": float(f"{sum(found.kernel_us.values()) / 1e3:.4g}"),
+        "num_kernels": round(found.num_kernels, 1),
+        "kernel_shares": {_short(name): round(share, 4) for name, share in found.shares(_NUM_NAMED_KERNELS).items()},
+    }
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its return type and template arguments, which can be pages long."""
+    return name.removeprefix("void ")[:_MAX_NAME_LEN]

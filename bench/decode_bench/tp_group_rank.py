@@ -1,0 +1,187 @@
+"""One rank of a TP group that is measured, in a process of its own: NCCL on a GPU of its own each, gloo on CPUs.
+
+`bench.actor.SpawnedRemote` serves it. `meet` and everything after it is for all ranks at the same time.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from baton.bench.decode_bench.cell import DecodeCells
+from baton.bench.decode_bench.decode import (
+    floors,
+    graph_counts,
+    identity,
+    load_shape,
+    make_pool,
+    make_runner,
+    measured,
+    measured_turns,
+    stamp_lane,
+)
+from baton.bench.decode_bench.floor import copy_gbps
+from baton.bench.decode_bench.options import DecodeOptions
+from baton.engine.tp import join as tp_group_join
+from baton.engine.tp.decision import Decisions
+from baton.engine.tp.gloo_group import GlooGroup, open_store
+from baton.engine.tp.plan import PlanChannel, plan_codec
+from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
+from baton.model.parallel import Communicator
+
+MEET_TIMEOUT_S = 120.0
+_WARM = 20
+_IN_GRAPH = 100
+_REPLAYS = 20
+
+
+class TPGroupRank:
+    """See the module.
+
+    Args:
+        rank: this one.
+        size: of the TP group.
+        device_type: "cuda" or "cpu".
+    """
+
+    def __init__(self, rank: int, size: int, device_type: str) -> None:
+        self._rank, self._size = rank, size
+        self._device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+        if device_type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(1)
+        self._store: TCPStore | None = None
+        self._listener: tp_group_join.Listener | None = None
+        self._channel: PlanChannel | None = None
+
+    def open(self) -> tuple[int, str, str]:
+        """Rank 0: where the others come."""
+        self._store = open_store(0, self._size, 0)
+        self._listener = tp_group_join.Listener(plan_codec(), self._size)
+        return self._store.port, self._listener.address, self._listener.token
+
+    def meet(self, port: int, address: str, token: str) -> None:
+        """Become a TP group."""
+        if self._listener is not None:
+            link = self._listener.accept(MEET_TIMEOUT_S)
+        else:
+            self._store = open_store(self._rank, self._size, port)
+            link = tp_group_join.join(plan_codec(), self._rank, self._size, address, token)
+        assert self._store is not None
+        group: Communicator
+        if self._device.type == "cuda":
+            from baton.engine.tp.nccl_group import NcclGroup  # CPUs have no use for it
+
+            group = NcclGroup(self._rank, self._size, self._store, self._device)
+        else:
+            group = GlooGroup(self._rank, self._size, self._store)
+        self._channel = PlanChannel(link, group)
+
+    @torch.inference_mode()
+    def time_decisions(self, batch: int, num_drafts: int, num_blocks: int, count: int) -> dict[str, float]:
+        """Microseconds of a decision message of such a step, and of its broadcast alone; on GPUs in a graph, too.
+
+        On GPUs also those of the two kernels that make and compare it, each alone.
+
+        Args:
+            batch: sequences.
+            num_drafts: K.
+            num_blocks: entries of each block table.
+            count: messages that are launched one by one.
+        """
+        assert self._channel is not None
+        group = self._channel.communicator
+        decisions = Decisions(group, self._device)
+        values = torch.arange(batch * (num_drafts + 3), device=self._device).view(batch, -1)
+        numbers = torch.arange(batch * 5, device=self._device).view(batch, -1).unbind(dim=1)[:3]  # as `Slots` has them
+        tables = torch.arange(batch * num_blocks, device=self._device).view(batch, -1)
+        state = [torch.arange(batch, device=self._device), *numbers, tables]
+        packed = torch.zeros(values.numel() + 3, dtype=torch.int32, device=self._device)
+
+        def agree() -> torch.Tensor:
+            return decisions.agree(values, state)
+
+        def broadcast() -> torch.Tensor:
+            return group.broadcast(packed)
+
+        works: dict[str, Callable[[], Any]] = {"decision": agree, "broadcast": broadcast}
+        if self._device.type == "cuda":
+            from baton.kernels.sampling.decision import compare, pack  # CPUs have no use for it
+
+            works["pack"] = partial(pack, values, state, 1)
+            works["compare"] = partial(compare, packed, packed.clone(), values)
+        found: dict[str, float] = {}
+        for name, work in works.items():
+            for _ in range(_WARM):
+                work()
+            self._wait()
+            begin_s = time.perf_counter()
+            for _ in range(count):
+                work()
+            self._wait()
+            found[f"{name}_eager_us"] = 1e6 * (time.perf_counter() - begin_s) / count
+            if self._device.type == "cuda":
+                found[f"{name}_graph_us"] = self._time_graph(work)
+        return found
+
+    @torch.inference_mode()
+    def measure_decode(self, options: DecodeOptions, has_graphs: bool) -> tuple[list[dict[str, Any]], Any]:
+        """Rank 0: the rows of every cell without graphs, or with, and what became of them; the others follow."""
+        assert self._channel is not None
+        group = self._channel.communicator
+        model = load_shape(options, communicator=group, device=self._device)
+        pool = make_pool(options, model, rank=self._rank, size=self._size)
+        gbps = copy_gbps(self._device)
+        runner = make_runner(options, model, pool, group, has_graphs=has_graphs)
+        if self._rank > 0:
+            RankRunner(runner, self._channel).run()
+            return [], None
+        lane = stamp_lane(runner, self._device)
+        lead = Rank0Runner(runner, self._channel)
+        turns = measured_turns({has_graphs: DecodeCells(lead, lane, model, options)}, options)
+        lead.close()
+        rows = [
+            {
+                **identity(options, cell),
+                "tp": self._size,
+                **measured(found),
+                **floors(options, model, cell, found, gbps, num_ranks=self._size),
+            }
+            for cell, found in turns.items()
+        ]
+        return rows, graph_counts(runner)
+
+    def close(self) -> None:
+        """Leave the TP group."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel.communicator.close()
+
+    def _time_graph(self, work: Any) -> float:
+        """Of `work` within a graph that holds it many times."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            work()
+        self._wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            kept = [work() for _ in range(_IN_GRAPH)]
+        graph.replay()
+        self._wait()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(torch.cuda.current_stream(self._device))
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record(torch.cuda.current_stream(self._device))
+        self._wait()
+        assert len(kept) == _IN_GRAPH
+        return float(1e3 * begin.elapsed_time(end) / _REPLAYS / _IN_GRAPH)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,201 @@
+"""`baton bench kernels`: every kernel at the shapes it serves, beside its floor and what else computes the same.
+
+The supervisor: it decides what is measured next, writes down what came of it, and never touches the device. On a GPU
+rows are measured in a child (`bench.kernel_bench.processes`), after several have compiled what the rows need; on a CPU
+in this process, so that the bench itself is tested.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.bench.kernel_bench.baselines import availability
+from baton.bench.kernel_bench.case import KernelCase
+from baton.bench.kernel_bench.collection import Place, find_cases
+from baton.bench.kernel_bench.floor import Rates, measure_rates
+from baton.bench.kernel_bench.options import MEASURED_MS, KernelOptions
+from baton.bench.kernel_bench.processes import Child, Here, Lost, Step, do_all
+from baton.bench.kernel_bench.row import OURS, PREPARE, Measured, RowTask, measure_row
+from baton.bench.result import replace_file, result, spread
+from baton.core.errors import ConfigInvalid
+
+_WARM_SHARE = 0.4  # of the whole limit, at most
+_RATES_LIMIT_S = 120.0
+_MAX_TRIES = 4  # of one row, each without the systems that ended the ones before
+
+Note = Callable[[str], None]
+
+
+def bench_kernels(options: KernelOptions, note: Note = lambda text: None) -> dict[str, Any]:
+    """Measure every row that was asked for.
+
+    Args:
+        options: which.
+        note: told how far it is.
+
+    Raises:
+        ConfigInvalid: no row is like that.
+    """
+    found = find_cases(options.only, is_cpu=options.device == "cpu")
+    if not found.cases and not found.failures:
+        raise ConfigInvalid(f"--only {','.join(options.only)}: no row of this device has it", keys=["only"])
+    run = _Run(options, note, found.cases)
+    run.failures += found.failures
+    run.warm_up()
+    try:
+        run.measure()
+    finally:
+        run.close()
+    return run.data()
+
+
+def _work(task: RowTask | str, step: Step) -> Measured | Rates | dict[str, str]:
+    """What a child does."""
+    if isinstance(task, RowTask):
+        return measure_row(task, step)
+    return availability() if task == "baselines" else measure_rates(task, step)
+
+
+class _Run:
+    """One run: what is to be done, and what came of it so far."""
+
+    def __init__(self, options: KernelOptions, note: Note, cases: Mapping[Place, KernelCase]) -> None:
+        self._options, self._note, self._cases = options, note, cases
+        self._end_s = time.monotonic() + options.limit_s
+        self._child: Child | Here = Child(_work) if options.device == "cuda" else Here(_work)
+        self._without: dict[Place, set[str]] = {place: set() for place in cases}
+        self._head = result("kernels", [])  # asks git, which is too slow for every row
+        self._rates: Rates | None = None
+        self._baselines: dict[str, str] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.failures: list[dict[str, Any]] = []
+        self._skipped = [self._name(place) for place in cases]
+
+    def warm_up(self) -> None:
+        """Compile what the rows need, in several processes; what fails there fails again where it is measured."""
+        options = self._options
+        if options.device != "cuda" or not options.jobs:
+            return
+        # In random order: neighbours need much memory at the same time.
+        places = random.Random(options.seed).sample(list(self._cases), len(self._cases))
+        tasks = [self._task(place, rounds=0) for place in places]
+        begin_s = time.monotonic()
+        end_s = begin_s + _WARM_SHARE * options.limit_s
+        outcomes = do_all(_work, tasks, options.jobs, limit_s=options.case_limit_s, end_s=end_s)
+        num_done = sum(isinstance(outcome, Measured) for outcome in outcomes)
+        self._note(f"{num_done} of {len(places)} rows are compiled after {time.monotonic() - begin_s:.0f} s")
+
+    def measure(self) -> None:
+        """Rates first, then row after row."""
+        if not isinstance(baselines := self._child.do("baselines", _RATES_LIMIT_S), Lost):
+            self._baselines = baselines
+        rates = self._child.do(self._options.device, _RATES_LIMIT_S)
+        if isinstance(rates, Lost):
+            self.failures.append({"kernel": "", "shape": "", "system": "rates", **_said(rates)})
+            return
+        self._rates = rates
+        self._note(f"rates: {rates.as_json()}")
+        for number, (place, case) in enumerate(self._cases.items()):
+            if time.monotonic() >= self._end_s:
+                self._note(f"{len(self._skipped)} rows are left out: the time is over")
+                return
+            row = self._row(place, case)
+            self._skipped.remove(self._name(place))
+            if row:
+                self.rows.append(row)
+            self._note(f"{number + 1} of {len(self._cases)}: {self._name(place)}: {row.get('ms', 'failed')} ms")
+            self._write()
+
+    def close(self) -> None:
+        """End the child; write down what there is."""
+        self._child.close()
+        self._write()
+
+    def data(self) -> dict[str, Any]:
+        """The result so far."""
+        return {
+            **self._head,
+            "rates": self._rates.as_json() if self._rates else {},
+            "baselines": self._baselines,
+            "rounds": self._options.rounds,
+            "failures": self.failures,
+            "skipped": self._skipped,
+            "rows": self.rows,
+        }
+
+    def _row(self, place: Place, case: KernelCase) -> dict[str, Any]:
+        """Ask until no system ends the process that measures."""
+        assert self._rates is not None
+        for _ in range(_MAX_TRIES):
+            limit_s = max(1.0, min(self._options.case_limit_s, self._end_s - time.monotonic()))
+            outcome = self._child.do(self._task(place, rounds=self._options.rounds), limit_s)
+            if isinstance(outcome, Lost):
+                step = outcome.step or PREPARE
+                self.failures.append(self._named(place, {"system": step, **_said(outcome)}))
+                names, is_broken = {step}, True
+            else:
+                self.failures += [self._named(place, failure) for failure in outcome.failures]
+                names, is_broken = {failure["system"] for failure in outcome.failures}, outcome.is_broken
+                if not is_broken:
+                    return make_row(case, outcome, self._rates) if outcome.times_ms else {}
+            if names & {PREPARE, "start"} or time.monotonic() >= self._end_s:
+                return {}
+            self._without[place] |= names
+        return {}
+
+    def _task(self, place: Place, rounds: int) -> RowTask:
+        device = self._options.device
+        without = tuple(sorted(self._without[place]))
+        return RowTask(
+            place=place,
+            device=device,
+            rounds=rounds,
+            measured_ms=MEASURED_MS[device],
+            seed=self._options.seed,
+            without=without,
+        )
+
+    def _name(self, place: Place) -> str:
+        return f"{self._cases[place].kernel} {self._cases[place].shape}"
+
+    def _named(self, place: Place, failure: dict[str, Any]) -> dict[str, Any]:
+        case = self._cases[place]
+        return {"kernel": case.kernel, "shape": case.shape, **failure}
+
+    def _write(self) -> None:
+        if self._options.out is not None:
+            replace_file(self._options.out, json.dumps(self.data(), indent=1) + "\n")
+
+
+def make_row(case: KernelCase, measured: Measured, rates: Rates) -> dict[str, Any]:
+    """What was measured of a case, beside its floor."""
+    times_ms = {name: times for name, times in measured.times_ms.items() if times}
+    floor_ms = rates.floor_ms(case)
+    row: dict[str, Any] = {
+        "kernel": case.kernel,
+        "shape": case.shape,
+        "num_bytes": case.num_bytes,
+        "num_flops": case.num_flops,
+        "num_sets": measured.num_sets,
+        "floor_ms": float(f"{floor_ms:.4g}"),
+        "launch_ms": float(f"{rates.launch_ms:.4g}"),
+    }
+    ours = times_ms.pop(OURS, [])
+    row |= spread("ms", ours)
+    if ours:
+        row |= spread("fraction", [(floor_ms + rates.launch_ms) / ms for ms in ours])
+        row |= spread("gbps", [case.num_bytes / ms / 1e6 for ms in ours])
+        if case.num_flops:
+            row |= spread("tflops", [case.num_flops / ms / 1e9 for ms in ours])
+    for name, times in times_ms.items():
+        row |= spread(f"{name}_ms", times)
+        if ours:
+            row |= spread(f"vs_{name}", [other / mine for other, mine in zip(times, ours, strict=True)])
+    return row | {f"differs_{name}": value for name, value in measured.differs.items()}
+
+
+def _said(lost: Lost) -> dict[str, Any]:
+    said = "was not done in time" if lost.reason == "timeout" else f"ended its process with {lost.exit_code}"
+    return {"error": lost.reason, "message": said}

@@ -1,0 +1,1 @@
+"""`baton bench kv`, and the hand-off between two GPUs."""

@@ -1,0 +1,197 @@
+"""One process of a measurement: it holds a sender, a receiver, or both, and does what the harness asks over a pipe.
+
+Times are CLOCK_MONOTONIC, which all processes of a host share. It refuses to judge: samples go back as they are.
+"""
+
+import os
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from baton.bench.kv_bench import memory as kv_memory
+from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, Receiver, Sender, SystemFailed
+from baton.bench.kv_systems.registry import SYSTEMS
+
+TURN_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """How requests are sent: one after the other until both limits are reached.
+
+    Attributes:
+        first: index of the first request.
+        min_requests: at least so many.
+        max_requests: at most so many.
+        min_s: at least so long.
+        pace_s: between layers; 0 sends them back to back.
+    """
+
+    first: int
+    min_requests: int
+    max_requests: int
+    min_s: float
+    pace_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Pairs of steps (`kv_step`), with requests from `first` on."""
+
+    first: int
+    num_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request as its sender saw it."""
+
+    index: int
+    first_submit_s: float
+    last_submit_s: float
+    submit_s: float  # the median `submit` call took so long
+
+
+@dataclass(slots=True)
+class Side:
+    """What a process holds."""
+
+    cell: Cell
+    sender: Sender | None = None
+    receiver: Receiver | None = None
+    done_s: dict[int, float] = field(default_factory=dict)
+
+    def run(self, phase: Phase) -> list[Sent]:
+        """Send requests."""
+        end_s = time.monotonic() + phase.min_s
+        sent: list[Sent] = []
+        while len(sent) < phase.max_requests and (len(sent) < phase.min_requests or time.monotonic() < end_s):
+            sent.append(self._send(phase.first + len(sent), phase.pace_s))
+        return sent
+
+    def _send(self, index: int, pace_s: float) -> Sent:
+        sender = self.sender
+        assert sender is not None
+        sender.prepare(index)
+        took: list[float] = []
+        last_s = first_s = due_s = time.monotonic()
+        for layer in range(self.cell.workload.num_layers):
+            if pace_s:
+                due_s += pace_s
+                time.sleep(max(0.0, due_s - time.monotonic()))
+            last_s = time.monotonic()
+            if layer == 0:
+                first_s = last_s
+            sender.submit(layer)
+            took.append(time.monotonic() - last_s)
+        sender.finish()
+        sender.wait()
+        return Sent(index, first_s, last_s, sorted(took)[len(took) // 2])
+
+    def collect(self, indices: list[int]) -> dict[int, float]:
+        """When each of these requests was done at the receiver."""
+        receiver = self.receiver
+        assert receiver is not None
+        end_s = time.monotonic() + REQUEST_LIMIT_S
+        while not all(index in self.done_s for index in indices):
+            if time.monotonic() > end_s:
+                raise SystemFailed(f"{sum(i not in self.done_s for i in indices)} requests never arrived")
+            receiver.turn(TURN_S)
+        return {index: self.done_s[index] for index in indices}
+
+    def check(self, indices: list[int]) -> int:
+        """Compare the receiver's whole pool with what these requests, in order, must have left there."""
+        assert self.receiver is not None
+        workload, seed = self.cell.workload, self.cell.seed
+        requests = ((workload.source_blocks(seed, i), workload.target_blocks(seed, i)) for i in indices)
+        return kv_memory.check(self.receiver.blocks, seed, requests)
+
+    def counts(self) -> dict[str, int]:
+        """What sender and receiver counted."""
+        return {
+            **(self.sender.counts if self.sender is not None else {}),
+            **(self.receiver.counts if self.receiver is not None else {}),
+        }
+
+    def busy(self) -> None:
+        """From now on a Python thread never lets the interpreter rest."""
+        threading.Thread(target=spin, name="busy", daemon=True).start()
+
+    def obey(self, request: tuple[str, Any]) -> object:
+        """One command of the harness."""
+        match request:
+            case ("connect", dict() as address):
+                assert self.sender is not None
+                self.sender.connect(address)
+            case ("connect", None):
+                assert self.sender is not None
+                assert self.receiver is not None
+                self.sender.connect(self.receiver.address())
+            case ("run", Phase() as phase):
+                return self.run(phase)
+            case ("steps", StepPlan() as plan):
+                from baton.bench.kv_bench.step import run_steps  # with it comes torch
+
+                return run_steps(self, plan)  # pyright: ignore[reportArgumentType]
+            case ("collect", list() as indices):
+                return self.collect(indices)
+            case ("check", list() as indices):
+                return self.check(indices)
+            case ("counts", None):
+                return self.counts()
+            case ("lane", None):
+                return self.sender.lane if self.sender is not None else ""
+            case ("busy", None):
+                self.busy()
+            case _:
+                raise AssertionError(f"no command {request!r}")
+        return None
+
+    def close(self) -> None:
+        """End both."""
+        if self.sender is not None:
+            self.sender.close()
+        if self.receiver is not None:
+            self.receiver.close()
+
+
+def spin() -> None:
+    """A pure Python loop without end, as a scheduler that never sleeps would be."""
+    number = 0
+    while True:
+        number = (number * 31 + 7) & 0xFFFF
+
+
+def run_side(pipe: Connection, cell: Cell, roles: frozenset[str], log_path: str) -> None:
+    """Main function of the process; ends when the pipe does."""
+    log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    side = Side(cell)
+    try:
+        pipe.send(("ok", _start(side, roles)))
+        while True:
+            if side.receiver is not None and not pipe.poll():
+                side.receiver.turn(TURN_S)
+                continue
+            pipe.send(("ok", side.obey(pipe.recv())))
+    except EOFError:
+        side.close()
+    # The boundary of the process: the harness reports whatever went wrong here as a failed cell.
+    except BaseException:  # noqa: BLE001
+        pipe.send(("failed", traceback.format_exc()))
+        os._exit(1)
+
+
+def _start(side: Side, roles: frozenset[str]) -> Address | None:
+    system, cell = SYSTEMS[side.cell.system], side.cell
+    if "receiver" in roles:
+        side.receiver = system.make_receiver(cell, side.done_s.__setitem__)
+        kv_memory.poison(side.receiver.blocks)
+    if "sender" in roles:
+        side.sender = system.make_sender(cell)
+        kv_memory.fill(side.sender.blocks, cell.seed)
+    return None if side.receiver is None or side.sender is not None else side.receiver.address()

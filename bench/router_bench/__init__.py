@@ -1,0 +1,1 @@
+"""`baton bench router`, `overload` and `routing`."""

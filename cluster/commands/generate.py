@@ -1,0 +1,139 @@
+"""`baton generate`: one completion, streamed to stdout."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from baton.cluster.checkpoint import require_servable
+from baton.cluster.commands.completion import Asked, Completion, Interrupted, OnText, complete_remotely
+from baton.cluster.outcome import ExitCode, Output, exit_code_of
+from baton.cluster.resolve import read_config
+from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, InvalidText
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+_NUMBERS = (
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+)
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt given, or standard input when it is `-`.
+
+    Raises:
+        EmptyPrompt: none was given, or standard input is closed.
+        InvalidText: standard input is not UTF-8.
+    """
+    if prompt is None:
+        raise EmptyPrompt("no prompt: give --prompt TEXT, or --prompt - to read standard input")
+    if prompt != "-":
+        return prompt
+    if sys.stdin is None:  # the typing stubs say that it never is
+        raise EmptyPrompt("no prompt: --prompt - reads standard input, which is closed")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        message = f"standard input is not valid UTF-8 at byte {error.start}"
+        raise InvalidText(message, at=error.start) from error
+
+
+def check_place(local: bool, address: str | None, local_options: dict[str, Any]) -> None:
+    """Check that the options fit the place that answers.
+
+    Raises:
+        ConflictingOptions: --local with --address, or an option of --local without it.
+    """
+    if local and address is not None:
+        raise ConflictingOptions("--local runs in this process and --address asks a deployment; give one of them")
+    given = sorted(name for name, value in local_options.items() if value is not None)
+    if given and not local:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConflictingOptions(f"{names}: a deployment has chosen these when it started; they go with --local")
+
+
+def generate(
+    output: Output, asked: Asked, *, local: bool, address: str | None, local_options: dict[str, Any]
+) -> ExitCode:
+    """Run one request in the place chosen and print it.
+
+    Raises:
+        BatonError: refused, or failed before the first token.
+    """
+    try:
+        if local:
+            completion = _complete_locally(asked, local_options, output.write)
+        else:
+            completion = complete_remotely(address or DEFAULT_ADDRESS, asked, output.write)
+    except Interrupted as interrupted:
+        return _report_interrupted(output, interrupted)
+    output.write("\n")
+    for at, other in enumerate(completion.others, start=1):
+        output.write(f"--- answer {at}\n{other.text}\n")
+    if completion.logprobs is not None and not output.as_json:
+        output.note(_logprob_lines(completion))
+    output.emit(completion.as_data())
+    return ExitCode.OK
+
+
+def more_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams that flags of these names give; what was left out is absent.
+
+    Raises:
+        InvalidSampling: a flag that holds several numbers is written otherwise than its help says.
+    """
+    given: dict[str, Any] = {name: flags[name] for name in _NUMBERS}
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        given[name] = None if flags[name] is None else _ids(name, flags[name])
+    given["bad_words"] = [_ids("bad_words", word) for word in flags["bad_words"] or ()] or None
+    given["logit_bias"] = [_bias(value) for value in flags["logit_bias"] or ()] or None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _ids(name: str, value: str) -> list[int]:
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError as error:
+        flag = name.replace("_", "-")
+        raise InvalidSampling(f"--{flag} {value[:80]!r}: token ids are written like 1,2,3", field=name) from error
+
+
+def _bias(value: str) -> tuple[int, float]:
+    token, _, bias = value.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        message = f"--logit-bias {value[:80]!r}: a bias is written like 15=-2.5"
+        raise InvalidSampling(message, field="logit_bias") from error
+
+
+def _logprob_lines(completion: Completion) -> str:
+    lines = []
+    for report in completion.logprobs or ():
+        top = " ".join(f"{token_id}:{logprob:.3f}" for token_id, logprob in report.top)
+        lines.append(f"token {report.token_id}: logprob {report.logprob:.3f}, rank {report.rank}  {top}".rstrip())
+    return "\n".join(lines)
+
+
+def _complete_locally(asked: Asked, options: dict[str, Any], on_text: OnText) -> Completion:
+    config = read_config(None, options)
+    require_servable(config)
+    from baton.cluster.commands.local import LocalCompleter  # imports torch
+
+    return LocalCompleter(config).complete(asked, on_text)
+
+
+def _report_interrupted(output: Output, interrupted: Interrupted) -> ExitCode:
+    output.write("\n")
+    error = interrupted.error
+    code = exit_code_of(error)
+    code = code if code is ExitCode.TIMEOUT else ExitCode.PARTIAL
+    if output.as_json:
+        data = {"text": interrupted.text, "token_ids": interrupted.token_ids, "finish_reason": "error"}
+        output.emit(data | {"error": type(error).__name__, "message": error.message, "exit_code": code})
+    return output.fail(error, code)

@@ -1,0 +1,1 @@
+"""What `baton doctor` looks at."""

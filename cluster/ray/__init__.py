@@ -1,0 +1,1 @@
+"""Ray beneath a deployment: sessions, actors, certificates."""

@@ -1,0 +1,84 @@
+"""What a private Ray lets in: this process's certificate and token, on loopback, and nothing else.
+
+Ray's own settings are read from the environment, once a process, and by every process that it starts. They hold while
+a private Ray is started and are taken back after, so that neither another Ray of this process nor other children of
+it see them. The token is never in a command line and never in a file; the certificate's key is in a file that only
+this account reads, because Ray takes it from nowhere else.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from baton.cluster.private_files import PRIVATE_UMASK
+from baton.cluster.ray import certificates as ray_certificates
+
+LOOPBACK: Final = "127.0.0.1"
+TOKEN_VARIABLES: Final = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+SETTINGS: Final[Mapping[str, str]] = {
+    "RAY_AUTH_MODE": "token",
+    # Of what knows no token: the metrics of Ray's agents, and of its autoscaler, which has no switch but takes no such
+    # port, says so in its log, and goes on.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "RAY_worker_niceness": "0",  # Ray's default is 15: behind whatever else the host does
+}
+
+
+@contextmanager
+def closed_doors(token: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """What `ray.init(address="local")` is called in; yields more of its options.
+
+    Files that Ray's processes write are readable by this account alone. The token stays known to Ray in this process
+    until `read_settings` is called after the end of it.
+
+    Args:
+        token: of this Ray; random.
+        folder: for its certificate, made here. It has to stay as long as Ray runs.
+    """
+    certificate = ray_certificates.private_settings(folder, LOOPBACK)
+    settings = {**SETTINGS, **certificate, "RAY_AUTH_TOKEN": token}
+    before = {name: os.environ.get(name) for name in (*settings, *TOKEN_VARIABLES)}
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    os.environ.update(settings)
+    # Otherwise Ray takes a loopback address for an oversight, and listens on every interface.
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    is_cluster = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    umask = os.umask(PRIVATE_UMASK)
+    try:
+        read_settings()
+        yield {"_node_ip_address": LOOPBACK}
+    finally:
+        os.umask(umask)
+        constants.ENABLE_RAY_CLUSTER = is_cluster
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def read_settings() -> bool:
+    """Have Ray read the environment again: it keeps settings and token from when it first needed them.
+
+    Returns:
+        Whether it has the token that it needs.
+    """
+    raylet: Any = importlib.import_module("ray._raylet")
+    raylet.Config.initialize("")
+    loader = raylet.AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    return os.environ.get("RAY_AUTH_MODE", "").lower() != "token" or bool(loader.has_token(ignore_auth_mode=True))
+
+
+def token_header() -> tuple[tuple[str, str], ...]:
+    """The environment's token as Ray's calls carry it; empty if it says that none is asked for."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return ()
+    raylet: Any = importlib.import_module("ray._raylet")
+    headers: Mapping[str, str] = raylet.AuthenticationTokenLoader.instance().get_token_for_http_header()
+    return tuple((name.lower(), value) for name, value in headers.items())

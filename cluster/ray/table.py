@@ -1,0 +1,55 @@
+"""`python -m baton.cluster.ray.table HOST:PORT`: what a cluster's head knows, asked without joining: nodes and actors.
+
+Prints one JSON object. A process of its own: Ray's client may wait, or end its process, when a head goes away.
+"""
+
+import importlib
+import json
+import sys
+from typing import Any
+
+from baton.cluster.ray.session import import_ray, prepare_environment, require_ray, require_token, require_token_taken
+from baton.core.errors import BatonError
+
+EXIT_PRECONDITION = 3
+
+
+def read_table(address: str) -> dict[str, Any]:
+    """Live nodes by their address, and state and node of each named actor.
+
+    Raises:
+        BatonError: there is no token to ask with, nobody answers there, or it is another Ray.
+    """
+    prepare_environment()
+    import_ray()
+    require_token(address)
+    require_ray(address)
+    require_token_taken(address)
+    # There is no public way to ask a head without joining; the version is pinned.
+    state: Any = importlib.import_module("ray._private.state")
+    raylet: Any = importlib.import_module("ray._raylet")
+    table = state.GlobalState()
+    table._initialize_global_state(
+        raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+    )
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in table.node_table() if node["Alive"]}
+    actors = [
+        {"name": actor["Name"], "state": actor["State"], "node": nodes.get(actor["Address"]["NodeID"], "")}
+        for actor in table.actor_table(None).values()
+        if actor["Name"] and actor["State"] != "DEAD"
+    ]
+    return {"nodes": sorted(nodes.values()), "actors": sorted(actors, key=lambda actor: str(actor["name"]))}
+
+
+def main() -> int:
+    """Print it, or the error."""
+    try:
+        print(json.dumps(read_table(sys.argv[1])))
+    except BatonError as error:
+        print(json.dumps({"error": error.to_wire()}))
+        return EXIT_PRECONDITION
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Noticing workers that are dead for good, without ever waiting for one.
+
+Ray restarts a worker that dies, a few times; only one that it has given up counts here, and may be started again yet.
+A worker that hangs is the router's business: its heartbeats stop.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.cluster.ray.actors import error_from_ray
+from baton.core.errors import WorkerLost
+
+_logger = logging.getLogger(__name__)
+
+
+class WorkerWatch:
+    """One outstanding question to every worker that lives.
+
+    Args:
+        ray: the module, connected.
+        actors: handle of each worker, by worker id.
+        roles: role of each worker, by worker id.
+        on_dead: told of each dead worker, and why; returns whether it will be started again, and so is not lost.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        actors: Mapping[str, Any],
+        roles: Mapping[str, str],
+        on_dead: Callable[[str, str], bool],
+    ) -> None:
+        self._on_dead = on_dead
+        self._ray = ray
+        self._actors = dict(actors)
+        self._roles = roles
+        self._dead: dict[str, str] = {}
+        self._asked = {actor.pid.remote(): worker_id for worker_id, actor in self._actors.items()}
+
+    def check(self) -> None:
+        """Look at the answers that are there, and ask again. Each dead worker is logged once.
+
+        Raises:
+            WorkerLost: a role has no worker left.
+        """
+        answered: list[Any] = []
+        if self._asked:
+            answered, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        for reference in answered:
+            worker_id = self._asked.pop(reference)
+            try:
+                self._ray.get(reference)
+            except self._ray.exceptions.ActorDiedError as error:
+                self._bury(worker_id, str(error))
+                continue
+            except self._ray.exceptions.RayError:
+                pass  # between two incarnations; the next answer tells
+            self._asked[self._actors[worker_id].pid.remote()] = worker_id
+        self._require_every_role()
+
+    def _bury(self, worker_id: str, said: str) -> None:
+        why = str(error_from_ray(said))
+        if self._on_dead(worker_id, why):
+            return
+        self._dead[worker_id] = why
+        _logger.error("worker %s is dead and will not be restarted: %s", worker_id, self._dead[worker_id])
+
+    def _require_every_role(self) -> None:
+        for role in sorted({self._roles[worker_id] for worker_id in self._dead}):
+            ids = [worker_id for worker_id in self._actors if self._roles[worker_id] == role]
+            if all(worker_id in self._dead for worker_id in ids):
+                message = (
+                    f"no {role} worker is left: {', '.join(ids)} died more often than a worker is started again; "
+                    f"find out why ({self._dead[ids[-1]]}), then start the deployment again"
+                )
+                raise WorkerLost(message, role=role, worker_ids=ids)

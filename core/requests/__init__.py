@@ -1,0 +1,1 @@
+"""What a request asks for, and what its answer is made of."""

@@ -1,0 +1,140 @@
+"""What an answer is made of: thoughts, tool calls and text, as one grammar of kind `structure`.
+
+The router writes a structure for each chat whose answer is bound and may hold more than one thing; the engine makes a
+grammar of it (`engine.grammar.structure`). Its JSON form is part of the gRPC interface (`Grammar.structure`).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from baton.core.errors import InvalidGrammar
+
+STRUCTURE: Final = "structure"  # the kind of grammar
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+MAX_TOOLS: Final = 1024
+TOOL_NAME: Final = r"^[A-Za-z0-9_.:-]{1,64}$"
+_KEYS: Final = frozenset(("thought", "calls", "tools", "parallel", "tagged", "text"))
+
+
+class Thought(StrEnum):
+    """Whether the answer begins with a thought, which is free text up to `</think>`."""
+
+    NONE = "none"
+    OPTIONAL = "optional"  # if it begins with `<think>`
+    OPEN = "open"  # the prompt ends with `<think>`
+
+
+class Calls(StrEnum):
+    """Whether the answer holds tool calls."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"  # and nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A function that may be called.
+
+    Attributes:
+        name: what it is called by.
+        parameters: the JSON Schema of its arguments; None: any JSON object.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] | bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerStructure:
+    """A thought, then calls of these tools or a text.
+
+    Attributes:
+        thought: whether a thought comes first.
+        calls: whether there are calls.
+        tools: what may be called.
+        parallel: more than one call.
+        tagged: arguments are tags (`<parameter=NAME>`, Qwen3-Coder) where their schema allows it, else JSON (Hermes).
+        text: the kind and text of the grammar that a text matches, where there are no calls; None: any text, with calls
+            among it.
+    """
+
+    thought: Thought = Thought.NONE
+    calls: Calls = Calls.NONE
+    tools: tuple[CallableTool, ...] = ()
+    parallel: bool = True
+    tagged: bool = False
+    text: tuple[str, str] | None = None
+
+    def to_json(self) -> str:
+        """For `from_json`; equal structures are equal texts."""
+        data: dict[str, Any] = {"thought": self.thought, "calls": self.calls}
+        if self.tools:
+            data["tools"] = [
+                {"name": tool.name} | ({} if tool.parameters is None else {"parameters": tool.parameters})
+                for tool in self.tools
+            ]
+            data |= {"parallel": self.parallel, "tagged": self.tagged}
+        if self.text is not None:
+            data["text"] = {"kind": self.text[0], "text": self.text[1]}
+        return json.dumps(data, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "AnswerStructure":
+        """The structure that a client wrote. Schemas and grammars in it are not looked at.
+
+        Raises:
+            InvalidGrammar: it is none.
+        """
+        try:
+            data: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _refusal(str(error)) from error
+        _require(isinstance(data, dict), "is no object")
+        unknown = sorted(data.keys() - _KEYS)
+        _require(not unknown, f"has no {''.join(unknown[:1])[:40]!r}")
+        try:
+            thought, calls = Thought(data.get("thought", "none")), Calls(data.get("calls", "none"))
+        except ValueError as error:
+            raise _refusal(str(error)) from error
+        tools = data.get("tools", [])
+        _require(isinstance(tools, list) and len(tools) <= MAX_TOOLS, f"tools is no list of at most {MAX_TOOLS}")
+        _require(bool(tools) == (calls is not Calls.NONE), "tools and calls go together")
+        flags = {name: data.get(name, default) for name, default in (("parallel", True), ("tagged", False))}
+        _require(all(isinstance(flag, bool) for flag in flags.values()), "parallel and tagged are true or false")
+        found = None if data.get("text") is None else _text(data["text"])
+        _require(found is not None or calls is not Calls.NONE, "has neither calls nor a text")
+        _require(found is None or calls is not Calls.REQUIRED, "calls are required, so that there is no text")
+        return cls(thought=thought, calls=calls, tools=tuple(map(_tool, tools)), text=found, **flags)
+
+
+def _tool(data: Any) -> CallableTool:
+    _require(isinstance(data, dict) and data.keys() <= {"name", "parameters"}, "a tool has a name and parameters")
+    name, parameters = data.get("name"), data.get("parameters")
+    if not isinstance(name, str) or re.fullmatch(TOOL_NAME, name) is None:
+        raise _refusal("a tool has no usable name")
+    _require(parameters is None or isinstance(parameters, dict | bool), f"{name}: parameters are no JSON Schema")
+    return CallableTool(name, parameters)
+
+
+def _text(data: Any) -> tuple[str, str]:
+    _require(isinstance(data, dict) and data.keys() <= {"kind", "text"}, "text has a kind and a text")
+    kind, text = data.get("kind"), data.get("text", "")
+    if not isinstance(kind, str) or not isinstance(text, str):
+        raise _refusal("text has a kind and a text")
+    _require(kind != STRUCTURE, "its text is no structure")
+    return kind, text
+
+
+def _refusal(why: str) -> InvalidGrammar:
+    return InvalidGrammar(f"{STRUCTURE}: {why}"[:300], kind=STRUCTURE)
+
+
+def _require(holds: bool, why: str) -> None:
+    if not holds:
+        raise _refusal(why)

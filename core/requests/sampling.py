@@ -1,0 +1,217 @@
+"""What a request may ask of the sampler, and the check that it asks nothing impossible.
+
+This module owns the names, defaults and ranges. It refuses bad values with a typed error before anything is
+allocated; the sampler itself (engine.sampler) never validates. Names and meanings are those of the OpenAI API and vLLM.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from baton.core.errors import InvalidSampling
+from baton.core.requests.grammar_check import check_grammar
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LEN = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_TEMPERATURE = 100.0
+SEED_LIMIT = 1 << 63
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, a float32 logit may overflow
+MAX_ADDED_PENALTY = 2.0
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LEN = 32
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_LOGPROBS = 20
+MAX_CHOICES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What the answer must be, as the client wrote it.
+
+    Attributes:
+        kind: "json_schema", "regex", "grammar" (Lark-like, or EBNF with `::=`) or "json_object" (any JSON object).
+        text: the schema, regex or grammar; empty for "json_object".
+    """
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    The logits of a position are changed in this order: grammar, `allowed_token_ids`, `min_tokens`, `bad_words` (each
+    removes tokens; one that would leave none is ignored there), `logit_bias`, repetition, frequency and presence
+    penalty, temperature, min-p, top-k, top-p. What has been generated includes drafts that come before the position.
+
+    Attributes:
+        max_tokens: at most this many tokens are generated, >= 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
+        min_p: keep tokens at least this likely relative to the likeliest, in [0, 1].
+        seed: 63-bit key of every draw of this request; equal seeds give equal tokens.
+        stop: generation ends when one of these strings is complete in the text, which ends before it. The first that is
+            complete counts (`core.requests.stop_matcher`).
+        stop_token_ids: generation ends with any of these tokens (emitted, like EOS; its text is left out).
+        ignore_eos: the model's end-of-sequence token does not end generation.
+        min_tokens: EOS and stop tokens cannot be chosen, and no stop string ends, before so many tokens.
+        logit_bias: (token id, number added to its logit), each token once.
+        repetition_penalty: logits of tokens in the prompt or generated before are divided by it if positive, else
+            multiplied; 1 is off.
+        presence_penalty: subtracted from the logits of tokens generated before, in [-2, 2].
+        frequency_penalty: subtracted as often as the token was generated, in [-2, 2].
+        bad_words: sequences of tokens of which the last is never generated after all those before it were.
+        allowed_token_ids: only these can be chosen; None allows all.
+        logprobs: report each chosen token's log-probability and rank, and the likeliest so many tokens (0 ... 20) with
+            theirs, all from the model's raw logits; None reports nothing.
+        prompt_logprobs: the same of every prompt token but the first, which nothing precedes.
+        n: answers to make, each by its own draws.
+        grammar: only texts that match it are generated; None leaves the text free.
+        include_stop_str_in_output: the text holds the stop string, or the stop token's text, that ended it.
+        skip_special_tokens: special tokens are left out of the text.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    grammar: GrammarSpec | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on how often tokens came before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def as_data(self) -> dict[str, Any]:
+        """JSON-able values by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "SamplingParams":
+        """The parameters that `as_data` wrote, after a way through JSON."""
+        grammar = data.get("grammar")
+        values = {name: _frozen(value) for name, value in data.items() if name != "grammar"}
+        return cls(**values, grammar=None if grammar is None else GrammarSpec(**grammar))
+
+    def validate(self, vocab_size: int) -> None:
+        """Check every value against its range.
+
+        Raises:
+            InvalidSampling: a value is NaN, negative or out of range; the field is named.
+            InvalidGrammar: the grammar is none, as far as can be seen without compiling it.
+        """
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
+        _require_between("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _require(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or positive")
+        _require(
+            math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0,
+            "top_p",
+            self.top_p,
+            "must be above 0 and at most 1",
+        )
+        _require_between("min_p", self.min_p, 0.0, 1.0)
+        _require(0 <= self.seed < SEED_LIMIT, "seed", self.seed, "must be in [0, 2^63)")
+        self._validate_stops(vocab_size)
+        self._validate_penalties(vocab_size)
+        self._validate_masks(vocab_size)
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"must be between 0 and {MAX_LOGPROBS}")
+        _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"must be between 1 and {MAX_CHOICES}")
+        if self.grammar is not None:
+            # A grammar ends with EOS; what would follow it has no grammar.
+            _require(not self.ignore_eos, "ignore_eos", True, "cannot go with a grammar, which ends at EOS")
+            check_grammar(self.grammar.kind, self.grammar.text)
+
+    def validate_lengths(self) -> None:
+        """Check what `max_tokens` decides, for values that were checked with another one.
+
+        Raises:
+            InvalidSampling: `max_tokens` or `min_tokens` is out of range.
+        """
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
+        why = f"must be between 0 and max_tokens, {self.max_tokens}"
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, why)
+
+    def _validate_stops(self, vocab_size: int) -> None:
+        num_stop = len(self.stop)
+        _require(num_stop <= MAX_STOP_STRINGS, "stop", num_stop, f"at most {MAX_STOP_STRINGS}")
+        for text in self.stop:
+            _require(text != "", "stop", text, "an empty stop string would end every request")
+            limit = f"at most {MAX_STOP_STRING_LEN} characters"
+            _require(len(text) <= MAX_STOP_STRING_LEN, "stop", len(text), limit)
+        num_ids = len(self.stop_token_ids)
+        _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, "too many")
+        _require_tokens("stop_token_ids", self.stop_token_ids, vocab_size)
+        self.validate_lengths()
+
+    def _validate_penalties(self, vocab_size: int) -> None:
+        _require_between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        _require_between("presence_penalty", self.presence_penalty, -MAX_ADDED_PENALTY, MAX_ADDED_PENALTY)
+        _require_between("frequency_penalty", self.frequency_penalty, -MAX_ADDED_PENALTY, MAX_ADDED_PENALTY)
+        num_biases = len(self.logit_bias)
+        _require(num_biases <= MAX_LOGIT_BIASES, "logit_bias", num_biases, f"at most {MAX_LOGIT_BIASES} tokens")
+        ids = [token for token, _ in self.logit_bias]
+        _require_tokens("logit_bias", ids, vocab_size)
+        _require(len(set(ids)) == num_biases, "logit_bias", num_biases, "a token is named twice")
+        for _, bias in self.logit_bias:
+            _require_between("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+    def _validate_masks(self, vocab_size: int) -> None:
+        num_words = len(self.bad_words)
+        _require(num_words <= MAX_BAD_WORDS, "bad_words", num_words, f"at most {MAX_BAD_WORDS} sequences")
+        for word in self.bad_words:
+            fits = 1 <= len(word) <= MAX_BAD_WORD_LEN
+            _require(fits, "bad_words", len(word), f"a sequence has 1 to {MAX_BAD_WORD_LEN} tokens")
+            _require_tokens("bad_words", word, vocab_size)
+        if self.allowed_token_ids is not None:
+            num_ids = len(self.allowed_token_ids)
+            why = f"1 to {MAX_ALLOWED_TOKEN_IDS} tokens, or none given at all"
+            _require(1 <= num_ids <= MAX_ALLOWED_TOKEN_IDS, "allowed_token_ids", num_ids, why)
+            _require_tokens("allowed_token_ids", self.allowed_token_ids, vocab_size)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _require_between(field: str, value: float, low: float, high: float) -> None:
+    _require(math.isfinite(value) and low <= value <= high, field, value, f"must be between {low:g} and {high:g}")
+
+
+def _require_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token in token_ids:
+        _require(0 <= token < vocab_size, field, token, f"not a token of this model, which has {vocab_size}")
+
+
+def _require(holds: bool, field: str, value: object, why: str) -> None:
+    if not holds:
+        shown = repr(value)[:80]
+        raise InvalidSampling(f"{field} = {shown}: {why}", field=field, value=shown)

@@ -1,0 +1,1 @@
+"""Constrained decoding: grammars over tokens."""

@@ -1,0 +1,252 @@
+"""Decode-only steps whose passes are replayed from CUDA graphs.
+
+A step is padded to the next captured size and width and computed by three kinds of graphs (`passes`, `graph_key`). What
+lies between them (drafts from logits, verification, sampling, grammars, log-probabilities) is launched as it comes,
+over the real sequences alone, whatever the plan asks. A step that no graph fits runs eagerly; the reason is counted,
+and logged once. Which graphs there are is decided before the first step and is the same at every rank.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+
+from baton.core.cuda_graphs import CudaGraphConfig
+from baton.core.numerics import Numerics
+from baton.engine.graphs.backend import CudaBackend, GraphBackend
+from baton.engine.graphs.capture import capture_together
+from baton.engine.graphs.key import (
+    EagerReason,
+    GraphKey,
+    GraphKind,
+    GraphSizes,
+    default_sizes,
+    default_widths,
+    max_invariant_entries,
+)
+from baton.engine.graphs.static_pass import StaticPass
+from baton.engine.step.batch import DecodeRows
+from baton.engine.step.passes import EagerPasses, Hidden, Passes
+from baton.kernels.implementation import Implementation
+from baton.kvcache.pool import KVPool
+from baton.model.model import Model
+from baton.model.parallel import Alone, Communicator
+
+_MAX_TOLD = 8  # one line for each graph that failed, up to so many; `GraphCounts` has them all
+_ENTRIES_PER_BLOCK = (
+    4  # tables of a graph, together, over blocks of the pool: a batch of unequal lengths has some to spare
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """What was replayed and what was not; written by the lane, read by anybody.
+
+    Attributes:
+        num_captured: graphs.
+        failed: why, by the name of each graph that could not be captured.
+        num_steps_replayed: steps.
+        num_steps_eager: steps computed as they came, by the reason.
+        num_sequences_padded: sequences that replayed steps were padded with.
+    """
+
+    num_captured: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    num_steps_replayed: int = 0
+    num_steps_eager: dict[EagerReason, int] = field(default_factory=lambda: dict.fromkeys(EagerReason, 0))
+    num_sequences_padded: int = 0
+
+
+class GraphedStep:
+    """The captured graphs of a runner; `capture` comes first.
+
+    Args:
+        model: of the runner.
+        pool: of the runner.
+        sizes: which graphs to capture.
+        backend: how.
+        communicator: of the runner's ranks, which all capture at the same time; alone if None.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        sizes: GraphSizes,
+        backend: GraphBackend,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.counts = GraphCounts()
+        self._model = model
+        self._pool = pool
+        self._sizes = sizes
+        self._backend = backend
+        self._communicator = communicator or Alone()
+        self._graphs: dict[GraphKey, StaticPass] = {}
+        self._told: set[EagerReason] = set()
+
+    def capture(self) -> None:
+        """Capture every graph that all ranks can; the others are told of here, and counted.
+
+        Raises:
+            WorkerStartFailed: this rank failed where others wait for it.
+            WorkerLost: another rank is gone, or captures other graphs.
+        """
+        start_s = time.monotonic()
+        candidates = (_Candidate(key, self._model, self._pool, self._backend) for key in self._sizes.keys())
+        captured = capture_together(self._communicator, candidates)
+        self._graphs = {item.key: item.made() for item in captured.graphs}
+        self.counts.num_captured, self.counts.failed = len(captured.graphs), captured.failed
+        for name, why in islice(captured.failed.items(), _MAX_TOLD):
+            log.warning("no CUDA graph for %s, which is computed as it comes: %s", name, why)
+        if len(captured.failed) > _MAX_TOLD:
+            log.warning("and none for %d others", len(captured.failed) - _MAX_TOLD)
+        log.info("captured %d decode graphs in %.1f s", len(captured.graphs), time.monotonic() - start_s)
+
+    def passes(self, rows: DecodeRows, num_drafts: int, max_context_len: int) -> Passes:
+        """The passes of a step of these decode rows alone: replayed, or eager if no graph fits."""
+        num_sequences, num_blocks = rows.block_tables_BM.shape
+        graphs = self._find(num_sequences, num_blocks, num_drafts)
+        if isinstance(graphs, EagerReason):
+            self._tell(graphs, num_sequences, num_drafts, max_context_len)
+            return EagerPasses(self._model, self._pool, rows, max_context_len)
+        self.counts.num_steps_replayed += 1
+        self.counts.num_sequences_padded += graphs[GraphKind.VERIFY].key.num_sequences - num_sequences
+        return _ReplayedPasses(graphs, rows)
+
+    def _find(self, num_sequences: int, num_blocks: int, num_drafts: int) -> dict[GraphKind, StaticPass] | EagerReason:
+        """The graphs of a step."""
+        shape = self._sizes.shape_for(num_sequences, num_blocks)
+        if isinstance(shape, EagerReason):
+            return shape
+        keys = self._sizes.step_keys(shape, num_drafts)
+        if isinstance(keys, EagerReason):
+            return keys
+        graphs = [self._graphs.get(key) for key in keys]
+        found = {graph.key.kind: graph for graph in graphs if graph is not None}
+        return found if len(found) == len(keys) else EagerReason.FAILED
+
+    def _tell(self, reason: EagerReason, num_sequences: int, num_drafts: int, max_context_len: int) -> None:
+        self.counts.num_steps_eager[reason] += 1
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning(
+                "a decode step of %d sequences with %d drafts and contexts up to %d has no CUDA graph: %s",
+                num_sequences,
+                num_drafts,
+                max_context_len,
+                reason.value,
+            )
+
+
+class _ReplayedPasses:
+    """The passes of one step as graphs; see `passes.Passes`."""
+
+    def __init__(self, graphs: dict[GraphKind, StaticPass], rows: DecodeRows) -> None:
+        self._graphs = graphs
+        self._rows = rows
+
+    def draft(self, token_B: torch.Tensor, hidden_BD: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
+        return self._graphs[GraphKind.DRAFT].replay(token_B[:, None], position_B, self._rows, hidden_BD)
+
+    def trunk(self, ids_BQ: torch.Tensor | None, first_B: torch.Tensor | None) -> Hidden:
+        assert ids_BQ is not None and first_B is not None
+        return None, self._graphs[GraphKind.VERIFY].replay(ids_BQ, first_B, self._rows, None)
+
+    def extend(
+        self,
+        prompt: tuple[torch.Tensor, torch.Tensor] | None,
+        decode: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    ) -> Hidden:
+        assert prompt is None and decode is not None
+        ids_BQ, trunk_TD, first_B = decode
+        return None, self._graphs[GraphKind.DRAFT_PREFILL].replay(ids_BQ, first_B, self._rows, trunk_TD)
+
+
+class _Candidate:
+    """One graph on its way; see `graph_capture.Candidate`."""
+
+    def __init__(self, key: GraphKey, model: Model, pool: KVPool, backend: GraphBackend) -> None:
+        self.key = key
+        self.name = str(key)
+        self._model = model
+        self._pool = pool
+        self._backend = backend
+        self._pass: StaticPass | None = None
+
+    def require(self) -> None:
+        """The buffers are made here, too: memory that is not there is a rank's no, not its end."""
+        made = StaticPass(self.key, self._model, self._pool)
+        self._backend.require(made.num_bytes)
+        self._pass = made
+
+    def warm_up(self) -> None:
+        self.made().warm_up(self._backend)
+
+    def capture(self) -> None:
+        self.made().capture(self._backend)
+
+    def made(self) -> StaticPass:
+        assert self._pass is not None
+        return self._pass
+
+
+def graph_sizes(
+    model: Model,
+    pool: KVPool,
+    *,
+    max_num_sequences: int,
+    num_draft_tokens: int,
+    max_model_len: int,
+    sizes: Sequence[int] = (),
+) -> GraphSizes:
+    """The graphs that a runner may need; `sizes` are an operator's own."""
+    layout, config = pool.layout, model.config
+    max_context_len = min(config.max_model_len, max_model_len + num_draft_tokens)
+    max_entries = _ENTRIES_PER_BLOCK * pool.num_blocks
+    if model.numerics is Numerics.INVARIANT and model.implementation is Implementation.REFERENCE:
+        max_entries = min(max_entries, max_invariant_entries(layout.num_layers, layout.block_size))
+    return GraphSizes(
+        sizes=tuple(sizes) or default_sizes(max_num_sequences),
+        widths=default_widths(-(-max_context_len // layout.block_size)),
+        num_draft_tokens=num_draft_tokens,
+        max_entries=max_entries,
+    )
+
+
+def graphed_step(
+    model: Model,
+    pool: KVPool,
+    config: CudaGraphConfig,
+    *,
+    max_num_sequences: int,
+    num_draft_tokens: int,
+    max_model_len: int,
+    communicator: Communicator | None = None,
+) -> GraphedStep | None:
+    """The step of a runner with these limits, its graphs captured; None where there are to be none.
+
+    Raises:
+        ConfigInvalid: sizes that do not fit the device or the runner.
+        StartupError: see `GraphedStep.capture`.
+        WorkerLost: see `GraphedStep.capture`.
+    """
+    config.require_fits(device=pool.device.type, max_num_seqs=max_num_sequences)
+    if config.mode == "off" or pool.device.type != "cuda":
+        return None
+    sizes = graph_sizes(
+        model,
+        pool,
+        max_num_sequences=max_num_sequences,
+        num_draft_tokens=num_draft_tokens,
+        max_model_len=max_model_len,
+        sizes=config.sizes,
+    )
+    step = GraphedStep(model, pool, sizes, CudaBackend(pool.device, communicator or Alone()), communicator)
+    step.capture()
+    return step

@@ -1,0 +1,216 @@
+"""Every kernel that serving launches, compiled before a worker says that it is ready, so that no stream waits for it.
+
+Two parts: the model's passes (`pass_warm_up`), and here what lies between them: sequences placed in slots, and tokens
+chosen from logits, with every cut, edit, grammar and report that requests may ask for, for each number of drafts, by
+the functions of the steps themselves. What is compiled after all, later, `kernels.compiles` counts and tells.
+
+Legend: B sequences, K draft tokens, Q = K + 1 rows, F prompts that end, V vocabulary, D hidden size.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from baton.core.numerics import Numerics
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.grammar.masks import WORD_BITS, GrammarMasks
+from baton.engine.grammar.rows import GrammarRows
+from baton.engine.graphs.pass_warm_up import Reach, classes, warm_up_decode_passes, warm_up_prefill_passes
+from baton.engine.sampling.history import Lookahead, SampledSequence
+from baton.engine.sampling.kernel_choice import next_token
+from baton.engine.sampling.logprobs import LOGITS_ROWS, logprobs_of, step_logprobs
+from baton.engine.sampling.sampler import SamplingRows, looks_ahead
+from baton.engine.sampling.sampling_table import rows_of
+from baton.engine.speculation.drafting import over_vocabulary
+from baton.engine.speculation.kernel_verifier import KernelVerifier
+from baton.engine.speculation.verify import Verifier
+from baton.engine.step.batch import DecodeRows
+from baton.engine.step.passes import Hidden
+from baton.engine.step.slots import DecodeState
+from baton.engine.step.step import DecodeInputs, extend, sample
+from baton.kernels.fused_copy import fused_copy
+from baton.kernels.implementation import Implementation
+from baton.kvcache.pool import KVPool
+from baton.model.model import Model
+
+__all__ = ["Reach", "warm_up_decode", "warm_up_heads", "warm_up_prefill", "warm_up_prompts", "warm_up_steps"]
+
+_CUTS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1},
+)
+_BIAS: dict[str, Any] = {"logit_bias": ((0, 1.0),)}
+_PENALTY: dict[str, Any] = {"presence_penalty": 1.0}
+_ASKED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    *_CUTS,
+    {"temperature": 1.0, **_BIAS},
+    *({"temperature": 0.0, **edits} for edits in (_BIAS, _PENALTY, _BIAS | _PENALTY)),
+    *({"temperature": 0.0, "logprobs": num_top} for num_top in (0, 1)),
+)
+_GREEDY: dict[str, Any] = {"temperature": 0.0}
+_COPY_LIMIT_S = 60.0
+_MAX_HEAD_ROWS = 512  # beyond, no product is another form, and logits of more rows take much memory
+
+
+def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
+    """For prompts, in steps of any size; all ranks at the same time."""
+    if is_compiled(model):
+        warm_up_prefill_passes(model, pool, reach)
+        warm_up_heads(model, max(reach.num_sequences, LOGITS_ROWS))
+    if is_needed(model):
+        warm_up_prompts(model)
+
+
+def warm_up_decode(model: Model, pool: KVPool, reach: Reach, verifier: Verifier, num_draft_tokens: int) -> None:
+    """For decode steps of any size, with up to so many drafts; all ranks at the same time."""
+    _place(pool.device)
+    if is_compiled(model):
+        warm_up_decode_passes(model, pool, reach, num_draft_tokens)
+        warm_up_heads(model, reach.num_sequences * (num_draft_tokens + 1))
+    if is_needed(model):
+        warm_up_steps(model, verifier, num_draft_tokens)
+
+
+def _place(device: torch.device) -> None:
+    """As a sequence comes to its slot, which is by a kernel on every GPU, whoever computes the model."""
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    running = fused_copy([(number, torch.zeros_like(number))], device)
+    running.wait(_COPY_LIMIT_S)
+
+
+def is_compiled(model: Model) -> bool:
+    """Whether the passes are by kernels that are compiled."""
+    return model.device.type == "cuda" and model.implementation is Implementation.TRITON
+
+
+def is_needed(model: Model) -> bool:
+    """Whether there is anything to compile for choosing tokens."""
+    return model.choosing is Implementation.TRITON and model.device.type == "cuda"
+
+
+@torch.inference_mode()
+def warm_up_heads(model: Model, num_rows: int) -> None:
+    """Logits of up to so many rows, where kernels compute them: in invariant numerics; else the library does."""
+    if model.numerics is not Numerics.INVARIANT:
+        return
+    for count in classes(min(num_rows, _MAX_HEAD_ROWS)):
+        model.logits(_hidden(model, count))
+        if model.with_mtp:
+            model.draft_logits(_hidden(model, count))
+
+
+@torch.inference_mode()
+def warm_up_prompts(model: Model) -> None:
+    """For the first token of a prompt, its first draft, and its log-probabilities."""
+    assert model.choosing is not None
+    for params in _params():
+        sampling, hidden_FD = _rows(params, model), _hidden(model, len(params))
+        position_F = torch.arange(len(params), device=model.device)
+        logits_FV = model.logits(hidden_FD)
+        token_F = next_token(model, logits_FV, sampling, position_F)
+        if sampling is not None and sampling.logprobs is not None:
+            step_logprobs(logits_FV[:, None], token_F[:, None], sampling.logprobs, model.vocab, model.choosing)
+            logprobs_of(logits_FV, token_F, sampling.logprobs.num_top, model.vocab, model.choosing)
+        if model.with_mtp:
+            ahead = Lookahead.after(token_F[:, None]) if looks_ahead(sampling) else None
+            draft_logits_FV = over_vocabulary(model.draft_logits(hidden_FD), model)
+            next_token(model, draft_logits_FV, sampling, position_F, ahead)
+
+
+@torch.inference_mode()
+def warm_up_steps(model: Model, verifier: Verifier, num_draft_tokens: int) -> None:
+    """For steps with up to so many drafts, and for their drafts; and for prompts, which decode workers compute, too."""
+    warm_up_prompts(model)
+    is_greedy = isinstance(verifier, KernelVerifier) and verifier.is_greedy
+    for params in _params():
+        sampling = _rows(params, model)
+        if is_greedy and sampling is not None:
+            continue
+        for num_drafts in range(num_draft_tokens + 1):
+            _step(model, verifier, sampling, len(params), num_drafts, drafts=num_draft_tokens > 0)
+    for num_drafts in range(num_draft_tokens + 1):
+        grammar = _AnyToken(model, num_drafts)
+        _step(model, verifier, None, 2, num_drafts, drafts=num_draft_tokens > 0, grammar=grammar)
+
+
+def _params() -> Iterator[tuple[SamplingParams, ...]]:
+    """Of batches of two: what is asked for, beside a greedy sequence."""
+    for asked in _ASKED:
+        yield SamplingParams(**_GREEDY), SamplingParams(**asked)
+
+
+def _rows(params: tuple[SamplingParams, ...], model: Model) -> SamplingRows | None:
+    sequences = [SampledSequence(params=item, prompt_token_ids=(0,), output_token_ids=(0,)) for item in params]
+    return rows_of(sequences, model.config.vocab_size, model.device)
+
+
+def _hidden(model: Model, num_rows: int) -> torch.Tensor:
+    return torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+
+
+def _step(
+    model: Model,
+    verifier: Verifier,
+    sampling: SamplingRows | None,
+    num_sequences: int,
+    num_drafts: int,
+    *,
+    drafts: bool,
+    grammar: GrammarRows | None = None,
+) -> None:
+    zeros_B = torch.zeros(num_sequences, dtype=torch.int64, device=model.device)
+    state = DecodeState(
+        last_token_B=zeros_B, draft_token_B=zeros_B, hidden_BD=_hidden(model, num_sequences), length_B=zeros_B + 1
+    )
+    rows = DecodeRows(block_tables_BM=zeros_B[:, None], limit_B=zeros_B + 1, draft_cap_B=zeros_B + num_drafts)
+    decode = DecodeInputs(
+        state=state, rows=rows, num_drafts=num_drafts, keeps_mtp=drafts, sampling=sampling, grammar=grammar
+    )
+    passes = _NoPasses(model)
+    sampled, _ = sample(passes, decode, None, model, verifier)
+    extend(passes, decode, sampled, None, None, model)
+
+
+class _NoPasses:
+    """Passes that compute nothing; see `passes.Passes`."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def draft(self, token_B: torch.Tensor, hidden_BD: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
+        return _hidden(self._model, len(token_B))
+
+    def trunk(self, ids_BQ: torch.Tensor | None, first_B: torch.Tensor | None) -> Hidden:
+        assert ids_BQ is not None
+        return None, _hidden(self._model, ids_BQ.numel())
+
+    def extend(
+        self,
+        prompt: tuple[torch.Tensor, torch.Tensor] | None,
+        decode: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    ) -> Hidden:
+        assert decode is not None
+        return None, _hidden(self._model, decode[0].numel())
+
+
+class _AnyToken(GrammarRows):
+    """A grammar of the first sequence that forbids nothing."""
+
+    def __init__(self, model: Model, num_drafts: int) -> None:
+        self._index_G = torch.zeros(1, dtype=torch.int64, device=model.device)
+        num_words = -(-model.config.vocab_size // WORD_BITS)
+        shape = 1, num_drafts + 1, num_words
+        self._bitmask_GQW = torch.full(shape, -1, dtype=torch.int32, device=model.device)
+
+    def take(self, drafts_BK: torch.Tensor) -> None:
+        """Nobody asks."""
+
+    def masks(self) -> GrammarMasks:
+        """Every bit set."""
+        index_G, bitmask_GQW = self._index_G, self._bitmask_GQW
+        num_rows_G = index_G + bitmask_GQW.shape[1]
+        return GrammarMasks(index_G=index_G, bitmask_GQW=bitmask_GQW, num_valid_G=num_rows_G - 1, num_rows_G=num_rows_G)

@@ -1,0 +1,58 @@
+"""What a position's choice may depend on: the tokens before it, on the host or ahead of what the device has counted.
+
+Legend: B sequences, Q rows of each, E tokens ahead, R sequences picked from B.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.core.requests.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """What sampling must know of a sequence when it begins, or begins again.
+
+    Attributes:
+        params: what its request asks.
+        choice: which of the request's answers it is.
+        prompt_token_ids: the prompt; may be left empty without a repetition penalty.
+        output_token_ids: what was generated after it.
+    """
+
+    params: SamplingParams
+    choice: int = 0
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """Tokens that follow what the sampling table knows; row q of a sequence stands after the first `len_BQ` of them.
+
+    Attributes:
+        token_ids_BE: int64, valid ids everywhere.
+        len_BQ: int64, 0 ... E.
+    """
+
+    token_ids_BE: torch.Tensor
+    len_BQ: torch.Tensor
+
+    @classmethod
+    def of_drafts(cls, drafts_BK: torch.Tensor) -> "Lookahead":
+        """K + 1 rows; row j stands after the first j drafts."""
+        num_sequences, num_drafts = drafts_BK.shape
+        len_Q = torch.arange(num_drafts + 1, device=drafts_BK.device)
+        return cls(drafts_BK, len_Q.expand(num_sequences, -1))
+
+    @classmethod
+    def after(cls, token_ids_BE: torch.Tensor) -> "Lookahead":
+        """One row, after all of the tokens."""
+        num_sequences, num_tokens = token_ids_BE.shape
+        return cls(token_ids_BE, token_ids_BE.new_full((num_sequences, 1), num_tokens))
+
+    def pick(self, index_R: torch.Tensor) -> "Lookahead":
+        """Those of some sequences."""
+        return Lookahead(self.token_ids_BE[index_R], self.len_BQ[index_R])

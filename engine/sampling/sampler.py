@@ -1,0 +1,225 @@
+"""Logits to token ids: edits, temperature, min-p, top-k, top-p, and the Gumbel draw that makes a choice repeatable.
+
+A token is argmax(processed logits + noise), where the noise is a function of the request's seed and the token's
+position (kernels.noise). Every operation is along one row, so a row's token never depends on its neighbours. Greedy
+rows take the argmax of their edited logits; no noise is drawn for them. What edits are is engine.logit_edits' business.
+Values are trusted (core.sampling checks them).
+
+Where ranks share a vocabulary (`model.vocab`), each has its tokens' logits and makes their noise alone; what is chosen
+is the same. A greedy choice is one small collective. A sampled one is two, as scores are counted from the row's largest
+logit, and those of top-k and top-p are more (`engine.sampling.truncation`).
+
+Legend: B sequences, Q consecutive positions of each, K = Q - 1 drafts, V vocabulary (of it those this process has),
+S sequences that sample, U of those truncate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.sampling.history import Lookahead
+from baton.engine.sampling.logit_edits import LogitEdits
+from baton.engine.sampling.logprobs import LogprobRows
+from baton.engine.sampling.truncation import Limits, truncate, truncates
+from baton.kernels.copies import to_device
+from baton.kernels.sampling.choice import MIN_TEMPERATURE
+from baton.kernels.sampling.noise import Purpose, gumbel
+from baton.model.vocab import WHOLE, Vocab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """What a batch asks beyond the likeliest token. What no sequence asks is None, and costs nothing.
+
+    Attributes:
+        index_S: int64, place of each sampled sequence in the batch, in order; greedy ones are absent, so no draw can
+            touch them.
+        temperature_S: float64, positive.
+        top_k_S: int64, 0 keeps all.
+        top_p_S: float64.
+        seed_S: int64.
+        choice_S: int64.
+        truncated_U: int64, places in S of those with top-k or top-p.
+        limits: what the host knows of these.
+        min_p_S: float64, 0 keeps all.
+        edits: what sequences, greedy or not, do to their logits first.
+        logprobs: who reports log-probabilities.
+    """
+
+    index_S: torch.Tensor
+    temperature_S: torch.Tensor
+    top_k_S: torch.Tensor
+    top_p_S: torch.Tensor
+    seed_S: torch.Tensor
+    choice_S: torch.Tensor
+    truncated_U: torch.Tensor | None
+    limits: Limits = Limits()  # noqa: RUF009
+    min_p_S: torch.Tensor | None = None
+    edits: LogitEdits | None = None
+    logprobs: LogprobRows | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """S."""
+        return self.index_S.shape[0]
+
+
+def sampling_rows(
+    params: Sequence[SamplingParams],
+    device: torch.device,
+    *,
+    choices: Sequence[int] | None = None,
+    edits: LogitEdits | None = None,
+) -> SamplingRows | None:
+    """Rows for a batch whose parameters are on the host; None if all of it is greedy and plain.
+
+    Args:
+        params: of each sequence; what they say about edits is not looked at.
+        device: of the tensors.
+        choices: which of its request's answers each sequence is; 0 if left out.
+        edits: those of the batch.
+    """
+    sampled = [(row, item) for row, item in enumerate(params) if not item.greedy]
+    reporting = [row for row, item in enumerate(params) if item.logprobs is not None]
+    if not sampled and not reporting and edits is None:
+        return None
+    temperatures = [max(item.temperature, MIN_TEMPERATURE) for _, item in sampled]
+    floats = [temperatures, [item.top_p for _, item in sampled], [item.min_p for _, item in sampled]]
+    floats_3S = to_device(torch.tensor(floats, dtype=torch.float64), device)
+    cut = [place for place, (_, item) in enumerate(sampled) if truncates(item)]
+    numbers = [[row, item.top_k, item.seed, choices[row] if choices else 0] for row, item in sampled]
+    packed = [number for column in zip(*numbers, strict=True) for number in column] + cut + reporting
+    sizes = [len(sampled)] * 4 + [len(cut), len(reporting)]
+    ints = to_device(torch.tensor(packed, dtype=torch.int64), device).split(sizes)
+    index_S, top_k_S, seed_S, choice_S, cut_U, index_L = ints
+    num_top = max((params[row].logprobs or 0 for row in reporting), default=0)
+    return SamplingRows(
+        index_S=index_S,
+        temperature_S=floats_3S[0],
+        top_k_S=top_k_S,
+        top_p_S=floats_3S[1],
+        seed_S=seed_S,
+        choice_S=choice_S,
+        truncated_U=cut_U if cut else None,
+        limits=Limits.of(item for _, item in sampled),
+        min_p_S=floats_3S[2] if any(item.min_p > 0.0 for _, item in sampled) else None,
+        edits=edits,
+        logprobs=LogprobRows(index_L, num_top) if reporting else None,
+    )
+
+
+def draw_noise(
+    sampling: SamplingRows | None,
+    position_B: torch.Tensor,
+    num_positions: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    vocab: Vocab = WHOLE,
+) -> torch.Tensor | None:
+    """Gumbel noise [S, num_positions, V] for the positions that begin at each sequence's `position_B`.
+
+    `vocab_size` is V, the columns of logits; `vocab` says which tokens they are.
+    """
+    if sampling is None or sampling.num_sampled == 0:
+        return None
+    offsets = torch.arange(num_positions, device=position_B.device)
+    position_SP = position_B[sampling.index_S][:, None] + offsets
+    noise_NV = gumbel(
+        sampling.seed_S.repeat_interleave(num_positions),
+        sampling.choice_S.repeat_interleave(num_positions),
+        position_SP.flatten(),
+        Purpose.SAMPLE,
+        vocab_size,
+        dtype,
+        vocab.first,
+    )
+    return noise_NV.view(-1, num_positions, vocab_size)
+
+
+def wide(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of a dtype that one may compute with: narrow ones as float32, which holds them exactly."""
+    return logits.float() if logits.dtype.itemsize < 4 else logits
+
+
+def looks_ahead(sampling: SamplingRows | None) -> bool:
+    """Whether tokens ahead of the sampling table matter to `choose`; if not, they need not be gathered."""
+    return sampling is not None and sampling.edits is not None
+
+
+def edit_logits(
+    logits_BQV: torch.Tensor, sampling: SamplingRows, ahead: Lookahead | torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits after masks, bias and penalties, of greedy and sampled sequences alike; see `choose`."""
+    if sampling.edits is None:
+        return logits_BQV
+    if isinstance(ahead, torch.Tensor):
+        ahead = Lookahead.of_drafts(ahead)
+    return sampling.edits.apply(logits_BQV, ahead)
+
+
+def process_logits(
+    logits_SQV: torch.Tensor,
+    sampling: SamplingRows,
+    best_SQ1: torch.Tensor | None = None,
+    vocab: Vocab = WHOLE,
+) -> torch.Tensor:
+    """Logits after temperature, min-p, top-k and top-p; what was cut off is -inf, and at least one token is left.
+
+    Takes the rows of sampled sequences, after `edit_logits`, and, if that is known, the largest logit of each.
+    """
+    if best_SQ1 is None:
+        best_SQ1 = vocab.amax(logits_SQV)
+    # The maximum becomes 0, so that no temperature overflows it, and min-p is a bound that holds for every row.
+    scaled_SQV = (logits_SQV - best_SQ1) / sampling.temperature_S.to(logits_SQV.dtype)[:, None, None]
+    if sampling.min_p_S is not None:
+        bound_S = sampling.min_p_S.log().to(logits_SQV.dtype)
+        scaled_SQV = scaled_SQV.masked_fill(scaled_SQV < bound_S[:, None, None], -torch.inf)
+    cut_U = sampling.truncated_U
+    if cut_U is None:
+        return scaled_SQV
+    top_k_U, top_p_U = sampling.top_k_S[cut_U], sampling.top_p_S[cut_U]
+    kept_UQV = truncate(scaled_SQV[cut_U], top_k_U, top_p_U, vocab, sampling.limits)
+    return scaled_SQV.index_copy(0, cut_U, kept_UQV)
+
+
+def choose(
+    logits_BQV: torch.Tensor,
+    sampling: SamplingRows | None,
+    noise_SQV: torch.Tensor | None,
+    ahead: Lookahead | torch.Tensor | None = None,
+    vocab: Vocab = WHOLE,
+) -> torch.Tensor:
+    """The token of every row, int64 [B, Q]; among equal maxima the lowest id (what torch.argmax promises).
+
+    Args:
+        logits_BQV: raw.
+        sampling: None if all sequences are greedy and plain.
+        noise_SQV: of `draw_noise`; None without a sampled sequence.
+        ahead: tokens between those the sampling table has counted and each row: drafts int64 [B, K] of which row j
+            follows the first j, or any others; None where the one row follows what was counted.
+        vocab: which tokens V are.
+    """
+    if sampling is None:
+        return vocab.argmax(logits_BQV)
+    logits_BQV = edit_logits(logits_BQV, sampling, ahead)
+    if sampling.num_sampled == 0:
+        return vocab.argmax(logits_BQV)
+    assert noise_SQV is not None
+    best_BQ1, ids_BQ = vocab.best(logits_BQV)
+    index_S = sampling.index_S
+    scores_SQV = process_logits(logits_BQV[index_S], sampling, best_BQ1[index_S], vocab) + noise_SQV
+    return ids_BQ.index_copy(0, index_S, vocab.argmax(scores_SQV))
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    sampling: SamplingRows | None,
+    position_B: torch.Tensor,
+    ahead: Lookahead | None = None,
+    vocab: Vocab = WHOLE,
+) -> torch.Tensor:
+    """The token of one position of each sequence, int64 [B]; `position_B` is where that token will stand."""
+    noise_SQV = draw_noise(sampling, position_B, 1, logits_BV.shape[-1], logits_BV.dtype, vocab)
+    return choose(logits_BV[:, None], sampling, noise_SQV, ahead, vocab)[:, 0]

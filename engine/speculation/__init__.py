@@ -1,0 +1,1 @@
+"""Drafts: how many, how they are chosen, and which of them stand."""

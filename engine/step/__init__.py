@@ -1,0 +1,1 @@
+"""One step: its plan, its rows, its passes on the device, its result and its time."""

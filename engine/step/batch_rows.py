@@ -1,0 +1,83 @@
+"""Which sequences a decode step runs, and what follows from that alone: made anew only when one of them changes.
+
+Legend: B sequences.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.length_bounds import Ints
+from baton.kernels.copies import to_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Kept, on the host and on the device, while the next step runs the same.
+
+    Attributes:
+        slots: of the sequences.
+        slots_B: int64, on the device.
+        host_slots_B: int64, on the host.
+        sampling: what each asks.
+        draft_caps: drafts that each may ever use.
+        proposed_lens: of those, in this step.
+        most_B: tokens each may emit in it.
+        room_B: tokens each may emit in a step of any k.
+        max_drafts: drafts that the step's plan allows.
+        num_drafts: K of the step, which its sequences' caps may lower.
+        keeps_mtp: the MTP head sees what is emitted, also with K = 0: k may rise while these sequences run.
+        num_tops: likeliest tokens each reports; None: no log-probabilities at all.
+        num_reporting: those that do.
+        num_top: the most any of them reports.
+    """
+
+    slots: tuple[int, ...]
+    slots_B: torch.Tensor
+    host_slots_B: Ints
+    sampling: tuple[SamplingParams, ...]
+    draft_caps: tuple[int, ...]
+    proposed_lens: tuple[int, ...]
+    most_B: Ints
+    room_B: Ints
+    max_drafts: int
+    num_drafts: int
+    keeps_mtp: bool
+    num_tops: tuple[int | None, ...]
+    num_reporting: int
+    num_top: int
+
+    @classmethod
+    def of(
+        cls,
+        slots: tuple[int, ...],
+        *,
+        sampling: tuple[SamplingParams, ...],
+        draft_caps: tuple[int, ...],
+        num_drafts: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> "StepBatch":
+        """The batch of these slots, while steps make at most `num_drafts` drafts."""
+        assert len(set(slots)) == len(slots)
+        proposed_lens = tuple(min(cap, num_drafts) for cap in draft_caps)
+        num_tops = tuple(params.logprobs for params in sampling)
+        reported = [num_top for num_top in num_tops if num_top is not None]
+        return cls(
+            slots=slots,
+            slots_B=to_device(torch.tensor(slots, dtype=torch.int64), device),
+            host_slots_B=np.array(slots, dtype=np.int64),
+            sampling=sampling,
+            draft_caps=draft_caps,
+            proposed_lens=proposed_lens,
+            most_B=np.array(proposed_lens, dtype=np.int64) + 1,
+            room_B=np.array(draft_caps, dtype=np.int64) + 1,
+            max_drafts=num_drafts,
+            num_drafts=max(proposed_lens, default=0),
+            keeps_mtp=max(draft_caps, default=0) > 0,
+            num_tops=num_tops,
+            num_reporting=len(reported),
+            num_top=min(max(reported, default=0), vocab_size),
+        )

@@ -1,0 +1,219 @@
+"""Where steps run: one after the other, in the order they were given, while the host goes on.
+
+On CUDA that is the current stream, and results are copied to the host on a stream of their own. On a CPU it is one
+thread, so that a step overlaps the planning of the next one there, too. Work is given as a function; whatever it
+reads on the device it reads in its turn. After an error nothing runs any more: what follows would build on a step that
+did not happen.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from baton.engine.step.carried_error import without_frames
+from baton.engine.step.host_future import HostFuture
+from baton.kernels.copies import copy_to_host
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class Ending(Protocol):
+    """Something that is under way."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over."""
+        ...
+
+
+class Lane(Protocol):
+    """Runs work in order."""
+
+    def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
+        """Have `work` done after all that was given before; its result will be in `target`, on the host."""
+        ...
+
+    def run(self, work: Callable[[], None]) -> "Ending":
+        """The same for work without a result. If it fails, the future of what is submitted next says so."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until nothing is being done. Says nothing about errors."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was given and end; nothing may be given any more."""
+        ...
+
+
+def lane_for(device: torch.device) -> Lane:
+    """The lane of a device."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane()
+
+
+class _Done:
+    """An event of a thread: a lock that is held until then, which costs less than a `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_set
+
+    def query(self) -> bool:
+        return self._is_set
+
+    def synchronize(self) -> None:
+        self.wait(-1)
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self._is_set and self._lock.acquire(timeout=timeout_s):
+            self._lock.release()  # for the next who waits
+        return self._is_set
+
+    def set(self, error: BaseException | None) -> None:
+        self._error = error
+        self._is_set = True
+        self._lock.release()
+
+
+_Task = tuple[Callable[[], torch.Tensor | None], torch.Tensor | None, _Done]
+_Tasks = queue.SimpleQueue[_Task | None]
+
+
+class ThreadLane:
+    """One thread, which ends with `close` or when nobody has the lane any more."""
+
+    def __init__(self) -> None:
+        self._tasks: _Tasks = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None  # started by the first work
+        # An interpreter that ends must not meet a thread of ours inside torch: it would take the process down.
+        weakref.finalize(self, _end, self._tasks, self._threads)
+
+    def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
+        """See `Lane`."""
+        return HostFuture(target, self._give(work, target))
+
+    def run(self, work: Callable[[], None]) -> Ending:
+        """See `Lane`."""
+        return self._give(work, None)
+
+    def drain(self) -> None:
+        """See `Lane`."""
+        if self._thread is not None and self._thread.is_alive():
+            is_done = self._give(_nothing, None).wait(CLOSE_TIMEOUT_S)
+            assert is_done, f"a step did not end within {CLOSE_TIMEOUT_S} s"
+
+    def close(self) -> None:
+        """See `Lane`."""
+        self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+            assert not self._thread.is_alive(), f"a step did not end within {CLOSE_TIMEOUT_S} s"
+
+    def _give(self, work: Callable[[], torch.Tensor | None], target: torch.Tensor | None) -> _Done:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="decode-lane", daemon=True)
+            self._thread.start()
+            self._threads.append(self._thread)
+        assert self._thread.is_alive(), "the lane is closed"
+        done = _Done()
+        self._tasks.put((work, target, done))
+        return done
+
+
+def _nothing() -> None:
+    """To wait for."""
+
+
+def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
+    """Nobody has the lane any more, or the interpreter ends."""
+    tasks.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(CLOSE_TIMEOUT_S)
+
+
+def _serve(tasks: _Tasks) -> None:
+    """The thread. It knows the queue and not the lane, so that a lane that is dropped ends it."""
+    failure: BaseException | None = None
+    with torch.inference_mode():
+        while (task := tasks.get()) is not None:
+            work, target, done = task
+            if failure is None:
+                failure = _do(work, target)
+            # What the work captured is gone before anybody hears that it is over.
+            del task, work, target
+            done.set(failure)
+            del done
+
+
+def _do(work: Callable[[], torch.Tensor | None], target: torch.Tensor | None) -> BaseException | None:
+    try:
+        result = work()
+        if target is not None:
+            assert result is not None
+            copy_to_host(target, result)
+    # Not hidden: it is raised where the result is asked for.
+    except BaseException as error:  # noqa: BLE001
+        return without_frames(error)
+    return None
+
+
+class _Reached:
+    """Over when the stream has got to an event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+
+class StreamLane:
+    """The CUDA stream that is current where work is given; a failed launch raises there at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = torch.cuda.Stream(device)
+
+    @torch.inference_mode()
+    def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
+        """See `Lane`."""
+        source = work()
+        computed, copied = torch.cuda.Event(), torch.cuda.Event()
+        computed.record(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(computed)
+            copy_to_host(target, source)
+            copied.record(self._copies)
+        source.record_stream(self._copies)  # else its memory could be given away before it was read
+        return HostFuture(target, copied)
+
+    @torch.inference_mode()
+    def run(self, work: Callable[[], None]) -> Ending:
+        """See `Lane`."""
+        work()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return _Reached(event)
+
+    def drain(self) -> None:
+        """See `Lane`."""
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """See `Lane`."""
+        self.drain()

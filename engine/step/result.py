@@ -1,0 +1,245 @@
+"""One launched step: whether it is over, and what came of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+
+from baton.core.errors import BatonError
+from baton.core.requests.logprobs import TokenLogprobs
+from baton.engine.sampling.logprobs import num_packed, unpack, unpack_step
+from baton.engine.step.counters import IDLE
+from baton.engine.step.host_future import HostFuture
+from baton.engine.step.lane import Ending
+from baton.engine.step.meter import StepTimes
+
+
+class Emitted(NamedTuple):
+    """What one step made of one decode sequence.
+
+    Attributes:
+        token_ids: emitted tokens, accepted_len + 1 of them.
+        accepted_len: drafts accepted; -1 if nothing was emitted, because its grammar was late.
+        proposed_len: drafts that could have been.
+        logprobs: of the emitted tokens; None if not asked for.
+        error: what ended the sequence; its tokens of this step are none.
+    """
+
+    token_ids: tuple[int, ...]
+    accepted_len: int
+    proposed_len: int
+    logprobs: tuple[TokenLogprobs, ...] | None
+    error: BatonError | None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the step emitted nothing."""
+        return self.accepted_len < 0
+
+
+class ChunkOutput(NamedTuple):
+    """What one step made of one chunk.
+
+    Attributes:
+        token: the token that follows; None if the chunk does not end with the sequence's newest token, or if nothing
+            was sampled because its grammar was late.
+        logprobs: of that token; None if not asked for.
+        prompt_logprobs: of the prompt tokens that the chunk reports, in order.
+        error: what ended the sequence.
+    """
+
+    token: int | None
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    error: BatonError | None
+
+
+class HandoffState(NamedTuple):
+    """What a decode worker needs to go on with a pushed sequence, beside its KV and its first token.
+
+    Attributes:
+        draft_token: the draft for the position after the first token; None without an MTP head.
+        hidden: the hidden state that made it, [hidden_size] in the model's dtype, as bytes; empty without one.
+    """
+
+    draft_token: int | None
+    hidden: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step made of its rows, on the host, in the order of the plan."""
+
+    decode: tuple[Emitted, ...] = ()
+    chunks: tuple[ChunkOutput, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultLayout:
+    """Where a step's results stand in its int64 buffer.
+
+    Attributes:
+        num_drafts: K of the step.
+        proposed_lens: of the B decode sequences, drafts that each may accept.
+        num_tops: likeliest tokens that each decode sequence reports; None where it reports nothing.
+        samples: of each chunk, whether a token follows from it.
+        chunk_tops: likeliest tokens that each chunk's token reports; None likewise.
+        reports: of each chunk, the prompt tokens that it reports, and how many of the likeliest; (0, 0) if none.
+    """
+
+    num_drafts: int = 0
+    proposed_lens: tuple[int, ...] = ()
+    num_tops: tuple[int | None, ...] = ()
+    samples: tuple[bool, ...] = ()
+    chunk_tops: tuple[int | None, ...] = ()
+    reports: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_columns(self) -> int:
+        """Integers of a decode sequence: its accepted length and K + 1 tokens."""
+        return self.num_drafts + 2
+
+    @property
+    def num_ints(self) -> int:
+        """Integers of all rows; bits of log-probabilities follow them."""
+        return len(self.proposed_lens) * self.num_columns + 2 * sum(self.samples)
+
+    @property
+    def num_values(self) -> int:
+        """Length of the buffer."""
+        decode, sampled = _reported(self.num_tops), self._sampled_tops
+        num_bits = len(decode) * (self.num_drafts + 1) * num_packed(max(decode, default=0))
+        num_bits += len(_reported(sampled)) * num_packed(max(_reported(sampled), default=0))
+        return self.num_ints + num_bits + sum(count * num_packed(num_top) for count, num_top in self.reports)
+
+    @property
+    def _sampled_tops(self) -> list[int | None]:
+        return [num_top for num_top, is_sampled in zip(self.chunk_tops, self.samples, strict=True) if is_sampled]
+
+    def read(self, values: torch.Tensor, errors: Mapping[int, BatonError]) -> StepOutput:
+        """What the buffer says; `errors` are by place, decode sequences first, then chunks."""
+        num_decode = len(self.proposed_lens)
+        num_decode_ints = num_decode * self.num_columns
+        rows = values[:num_decode_ints].view(num_decode, self.num_columns).tolist()
+        firsts = values[num_decode_ints : self.num_ints].view(-1, 2).tolist()
+        bits = values[self.num_ints : self.num_values].view(torch.float64)
+        num_emitted = [0 if row[0] == IDLE else row[0] + 1 for row in rows]
+        decode_logprobs, bits = self._step_logprobs(bits, self.num_drafts + 1, self.num_tops, num_emitted)
+        sampled_tops = self._sampled_tops
+        first_logprobs, bits = self._step_logprobs(bits, 1, sampled_tops, [1] * len(firsts))
+        decode = tuple(
+            Emitted(tuple(row[1 : 1 + count]), count - 1, proposed_len, logprobs, errors.get(place))
+            for place, (row, count, proposed_len, logprobs) in enumerate(
+                zip(rows, num_emitted, self.proposed_lens, decode_logprobs, strict=True)
+            )
+        )
+        sampled = iter(zip(firsts, first_logprobs, strict=True))
+        chunks: list[ChunkOutput] = []
+        for place, (is_sampled, (count, num_top)) in enumerate(zip(self.samples, self.reports, strict=True)):
+            token, logprobs = None, None
+            if is_sampled:
+                (accepted_len, sampled_token), reported = next(sampled)
+                if accepted_len != IDLE:
+                    token, logprobs = sampled_token, None if reported is None else reported[0]
+            num_bits = count * num_packed(num_top)
+            reports = bits[:num_bits].view(count, -1).tolist() if count else ()
+            bits = bits[num_bits:]
+            reported_prompt = tuple(unpack(packed, num_top) for packed in reports)
+            chunks.append(ChunkOutput(token, logprobs, reported_prompt, errors.get(num_decode + place)))
+        return StepOutput(decode, tuple(chunks))
+
+    @staticmethod
+    def _step_logprobs(
+        bits: torch.Tensor, num_rows: int, num_tops: Sequence[int | None], num_emitted: Sequence[int]
+    ) -> tuple[Sequence[tuple[TokenLogprobs, ...] | None], torch.Tensor]:
+        reported = _reported(num_tops)
+        if not reported:
+            return tuple(repeat(None, len(num_tops))), bits
+        num_bits = len(reported) * num_rows * num_packed(max(reported))
+        return unpack_step(bits[:num_bits], num_rows, num_tops, num_emitted), bits[num_bits:]
+
+
+def _reported(num_tops: Sequence[int | None]) -> list[int]:
+    return [num_top for num_top in num_tops if num_top is not None]
+
+
+class StepTicket:
+    """A step that `Runner.launch` has set off.
+
+    Args:
+        layout: of its result.
+        future: its result, which is there as soon as its tokens are sampled.
+        end: over when the whole step is, its draft extend included.
+        errors: asked once, when the result is read.
+        on_read: told once, with the accepted lengths of the decode sequences and the sampled tokens of chunks; the
+            buffer of the future is free after it.
+        handoffs: of pushed sequences, in the order of their chunks; there when the step is over.
+        read_handoffs: makes them of the future's values.
+        times: the step's marks.
+    """
+
+    def __init__(
+        self,
+        layout: ResultLayout,
+        future: HostFuture,
+        end: Ending,
+        *,
+        errors: Callable[[], Mapping[int, BatonError]],
+        on_read: Callable[[torch.Tensor], None],
+        handoffs: HostFuture | None = None,
+        read_handoffs: Callable[[torch.Tensor], tuple[HandoffState, ...]] | None = None,
+        times: StepTimes,
+    ) -> None:
+        self.layout = layout
+        self.times = times
+        self.on_result: Callable[[], None] | None = None  # called once, by the first `result`
+        self._future: HostFuture | None = future
+        self._end = end
+        self._errors = errors
+        self._on_read = on_read
+        self._handoffs = handoffs
+        self._read_handoffs = read_handoffs
+        self._output: StepOutput | None = None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether `result` does not wait."""
+        return self._future is None or self._future.is_done
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the whole step is over: nothing of it reads or writes KV any more."""
+        return self._end.is_done
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `result` has been called."""
+        return self._output is not None
+
+    def result(self) -> StepOutput:
+        """What the step made; waits for its tokens, if need be. May be called again.
+
+        Raises:
+            Exception: what the step, or one before it, raised. Nothing can be computed any more.
+        """
+        if self._output is None:
+            assert self._future is not None
+            values = self._future.get()
+            self._output = self.layout.read(values, self._errors())
+            self._on_read(values)
+            self._future = None
+            if self.on_result is not None:
+                self.on_result()
+        return self._output
+
+    def handoffs(self) -> tuple[HandoffState, ...]:
+        """Of pushed sequences whose prompts this step completed; waits for the end of the step.
+
+        Raises:
+            Exception: what the step raised.
+        """
+        if self._handoffs is None or self._read_handoffs is None:
+            return ()
+        return self._read_handoffs(self._handoffs.get())

@@ -1,0 +1,177 @@
+"""What a decode worker keeps on the device about each running sequence, in tensors indexed by a *slot*.
+
+A step reads the rows of the slots it runs and writes back what moved. Nothing here is read by the host; what the host
+must know (lengths, parameters) it keeps itself. Slots are handed out by the caller.
+
+Legend: N slots, B sequences of a step, D hidden size, M entries of the widest block table, C numbers of a slot.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.sampling.sampling_table import SamplingTable
+from baton.engine.step.batch import DecodeRows
+from baton.engine.step.plan import Growth
+from baton.kernels.copies import host_buffer, to_device
+from baton.kernels.fused_copy import RunningCopies, fused_copy
+from baton.model.vocab import WHOLE, Vocab
+
+_MAX_RUNNING = 64  # launches whose sources are held; the next one waits for the first
+_COPY_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeState:
+    """What a step changes.
+
+    Attributes:
+        last_token_B: int64, the newest token, t_{L-1}; its trunk KV is not yet in the pool.
+        length_B: int64, L, tokens of the sequence so far.
+        draft_token_B: int64, the first draft, for position L.
+        hidden_BD: MTP output that made that draft (entry L-2), the input of the chain's next entry.
+    """
+
+    last_token_B: torch.Tensor
+    length_B: torch.Tensor
+    draft_token_B: torch.Tensor
+    hidden_BD: torch.Tensor
+
+
+class SlotTable:
+    """The tensors of every slot; `sampling` owns those that choose tokens."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_blocks: int,
+        hidden_size: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab: Vocab = WHOLE,
+    ) -> None:
+        self.sampling = SamplingTable(
+            num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
+        )
+        self._device = device
+        # One tensor, so that a step reads it with one operation. What moves comes first, in the order of writing.
+        self._numbers_NC = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
+        self._sampled_N2 = self._numbers_NC[:, :2]
+        self._running: deque[RunningCopies] = deque()
+        columns_CN = self._numbers_NC.unbind(dim=1)
+        _, _, self._draft_token_N, self._limit_N, _ = columns_CN
+        self._hidden_ND = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
+        self._tables_NM = torch.zeros(num_slots, max_blocks, dtype=torch.int64, device=device)
+
+    def place(
+        self,
+        slot: int,
+        *,
+        blocks: Sequence[int],
+        limit: int,
+        null_block: int,
+        draft_cap: int,
+        last_token: int = 0,
+        length: int = 0,
+        draft_token: int = 0,
+        hidden_D: torch.Tensor | None = None,
+    ) -> None:
+        """Set everything about a sequence: one launch on a GPU.
+
+        What the host knows lies in one pinned buffer, which the launch reads.
+
+        Args:
+            slot: free.
+            blocks: its KV blocks.
+            limit: positions that it has room for.
+            null_block: what unused entries of its table are.
+            draft_cap: drafts that it may accept in a step.
+            last_token: its newest token, if it decodes next.
+            length: its tokens; likewise.
+            draft_token: its draft; likewise.
+            hidden_D: what made the draft, on any device; likewise.
+        """
+        width = self._tables_NM.shape[1]
+        table = [*blocks[:width]]
+        table += [null_block] * (width - len(table))
+        numbers = [last_token, length, draft_token, limit, draft_cap]
+        hidden_row_D = self._hidden_ND[slot]
+        ints = torch.tensor(numbers + table, dtype=torch.int64)
+        packed = host_buffer(8 * len(ints) + hidden_row_D.nbytes, torch.uint8, self._device)
+        packed_ints = packed[: 8 * len(ints)].view(torch.int64)
+        packed_ints.copy_(ints)
+        if hidden_D is None or hidden_D.device.type == "cpu":
+            source_D = packed[8 * len(ints) :].view(hidden_row_D.dtype)
+            source_D.copy_(source_D.new_zeros(()) if hidden_D is None else hidden_D)
+        else:
+            source_D = hidden_D.to(self._hidden_ND).contiguous()
+        self._copy(
+            [
+                (self._numbers_NC[slot], packed_ints[: len(numbers)]),
+                (self._tables_NM[slot], packed_ints[len(numbers) :]),
+                (hidden_row_D, source_D),
+            ]
+        )
+
+    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """In one launch; what it reads is held until the device is done with it."""
+        while self._running and self._running[0].is_done:
+            self._running.popleft()
+        if len(self._running) >= _MAX_RUNNING:
+            self._running.popleft().wait(_COPY_LIMIT_S)
+        running = fused_copy(pairs, self._device)
+        if not running.is_done:
+            self._running.append(running)
+
+    def grow(self, growths: Sequence[Growth], limits: Sequence[int]) -> None:
+        """Add to block tables, and raise the room of their sequences; what lies beyond the widest table is left out."""
+        width = self._tables_NM.shape[1]
+        places: list[int] = []
+        blocks: list[int] = []
+        for growth in growths:
+            added = growth.blocks[: max(0, width - growth.first)]
+            first = growth.slot * width + growth.first
+            places += range(first, first + len(added))
+            blocks += added
+        slots = [growth.slot for growth in growths]
+        sizes = [len(places), len(blocks), len(slots), len(slots)]
+        numbers = to_device(torch.tensor([*places, *blocks, *slots, *limits]), self._device)
+        place_E, block_E, slot_G, limit_G = numbers.split(sizes)
+        self._tables_NM.view(-1).index_copy_(0, place_E, block_E)
+        self._limit_N.index_copy_(0, slot_G, limit_G)
+
+    def draft_of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies, on the device, of a sequence's first draft (int64 scalar) and of the hidden state [D] behind it."""
+        return self._draft_token_N[slot].clone(), self._hidden_ND[slot].clone()
+
+    def put_draft(self, slot: int, draft: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Set what `draft_of` gave."""
+        self._draft_token_N[slot], self._hidden_ND[slot] = draft
+
+    def gather(self, slots_B: torch.Tensor, num_blocks: int) -> tuple[DecodeState, DecodeRows]:
+        """Copies of the slots' rows; `num_blocks` entries of the tables are enough for this step."""
+        numbers_BC = self._numbers_NC.index_select(0, slots_B)
+        last_token_B, length_B, draft_token_B, limit_B, draft_cap_B = numbers_BC.unbind(dim=1)
+        state = DecodeState(
+            last_token_B=last_token_B,
+            length_B=length_B,
+            draft_token_B=draft_token_B,
+            hidden_BD=self._hidden_ND.index_select(0, slots_B),
+        )
+        block_tables_BM = self._tables_NM[:, :num_blocks].index_select(0, slots_B)
+        return state, DecodeRows(block_tables_BM=block_tables_BM, limit_B=limit_B, draft_cap_B=draft_cap_B)
+
+    def write_sample(self, slots_B: torch.Tensor, last_token_B: torch.Tensor, length_B: torch.Tensor) -> None:
+        """Write what sampling moved."""
+        self._sampled_N2.index_copy_(0, slots_B, torch.stack([last_token_B, length_B], dim=1))
+
+    def write_draft(self, slots_B: torch.Tensor, draft_token_B: torch.Tensor | None, hidden_BD: torch.Tensor) -> None:
+        """Write the draft in hand and what made it; without a draft, its hidden state alone."""
+        if draft_token_B is not None:
+            self._draft_token_N.index_copy_(0, slots_B, draft_token_B)
+        self._hidden_ND.index_copy_(0, slots_B, hidden_BD)

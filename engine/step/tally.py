@@ -1,0 +1,165 @@
+"""What became of the rows that steps computed, counted by who reads them: the other half of `engine.step.counters`.
+
+A row is *kept*, or dropped whole because its sequence had ended (*late*) or ends with an error (*failed*). Of a row
+that is kept, what lies behind the end of its sequence is *cut*. Whoever reads a step says so of every row, in one call,
+before anybody hears of the tokens; what it forgets is missing beside the counters of the device.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from baton.core.distribution import Buckets
+from baton.core.telemetry.step_report import COUNT_BOUNDS, RowCounts, StepReport
+from baton.engine.step.counters import at_least
+from baton.engine.step.meter import StepMeter
+from baton.engine.step.result import Emitted
+
+_MAX_STEPS: Final = 64  # sorted at once, which is cheaper than one by one
+
+
+class Fate(Enum):
+    """Why something that was computed is given to nobody."""
+
+    LATE = auto()
+    FAILED = auto()
+    CUT = auto()
+
+
+class Dropped(NamedTuple):
+    """A row, or with CUT what is behind its first `num_kept` tokens."""
+
+    fate: Fate
+    row: Emitted
+    num_kept: int = 0
+
+
+class _Rows:
+    """Sums of dropped rows."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_rows = self.num_tokens = 0
+        self.proposed_at = [0] * num_draft_tokens
+        self.accepted_at = [0] * num_draft_tokens
+
+    def add(self, dropped: Dropped) -> None:
+        row, num_kept = dropped.row, dropped.num_kept
+        if row.is_idle:
+            return
+        self.num_tokens += len(row.token_ids) - num_kept
+        if dropped.fate is not Fate.CUT:
+            self.num_rows += 1
+            for place in range(row.proposed_len):
+                self.proposed_at[place] += 1
+        for place in range(num_kept, row.accepted_len):
+            self.accepted_at[place] += 1
+
+    def read(self) -> RowCounts:
+        return RowCounts(
+            num_rows=self.num_rows,
+            num_tokens=self.num_tokens,
+            proposed_at=tuple(self.proposed_at),
+            accepted_at=tuple(self.accepted_at),
+        )
+
+
+class StepTally:
+    """Of one runner's steps. One thread adds, any reads.
+
+    Args:
+        num_draft_tokens: most drafts of a step.
+    """
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self._longest_first = tuple(range(num_draft_tokens, -1, -1))
+        self._steps: deque[tuple[list[int], list[int], int, Sequence[Dropped]]] = deque()  # not sorted yet
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._by_proposed = [0] * (num_draft_tokens + 1)  # kept rows
+        self._by_accepted = [0] * (num_draft_tokens + 1)
+        self._dropped = {fate: _Rows(num_draft_tokens) for fate in Fate}
+        self._step_tokens = Buckets(COUNT_BOUNDS)
+        self._step_sequences = Buckets(COUNT_BOUNDS)
+        self._lock = threading.Lock()
+
+    def add_step(
+        self,
+        proposed_lens: list[int],
+        accepted_lens: list[int],
+        num_emitted: int,
+        dropped: Sequence[Dropped] = (),
+    ) -> None:
+        """Count one step; the lists are given away.
+
+        Args:
+            proposed_lens: drafts of each row that was kept.
+            accepted_lens: of those the drafts that were accepted and kept.
+            num_emitted: tokens kept.
+            dropped: everything else.
+        """
+        self._steps.append((proposed_lens, accepted_lens, num_emitted, dropped))
+        if len(self._steps) >= _MAX_STEPS:
+            with self._lock:
+                self._sort()
+
+    def kept(self) -> RowCounts:
+        """What requests were given."""
+        with self._lock:
+            self._sort()
+            return self._kept()
+
+    def report(self, meter: StepMeter, computed: RowCounts) -> StepReport:
+        """Everything, with what the runner's meter knows.
+
+        Args:
+            meter: of the runner.
+            computed: its counters.
+        """
+        step_s, host_gap_s = meter.times()
+        with self._lock:
+            self._sort()
+            return StepReport(
+                num_steps=self._num_steps,
+                computed=computed,
+                kept=self._kept(),
+                cut=self._dropped[Fate.CUT].read(),
+                late=self._dropped[Fate.LATE].read(),
+                failed=self._dropped[Fate.FAILED].read(),
+                step_s=step_s,
+                host_gap_s=host_gap_s,
+                step_tokens=self._step_tokens.read(),
+                step_sequences=self._step_sequences.read(),
+            )
+
+    def _sort(self) -> None:
+        for _ in range(len(self._steps)):
+            proposed_lens, accepted_lens, num_emitted, dropped = self._steps.popleft()
+            num_rows = len(proposed_lens)
+            self._num_steps += 1
+            self._num_tokens += num_emitted
+            self._count(proposed_lens, self._by_proposed)
+            self._count(accepted_lens, self._by_accepted)
+            for item in dropped:
+                self._dropped[item.fate].add(item)
+                num_rows += item.fate is not Fate.CUT and not item.row.is_idle
+            self._step_tokens.observe(num_emitted)
+            self._step_sequences.observe(num_rows)
+
+    def _count(self, lengths: list[int], by_length: list[int]) -> None:
+        num_left = len(lengths)
+        for length in self._longest_first:  # mostly, all propose the most
+            num = lengths.count(length)
+            by_length[length] += num
+            num_left -= num
+            if not num_left:
+                break
+
+    def _kept(self) -> RowCounts:
+        return RowCounts(
+            num_rows=sum(self._by_proposed),
+            num_tokens=self._num_tokens,
+            proposed_at=at_least(self._by_proposed),
+            accepted_at=at_least(self._by_accepted),
+        )

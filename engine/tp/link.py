@@ -1,0 +1,347 @@
+"""How the ranks of a TP group talk: a socket of the host from every rank to rank 0, beside the collectives.
+
+Plans go down it ahead of the work they are about: rank 0 writes and goes on, a thread at the other end takes them into
+a queue, so a rank may run behind. What ranks report comes up. Each end beats ten times a second; the thread that reads
+also watches (`tp_group_watch`), so that a death, a hang or a failure is known within its deadline whatever the
+computing thread waits for. Refuses to know how the ends have met (`tp_group_join`), and to decide what is done about a
+failure: `on_fail` is told of it once.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from baton.core.errors import BatonError, ProtocolError, WorkerLost
+from baton.engine.tp.peer import TPGroupPeer
+from baton.engine.tp.plan_codec import FRAME_HEADER_BYTES, PlanCodec, payload_len
+from baton.engine.tp.plan_messages import Beat, Farewell, Ready, Stop
+from baton.engine.tp.watch import SILENCE_S, TPGroupWatch
+
+BEAT_S: Final = 0.1
+START_SILENCE_S: Final = 60.0  # until everybody is loaded
+BLAME_S: Final = 0.7  # who is at fault is known by then, or is not
+FLUSH_S: Final = 2.0
+MAX_UNSENT_BYTES: Final = 1 << 30
+MAX_UNREAD: Final = 1 << 16
+_READ_BYTES: Final = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+class _Wake:
+    """In a rank's queue: not a plan, look at what else there is."""
+
+
+class TPGroupLink:
+    """One rank's end. `tp_group_join` makes them.
+
+    Attributes:
+        rank: of this end.
+        size: of the TP group.
+        on_fail: told on the link's thread, once, who is at fault; nothing is sent or heard after that.
+        on_report: called on that thread when there are reports.
+        operations: how many collectives this rank has begun.
+    """
+
+    def __init__(self, codec: PlanCodec, rank: int, size: int, peers: list[TPGroupPeer], num_told: int = 0) -> None:
+        self.rank = rank
+        self.size = size
+        self.on_fail: Callable[[WorkerLost], None] = _do_nothing
+        self.on_report: Callable[[], None] = lambda: None
+        self.operations: Callable[[], int] = lambda: 0
+        self._codec = codec
+        self._peers = {peer.rank: peer for peer in peers}
+        self._watch = TPGroupWatch(
+            rank,
+            size,
+            self._peers,
+            time.monotonic(),
+            START_SILENCE_S,
+            pids={rank: os.getpid(), **{peer.rank: peer.pid for peer in peers}},
+        )
+        self._lock = threading.Lock()  # of what is sent, and of the watch
+        self._num_told = num_told
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._reports: deque[tuple[int, Any]] = deque()
+        self._ready: set[int] = set()
+        self._progress = threading.Event()  # somebody became ready, or failed
+        self._failure: WorkerLost | None = None
+        self._failed = threading.Event()
+        self._is_ending = False
+        self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._nudge, selectors.EVENT_READ)
+        for peer in peers:
+            peer.connection.setblocking(False)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        self._thread = threading.Thread(target=self._run, name="tp-group-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> WorkerLost | None:
+        """Who is at fault, once that is known."""
+        return self._failure
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the ranks at the other ends."""
+        return {rank: peer.pid for rank, peer in self._peers.items()}
+
+    def tell(self, message: object) -> None:
+        """Send to every other end; returns at once. One order for all that this rank tells.
+
+        Raises:
+            WorkerLost: the TP group has failed, or somebody takes nothing any more.
+        """
+        if self._failure is not None:
+            raise self._failure
+        with self._lock:
+            self._send(message)
+            unsent = {rank: peer.num_unsent for rank, peer in self._peers.items()}
+        for rank, num_bytes in unsent.items():
+            if num_bytes > MAX_UNSENT_BYTES:
+                raise WorkerLost(f"rank {rank} of {self.size} takes no plans", rank=rank, size=self.size, how="hangs")
+
+    def hear(self, timeout_s: float | None = None) -> Any:
+        """Another rank than 0: the next plan, however long that takes; None after `wake`, or after `timeout_s`.
+
+        Raises:
+            WorkerLost: the TP group has failed.
+        """
+        try:
+            item = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, WorkerLost):
+            self._inbox.put(item)
+            raise item
+        return None if isinstance(item, _Wake) else item
+
+    def wake(self) -> None:
+        """Have `hear` return. Any thread."""
+        self._inbox.put(_Wake())
+
+    def reports(self) -> list[tuple[int, Any]]:
+        """Rank 0: what the others have said since the last call, with their ranks.
+
+        Raises:
+            WorkerLost: the TP group has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Rank 0: until every other rank has said `Ready`. From then on silence is judged.
+
+        Raises:
+            WorkerLost: one failed, or says nothing.
+        """
+        end_s = time.monotonic() + timeout_s
+        while len(self._ready) < len(self._peers):
+            self._progress.clear()
+            if self._failure is not None:
+                raise self._failure
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                missing = sorted(self._peers.keys() - self._ready)
+                raise WorkerLost(f"rank {missing[0]} of {self.size} was not ready within {timeout_s:.0f} s")
+            if len(self._ready) < len(self._peers):
+                self._progress.wait(min(left_s, 1.0))
+
+    def judge_silence(self, silence_s: float = SILENCE_S) -> None:
+        """Everybody is loaded: from now on silence is a hang."""
+        with self._lock:
+            self._watch.silence_s = silence_s
+
+    def begin(self, limit_s: float) -> int:
+        """A step begins, which `end` must end within `limit_s`. Any thread; steps may overlap."""
+        with self._lock:
+            return self._watch.begin(limit_s, time.monotonic())
+
+    def end(self, step: int) -> None:
+        """See `begin`."""
+        with self._lock:
+            self._watch.end(step)
+
+    def blame(self) -> WorkerLost | None:
+        """A collective failed: who is at fault? Waits a moment for that to be known; None if it stays unknown."""
+        self._failed.wait(BLAME_S)
+        return self._failure
+
+    def kill_peers(self) -> None:
+        """SIGKILL the other ends; a TP group lives or ends as one."""
+        for peer in self._peers.values():
+            peer.kill()
+
+    def leave(self, error: BatonError | None = None) -> None:
+        """Say why this rank ends, and go. Safe to call twice."""
+        lost = error.fields.get("lost_touch", False) if error is not None else False
+        with self._lock, contextlib.suppress(OSError):
+            if not self._is_closed:
+                self._is_ending = True
+                self._send(Farewell("" if error is None else error.to_wire(), bool(lost)))
+        self.close()
+
+    def expect_end(self) -> None:
+        """Rank 0 is about to tell the others to stop: that their connections end is no failure."""
+        self._is_ending = True
+
+    def close(self) -> None:
+        """End it; what was told is sent first, if it is taken."""
+        self._is_ending = True
+        end_s = time.monotonic() + FLUSH_S
+        while self._thread.is_alive() and time.monotonic() < end_s and not self._is_flushed():
+            time.sleep(0.005)
+        with self._lock:
+            self._is_closed = True
+            self._poke()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(FLUSH_S)
+
+    def _is_flushed(self) -> bool:
+        with self._lock:
+            return not any(peer.unsent for peer in self._peers.values() if peer.is_open)
+
+    # Sending; the lock is held.
+
+    def _send(self, message: object) -> None:
+        self._num_told += 1
+        frame = self._codec.encode(message, self._num_told)
+        for peer in self._peers.values():
+            if peer.is_open:
+                peer.unsent.append(memoryview(frame))
+                peer.num_unsent += len(frame)
+                if len(peer.unsent) == 1:
+                    peer.flush()
+        if any(peer.unsent for peer in self._peers.values()):
+            self._poke()
+
+    def _poke(self) -> None:
+        if self._nudge >= 0:
+            os.eventfd_write(self._nudge, 1)
+
+    # The thread.
+
+    def _run(self) -> None:
+        beat_s = 0.0
+        while not self._is_closed:
+            self._turn()
+            now_s = time.monotonic()
+            with self._lock:
+                if now_s - beat_s >= BEAT_S:
+                    self._send(Beat(self.operations()))
+                    beat_s = now_s
+                failure = None if self._is_ending else self._watch.verdict(self.operations(), now_s)
+            if failure is not None:
+                self._fail(failure)
+                break
+        self._end_thread()
+
+    def _turn(self) -> None:
+        for peer in self._peers.values():
+            if peer.is_open:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+                self._selector.modify(peer.connection, wanted, peer)
+        for key, events in self._selector.select(BEAT_S / 2):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._nudge)
+                continue
+            peer = key.data
+            if events & selectors.EVENT_WRITE:
+                with self._lock:
+                    peer.flush()
+            if events & selectors.EVENT_READ:
+                self._read(peer)
+
+    def _read(self, peer: TPGroupPeer) -> None:
+        try:
+            piece = peer.connection.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            piece = b""
+        now_s = time.monotonic()
+        if not piece:
+            self._selector.unregister(peer.connection)
+            with self._lock:
+                peer.close()
+                self._watch.closed(peer.rank, now_s)
+            return
+        peer.unread += piece
+        with self._lock:
+            self._watch.heard(peer.rank, now_s)
+        try:
+            while (message := self._next(peer)) is not None:
+                self._take(peer.rank, message, now_s)
+        except ProtocolError as error:
+            with self._lock:
+                self._watch.farewell(peer.rank, error.to_wire(), False, now_s)
+
+    def _next(self, peer: TPGroupPeer) -> Any:
+        if len(peer.unread) < FRAME_HEADER_BYTES:
+            return None
+        num_bytes = FRAME_HEADER_BYTES + payload_len(peer.unread)
+        if len(peer.unread) < num_bytes:
+            return None
+        peer.num_heard += 1
+        frame = bytes(peer.unread[:num_bytes])
+        del peer.unread[:num_bytes]
+        return self._codec.decode(frame, peer.num_heard)
+
+    def _take(self, rank: int, message: Any, now_s: float) -> None:
+        match message:
+            case Beat():
+                with self._lock:
+                    self._watch.beat(rank, message.num_operations)
+            case Farewell():
+                if message.error:
+                    with self._lock:
+                        self._watch.farewell(rank, message.error, message.is_victim, now_s)
+            case Ready():
+                if self.rank != 0:
+                    self.judge_silence()
+                self._ready.add(rank)
+                self._progress.set()
+            case _ if self.rank == 0:
+                self._reports.append((rank, message))
+                self.on_report()
+            case _:
+                if isinstance(message, Stop):
+                    self._is_ending = True
+                if self._inbox.qsize() > MAX_UNREAD:
+                    raise ProtocolError(f"rank {self.rank} of {self.size} is {MAX_UNREAD} plans behind")
+                self._inbox.put(message)
+
+    def _fail(self, failure: WorkerLost) -> None:
+        log.error("the TP group has failed: %s", failure.message)
+        self._failure = failure
+        self._failed.set()
+        self._progress.set()
+        self._inbox.put(failure)
+        self.on_report()
+        self.on_fail(failure)
+
+    def _end_thread(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for peer in self._peers.values():
+                if peer.is_open:
+                    peer.flush()
+                    peer.close()
+            os.close(self._nudge)
+            self._nudge = -1
+        self._selector.close()
+
+
+def _do_nothing(error: WorkerLost) -> None:
+    del error

@@ -1,0 +1,167 @@
+"""Which rank of a TP group is at fault: one that died, said that it failed, fell silent, or keeps a step from ending.
+
+Pure bookkeeping: it is told what happened and when, and asked for a verdict. Rank 0 watches all others, each of them
+watches rank 0. A rank that ends because it lost another is a victim: it is named only when nobody else is to blame.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from baton.core.errors import BatonError, MalformedMessage, WorkerLost, from_wire
+from baton.engine.tp.process_state import CpuWatch, is_runnable
+
+SILENCE_S: Final = 1.8  # with a beat every 0.1 s a stopped process is named within 2 s
+STARVED_S: Final = 15.0  # of one that would run if the machine let it
+GRACE_S: Final = 0.3  # what a rank's end has caused elsewhere is often heard first
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What is known of another rank."""
+
+    heard_s: float
+    num_operations: int = 0
+    closed_s: float | None = None
+    farewell: BatonError | None = None
+    is_victim: bool = False
+    said_s: float = 0.0
+
+
+class TPGroupWatch:
+    """One rank's view of those it watches.
+
+    Args:
+        rank: its own.
+        size: of the TP group.
+        peers: ranks it watches.
+        now_s: on the clock of every other call.
+        silence_s: after so long without a sign of life a rank hangs.
+        pids: of the ranks' processes, its own too: one that only waits for a processor is given more time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        peers: Iterable[int],
+        now_s: float,
+        silence_s: float = SILENCE_S,
+        pids: Mapping[int, int] | None = None,
+    ) -> None:
+        self.silence_s = silence_s
+        self._pids = pids or {}
+        self._sampled: tuple[int, dict[int, CpuWatch]] = (0, {})  # since when a step is open, nearly
+        self._rank = rank
+        self._size = size
+        self._peers = {peer: _Peer(now_s) for peer in peers}
+        self._looked_s = now_s
+        self._deadlines: dict[int, float] = {}  # of steps that this rank has begun and not ended
+        self._num_steps = 0
+
+    def heard(self, rank: int, now_s: float) -> None:
+        """Something came from a rank."""
+        self._peers[rank].heard_s = now_s
+
+    def beat(self, rank: int, num_operations: int) -> None:
+        """So many collectives a rank has begun."""
+        self._peers[rank].num_operations = num_operations
+
+    def closed(self, rank: int, now_s: float) -> None:
+        """A rank's connection has ended."""
+        peer = self._peers[rank]
+        if peer.closed_s is None:
+            peer.closed_s = now_s
+
+    def farewell(self, rank: int, error: str, is_victim: bool, now_s: float) -> None:
+        """A rank said why it ends (`BatonError.to_wire`)."""
+        peer = self._peers[rank]
+        try:
+            peer.farewell = from_wire(error)
+        except MalformedMessage as malformed:
+            peer.farewell = malformed
+        peer.is_victim = is_victim
+        peer.said_s = now_s
+
+    def begin(self, limit_s: float, now_s: float) -> int:
+        """A step of this rank begins, which must end within `limit_s`; returns its number."""
+        self._num_steps += 1
+        self._deadlines[self._num_steps] = now_s + limit_s
+        return self._num_steps
+
+    def end(self, step: int) -> None:
+        """The step has ended."""
+        self._deadlines.pop(step, None)
+
+    def verdict(self, num_operations: int, now_s: float) -> WorkerLost | None:
+        """Who is to blame, if anybody is; ask several times a second.
+
+        Args:
+            num_operations: collectives that this rank has begun.
+            now_s: the time.
+        """
+        self._look(now_s)
+        for rank, peer in self._peers.items():
+            if peer.farewell is not None and not peer.is_victim:
+                return self._failed(rank, peer.farewell)
+        for rank, peer in self._peers.items():
+            if peer.closed_s is not None and peer.farewell is None:
+                return self._lost(rank, "died", f"rank {rank} of {self._size} has died")
+        for rank, peer in self._peers.items():
+            if peer.closed_s is None and self._is_silent(rank, peer, now_s):
+                silence_s = now_s - peer.heard_s
+                return self._lost(rank, "hangs", f"rank {rank} of {self._size} hangs: silent for {silence_s:.1f} s")
+        late = self._late(num_operations, now_s) if self._deadlines else None
+        if late is not None:
+            return late
+        for rank, peer in self._peers.items():
+            if peer.farewell is not None and now_s - peer.said_s > GRACE_S:
+                return self._failed(rank, peer.farewell)
+        return None
+
+    def _look(self, now_s: float) -> None:
+        """If this process got no processor for a while, that says nothing about the others, who may judge it."""
+        if now_s - self._looked_s > self.silence_s / 2:
+            for peer in self._peers.values():
+                peer.heard_s = now_s
+        self._looked_s = now_s
+
+    def _is_silent(self, rank: int, peer: _Peer, now_s: float) -> bool:
+        silence_s = now_s - peer.heard_s
+        if silence_s <= self.silence_s:
+            return False
+        return silence_s > max(STARVED_S, self.silence_s) or not is_runnable(self._pids.get(rank, 0))
+
+    def _late(self, num_operations: int, now_s: float) -> WorkerLost | None:
+        """If a step did not end in time: whoever has begun the fewest collectives is who all others wait for."""
+        step = min(self._deadlines)
+        if self._sampled[0] != step:
+            self._sampled = (step, {rank: CpuWatch(pid) for rank, pid in self._pids.items()})
+        over_s = now_s - min(self._deadlines.values())
+        if over_s <= 0:
+            return None
+        counts = {rank: peer.num_operations for rank, peer in self._peers.items()} | {self._rank: num_operations}
+        fewest = min(counts.values())
+        late = [rank for rank, count in sorted(counts.items()) if count == fewest]
+        if over_s < STARVED_S and any(rank in late and cpu.is_starved() for rank, cpu in self._sampled[1].items()):
+            return None
+        if len(late) == len(counts):
+            message = f"all {self._size} ranks hang in collective {fewest}"
+            return WorkerLost(message, size=self._size, how="hangs")
+        message = f"rank {late[0]} of {self._size} hangs: others wait for it in collective {max(counts.values())}"
+        return self._lost(late[0], "hangs", message)
+
+    def _failed(self, rank: int, error: BatonError) -> WorkerLost:
+        if isinstance(error, WorkerLost):
+            return error  # it names itself
+        kind = type(error).__name__
+        return WorkerLost(
+            f"rank {rank} of {self._size} failed: {kind}: {error.message}",
+            rank=rank,
+            size=self._size,
+            how="failed",
+            cause=error.to_wire(),
+        )
+
+    def _lost(self, rank: int, how: str, message: str) -> WorkerLost:
+        return WorkerLost(message, rank=rank, size=self._size, how=how)

@@ -1,0 +1,179 @@
+"""Small translations between protobuf control messages and Baton's own types, shared by both sides."""
+
+import struct
+
+from crc32c import crc32c
+from google.protobuf.message import DecodeError
+
+from baton.core.errors import MalformedMessage
+from baton.core.requests.request import AttemptKey
+from baton.kvcache.layout import KVLayout, PayloadKind
+from baton.kvtransfer.protocol.frame import VERSION, Bytes
+from baton.proto import kv_pb2
+
+Message = (
+    kv_pb2.Hello
+    | kv_pb2.HelloReply
+    | kv_pb2.Reserve
+    | kv_pb2.Grant
+    | kv_pb2.Deny
+    | kv_pb2.Commit
+    | kv_pb2.CommitAck
+    | kv_pb2.CommitNack
+    | kv_pb2.Credit
+    | kv_pb2.Lease
+    | kv_pb2.Abort
+    | kv_pb2.AbortAck
+    | kv_pb2.Resume
+    | kv_pb2.Have
+)
+# What a peer may make this side keep. A record of it fits the transfer's rings (landing.MIN_RING_BYTES) many times.
+MAX_REQUEST_ID_BYTES = 512  # every id the router lets in: 128 characters
+MAX_TEXT_BYTES = 1024
+MAX_STATE_BYTES = 256 << 10
+MAX_DRAFT_TOKENS = 16
+MAX_LANES = 16
+MAX_PROOF_BYTES = 64
+MAX_TP_SIZE = 64
+DIGEST = "digest"  # the capability
+_TAG = bytes([15 << 3 | 5])  # of Control.checksum, a fixed32
+_CHECKSUM = struct.Struct("<I")
+_TEXTS = {"abort": "reason", "deny": "detail", "hello_reply": "refused"}
+_FIELDS = {field.message_type.name: field.name for field in kv_pb2.Control.DESCRIPTOR.fields if field.message_type}
+
+
+def control_of(message: Message) -> kv_pb2.Control:
+    """The Control that carries `message`."""
+    control = kv_pb2.Control()
+    getattr(control, _FIELDS[message.DESCRIPTOR.name]).CopyFrom(message)
+    return control
+
+
+def encode_control(control: kv_pb2.Control) -> bytes:
+    """What goes on the wire: the message, and its checksum as the last field."""
+    assert not control.checksum
+    body = control.SerializeToString()
+    return body + _TAG + _CHECKSUM.pack(crc32c(body))
+
+
+def parse_control(data: Bytes) -> kv_pb2.Control:
+    """The Control that `data` holds, as `encode_control` made it; explanations in it are shortened.
+
+    Raises:
+        MalformedMessage: it holds none, a damaged or an empty one, or one with an id or a state beyond the limits.
+    """
+    whole = bytes(data)
+    body, end = whole[: -1 - _CHECKSUM.size], whole[-1 - _CHECKSUM.size :]
+    if end != _TAG + _CHECKSUM.pack(crc32c(body)):
+        raise MalformedMessage("not a Control, or a damaged one: its checksum differs")
+    try:
+        control = kv_pb2.Control.FromString(body)
+    except DecodeError as error:
+        raise MalformedMessage(f"not a Control: {error}") from error
+    if control.WhichOneof("message") is None:
+        raise MalformedMessage("a Control without a message")
+    _bound(control)
+    return control
+
+
+def shorten(text: str) -> str:
+    """`text`, or as much of it as an explanation may have."""
+    return text if len(text) * 4 <= MAX_TEXT_BYTES else text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
+
+
+def request_id_problem(request_id: str) -> str:
+    """Why this cannot be the id of a request; empty if it can."""
+    size = len(request_id.encode())
+    return (
+        "" if 0 < size <= MAX_REQUEST_ID_BYTES else f"a request id of {size} bytes, {MAX_REQUEST_ID_BYTES} are the most"
+    )
+
+
+def _bound(control: kv_pb2.Control) -> None:
+    kind = str(control.WhichOneof("message"))
+    message = getattr(control, kind)
+    if kind in _TEXTS:
+        setattr(message, _TEXTS[kind], shorten(getattr(message, _TEXTS[kind])))
+    if "attempt" in message.DESCRIPTOR.fields_by_name and message.HasField("attempt"):
+        problem = request_id_problem(message.attempt.request_id)
+        if problem:
+            raise MalformedMessage(problem)
+    if kind == "commit":
+        size, num_drafts = message.state.ByteSize(), len(message.state.draft_tokens)
+        if size > MAX_STATE_BYTES or num_drafts > MAX_DRAFT_TOKENS:
+            raise MalformedMessage(f"a COMMIT with a state of {size} bytes and {num_drafts} drafts")
+    if kind == "hello":
+        texts = (message.host_id, message.incarnation_file, *message.lanes, *message.capabilities)
+        if len(texts) > MAX_LANES or any(len(text) > MAX_TEXT_BYTES for text in texts):
+            raise MalformedMessage("a HELLO with too many lanes or names that are too long")
+        if max(len(message.number), len(message.challenge), len(message.proof)) > MAX_PROOF_BYTES:
+            raise MalformedMessage("a HELLO whose proof is too long")
+
+
+def attempt_of(attempt: kv_pb2.Attempt) -> AttemptKey:
+    """The identity in a message.
+
+    Raises:
+        MalformedMessage: it names no request.
+    """
+    if not attempt.request_id:
+        raise MalformedMessage("an attempt without a request id")
+    return AttemptKey(attempt.request_id, attempt.attempt)
+
+
+def wire_attempt(attempt: AttemptKey) -> kv_pb2.Attempt:
+    """The message for an identity."""
+    return kv_pb2.Attempt(request_id=attempt.request_id, attempt=attempt.attempt)
+
+
+def layout_message(layout: KVLayout) -> kv_pb2.Layout:
+    """What HELLO says about a pool."""
+    return kv_pb2.Layout(
+        model_hash=layout.model_hash,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+        hash=layout.hash,
+        has_mtp=layout.has_mtp,
+        extra_layers=[
+            kv_pb2.LayerLayout(
+                kind=layer.kind.value, num_heads=layer.num_heads, num_parts=layer.num_parts, row_len=layer.row_len
+            )
+            for layer in layout.extra_layers
+        ],
+    )
+
+
+def hello_problem(version: int, theirs: kv_pb2.Layout, ours: KVLayout) -> str:
+    """Why two peers must not talk; empty if they may."""
+    if version != VERSION:
+        return f"KVP version {version}, here {VERSION}"
+    if theirs.hash == ours.hash:
+        return ""
+    mine = layout_message(ours)
+    fields = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "dtype", "has_mtp")
+    differ = [
+        f"{name} {getattr(theirs, name)!r} here {getattr(mine, name)!r}"
+        for name in fields
+        if getattr(theirs, name) != getattr(mine, name)
+    ]
+    if list(theirs.extra_layers) != list(mine.extra_layers):
+        differ.append(f"{len(theirs.extra_layers)} extra layers here {len(mine.extra_layers)}, or others")
+    return shorten("KV layouts differ: " + ("; ".join(differ) or "layout hash"))
+
+
+def ranks_problem(hello: kv_pb2.Hello, layout: KVLayout) -> str:
+    """Why a rank cannot be what its HELLO says; empty if it can. `layout` was found to be shared."""
+    rank, size, num_heads = hello.tp_rank, hello.tp_size, layout.num_kv_heads
+    if not rank < size <= MAX_TP_SIZE:
+        return f"tensor parallel rank {rank} of {size}"
+    for index, layer in enumerate(layout.layers):
+        if layer.kind is not PayloadKind.LATENT and layer.num_heads % size and size % layer.num_heads:
+            return f"tensor parallel size {size} does not go with the {layer.num_heads} heads of layer {index}"
+    heads = layout.heads_of(0, rank, size)
+    if (hello.head_first, hello.head_count) != (heads.first, heads.count):
+        theirs = f"{hello.head_count} of {num_heads} heads from {hello.head_first}"
+        return f"rank {rank} of {size} holds {theirs}, here {heads.count} from {heads.first}"
+    return ""

@@ -1,0 +1,1 @@
+"""The decode worker's end of the hand-off."""

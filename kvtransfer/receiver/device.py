@@ -1,0 +1,125 @@
+"""The engine's part in transfers whose pools are on GPUs: kernels that fill them from staging memory and verify them.
+
+Runs in the decode worker, at rank 0, on the loop's thread; nothing waits for the device. One GPU launches for the pools
+of all ranks, each on a stream of its own, on few multiprocessors: a decode step goes on meanwhile. The memory that it
+shares with the transfer's process - staging blocks, and the flags by which its kernels answer - is page-locked here.
+"""
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.core.config import KVTransferConfig
+from baton.kernels.kv.scatter import PoolAddress
+from baton.kvcache.allocator import BlockTable
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.cuda_ipc import PinnedMemory
+from baton.kvtransfer.rank_kernels import RankKernels
+from baton.kvtransfer.rank_pools import RankPools
+from baton.kvtransfer.receiver.actions import DigestWanted
+from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, flag_bytes
+from baton.kvtransfer.receiver.link import ReceiverLink
+from baton.kvtransfer.shared_region import DIRECTORY, SharedRegion, sweep
+
+MIN_STAGING_BLOCKS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverMemory:
+    """What engine and incoming transfer share beside the link.
+
+    Attributes:
+        staging: a pool's bytes.
+        flags: a flag page's.
+    """
+
+    staging: memoryview
+    flags: memoryview
+
+
+class DeviceReceiver:
+    """See `incoming.ReceiverDevice`. Each rank's launches are in order, on a stream of this GPU.
+
+    Args:
+        pools: of all ranks; owned from here on.
+        own: rank 0's, on this GPU.
+        num_staging_blocks: of the staging memory.
+        memory: shared with the incoming transfer.
+
+    Raises:
+        CudaFailed: it cannot be page-locked.
+    """
+
+    def __init__(self, pools: RankPools, own: KVPool, num_staging_blocks: int, memory: ReceiverMemory) -> None:
+        self._device = own.device
+        self._pools = pools
+        staging = PoolGeometry(own.layout, num_staging_blocks)
+        assert len(memory.staging) == staging.num_bytes
+        assert len(memory.flags) == flag_bytes()
+        with torch.cuda.device(self._device):
+            self._pinned = [
+                PinnedMemory(np.frombuffer(part, dtype=np.uint8)) for part in (memory.staging, memory.flags)
+            ]
+            self._streams = [torch.cuda.Stream(self._device) for _ in pools.addresses]
+        source = PoolAddress(self._pinned[0].address, staging.layers)
+        flags_address = self._pinned[1].address
+        self._ranks = [
+            RankKernels(pool, source, flags_address, self._device, len(pools.addresses)) for pool in pools.addresses
+        ]
+        for stream, kernels in zip(self._streams, self._ranks, strict=True):
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                kernels.warm_up()
+        self.drain()
+
+    def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
+        """Of one rank; see `RankKernels`."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams[wanted.rank]):
+            self._ranks[wanted.rank].launch(wanted, table)
+
+    def drain(self) -> None:
+        """Wait for the streams."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Wait, and give the memory back."""
+        self.drain()
+        for pinned in self._pinned:
+            pinned.close()
+        self._pools.close()
+
+
+def num_staging_blocks(pool: KVPool, config: KVTransferConfig) -> int:
+    """As many as are configured, but no more than the pool has, or than half of what /dev/shm has free."""
+    free = os.statvfs(DIRECTORY)
+    limit_bytes = min(config.staging_mib << 20, free.f_bavail * free.f_frsize // 2)
+    num_blocks = limit_bytes // pool.layout.bytes_per_block - 1
+    return max(MIN_STAGING_BLOCKS, min(pool.num_blocks, num_blocks))
+
+
+def private_memory(pool: KVPool, num_blocks: int) -> ReceiverMemory:
+    """Memory for an incoming transfer on a thread of this process."""
+    sizes = (PoolGeometry(pool.layout, num_blocks).num_bytes, flag_bytes())
+    staging, flags = (memoryview(mmap.mmap(-1, size)) for size in sizes)
+    return ReceiverMemory(staging, flags)
+
+
+def device_region(pool: KVPool, num_blocks: int, config: KVTransferConfig) -> SharedRegion:
+    """Shared memory for a transfer in a process of its own, before a pool on a GPU; dead owners' are removed first.
+
+    Raises:
+        ConfigInvalid: there is no room for it.
+    """
+    sweep()
+    sizes = [PoolGeometry(pool.layout, num_blocks).num_bytes, flag_bytes()]
+    link_bytes = ReceiverLink.num_bytes(config.ring_slots, pool.num_blocks)
+    return SharedRegion.create(link_bytes=link_bytes, pool_bytes=sizes, key="staging_mib")
+
+
+def memory_of(region: SharedRegion) -> ReceiverMemory:
+    """The parts of a `device_region`."""
+    return ReceiverMemory(region.pool(0), region.pool(FLAGS_POOL))

@@ -1,0 +1,222 @@
+"""What a transfer asks of the engine where pools are on GPUs, which the incoming transfer's process cannot touch.
+
+Payloads of two-sided lanes lie in *staging* blocks of host memory first. Each complete layer becomes a wish
+(`DigestWanted`, one for each rank's pool): bring it from staging into the pool, if it is there, and digest it in the
+pool. The engine's kernels answer through flag words, one flag for each rank; a wish is fulfilled when all of them are
+up, and their digests are put together (`rank_digests`). One wish of a transfer is open at a time, so that layers gather
+while the engine is at a step; once all have landed, the rest is asked for at once.
+
+A wish that was made is waited for: until then its staging is not used again, and its transfer has not drained, because
+a kernel may still read the one and write the other.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from baton.core.kv_transports import is_one_sided
+from baton.core.requests.request import AttemptKey
+from baton.kvcache.allocator import BlockAllocator, BlockTable, OutOfBlocks
+from baton.kvcache.geometry import LayerGeometry, PoolGeometry
+from baton.kvcache.layout import KVLayout
+from baton.kvtransfer.flag_page import Flag, FlagPage
+from baton.kvtransfer.receiver.actions import DigestWanted
+from baton.kvtransfer.receiver.rank_digests import RankDigests
+from baton.kvtransfer.receiver.table import IncomingTransfer
+
+FLAGS_POOL = 1  # of the shared region; staging memory is pool 0
+SLOT_WORDS = 264  # MAX_LAYERS of a launch, and the number
+MAX_LAYERS = 256
+NUM_SLOTS = 256  # wishes at a time, times the ranks
+SCRATCH_SLOT = NUM_SLOTS  # where launches report that nobody asks about
+
+
+def flag_bytes() -> int:
+    """Size of a decode worker's memory for flags."""
+    return FlagPage.num_bytes(NUM_SLOTS + 1, SLOT_WORDS)
+
+
+def flag_page(memory: memoryview) -> FlagPage:
+    """The flags in that memory, but for the scratch slot; cleared."""
+    return FlagPage(memory[: FlagPage.num_bytes(NUM_SLOTS, SLOT_WORDS)], SLOT_WORDS)
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """An incoming transfer that was granted and has not ended here.
+
+    Attributes:
+        incoming: its record.
+        staging: its blocks there; empty on a one-sided lane.
+        has_digest: its layers are to be digested.
+        ready: complete layers that were not asked for yet.
+        num_open: wishes that were made and not answered.
+        is_over: it was fenced, or has drained: nothing more is asked for.
+    """
+
+    incoming: IncomingTransfer
+    staging: BlockTable
+    has_digest: bool
+    ready: list[int] = field(default_factory=list)
+    num_open: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """A wish that was made.
+
+    Attributes:
+        filling: for which.
+        flags: of each rank.
+        layer: first.
+        num_layers: that it is about.
+    """
+
+    filling: _Filling
+    flags: tuple[Flag, ...]
+    layer: int
+    num_layers: int
+
+
+class DeviceJobs:
+    """All incoming transfers of one incarnation of a KV receiver process over pools on GPUs.
+
+    Args:
+        layout: of the pools.
+        num_staging_blocks: of host memory.
+        flags: shared with the engine.
+        num_ranks: whose pools they are.
+    """
+
+    def __init__(self, layout: KVLayout, num_staging_blocks: int, flags: FlagPage, num_ranks: int = 1) -> None:
+        self._layout = layout
+        self._flags = flags
+        self._staging = BlockAllocator(num_staging_blocks, layout.block_size)
+        self._fillings: dict[AttemptKey, _Filling] = {}
+        self._jobs: deque[_Job] = deque()
+        self._ranks = RankDigests(layout, num_ranks)
+        geometry = PoolGeometry(layout, num_staging_blocks)
+        self._shapes = [(*_shape(layer), *self._ranks.heads(index)) for index, layer in enumerate(geometry.layers)]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a flag is to be looked at."""
+        return bool(self._jobs)
+
+    @property
+    def staging_len(self) -> int:
+        """Positions that the staging memory has room for."""
+        return self._staging.num_blocks * self._layout.block_size
+
+    def begin(self, incoming: IncomingTransfer, *, has_digest: bool) -> bool:
+        """An incoming transfer is to be granted; False if it has to wait for staging memory."""
+        if is_one_sided(incoming.lane):
+            staging = BlockTable((), self._layout.block_size)
+        else:
+            try:
+                staging = self._staging.reserve(incoming.prompt_len)
+            except OutOfBlocks:
+                return False
+        self._fillings[incoming.attempt] = _Filling(incoming, staging, has_digest)
+        return True
+
+    def staging_blocks(self, attempt: AttemptKey) -> tuple[int, ...]:
+        """Where payloads of an incoming transfer go."""
+        return self._fillings[attempt].staging.blocks
+
+    def complete(self, attempt: AttemptKey, layer: int) -> bool:
+        """A layer has landed. True: the engine has to do with it. False: it counts as it is."""
+        filling = self._fillings[attempt]
+        if not filling.has_digest and not filling.staging.blocks:
+            return False
+        filling.ready.append(layer)
+        return True
+
+    def desired_state(self) -> list[DigestWanted]:
+        """What the engine has to be asked for now."""
+        found: list[DigestWanted] = []
+        for filling in self._fillings.values():
+            while filling.ready and not filling.is_over and self._may_ask(filling):
+                wanted = self._desired(filling)
+                if not wanted:
+                    return found
+                found += wanted
+        return found
+
+    def answers(self) -> list[tuple[int, int, int]]:
+        """(incoming transfer id, layer, digest) of every wish that was fulfilled since the last call."""
+        found = []
+        for _ in range(len(self._jobs)):
+            job = self._jobs.popleft()
+            if not all(self._flags.is_up(flag) for flag in job.flags):
+                self._jobs.append(job)
+                continue
+            by_rank = [self._flags.digests(flag, job.num_layers) for flag in job.flags]
+            for flag in job.flags:  # none before all: a kernel may still be at the blocks
+                self._flags.release(flag)
+            job.filling.num_open -= 1
+            incoming_id = job.filling.incoming.incoming_id
+            for layer, digests in enumerate(zip(*by_rank, strict=True), start=job.layer):
+                found.append((incoming_id, layer, self._ranks.total(layer, digests)))
+        return found
+
+    def is_busy(self, attempt: AttemptKey) -> bool:
+        """Whether a kernel may still be at an incoming transfer's blocks."""
+        filling = self._fillings.get(attempt)
+        return filling is not None and bool(filling.num_open)
+
+    def stop(self, attempt: AttemptKey) -> None:
+        """The incoming transfer was fenced: ask for nothing more."""
+        filling = self._fillings.get(attempt)
+        if filling is not None:
+            filling.is_over = True
+            filling.ready.clear()
+
+    def end(self, attempt: AttemptKey) -> None:
+        """The incoming transfer was complete, or has drained, and no kernel is at it; its staging is free."""
+        filling = self._fillings.pop(attempt, None)
+        if filling is not None:
+            assert not filling.num_open
+            if filling.staging.blocks:
+                self._staging.release(filling.staging)
+
+    def _may_ask(self, filling: _Filling) -> bool:
+        return not filling.num_open or filling.incoming.coverage.is_complete()
+
+    def _desired(self, filling: _Filling) -> list[DigestWanted]:
+        """A launch for each rank: layers of one shape that follow each other. Nothing if there are no flags for it."""
+        flags = self._flags.claim(self._ranks.num_ranks)
+        if flags is None:
+            return []
+        filling.ready.sort()
+        first = filling.ready[0]
+        incoming = filling.incoming
+        count = self._layout.layer_len(first, incoming.prompt_len)
+        num_layers = 1
+        while (
+            num_layers < min(len(filling.ready), MAX_LAYERS)
+            and filling.ready[num_layers] == first + num_layers
+            and self._shapes[first + num_layers] == self._shapes[first]
+        ):
+            num_layers += 1
+        del filling.ready[:num_layers]
+        filling.num_open += 1
+        self._jobs.append(_Job(filling, tuple(flags), first, num_layers))
+        return [
+            DigestWanted(
+                attempt=incoming.attempt,
+                rank=rank,
+                flag=flag.slot,
+                sequence=flag.sequence,
+                layer=first,
+                num_layers=num_layers,
+                count=count,
+                staging=filling.staging,
+                has_digest=filling.has_digest,
+            )
+            for rank, flag in enumerate(flags)
+        ]
+
+
+def _shape(layer: LayerGeometry) -> tuple[int, ...]:
+    return layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes

@@ -1,0 +1,89 @@
+"""The one-sided lanes of a decode worker: what it tells prefill workers so that they can write its pools.
+
+`receiver_lanes` makes those that `core.kv_transports` declares. Imports no torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.core.errors import PackageMissing
+from baton.core.kv_transports import load, one_sided
+from baton.kvtransfer.pool_io import PoolMemory
+from baton.kvtransfer.receiver.setup import ReceiverSetup
+from baton.kvtransfer.sender.lane import LaneRefused
+from baton.kvtransfer.shared_region import SharedRegion
+from baton.proto import kv_pb2
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLane:
+    """A lane that is served.
+
+    Attributes:
+        offer: for HELLO_REPLY.
+        close: called at the end: nothing is written any more once it has returned.
+    """
+
+    offer: kv_pb2.LaneOffer
+    close: Callable[[], None] = _do_nothing
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverSide:
+    """What the lanes of a decode worker are made of.
+
+    Attributes:
+        setup: of this incarnation of its incoming transfer.
+        region: the shared memory: its pools, or the staging memory and flags before those on GPUs.
+    """
+
+    setup: ReceiverSetup
+    region: SharedRegion
+
+    @property
+    def memories(self) -> list[PoolMemory]:
+        """Pools in host memory, by rank."""
+        return [np.frombuffer(self.region.pool(rank), dtype=np.uint8) for rank in range(len(self.region.pools))]
+
+    @property
+    def places(self) -> list[kv_pb2.PoolPlace]:
+        """Where they are in the region."""
+        setup = self.setup
+        return [
+            kv_pb2.PoolPlace(
+                offset_bytes=place.offset_bytes,
+                num_bytes=place.num_bytes,
+                num_blocks=setup.num_blocks,
+                block_size=setup.layout.block_size,
+                tp_rank=rank,
+                tp_size=setup.tp_size,
+            )
+            for rank, place in enumerate(self.region.pools)
+        ]
+
+
+def receiver_lanes(side: ReceiverSide) -> list[ServedLane]:
+    """The lanes that `Listen` names, as far as they reach pools such as these.
+
+    Raises:
+        PackageMissing: one of them needs a package that is not there, or does not work.
+    """
+    memory = "host" if side.setup.device is None else "GPU"
+    served: list[ServedLane] = []
+    for lane in side.setup.listen.lanes:
+        declared = one_sided(lane)
+        if declared.memory not in ("", memory):
+            continue
+        try:
+            lane_served: ServedLane | None = load(declared.receiver)(side)
+        except LaneRefused as error:
+            raise PackageMissing(f"the lane {lane} cannot be served: {error}", lane=lane) from error
+        if lane_served is not None:
+            served.append(lane_served)
+    return served

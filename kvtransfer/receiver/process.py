@@ -1,0 +1,168 @@
+"""The KV receiver: `python -m baton.kvtransfer.receiver.process`, started by `supervisor` and of no use without it.
+
+It reads its setup from standard input, says on standard output where it listens, and then lands until it is told to
+stop. It imports no torch. It never outlives the decode worker: the kernel signals it when that one's thread ends, and
+its standard input ends; either way it takes the name of the shared memory away, for nobody else may be left to do it.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Final
+
+import numpy as np
+
+from baton.core.clock import MonotonicClock
+from baton.core.errors import BatonError, PortInUse
+from baton.core.telemetry.logs import configure_inherited
+from baton.kvtransfer.malloc import tune_malloc
+from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.kvtransfer.protocol.transport import Transport
+from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
+from baton.kvtransfer.receiver.driver import ReceiverDriver
+from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane, receiver_lanes
+from baton.kvtransfer.receiver.link import ReceiverLink
+from baton.kvtransfer.receiver.setup import ReceiverSetup
+from baton.kvtransfer.transports.registry import listening_transport
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG: Final = 1
+EXIT_ORPHANED: Final = 3
+DEATH_TIMEOUT_S: Final = 2.0
+
+
+def main() -> int:
+    """Run one incarnation; returns the exit status."""
+    configure_inherited("incoming")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker decides
+    tune_malloc()  # before any thread: this process does little else than take large messages
+    setup, more = ReceiverSetup.from_json(sys.stdin.buffer.readline())
+    incarnation = _Incarnation(setup, more["parent"], notify=more["notify"], nudge=more["nudge"])
+    try:
+        incarnation.begin()
+    except BatonError as error:
+        _say({"error": error.to_wire()})
+        return 1
+    _say({"address": incarnation.address})
+    incarnation.run()
+    return 0
+
+
+class _Incarnation:
+    """Everything between the greeting and the end."""
+
+    def __init__(self, setup: ReceiverSetup, parent: int, *, notify: int, nudge: int) -> None:
+        self.address = ""
+        self._setup = setup
+        self._parent = parent
+        self._notify = notify
+        self._nudge = nudge
+        self._stopping = False
+        self._lanes: list[ServedLane] = []
+
+    def begin(self) -> None:
+        """Take hold of memory and port.
+
+        Raises:
+            BatonError: one of them is not to be had.
+        """
+        setup = self._setup
+        self._region = setup.open_region()
+        self._leave_with_parent()
+        self._transport = _listen(setup)
+        self.address = self._transport.address
+        link = ReceiverLink(self._region.link, setup.config.ring_slots, setup.num_blocks)
+        pools = [
+            PoolIO(np.frombuffer(self._region.pool(rank), dtype=np.uint8), geometry)
+            for rank, geometry in enumerate(setup.host_geometries)
+        ]
+        jobs = None
+        if setup.device is not None:
+            flags = flag_page(self._region.pool(FLAGS_POOL))
+            jobs = DeviceJobs(setup.layout, setup.device.num_staging_blocks, flags, setup.tp_size)
+        self._lanes = receiver_lanes(ReceiverSide(setup, self._region))
+        self._driver = ReceiverDriver(
+            setup=setup,
+            io=RankedPoolIO(pools),
+            transport=self._transport,
+            clock=MonotonicClock(),
+            link=link,
+            notify=lambda: os.eventfd_write(self._notify, 1),
+            offers=[lane.offer for lane in self._lanes],
+            jobs=jobs,
+        )
+        threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
+
+    def run(self) -> None:
+        """Land until told to stop."""
+        try:
+            while not self._stopping:
+                self._driver.turn()
+        finally:
+            self._driver.close()
+            for lane in self._lanes:
+                lane.close()
+
+    def _leave_with_parent(self) -> None:
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGHUP, self._on_death)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+        if os.getppid() != self._parent:  # it was faster
+            self._leave()
+
+    def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
+        self._stopping = True
+
+    def _on_death(self, _number: int, _frame: FrameType | None) -> None:
+        self._leave()
+
+    def _listen_to_parent(self) -> None:
+        poll = select.poll()
+        poll.register(self._nudge, select.POLLIN)
+        poll.register(sys.stdin.fileno(), select.POLLIN)
+        while True:
+            for file, _ in poll.poll():
+                if file == self._nudge:
+                    os.eventfd_read(self._nudge)
+                    self._transport.wake()
+                else:
+                    self._leave()
+
+    def _leave(self) -> None:
+        # One thread of the parent is dead, or one of its files closed. All of it will be, unless this is a mistake.
+        end_s = time.monotonic() + DEATH_TIMEOUT_S
+        while os.getppid() == self._parent and time.monotonic() < end_s:
+            time.sleep(0.001)
+        if os.getppid() != self._parent:
+            self._region.unlink()
+        os._exit(EXIT_ORPHANED)
+
+
+def _listen(setup: ReceiverSetup) -> Transport:
+    if setup.last_address:
+        try:
+            return _transport(setup, setup.last_address)
+        except PortInUse:
+            log.warning("%s is taken meanwhile; prefill workers hear of another", setup.last_address)
+    return _transport(setup, setup.listen.bind)
+
+
+def _transport(setup: ReceiverSetup, bind: str) -> Transport:
+    return listening_transport(setup.listen.transport, bind, setup.config)
+
+
+def _say(greeting: dict[str, str]) -> None:
+    print(json.dumps(greeting), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

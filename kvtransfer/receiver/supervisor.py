@@ -1,0 +1,218 @@
+"""Keeps a KV receiver alive beside a decode worker: starts it, watches it, ends one that hangs, starts the next.
+
+Each incarnation has an epoch of its own. Between two incarnations the worker's side has to read what the dead one left
+and say so
+(`revive`); nothing of the old incarnation is touched before. Refuses to go on when lives are too short: then the worker
+ends.
+"""
+
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from baton.core.errors import BatonError, TransferFailed
+from baton.kvtransfer.receiver.child import ReceiverChild
+from baton.kvtransfer.receiver.link import ReceiverLink
+from baton.kvtransfer.receiver.setup import Legacy, ReceiverSetup
+from baton.kvtransfer.shared_region import SharedRegion
+
+log = logging.getLogger(__name__)
+
+CHECK_S: Final = 0.1
+MIN_HANG_S: Final = 1.0  # a process that gets no processor for so long is not blamed for less
+DEATHS_WITHIN_S: Final = 60.0
+MAX_PAUSE_S: Final = 2.0
+JOIN_S: Final = 10.0
+
+
+class ReceiverSupervisor:
+    """An incoming transfer in a process of its own. See `receiver_host.ReceiverHost`.
+
+    Args:
+        region: what is shared; not owned.
+        link: in it.
+        setup: of the first incarnation.
+    """
+
+    def __init__(self, region: SharedRegion, link: ReceiverLink, setup: ReceiverSetup) -> None:
+        self.wakeup: Callable[[], None] = lambda: None
+        self.address = ""
+        self.epoch = setup.epoch
+        self.num_incarnations = 0
+        self.pid = 0
+        self._region = region
+        self._link = link
+        self._setup = setup
+        self._hang_s = max(setup.config.lease_s, MIN_HANG_S)
+        self._deaths: deque[float] = deque(maxlen=setup.config.max_receiver_deaths)
+        self._notify = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the child has news for the worker
+        self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the worker has commands for the child
+        self._call = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # this side has something for the thread
+        self._death: str | None = None
+        self._revived: Sequence[Legacy] | None = None
+        self._condemned = ""
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Start the first incarnation, unless that was done; returns when it serves.
+
+        Raises:
+            StartupError: it cannot.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+
+    def wake(self) -> None:
+        """There are commands."""
+        if self._nudge >= 0:
+            os.eventfd_write(self._nudge, 1)
+
+    def check(self) -> None:
+        """Notice that nothing can land any more.
+
+        Raises:
+            TransferFailed: too many lives ended too soon, or the supervisor itself did.
+        """
+        if self._error is not None:
+            raise TransferFailed(f"the KV receiver process is gone for good: {self._error}") from self._error
+
+    def death(self) -> str | None:
+        """Why the last incarnation ended, from its end to `revive`; it is reaped, and writes nothing any more."""
+        return self._death
+
+    def revive(self, legacies: Sequence[Legacy]) -> None:
+        """Everything a dead incarnation left was read and the link was reset: start the next one.
+
+        Args:
+            legacies: what it had granted and somebody still needs.
+        """
+        assert self._death is not None
+        self._death = None
+        self._revived = legacies
+        os.eventfd_write(self._call, 1)
+
+    def condemn(self, reason: str) -> None:
+        """What this incarnation says cannot be: end it."""
+        self._condemned = reason
+        os.eventfd_write(self._call, 1)
+
+    def close(self) -> None:
+        """End the process and the supervision."""
+        self._is_closing = True
+        if self._nudge < 0:
+            return
+        os.eventfd_write(self._call, 1)
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+            assert not self._thread.is_alive(), "the supervisor of the KV receiver process did not stop"
+        files = (self._notify, self._nudge, self._call)
+        self._nudge = -1
+        for file in files:
+            os.close(file)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._one_incarnation()
+        # The boundary of the thread: `start` or `check` raises it, and the worker must not go on without a transfer.
+        except BaseException as error:
+            if self._ready.is_set():
+                log.exception("the KV receiver process is given up")
+            self._error = error
+            self.wakeup()
+        finally:
+            self._region.epoch = 0
+            self._ready.set()
+
+    def _one_incarnation(self) -> None:
+        """From a start to a death that the worker knows of, or to `close`."""
+        inherited = {"notify": self._notify, "nudge": self._nudge}
+        self._condemned = ""
+        # Before this incarnation can say or offer anything to anybody.
+        self._region.epoch = self.epoch = self._setup.epoch
+        child = ReceiverChild(self._setup.to_json(parent=os.getpid(), **inherited), tuple(inherited.values()))
+        reason = ""
+        try:
+            greeting = child.greeting()
+            self.address, self.pid = greeting["address"], child.pid
+            self.num_incarnations += 1
+            self._ready.set()
+            self.wakeup()
+            reason = self._watch(child)
+        except BatonError as error:
+            if self.num_incarnations == 0:
+                raise
+            reason = error.message
+        finally:
+            self._region.epoch = 0
+            status = child.end(at_once=not self._is_closing)
+        if not self._is_closing:
+            self._bury(f"{reason or 'it ended'} (status {status})")
+
+    def _watch(self, child: ReceiverChild) -> str:
+        """Serve the child until it has to end; returns why, empty if it did so itself."""
+        poll = select.poll()
+        for file in (self._notify, self._call, child.pidfd):
+            poll.register(file, select.POLLIN)
+        num_beats, silent_s = -1, 0.0
+        while not self._is_closing:
+            before_s = time.monotonic()
+            ready = {file for file, _ in poll.poll(CHECK_S * 1e3)}
+            if self._notify in ready:
+                os.eventfd_read(self._notify)
+                self.wakeup()
+            if self._call in ready:
+                os.eventfd_read(self._call)
+                if self._condemned:
+                    return self._condemned
+            if child.pidfd in ready:
+                return ""
+            if self._link.num_beats != num_beats:
+                num_beats, silent_s = self._link.num_beats, 0.0
+            else:  # a pause of this process, too, says nothing about the child
+                silent_s += min(time.monotonic() - before_s, 2 * CHECK_S)
+            if silent_s > self._hang_s:
+                return f"it did nothing for {self._hang_s} s"
+        return "the worker closes"
+
+    def _bury(self, reason: str) -> None:
+        """Let the worker read what the dead incarnation left, and prepare the next incarnation."""
+        log.warning("a KV receiver process ended: %s", reason)
+        now_s = time.monotonic()
+        self._deaths.append(now_s)
+        if len(self._deaths) == self._deaths.maxlen and now_s - self._deaths[0] < DEATHS_WITHIN_S:
+            raise TransferFailed(
+                f"{len(self._deaths)} of its incarnations ended within {now_s - self._deaths[0]:.1f} s"
+            )
+        self._death = reason
+        self.wakeup()
+        legacies = self._wait_for_revival()
+        num_recent = sum(now_s - death_s < DEATHS_WITHIN_S for death_s in self._deaths)
+        self._pause(min(0.05 * (2 ** (num_recent - 1) - 1), MAX_PAUSE_S))
+        self._setup = self._setup.next_incarnation(secrets.randbits(64) or 1, self.address, legacies)
+
+    def _wait_for_revival(self) -> Sequence[Legacy]:
+        while not self._is_closing and self._revived is None:
+            self._pause(CHECK_S)
+        legacies, self._revived = self._revived or (), None
+        return legacies
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait so long, or for a call."""
+        if pause_s > 0 and select.select([self._call], [], [], pause_s)[0]:
+            os.eventfd_read(self._call)

@@ -1,0 +1,1 @@
+"""The prefill worker's end of the hand-off."""

@@ -1,0 +1,203 @@
+"""A GPU pool as `push_source` reads it for sockets: payloads are gathered into pinned host memory, digested on the way.
+
+A call waits for its own launch, and lets other threads run meanwhile. Pinned memory is torch's: it goes back when the
+last view of a payload is gone, that is when it was sent. It refuses to write.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.kv.pool_digest import kv_digest
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, kv_scatter
+from baton.kvcache.geometry import LayerGeometry
+from baton.kvcache.pool import KVPool
+from baton.kvtransfer.device_stream import DeviceStream, tuning_for
+from baton.kvtransfer.protocol.span import Span
+
+MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Of one thread.
+
+    Attributes:
+        stream: that launches go to.
+        launches: what they need.
+        words: pinned; where they report.
+        sequence: of the last.
+    """
+
+    stream: torch.cuda.Stream
+    launches: DeviceStream
+    words: torch.Tensor
+    sequence: int = 0
+
+
+class DeviceSource:
+    """See `push_source.SourcePool`. Any thread; on a writer thread, launches go to its own stream.
+
+    Args:
+        pool: on a GPU.
+    """
+
+    in_host_memory = False
+
+    def __init__(self, pool: KVPool) -> None:
+        assert pool.device.type == "cuda"
+        self._pool = pool
+        self._address = PoolAddress(pool.data_bytes.data_ptr(), pool.geometry.layers)
+        self._local = threading.local()
+        self._warm_up()
+
+    def pieces(self, blocks: Sequence[int], span: Span, order_block_size: int) -> list[memoryview]:
+        """A copy of the span, in one piece: no socket reads a GPU's memory."""
+        return [self.read(blocks, span, order_block_size)]
+
+    def read(self, blocks: Sequence[int], span: Span, order_block_size: int) -> memoryview:
+        """A copy of the span, in payload order."""
+        return self.read_digested(blocks, span, order_block_size, with_digest=False)[0]
+
+    def read_digested(
+        self, blocks: Sequence[int], span: Span, order_block_size: int, *, with_digest: bool
+    ) -> tuple[memoryview, int | None]:
+        """The copy, and the digest of what was read."""
+        layer = self._pool.geometry.layer(span.layer)
+        assert order_block_size == self._pool.layout.block_size
+        size = layer.rows_per_block
+        first_block, num_blocks = span.first // size, -(-(span.first + span.count) // size) - span.first // size
+        gathered = _gathered_shape(layer, span, num_blocks)
+        data = torch.empty(gathered.num_bytes, dtype=torch.uint8, pin_memory=True)
+        # By logical index, as the kernel looks blocks up; what comes before the first is not looked at.
+        places = torch.arange(-first_block, num_blocks, dtype=torch.int32)
+        layers = [gathered] * (span.layer + 1)  # a pool of this one layer, under its number
+        with self._lane() as lane:
+            kv_scatter(
+                self._address,
+                lane.launches.ids(tuple(blocks)),
+                PoolAddress(data.data_ptr(), layers),
+                lane.launches.send(places),
+                _piece(span),
+                lane.launches.workspace(span.first + span.count),
+                self._completion(lane),
+                tuning_for(gathered.num_bytes),
+                with_digest=with_digest,
+            )
+            digest = self._wait(lane)
+        payload = _close_up(data.numpy().data, gathered, span)
+        return payload, digest if with_digest else None
+
+    def digest(self, blocks: Sequence[int], span: Span) -> int:
+        """Digest of a span."""
+        with self._lane() as lane:
+            kv_digest(
+                self._address,
+                lane.launches.ids(tuple(blocks)),
+                _piece(span),
+                lane.launches.workspace(span.first + span.count),
+                self._completion(lane),
+                tuning_for(0),
+            )
+            return self._wait(lane)
+
+    def _warm_up(self) -> None:
+        """Have kernels compiled before the first push, by reading a block of every kind."""
+        shapes = set()
+        for index, layer in enumerate(self._pool.geometry.layers):
+            shape = (layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)
+            if shape not in shapes:
+                shapes.add(shape)
+                span = Span(index, 0, layer.rows_per_block, layer.head_first, layer.num_heads)
+                for with_digest in (True, False):
+                    self.read_digested((0,), span, self._pool.layout.block_size, with_digest=with_digest)
+                self.digest((0,), span)
+
+    def _lane(self) -> "_Entered":
+        """Of this thread and its stream. A thread that has none of its own gets one: it must not use the model's."""
+        device = self._pool.device
+        current = torch.cuda.current_stream(device)
+        lanes: dict[int, _Lane] = self._local.__dict__.setdefault("lanes", {})
+        key = current.cuda_stream
+        if key not in lanes:
+            stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
+            lanes[key] = _Lane(stream, DeviceStream(device), torch.zeros(2, dtype=torch.int64, pin_memory=True))
+        return _Entered(lanes[key])
+
+    def _completion(self, lane: _Lane) -> Completion:
+        lane.sequence += 1
+        return Completion(lane.words.data_ptr(), lane.sequence)
+
+    def _wait(self, lane: _Lane) -> int:
+        """Until the launch is over; its digest."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(lane.stream)
+        event.synchronize()
+        sequence, digest = lane.words.tolist()
+        assert sequence == lane.sequence, "a launch ended without its word"
+        return int(digest) & MASK
+
+
+class _Entered:
+    """Makes a lane's stream current for a block."""
+
+    def __init__(self, lane: _Lane) -> None:
+        self._lane = lane
+        self._context = torch.cuda.stream(lane.stream)
+
+    def __enter__(self) -> _Lane:
+        self._context.__enter__()
+        return self._lane
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
+
+
+def _piece(span: Span) -> Piece:
+    return Piece(
+        layer=span.layer,
+        first=span.first,
+        count=span.count,
+        head_first=span.head_first,
+        head_count=span.head_count,
+    )
+
+
+def _gathered_shape(layer: LayerGeometry, span: Span, num_blocks: int) -> LayerGeometry:
+    """The heads of a span alone, in as many blocks as it touches."""
+    return dataclasses.replace(
+        layer, offset_bytes=0, num_blocks=num_blocks, head_first=span.head_first, num_heads=span.head_count
+    )
+
+
+def _close_up(memory: memoryview, shape: LayerGeometry, span: Span) -> memoryview:
+    """Move the rows of blocks that are there in part towards the start: what is left is the payload.
+
+    Whole blocks are in payload order as they lie. Of the others, [head][part] keep only the rows of the span. What
+    comes later never lies before what comes earlier, so bytes move downwards only.
+    """
+    size, row_bytes = shape.rows_per_block, shape.row_bytes
+    end = span.first + span.count
+    if span.first % size == 0 and end % size == 0:
+        return memory
+    filled = 0
+    for block in range(shape.num_blocks):
+        start = (span.first // size + block) * size
+        low, high = max(span.first, start) - start, min(end, start + size) - start
+        base = block * shape.block_bytes
+        if high - low == size:
+            filled = _move(memory, base, filled, shape.block_bytes)
+            continue
+        for part in range(shape.num_heads * shape.num_parts):
+            begin = base + part * shape.part_bytes + low * row_bytes
+            filled = _move(memory, begin, filled, (high - low) * row_bytes)
+    return memory[:filled]
+
+
+def _move(memory: memoryview, begin: int, to: int, num_bytes: int) -> int:
+    if begin != to:
+        memory[to : to + num_bytes] = memory[begin : begin + num_bytes]
+    return to + num_bytes

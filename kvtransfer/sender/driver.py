@@ -1,0 +1,342 @@
+"""The push thread: drives protocol, transport and lanes, and is the only one that does.
+
+Others post commands, and parts of layers that were read or written; both are taken once a turn. Nothing here waits for
+a peer. It refuses to know the model's steps (`async_writer`) and what a payload looks like (`push_source`).
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from typing import TypeVar
+
+from baton.core.clock import Clock
+from baton.core.errors import BatonError
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.frame import decode_header
+from baton.kvtransfer.protocol.messages import encode_control, parse_control
+from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, Transport
+from baton.kvtransfer.sender.actions import (
+    Acked,
+    Denied,
+    DropPeer,
+    Granted,
+    OpenLane,
+    PushAction,
+    PushDrained,
+    PushEvent,
+    PushFailed,
+    SendControl,
+    SendFrame,
+    StopFrames,
+)
+from baton.kvtransfer.sender.frames import Aside, FrameSender
+from baton.kvtransfer.sender.protocol import PushProtocol
+from baton.kvtransfer.sender.route import Route
+from baton.kvtransfer.sender.routes import PushRoutes
+from baton.kvtransfer.sender.source import PushedPart, PushSource
+from baton.kvtransfer.sender.totals import PathCounts
+
+T = TypeVar("T")
+Actions = list[PushAction]
+Command = Callable[[float], Actions]
+
+IDLE_S = 0.02
+POLL_S = 0.001  # between looks at writes that a device has not finished
+HURRY_S = 30e-6  # the same where a commit waits for them
+TICK_S = 0.02
+# While a step runs and keeps this thread busy, parts and credits that come faster are taken together: each turn here
+# costs writers more than it takes, since they need the interpreter back after every block. Longer, if they lag behind.
+NAP_S = 0.0015
+LAG_NAP_S = 0.004
+
+log = logging.getLogger(__name__)
+
+
+class PushDriver:
+    """See the module.
+
+    Args:
+        protocol: of this rank.
+        transport: the connecting side.
+        routes: of its transfers.
+        source: of payloads.
+        sender: of frames.
+        clock: the worker's.
+        emit: told every event of the worker, on this thread.
+        aside: runs jobs on writer threads.
+        num_waiting: jobs that wait for them.
+    """
+
+    def __init__(
+        self,
+        *,
+        protocol: PushProtocol,
+        transport: Transport,
+        routes: PushRoutes,
+        source: PushSource,
+        sender: FrameSender,
+        clock: Clock,
+        emit: Callable[[PushEvent], None],
+        aside: Aside,
+        num_waiting: Callable[[], int],
+    ) -> None:
+        self.num_pushes = 0
+        self.paths: tuple[PathCounts, ...] = ()
+        self._protocol = protocol
+        self._transport = transport
+        self._routes = routes
+        self._source = source
+        self._sender = sender
+        self._clock = clock
+        self._emit = emit
+        self._aside = aside
+        self._num_waiting = num_waiting
+        # One queue: a part comes after the adoption of its transfer and before its commit.
+        self._queue: deque[Command | PushedPart] = deque()
+        self._open_parts: list[PushedPart] = []
+        self._turn_s = self._tick_s = clock.now_s()
+        self._num_lanes_failed = transport.counts.lanes_failed
+        self._num_steps = 0
+        self._steps_lock = threading.Lock()
+        self._is_step_open = False
+        self._is_napping = False
+        self._is_waiting_for_lag = False
+        self._nap = threading.Event()
+
+    # Any thread
+
+    def post(self, command: Command) -> None:
+        """Run something in the next turn, after what was pushed before. The thread takes it up at once."""
+        self._queue.append(command)
+        if self._is_napping:
+            self._nap.set()
+        else:
+            self._transport.wake()
+
+    def begin_step(self, attempts: Set[AttemptKey]) -> None:
+        """Parts of these will come until `end_step`: until then nothing is urgent, unless sockets wait.
+
+        Their transfers are held, and not committed, until the step ends; several steps may be open.
+        """
+        with self._steps_lock:
+            self._num_steps += 1
+            self._is_step_open = self._routes.are_one_sided
+
+        def begin(_: float) -> Actions:
+            for attempt in attempts:
+                route = self._routes.get(attempt)
+                if route is not None:
+                    route.num_open += 1
+                self._protocol.hold(attempt)
+            return []
+
+        self.post(begin)
+
+    def end_step(self, attempts: Set[AttemptKey]) -> None:
+        """The last part of a step was pushed."""
+        with self._steps_lock:
+            self._num_steps -= 1
+            self._is_step_open = self._num_steps > 0 and self._routes.are_one_sided
+
+        def end(_: float) -> Actions:
+            actions: list[PushAction] = []
+            for attempt in attempts:
+                actions += self._protocol.unhold(attempt)
+                route = self._routes.get(attempt)
+                if route is not None and route.num_open:
+                    actions += self._close_one(route)
+            return actions
+
+        self.post(end)
+
+    def push(self, part: PushedPart) -> None:
+        """A writer is through with a part."""
+        self._queue.append(part)
+        if not self._is_napping:
+            self._transport.wake()
+        elif self._is_waiting_for_lag and not self._num_waiting():
+            self._nap.set()
+
+    # The thread
+
+    def turn(self) -> None:
+        """Take what is there, wait for more, and do what is due."""
+        now_s = self._clock.now_s()
+        self._protocol.forgive(now_s - self._turn_s, now_s)
+        self._turn_s = now_s
+        items = _take_all(self._queue)
+        for item in items:
+            if isinstance(item, PushedPart):
+                self._take(item, now_s)
+            else:
+                self._do(item(now_s))
+        if self._open_parts:
+            self._look_again(now_s)
+        if self._sender.is_waiting:
+            self._do(self._sender.finish(now_s))
+        arrived = self._receive(bool(items))
+        for arrival in arrived:
+            self._deliver(arrival)
+        if self._is_step_open and (items or arrived):
+            self._rest()
+        now_s = self._clock.now_s()
+        if self._transport.counts.lanes_failed != self._num_lanes_failed:
+            self._num_lanes_failed = self._transport.counts.lanes_failed
+            self._do(self._routes.ask_for_lost(now_s))
+        if now_s >= self._tick_s:
+            self._tick_s = now_s + TICK_S
+            self._do(self._protocol.tick(now_s))
+            self._routes.renew()
+            self.num_pushes = len(tuple(self._protocol.transfers()))
+            self.paths = self._protocol.paths(now_s)
+
+    def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
+        """The worker gives up."""
+        return [*self._protocol.abort(attempt, reason, now_s), *self._routes.shut(attempt)]
+
+    def commit(self, attempt: AttemptKey, commit: Command, now_s: float) -> Actions:
+        """Commit now, or as soon as what was begun for it is over."""
+        route = self._routes.get(attempt)
+        if route is None or not route.num_open:
+            return commit(now_s)
+        route.commit = commit
+        return []
+
+    def begin_aside(self, route: Route, jobs: Sequence[Callable[[], None]]) -> Actions:
+        """Push parts that no step computes; the transfer is held, and not committed, until they are through."""
+        if not self._routes.is_live(route) or self._protocol.transfer(route.attempt) is None:
+            return []
+        self._protocol.hold(route.attempt)
+        route.num_open += 1
+
+        def end(error: BaseException | None) -> Actions:
+            failed = [] if error is None else self._routes.fail(route, f"cached blocks were not pushed: {error!r}")
+            return [*failed, *self._protocol.unhold(route.attempt), *self._close_one(route)]
+
+        self._aside(jobs, lambda error: self.post(lambda _: end(error)))
+        return []
+
+    def _receive(self, has_worked: bool) -> Sequence[Delivery | PayloadDone]:
+        """What arrived; waits for it as long as nothing else is to be looked at."""
+        if not any(part.route.commit is not None for part in self._open_parts):
+            return self._transport.receive(self._patience_s(has_worked))
+        arrived = self._transport.receive(0.0)
+        if not arrived:
+            time.sleep(HURRY_S)
+        return arrived
+
+    def _patience_s(self, has_worked: bool) -> float:
+        if has_worked and self._is_step_open:
+            return 0.0  # it rests anyway
+        return POLL_S if self._open_parts or self._sender.is_waiting else IDLE_S
+
+    def _rest(self) -> None:
+        """Leave the interpreter to the model's step and its writers for a moment; a command ends it."""
+        self._is_napping = True
+        if self._is_step_open:  # whoever ends it, or posts anything, sees that this naps
+            self._is_waiting_for_lag = self._num_waiting() > 1
+            self._nap.wait(LAG_NAP_S if self._is_waiting_for_lag else NAP_S)
+        self._is_napping = self._is_waiting_for_lag = False
+        self._nap.clear()
+
+    # Parts
+
+    def _take(self, part: PushedPart, now_s: float) -> None:
+        route = part.route
+        if not self._routes.is_live(route):
+            self._source.forget(route)  # it ended while the writer was at it
+        if part.writes:
+            route.num_open += 1
+            self._open_parts.append(part)
+        elif part.problem:
+            self._do(self._routes.fail(route, part.problem))
+        else:
+            self._do(self._protocol.pushed(route.attempt, part.layer, part.first, part.count, part.digest, now_s))
+
+    def _look_again(self, now_s: float) -> None:
+        """At writes that were posted to a device."""
+        for part in tuple(self._open_parts):
+            if self._source.finish(part):
+                self._open_parts.remove(part)
+                self._take(part, now_s)
+                self._do(self._close_one(part.route))
+
+    def _close_one(self, route: Route) -> Actions:
+        """Something that was begun for a route is over; it may be what its commit waited for."""
+        route.num_open -= 1
+        if route.num_open or route.commit is None:
+            return []
+        commit, route.commit = route.commit, None
+        return commit(self._clock.now_s())
+
+    # Actions
+
+    def _do(self, actions: Sequence[PushAction]) -> None:
+        queue = deque(actions)
+        while queue:
+            queue.extend(self._act(queue.popleft()))
+
+    def _act(self, action: PushAction) -> Sequence[PushAction]:
+        match action:
+            case SendFrame():
+                route = self._routes.get(action.attempt)
+                assert route is not None, "a route stays as long as its transfer"
+                return self._sender.send(route, action)
+            case SendControl():
+                self._transport.send(action.peer, encode_control(action.control))
+            case Granted():
+                return self._granted(action)
+            case StopFrames():
+                return self._stop(action)
+            case OpenLane():
+                self._do(self._routes.open_lane(action))
+                return self._routes.open_all(action.peer)
+            case DropPeer():
+                self._transport.drop(action.peer)
+                self._routes.forget_peer(action.peer)
+            case PushFailed():
+                self._emit(action)
+                return self._routes.shut(action.attempt)
+            case Acked() | Denied() | PushDrained():
+                route = self._routes.pop(action.attempt)
+                if route is not None:
+                    self._source.forget(route)
+                self._emit(action)
+        return ()
+
+    def _granted(self, action: Granted) -> Actions:
+        route = self._routes.get(action.attempt)
+        assert route is not None, "a route is there before RESERVE"
+        problem = self._routes.open(route, action.grant.lane, action.grant)
+        if problem:
+            return self._routes.fail(route, problem)
+        self._emit(action)
+        return []
+
+    def _stop(self, action: StopFrames) -> Actions:
+        def is_of_incoming(data: bytes) -> bool:
+            header = decode_header(data)
+            return (header.d_epoch, header.incoming_id) == (action.d_epoch, action.incoming_id)
+
+        self._transport.unpin(action.peer, is_of_incoming)
+        return self._routes.shut(action.attempt)
+
+    def _deliver(self, arrival: Delivery | PayloadDone) -> None:
+        if isinstance(arrival, PayloadDone):
+            return
+        if arrival.payload is not None:
+            arrival.payload.discard()
+        if arrival.control is None:
+            log.warning("%s sent a frame to a prefill worker", arrival.peer)
+            return
+        try:
+            self._do(self._protocol.on_control(arrival.peer, parse_control(arrival.control), self._clock.now_s()))
+        except BatonError as error:
+            log.warning("a message from %s is refused: %s", arrival.peer, error)
+
+
+def _take_all(queue: deque[T]) -> list[T]:
+    """Everything that is in a queue now; others may append meanwhile."""
+    return [queue.popleft() for _ in range(len(queue))]

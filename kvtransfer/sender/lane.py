@@ -1,0 +1,174 @@
+"""A way to write straight into a peer's pools: what a one-sided lane is to the push side.
+
+`LaneOpener` is a lane as this process has it, made once; `PushLane` is that lane opened towards one incarnation of one
+peer. `sender_lanes` makes the openers that `core.kv_transports` declares.
+Two-sided lanes are the transport's (`Transport.open_lane`). Whether a write is allowed is not asked here: `push` calls
+`write` only while a transfer is granted and not given up, and answers for the window.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from baton.core.kv_transports import load, one_sided_lanes
+from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.protocol.span import Span
+from baton.proto import kv_pb2
+
+if TYPE_CHECKING:
+    from baton.kvcache.pool import KVPool  # the KV receiver process imports this module, and no torch
+
+
+class LaneRefused(Exception):
+    """A lane cannot be opened, or not be used any more; the message is the reason, as part of a sentence."""
+
+
+class LaneFailed(Exception):
+    """A write failed. What it did to the target blocks is unknown, but it is over."""
+
+
+class Written(Protocol):
+    """A write that was posted. `done` and `digest` are asked by the push thread, and never wait.
+
+    A write must become done or raise by itself, whatever the peer does: until then the transfer cannot drain.
+    """
+
+    @property
+    def done(self) -> bool:
+        """Whether the bytes are in the peer's pool, and the source blocks are not read any more.
+
+        Raises:
+            LaneFailed: they are not, and nothing is written any more.
+        """
+        ...
+
+    @property
+    def digest(self) -> int | None:
+        """The span's digest (`kernels.kv.digest`) as read from the source; None if none was wanted. Only when done."""
+        ...
+
+
+class WrittenAtOnce:
+    """A write that was over when `write` returned."""
+
+    done = True
+
+    def __init__(self, digest: int | None) -> None:
+        self.digest = digest
+
+
+class PushLane(Protocol):
+    """One peer's pools, of all of its ranks. `write` is called from several threads at once, the rest from one.
+
+    Attributes:
+        name: of the lane.
+        num_blocks: blocks that the peer's pools have; a granted block id at or above it is refused.
+    """
+
+    name: str
+    num_blocks: int
+
+    def write(self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool) -> Written:
+        """Copy a span into the peer's pools: to every rank that holds one of its heads.
+
+        On a GPU it is called with the writer thread's side stream current, which waits for the layer already; the
+        write is posted to that stream and nothing here waits for it. On a CPU it is over when this returns.
+
+        Args:
+            blocks: here, by position.
+            target_blocks: the peer's, by position, of its block size; checked against `num_blocks` beforehand.
+            span: some positions of heads that this rank's pool holds.
+            with_digest: whether the digest is wanted.
+
+        Raises:
+            LaneFailed: nothing was, or will be, written.
+        """
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing posted is under way any more; False if that took longer."""
+        ...
+
+    def outlived(self) -> None:
+        """Another incarnation answers where this one did, so this one is dead, and applies nothing any more."""
+        ...
+
+    def close(self) -> None:
+        """Unmap. Called when no write is under way, or never will be again."""
+        ...
+
+
+class LaneOpener(Protocol):
+    """One kind of lane on this side.
+
+    Attributes:
+        name: of the lane.
+    """
+
+    name: str
+
+    @property
+    def problem(self) -> str:
+        """Why this process can use the lane with nobody; empty if it can. HELLO names the lanes without problem."""
+        ...
+
+    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> PushLane:
+        """Open the lane to one incarnation of a peer, and prove that what was opened is that incarnation's.
+
+        Args:
+            offer: the peer's, of this lane; it is data, and may be nonsense.
+            epoch: of the peer's incarnation.
+            host_id: the peer's; its lanes that stay on one host compare it with `messages.host_id`.
+
+        Raises:
+            LaneRefused: and why.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSide:
+    """What the lanes of a prefill rank are made of.
+
+    Attributes:
+        pool: this rank's.
+        io: the same, if it is in host memory.
+        epoch: of this incarnation.
+        host_id: of this host.
+    """
+
+    pool: "KVPool"
+    io: PoolIO | None
+    epoch: int
+    host_id: str
+
+
+@dataclass(slots=True)
+class NoLane:
+    """The opener of a lane that this process cannot use."""
+
+    name: str
+    problem: str
+
+    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> PushLane:
+        """Refused.
+
+        Raises:
+            LaneRefused: always.
+        """
+        raise LaneRefused(self.problem)
+
+
+def sender_lanes(transport: str, side: SenderSide) -> list[LaneOpener]:
+    """An opener for each one-sided lane that a worker may use which was told this transport.
+
+    What a lane needs is imported only where its pools are: Triton comes with one, which CPUs have no use for.
+    """
+    memory = "host" if side.pool.device.type == "cpu" else "GPU"
+    openers: list[LaneOpener] = []
+    for declared in one_sided_lanes(transport):
+        if declared.memory in ("", memory):
+            openers.append(load(declared.sender)(side))
+        else:
+            openers.append(NoLane(declared.lane, f"the pool is not in {declared.memory} memory"))
+    return openers

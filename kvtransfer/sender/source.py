@@ -1,0 +1,222 @@
+"""What writer threads do with one part of a layer: digest it, and gather it or write it into the decode worker's pool.
+
+The raw lane sends from the pool itself, so for it nothing is copied. Whether a write may begin, the route's gate knows.
+A transfer that has ended meanwhile is no error.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.clock import Clock
+from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import is_one_sided
+from baton.kvcache.layout import KVLayout, PayloadKind
+from baton.kvtransfer.protocol.frame import FrameShape, crc_of
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.sender.lane import LaneFailed, Written
+from baton.kvtransfer.sender.route import Frame, KeptBytes, Route
+
+MASK = (1 << 64) - 1
+
+
+class SourcePool(Protocol):
+    """The pool that is pushed from.
+
+    Attributes:
+        in_host_memory: sockets may send its pieces; if not, they are copies, too.
+    """
+
+    @property
+    def in_host_memory(self) -> bool:
+        """See there."""
+        ...
+
+    def pieces(self, blocks: Sequence[int], span: Span, order_block_size: int) -> list[memoryview]:
+        """Memory of a span in payload order, to be read while it is sent."""
+        ...
+
+    def read(self, blocks: Sequence[int], span: Span, order_block_size: int) -> memoryview:
+        """A copy of a span, in payload order."""
+        ...
+
+    def read_digested(
+        self, blocks: Sequence[int], span: Span, order_block_size: int, *, with_digest: bool
+    ) -> tuple[memoryview, int | None]:
+        """A copy of a span, and its digest if that is wanted."""
+        ...
+
+    def digest(self, blocks: Sequence[int], span: Span) -> int:
+        """Digest of a span."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class PushedPart:
+    """One part of one layer, on its way from a writer thread to the push thread.
+
+    Attributes:
+        route: of its transfer.
+        layer: of the model.
+        first: position.
+        count: of positions.
+        digest: of the frames that are done.
+        writes: frames whose write was posted and may not be done.
+        problem: why a write failed.
+    """
+
+    route: Route
+    layer: int
+    first: int
+    count: int
+    digest: int = 0
+    writes: tuple[tuple[int, int, Written], ...] = ()
+    problem: str = ""
+
+
+class PushSource:
+    """Makes frames out of parts. Any number of threads.
+
+    Args:
+        pool: of this rank.
+        layout: of it.
+        rank: in its tensor-parallel group.
+        size: of that group.
+        config: limits.
+        clock: the worker's.
+        on_left: told a route when its gate is shut and the last writer is out.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: SourcePool,
+        layout: KVLayout,
+        rank: int,
+        size: int,
+        config: KVTransferConfig,
+        clock: Clock,
+        on_left: Callable[[Route], None],
+    ) -> None:
+        self.num_frames_not_kept = 0
+        self._pool = pool
+        self._layout = layout
+        self._shape = FrameShape(layout, config.max_frame_bytes)
+        self._heads = [layout.pushed_heads(layer, rank, size) for layer in range(layout.num_all_layers)]
+        self._is_state = [layer.kind is PayloadKind.STATE for layer in layout.layers]
+        self._has_digest = config.digest
+        self._clock = clock
+        self._kept = KeptBytes(config.window_bytes)
+        self._on_left = on_left
+
+    def part(self, route: Route, layer: int, first: int, count: int) -> PushedPart | None:
+        """Digest a part, and bring it on its way; None if there is nothing of it to push by this rank."""
+        heads = self._heads[layer]
+        if not heads.count:
+            return None
+        if self._is_state[layer]:
+            if first + count < route.prompt_len:
+                return None  # only the state after the last position is one that decode goes on from
+            first, count = 0, 1
+        part = PushedPart(route, layer, first, count)
+        for start, length in self._shape.split(layer, first, count, heads.count):
+            self._frame(part, Span(layer, start, length, heads.first, heads.count))
+        part.digest &= MASK
+        return part
+
+    def make(self, route: Route, span: Span) -> Frame:
+        """A frame that was posted before, or is cut otherwise now: digested again from the pool."""
+        return Frame(span.count, self._pool.digest(route.blocks, span) if self._has_digest else None)
+
+    def payload(self, route: Route, span: Span, frame: Frame) -> list[memoryview]:
+        """What is sent of a frame."""
+        if frame.data is not None:
+            return [frame.data]
+        return self._pool.pieces(route.blocks, span, self._layout.block_size)
+
+    def write(self, route: Route, span: Span, *, with_digest: bool) -> Written:
+        """Write a frame that the push thread asked for.
+
+        Raises:
+            LaneFailed: it is not written.
+        """
+        assert route.opened is not None
+        return route.opened.write(route.blocks, route.target_blocks, span, with_digest=with_digest)
+
+    def give_back(self, route: Route, frame: Frame) -> None:
+        """The frame was sent, or will not be."""
+        if frame.data is not None:
+            self._kept.give(route.address, len(frame.data))
+
+    def forget(self, route: Route) -> None:
+        """Nothing of what was read for a route will be sent."""
+        while route.frames:
+            self.give_back(route, route.frames.popitem()[1])
+
+    def _frame(self, part: PushedPart, span: Span) -> None:
+        route = part.route
+        if is_one_sided(route.lane) and route.gate.enter(self._clock.now_s()):
+            self._write(part, span)
+            return
+        data, digest = self._gather(route, span) if self._is_gathered(route) else (None, None)
+        crc = None
+        if self._has_digest:
+            digest = self._pool.digest(route.blocks, span) if digest is None else digest
+            part.digest += digest
+        elif data is not None:
+            crc = crc_of([data])
+        elif not is_one_sided(route.lane) and self._pool.in_host_memory:
+            crc = crc_of(self._pool.pieces(route.blocks, span, self._layout.block_size))
+        route.frames[span.layer, span.first] = Frame(span.count, digest, crc, data)
+
+    def _is_gathered(self, route: Route) -> bool:
+        """Whether what is sent has to be copied first. From host memory the transport itself gathers, if it has to."""
+        return bool(route.lane) and not is_one_sided(route.lane) and not self._pool.in_host_memory
+
+    def _gather(self, route: Route, span: Span) -> tuple[memoryview | None, int | None]:
+        num_bytes = self._shape.payload_bytes(span.layer, span.count, span.head_count)
+        if self._kept.take(route.address, num_bytes):
+            order = self._layout.block_size
+            return self._pool.read_digested(route.blocks, span, order, with_digest=self._has_digest)
+        self.num_frames_not_kept += 1  # it is read again when its turn comes
+        return None, None
+
+    def _write(self, part: PushedPart, span: Span) -> None:
+        """Inside the gate. What is not over when this returns stays inside until it is."""
+        route = part.route
+        try:
+            written = self.write(route, span, with_digest=self._has_digest)
+            if written.done:
+                digest = written.digest
+                part.digest += digest or 0
+                route.frames[span.layer, span.first] = Frame(span.count, digest, is_written=True)
+                self._leave(route)
+            else:
+                part.writes = (*part.writes, (span.first, span.count, written))
+        except LaneFailed as error:
+            part.problem = str(error) or "the lane failed"
+            self._leave(route)
+        except BaseException:
+            self._leave(route)
+            raise
+
+    def finish(self, part: PushedPart) -> bool:
+        """Whether all writes of a part are over; the push thread asks until they are."""
+        route, open_writes = part.route, []
+        for first, count, written in part.writes:
+            try:
+                if not written.done:
+                    open_writes.append((first, count, written))
+                    continue
+                digest = written.digest
+                part.digest = (part.digest + (digest or 0)) & MASK
+                route.frames[part.layer, first] = Frame(count, digest, is_written=True)
+            except LaneFailed as error:
+                part.problem = str(error) or "the lane failed"
+            self._leave(route)
+        part.writes = tuple(open_writes)
+        return not open_writes
+
+    def _leave(self, route: Route) -> None:
+        if route.gate.leave():
+            self._on_left(route)

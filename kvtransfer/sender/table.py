@@ -1,0 +1,186 @@
+"""The records of the prefill side: one for each transfer, one for each decode worker it goes to.
+
+Bookkeeping only; every rule about when a record changes is in `push_rules` and those who call it.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.core.kv_transports import is_one_sided
+from baton.core.requests.request import AttemptKey
+from baton.kvtransfer.protocol.coverage import Coverage, Gap
+from baton.kvtransfer.protocol.last_sign import LastSign
+from baton.kvtransfer.protocol.window import Window
+from baton.kvtransfer.sender.actions import DecodePeer, GrantInfo
+from baton.proto import kv_pb2
+
+MAX_HELLOS = 16  # sent and not answered
+MAX_OFFSETS = 16  # clock samples looked back at
+
+
+class TransferState(Enum):
+    """Where one attempt is. What leaves the last is gone."""
+
+    RESERVING = auto()
+    PUSHING = auto()  # granted; frames may be posted
+    COMMITTING = auto()
+    ABORTING = auto()  # nothing is posted any more; source blocks may still be read, or the incoming transfer written
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One attempt on its way to a decode worker; of this rank's heads.
+
+    Attributes:
+        deadline_s: for the answer to RESERVE.
+        retry_s: when RESERVE, COMMIT or RESUME is repeated.
+        renewed: when the decode worker last showed that it knows this transfer.
+        named_s: the same, with nothing forgiven.
+        progress: when it last did something about it.
+        is_told: `Granted` was said, so other ranks may know of the grant.
+        is_confirmed: the decode worker said so after this rank knew of the grant.
+        num_writes: into the decode worker's pool, that have begun and not ended.
+        two_layers_bytes: what two layers take of the window.
+        charged_bytes: posted, but for what was written off as lost.
+        credited_bytes: of those, no longer in flight.
+        bytes_pushed: payload, each position once.
+        first_posted_s: when its first frame was; None before.
+        abort: of the decode worker, which waits for an AbortAck.
+    """
+
+    attempt: AttemptKey
+    peer: DecodePeer
+    prompt_len: int
+    capacity_len: int
+    deadline_s: float
+    retry_s: float
+    renewed: LastSign
+    progress: LastSign
+    named_s: float
+    coverage: Coverage
+    digests: list[int]
+    two_layers_bytes: int
+    state: TransferState = TransferState.RESERVING
+    grant: GrantInfo | None = None
+    lane: str = ""
+    lease_s: float = 0.0
+    is_told: bool = False
+    is_confirmed: bool = True
+    to_send: deque[Gap] = field(default_factory=deque)
+    next_seq: int = 0
+    num_writes: int = 0
+    num_holds: int = 0
+    charged_bytes: int = 0
+    credited_bytes: int = 0
+    bytes_pushed: int = 0
+    first_posted_s: float | None = None
+    num_resends: int = 0
+    round: int = 0
+    state_message: kv_pb2.SequenceState | None = None
+    prefill_end_s: float = 0.0
+    is_commit_posted: bool = False
+    is_resume_posted: bool = False
+    resume_round: int = 0
+    abort: kv_pb2.Abort | None = None
+
+    @property
+    def incoming_id(self) -> int:
+        """0 before the grant."""
+        return self.grant.incoming_id if self.grant is not None else 0
+
+    @property
+    def incoming_key(self) -> tuple[str, int, int]:
+        """Which incoming transfer: every incarnation of a decode worker counts its own from 1."""
+        return self.peer.kv_address, self.peer.epoch, self.incoming_id
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Charged bytes that no credit has come back for."""
+        return self.charged_bytes - self.credited_bytes
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether this side writes the decode worker's pool."""
+        return is_one_sided(self.lane)
+
+    @property
+    def is_commit_due(self) -> bool:
+        """Whether all is posted and, where this side writes, all is written, and that was not said yet."""
+        is_ready = self.state is TransferState.COMMITTING and not self.to_send and not self.num_writes
+        return is_ready and not self.is_commit_posted
+
+    @property
+    def has_something_to_post(self) -> bool:
+        """A frame or a COMMIT."""
+        return bool(self.to_send) or self.is_commit_due
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing reads the source blocks or writes the incoming transfer on behalf of this transfer."""
+        return not self.num_holds and not self.num_writes
+
+
+@dataclass(slots=True)
+class Farewell:
+    """An ABORT that is repeated until it is acknowledged or pointless. `is_told` as in the transfer."""
+
+    control: kv_pb2.Control
+    is_told: bool
+    retry_s: float
+    until_s: float
+
+
+@dataclass(slots=True)
+class PushPeer:
+    """What is known of one decode worker, by its address.
+
+    Attributes:
+        heard: its last sign of life.
+        used_s: when something was last to be said to it.
+        progress_s: when credit last came from it.
+        epoch: 0 until a HELLO was answered.
+        lane: the best that was opened to that incarnation; empty until then.
+        has_digest: it verifies by digest.
+        block_size: of its pools.
+        hellos: moments of those sent and not answered, in ns.
+        hello_ns: moment of the last one.
+        challenge: that it gave to this connection; empty until then.
+        challenged_s: when one was last answered at once.
+        is_doubted: it answered without a proof, and that was said.
+        offsets: (round trip, clock offset).
+    """
+
+    heard: LastSign
+    used_s: float
+    progress_s: float = float("-inf")
+    epoch: int = 0
+    lane: str = ""
+    has_digest: bool = False
+    block_size: int = 0
+    window: Window = field(default_factory=Window)
+    hello_s: float = float("-inf")
+    hellos: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_HELLOS))
+    offsets: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_OFFSETS))
+    hello_ns: int = 0
+    challenge: bytes = b""
+    challenged_s: float = float("-inf")
+    is_doubted: bool = False
+    farewells: OrderedDict[AttemptKey, Farewell] = field(default_factory=OrderedDict)
+
+    @property
+    def clock_offset_s(self) -> float:
+        """What to add to a reading here to get one there: the estimate with the shortest round trip."""
+        return min(self.offsets)[1] if self.offsets else 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """The shortest lately; 0 if none was measured."""
+        return min(self.offsets)[0] if self.offsets else 0.0
+
+    def forget_incarnation(self) -> None:
+        """What answers next may be another incarnation; replies of the old one are no answers any more."""
+        self.epoch = 0
+        self.lane = ""
+        self.hellos.clear()
+        self.hello_s = float("-inf")

@@ -1,0 +1,1 @@
+"""What carries a hand-off: control channels and data paths."""

@@ -1,0 +1,268 @@
+"""The lane of the optional extra `baton-pd[nixl]`: NIXL writes over UCX, from pool to pool.
+
+Each side registers its pools once. The decode worker's transfer offers them (`nixl_pools`); a prefill worker's opener
+prepares, once for each peer, descriptors of every block that it and a rank of the peer both hold heads of. A layer of
+whole blocks is then one transfer made of indices; parts of blocks are named by address.
+
+Pools are in host memory. NIXL cannot cancel. A write is done when NIXL says so. One that was posted and then failed is
+neither done nor over, since what left this host may still be applied: it stays so, and `drain` does not succeed, until
+the peer's incarnation is known to have ended (`outlived`).
+
+Shapes: T descriptors.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from baton.kvcache.layout import HeadRange
+from baton.kvtransfer.nixl_ranges import block_table, common_heads, span_ranges
+from baton.kvtransfer.pool_io import PoolIO, PoolMemory
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused, PushLane, SenderSide, Written
+from baton.kvtransfer.transports.nixl_agent import NixlAgent, Transfers
+from baton.kvtransfer.transports.nixl_pools import MEMORY, REGISTER_LIMIT_S, Target, agent_name, read_offer, register
+from baton.proto import kv_pb2
+
+OPEN_LIMIT_S = 5.0
+_LOCAL = "NIXL_INIT_AGENT"
+_PROBE_BYTES = 8
+
+
+class NixlOpener:
+    """The lane on the prefill side; see `push_lane.LaneOpener`.
+
+    Args:
+        epoch: of this incarnation.
+        pool: this rank's, in host memory.
+        memory: of that pool.
+        rank: in the tensor-parallel group.
+    """
+
+    name = "nixl"
+
+    def __init__(self, epoch: int, pool: PoolIO, memory: PoolMemory, rank: int = 0) -> None:
+        self._pool = pool
+        self._memory = memory
+        self._agent: NixlAgent | None = None
+        self._problem = ""
+        try:
+            self._agent = NixlAgent(f"{agent_name('prefill', epoch)}-{rank}")
+            self._agent.call(lambda agent: register(agent, [memory]), REGISTER_LIMIT_S)
+        except LaneRefused as error:
+            self._problem = str(error)
+
+    @property
+    def problem(self) -> str:
+        """Why there is no agent; empty if there is one."""
+        return self._problem
+
+    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> PushLane:
+        """Load the peer's metadata, prepare descriptors, and read one word to see that it answers.
+
+        Raises:
+            LaneRefused: the offer makes no sense here, or NIXL does not reach the peer.
+        """
+        if self._agent is None:
+            raise LaneRefused(self._problem)
+        targets = read_offer(offer.nixl, epoch, self._pool.geometry.layout)
+        return NixlLane(self._agent, self._pool, self._memory.ctypes.data, offer.nixl, targets)
+
+    def close(self) -> None:
+        """End the agent."""
+        if self._agent is not None:
+            self._agent.close()
+
+
+def sender_lane(side: SenderSide) -> NixlOpener:
+    """The lane of a prefill rank whose pool is in host memory; where NIXL cannot work, the opener says why."""
+    assert side.io is not None
+    return NixlOpener(side.epoch, side.io, side.pool.bytes_view, side.pool.geometry.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Descriptors of whole blocks of the heads that both sides hold, by layer and block."""
+
+    heads: HeadRange
+    local: Any
+    remote: Any
+
+
+class NixlLane:
+    """The lane to one incarnation of one peer; see `push_lane.PushLane`."""
+
+    name = "nixl"
+
+    def __init__(
+        self, agent: NixlAgent, pool: PoolIO, base: int, offer: kv_pb2.NixlOffer, targets: Sequence[Target]
+    ) -> None:
+        self.num_blocks = targets[0].geometry.num_blocks
+        self._agent = agent
+        self._pool = pool
+        self._base = base
+        self._targets = tuple(targets)
+        self._peer = offer.agent
+        self._posted: list[Transfers] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._prepared: list[list[_Prepared | None]] = []
+        try:
+            agent.call(lambda nixl: _add_peer(nixl, offer), OPEN_LIMIT_S)
+            self._probe()
+            self._prepared = agent.call(self._prepare, OPEN_LIMIT_S)
+        except LaneRefused:
+            self.close()
+            raise
+
+    def write(self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool) -> Written:
+        """Post the span to every rank that holds one of its heads.
+
+        Raises:
+            LaneFailed: the lane is closed, or a write on it has failed before.
+        """
+        with self._lock:
+            is_broken = any(item.is_lost for item in self._posted)
+        if self._is_closed or is_broken:
+            raise LaneFailed("the lane is closed" if self._is_closed else "a NIXL transfer to this peer has failed")
+        digest = self._pool.digest(blocks, span) if with_digest else None
+        plans = [self._plan(rank, blocks, target_blocks, span) for rank in range(len(self._targets))]
+
+        def post(nixl: Any, handles: list[Any]) -> None:
+            for plan in plans:
+                for make in plan:
+                    handle = make(nixl)
+                    handles.append(handle)
+                    if nixl.transfer(handle) not in ("DONE", "PROC"):
+                        raise LaneFailed("a transfer was refused")
+
+        transfers = self._agent.post(post, digest)
+        with self._lock:
+            self._posted = [item for item in self._posted if not item.wait(0)]
+            self._posted.append(transfers)
+        return transfers
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for everything that was posted."""
+        end_s = time.monotonic() + timeout_s
+        with self._lock:
+            posted = tuple(self._posted)
+        return all(item.wait(max(0.0, end_s - time.monotonic())) for item in posted)
+
+    def outlived(self) -> None:
+        """Writes that failed are over: what of them was on its way, only that incarnation could have applied."""
+        with self._lock:
+            lost = [item for item in self._posted if item.is_lost]
+        for item in lost:
+            item.end("a NIXL transfer failed")
+
+    def close(self) -> None:
+        """Give the descriptors back and forget the peer. Writes that failed count as over from here on."""
+        self._is_closed = True
+        self.outlived()
+        prepared, self._prepared = self._prepared, []
+
+        def forget(nixl: Any) -> None:
+            for layers in prepared:
+                for item in {id(item): item for item in layers if item is not None}.values():
+                    nixl.release_dlist_handle(item.local)
+                    nixl.release_dlist_handle(item.remote)
+            nixl.remove_remote_agent(self._peer)
+
+        try:
+            self._agent.call(forget, OPEN_LIMIT_S)
+        except LaneRefused:
+            return  # it never knew the peer, or is ending itself
+
+    def _plan(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: Span) -> list[Any]:
+        """Functions of the agent that make the transfers of one rank."""
+        mine, theirs = self._pool.geometry.layer(span.layer), self._targets[rank].geometry.layer(span.layer)
+        prepared, size = self._prepared[rank][span.layer], mine.rows_per_block
+        if not common_heads(common_heads(mine.heads, theirs.heads), HeadRange(span.head_first, span.head_count)).count:
+            return []
+        begin, whole_end = -(-span.first // size), span.end // size
+        covers = prepared is not None and common_heads(prepared.heads, HeadRange(span.head_first, span.head_count))
+        if prepared is None or covers != prepared.heads or begin >= whole_end:
+            return [self._by_address(rank, blocks, target_blocks, span)]
+        plan = [self._by_index(rank, prepared, span.layer, blocks[begin:whole_end], target_blocks[begin:whole_end])]
+        for first, stop in ((span.first, begin * size), (whole_end * size, span.end)):
+            if first < stop:
+                part = Span(span.layer, first, stop - first, span.head_first, span.head_count)
+                plan.append(self._by_address(rank, blocks, target_blocks, part))
+        return plan
+
+    def _by_index(
+        self, rank: int, prepared: _Prepared, layer: int, blocks: Sequence[int], target_blocks: Sequence[int]
+    ) -> Any:
+        here_T = np.array(blocks, dtype=np.int32) + layer * self._pool.geometry.layer(layer).num_blocks
+        there_T = np.array(target_blocks, dtype=np.int32) + layer * (self._targets[rank].geometry.num_blocks + 1)
+        return lambda nixl: nixl.make_prepped_xfer("WRITE", prepared.local, here_T, prepared.remote, there_T)
+
+    def _by_address(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: Span) -> Any:
+        target = self._targets[rank]
+        mine, theirs = self._pool.geometry.layer(span.layer), target.geometry.layer(span.layer)
+        ranges = list(span_ranges(mine, theirs, blocks, target_blocks, span))
+        here = [(self._base + here, num_bytes, 0) for here, _, num_bytes in ranges]
+        there = [(target.address + there, num_bytes, 0) for _, there, num_bytes in ranges]
+
+        def make(nixl: Any) -> Any:
+            local, remote = nixl.get_xfer_descs(here, MEMORY), nixl.get_xfer_descs(there, MEMORY)
+            return nixl.initialize_xfer("WRITE", local, remote, self._peer)
+
+        return make
+
+    def _probe(self) -> None:
+        """Read a word of the peer's scratch block into the one here: nobody reads either."""
+        mine, target = self._pool.geometry.layer(0), self._targets[0]
+        theirs = target.geometry.layer(0)
+        here = self._base + mine.offset_bytes + (mine.num_blocks - 1) * mine.block_bytes
+        there = target.address + theirs.offset_bytes + (theirs.num_blocks - 1) * theirs.block_bytes
+
+        def post(nixl: Any, handles: list[Any]) -> None:
+            local = nixl.get_xfer_descs([(here, _PROBE_BYTES, 0)], MEMORY)
+            remote = nixl.get_xfer_descs([(there, _PROBE_BYTES, 0)], MEMORY)
+            handles.append(nixl.initialize_xfer("READ", local, remote, self._peer))
+            nixl.transfer(handles[-1])
+
+        transfers = self._agent.post(post)
+        try:
+            if not transfers.wait(OPEN_LIMIT_S) or not transfers.done:
+                raise LaneRefused("the peer does not answer over NIXL")
+        except LaneFailed as error:
+            raise LaneRefused(str(error)) from error
+
+    def _prepare(self, nixl: Any) -> list[list[_Prepared | None]]:
+        """For each rank of the peer and each layer: descriptors, where blocks have one size on both sides."""
+        prepared: list[list[_Prepared | None]] = []
+        for target in self._targets:
+            shared: dict[HeadRange, _Prepared] = {}
+            layers: list[_Prepared | None] = []
+            for mine, theirs in zip(self._pool.geometry.layers, target.geometry.layers, strict=True):
+                heads = common_heads(mine.heads, theirs.heads)
+                if not heads.count or mine.rows_per_block != theirs.rows_per_block:
+                    layers.append(None)
+                    continue
+                if heads not in shared:
+                    local = block_table(self._pool.geometry, heads, self._base)
+                    remote = block_table(target.geometry, heads, target.address)
+                    shared[heads] = _Prepared(
+                        heads,
+                        nixl.prep_xfer_dlist(_LOCAL, local, MEMORY),
+                        nixl.prep_xfer_dlist(self._peer, remote, MEMORY),
+                    )
+                layers.append(shared[heads])
+            prepared.append(layers)
+        return prepared
+
+
+def _add_peer(nixl: Any, offer: kv_pb2.NixlOffer) -> None:
+    name = nixl.add_remote_agent(offer.metadata)
+    found = name.decode() if isinstance(name, bytes) else str(name)
+    if found != offer.agent:
+        nixl.remove_remote_agent(found)
+        raise LaneRefused(f"metadata of the agent {found[:64]!r}, offered was {offer.agent!r}")
+    nixl.make_connection(found)

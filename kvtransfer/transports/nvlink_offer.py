@@ -1,0 +1,31 @@
+"""The decode worker's end of the `nvlink` lane: how its host's prefill workers open its GPU pools. No torch."""
+
+from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane
+from baton.kvtransfer.shared_region import NONCE_BYTES
+from baton.proto import kv_pb2
+
+
+def receiver_lane(side: ReceiverSide) -> ServedLane | None:
+    """The offer; None where the pools cannot be shared between processes."""
+    setup, region = side.setup, side.region
+    device = setup.device
+    if device is None or not device.pools:
+        return None
+    pools = [
+        kv_pb2.NvlinkPool(
+            place=kv_pb2.PoolPlace(
+                offset_bytes=pool.ipc_offset_bytes,
+                num_bytes=geometry.num_bytes,
+                num_blocks=setup.num_blocks,
+                block_size=setup.layout.block_size,
+                tp_rank=geometry.rank,
+                tp_size=geometry.size,
+            ),
+            ipc_handle=bytes.fromhex(pool.ipc_handle),
+            device_uuid=pool.device_uuid,
+        )
+        for pool, geometry in zip(device.pools, setup.geometries, strict=True)
+    ]
+    nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
+    nvlink = kv_pb2.NvlinkOffer(pools=pools, flags_path=str(region.path), nonce=nonce)
+    return ServedLane(kv_pb2.LaneOffer(lane="nvlink", nvlink=nvlink))

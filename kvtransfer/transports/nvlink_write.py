@@ -1,0 +1,84 @@
+"""One write of the `nvlink` lane that was posted to a device: whether it is over, and what it read.
+
+The words that its kernels write say so. The device itself is asked only about a write that takes suspiciously long: it
+may have failed, and then its word never comes.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from baton.kvtransfer.flag_page import Flag, FlagPage
+from baton.kvtransfer.sender.lane import LaneFailed
+
+MASK = (1 << 64) - 1
+LOOK_AFTER_S = 0.5  # and again so often
+
+
+class NvlinkWrite:
+    """A write that was posted; see `push_lane.Written`.
+
+    Args:
+        flags: where kernels report.
+        launches: the flag of each, and whether its digest counts.
+        event: behind the last.
+        with_digest: whether the digest is wanted.
+        on_over: called once, when nothing of it is under way any more.
+    """
+
+    def __init__(
+        self,
+        flags: FlagPage,
+        launches: Sequence[tuple[Flag, bool]],
+        event: torch.cuda.Event,
+        with_digest: bool,
+        on_over: Callable[["NvlinkWrite"], None],
+    ) -> None:
+        self._flags = flags
+        self._with_digest = with_digest
+        self._on_over = on_over
+        self._launches = launches
+        self._event: torch.cuda.Event | None = event
+        self._look_s = time.monotonic() + LOOK_AFTER_S
+        self._digest = 0
+        self._problem = ""
+        self._lock = threading.Lock()  # of two threads that ask at once, one takes note
+
+    @property
+    def done(self) -> bool:
+        """Whether all words are there."""
+        with self._lock:
+            if self._event is not None and self._is_over():
+                self._event = None
+                for flag, _ in self._launches:
+                    self._flags.release(flag)
+                self._on_over(self)
+        if self._problem:
+            raise LaneFailed(self._problem)
+        return self._event is None
+
+    @property
+    def digest(self) -> int | None:
+        """Sum over the launches that count."""
+        return self._digest if self._with_digest else None
+
+    def _is_over(self) -> bool:
+        if all(self._flags.is_up(flag) for flag, _ in self._launches):
+            self._digest = sum(self._flags.digests(flag, 1)[0] for flag, counts in self._launches if counts) & MASK
+            return True
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return False
+        self._look_s = now_s + LOOK_AFTER_S
+        assert self._event is not None
+        try:
+            has_ended = self._event.query()
+        except RuntimeError as error:  # a fault: the device runs nothing of this process any more
+            self._problem = f"the device failed: {error}"
+            return True
+        if has_ended and not all(self._flags.is_up(flag) for flag, _ in self._launches):
+            self._problem = "a launch ended without its word"
+            return True
+        return False

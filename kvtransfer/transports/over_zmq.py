@@ -1,0 +1,308 @@
+"""The hand-off over ZMQ and TCP: a ROUTER where incoming transfers are, a DEALER for each peer where pushes start.
+
+Queues are bounded and nothing waits: a message for a full queue or a dead peer is lost and counted, which the protocol
+repairs or reports. Payloads take the raw lane where both sides have it (`raw_lane`), and otherwise go inline: as one
+flat part, because libzmq handles few large parts two to three times faster than many small ones.
+"""
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from baton.core.config import KVTransferConfig
+from baton.core.errors import PortInUse
+from baton.core.kv_transports import INLINE, RAW, is_one_sided, lane_order
+from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts, deliveries_of
+from baton.kvtransfer.transports.raw_lane import TOKEN_BYTES, parse_place
+from baton.kvtransfer.transports.raw_lane_receiver import RawReceiver
+from baton.kvtransfer.transports.raw_lane_sender import RawSender
+from baton.kvtransfer.transports.zmq_buffers import SendBuffers
+from baton.kvtransfer.transports.zmq_sockets import ZmqSockets
+from baton.proto import kv_pb2
+
+MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
+MAX_BATCH_BYTES = 16 << 20
+MAX_HEADERS = 32  # of written frames in one message
+_LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH)  # a full queue, a peer that is gone
+_MAX_WARNED = 1024
+_MAX_KNOWN = 4096
+
+log = logging.getLogger(__name__)
+
+Arrived = list[Delivery | PayloadDone]
+
+
+class ZmqTransport:
+    """See `Transport`.
+
+    Args:
+        bind: `tcp://HOST:PORT` to listen on, PORT 0 for a free one; None for the side that connects.
+        config: limits and times; the defaults if not given.
+
+    Raises:
+        PortInUse: the address cannot be bound.
+        ConfigInvalid: the CURVE keys cannot be used.
+    """
+
+    def __init__(self, bind: str | None = None, config: KVTransferConfig | None = None) -> None:
+        self._config = config or KVTransferConfig()
+        self.counts = TransportCounts()
+        self.address = ""
+        self._sockets = ZmqSockets(self._config)
+        self._poller = self._sockets.poller
+        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._names: dict[zmq.Socket[bytes], str] = {}
+        self._senders: dict[str, RawSender] = {}
+        self._buffers = SendBuffers(self._config.window_bytes)
+        self._written: dict[str, list[bytes]] = {}  # headers that wait for others, by peer
+        self._known: dict[str, None] = {}  # peers heard of, on the listening side; the last one spoke last
+        self._warned: set[str] = set()
+        self._secret = secrets.token_hex(8)
+        self._router: zmq.Socket[bytes] | None = None
+        self._receiver: RawReceiver | None = None
+        self._is_unbound = False  # while keys change; the port may be free only at the next try
+        if bind is not None:
+            self._listen(bind)
+
+    def send(self, peer: str, message: bytes) -> None:
+        """Post without waiting; a peer never heard of is connected to, on the side that connects."""
+        self._post_written(peer)  # a COMMIT comes after what it is about
+        self._post(peer, [message])
+
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
+        """By the raw lane if that is asked for and open; else a copy of the payload goes along.
+
+        Headers of written frames go several in a message, with the next `receive`: a message costs more than a header.
+        """
+        if is_one_sided(lane):
+            headers = self._written.setdefault(peer, [])
+            headers.append(header)
+            if len(headers) == MAX_HEADERS:
+                self._post_written(peer)
+            return
+        if lane == RAW and payload:
+            sender = self._senders.get(peer)
+            if sender is not None and sender.send(header, payload):
+                return
+            self.counts.frames_fallen_back += 1
+        self._post(peer, [header, self._buffers.gather(payload)])
+
+    def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
+        """Only the raw lane reads payloads late."""
+        if peer in self._senders:
+            self._senders[peer].unpin(match)
+
+    def num_pinned(self, peer: str) -> int:
+        """Frames in the raw lane's queue."""
+        return self._senders[peer].num_pinned if peer in self._senders else 0
+
+    def offers(self) -> list[kv_pb2.LaneOffer]:
+        """The raw lane, unless everything is to be encrypted."""
+        return [] if self._receiver is None else [self._receiver.offer]
+
+    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+        """Begin to connect; payloads go inline until the other side has answered."""
+        if offer.lane != RAW:
+            return f"the zmq transport has no lane {offer.lane!r}"
+        if self._sockets.is_encrypted:
+            return "the raw lane is not encrypted, and curve_key_file asks for encryption"
+        if len(offer.raw.token) != TOKEN_BYTES:
+            return "the offer of the raw lane has no token"
+        if self._router is not None or peer not in self._dealers:
+            return "there is no connection to that peer"
+        try:
+            place = parse_place(offer.raw.address, peer)
+        except ValueError as error:
+            return f"the offer of the raw lane: {error}"
+        if peer in self._senders:
+            self._senders.pop(peer).close()
+        name = self._routing_id(peer)
+        self._senders[peer] = RawSender.to(place, offer.raw.token, name, self._config, self._poller, self.counts)
+        return ""
+
+    def lane_of(self, peer: str) -> str:
+        """Raw once the other side has answered."""
+        return RAW if peer in self._senders and self._senders[peer].is_open else INLINE
+
+    def problem(self, peer: str) -> str:
+        """Connects, on the side that does: an address is data, so nothing about it can be a bug here."""
+        if self._router is not None or peer in self._dealers:
+            return ""
+        if not peer.startswith("tcp://"):
+            found = f"{peer[:100]!r} is no tcp:// address"
+        else:
+            try:
+                self._connect(peer)
+                return ""
+            except zmq.ZMQError as error:
+                found = f"cannot connect to {peer[:100]!r}: {error.strerror}"
+        if found not in self._warned and len(self._warned) < _MAX_WARNED:
+            self._warned.add(found)
+            log.warning("%s", found)
+        return found
+
+    def receive(self, timeout_s: float) -> Arrived:
+        """Of each connection at most MAX_BATCH messages, or about MAX_BATCH_BYTES."""
+        for peer in tuple(self._written):
+            self._post_written(peer)
+        if self._sockets.keys_changed() or self._is_unbound:
+            self._follow_keys()
+        arrived: Arrived = []
+        for lane in self._senders.values():
+            lane.tick()
+        if self._receiver is not None:
+            self._receiver.tick()
+            arrived += self._receiver.take_failed()
+        for source, events in self._poller.poll(0 if arrived else max(0, int(timeout_s * 1e3))):
+            if self._sockets.attend(source):
+                continue
+            if isinstance(source, int):
+                arrived += self._raw_ready(source, events)
+            else:
+                self._take_all(source, arrived)
+        self.counts.connections_refused += self._sockets.take_num_refused()
+        return arrived
+
+    def wake(self) -> None:
+        """Any thread; at most one wake is pending."""
+        self._sockets.wake()
+
+    def drop(self, peer: str) -> None:
+        """Close the connections to a peer; on the listening side those of its raw lane."""
+        self._written.pop(peer, None)
+        if peer in self._senders:
+            self._senders.pop(peer).close()
+        if self._receiver is not None:
+            self._receiver.drop(peer)
+            self._known.pop(peer, None)
+        socket = self._dealers.pop(peer, None)
+        if socket is not None:
+            self._poller.unregister(socket)
+            del self._names[socket]
+            socket.close(linger=0)
+
+    def close(self) -> None:
+        """Close every socket; nothing lingers."""
+        for sender in self._senders.values():
+            sender.close()
+        self._senders = {}
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self._sockets.close()
+
+    def _listen(self, bind: str) -> None:
+        self._router = self._sockets.network_socket(zmq.ROUTER, is_server=True)
+        self._router.set(zmq.ROUTER_MANDATORY, 1)
+        # A peer that comes again by its name takes over from a connection that only this end believes alive.
+        self._router.set(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self._router.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise PortInUse(f"cannot listen on {bind}: {error.strerror}", address=bind) from error
+        endpoint = self._router.get(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.rstrip(b"\0").decode()
+        self._poller.register(self._router, zmq.POLLIN)
+        if RAW not in lane_order(self._config.transport):
+            return
+        if self._sockets.is_encrypted:
+            log.info("no raw lane: it is not encrypted, and curve_key_file asks for encryption")
+        else:
+            host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+            is_known = self._known.__contains__
+            self._receiver = RawReceiver(host, self._config, self._poller, self.counts, is_known)
+
+    def _follow_keys(self) -> None:
+        """Have every connection made again with the new keys; what is on its way is lost, and asked for again."""
+        for peer, dealer in self._dealers.items():
+            self._sockets.rearm(dealer, is_server=False)
+            dealer.disconnect(peer)
+            dealer.connect(peer)
+        if self._router is None:
+            return
+        if not self._is_unbound:
+            self._router.unbind(self.address)
+            self._is_unbound = True
+        self._sockets.rearm(self._router, is_server=True)
+        try:
+            self._router.bind(self.address)
+        except zmq.ZMQError as error:
+            log.debug("%s is not free again yet: %s", self.address, error)
+            return
+        self._is_unbound = False
+        log.info("the CURVE key has changed: connections are made again with the new one")
+
+    def _connect(self, peer: str) -> None:
+        socket = self._sockets.network_socket(zmq.DEALER, is_server=False)
+        try:
+            socket.set(zmq.ROUTING_ID, self._routing_id(peer))
+            socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.connect(peer)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        self._dealers[peer] = socket
+        self._names[socket] = peer
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _routing_id(self, peer: str) -> bytes:
+        """One name for each peer as long as this process lives, so that a new connection replaces the old one there."""
+        return hashlib.sha256(f"{self._secret} {peer}".encode()).hexdigest()[:16].encode()
+
+    def _post_written(self, peer: str) -> None:
+        headers = self._written.pop(peer, None)
+        if headers:
+            self._post(peer, [b"".join(headers), b""])
+
+    def _post(self, peer: str, parts: "Sequence[bytes | zmq.Frame]") -> None:
+        if self._router is None and self.problem(peer):
+            self.counts.messages_lost += 1
+            return
+        try:
+            if self._router is not None:
+                self._router.send_multipart([peer.encode("latin-1"), *parts], zmq.DONTWAIT)
+            else:
+                self._dealers[peer].send_multipart(parts, zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno not in _LOST:
+                raise
+            self.counts.messages_lost += 1
+
+    def _raw_ready(self, file: int, events: int) -> Arrived:
+        if self._receiver is not None:
+            return self._receiver.ready(file)
+        for sender in self._senders.values():
+            sender.ready(file, events)
+        return []
+
+    def _take_all(self, socket: "zmq.Socket[bytes]", arrived: Arrived) -> None:
+        num_bytes = 0
+        for _ in range(MAX_BATCH):  # of each socket, so that none keeps the others waiting
+            if num_bytes > MAX_BATCH_BYTES:
+                return
+            try:
+                parts = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            buffers = [part.buffer for part in parts]
+            if socket is self._router:
+                peer = bytes(buffers.pop(0)).decode("latin-1")
+                self._know(peer)
+            else:
+                peer = self._names[socket]
+            deliveries = deliveries_of(peer, buffers)
+            self.counts.messages_refused += not deliveries
+            for delivery in deliveries:
+                num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
+                arrived.append(delivery)
+
+    def _know(self, peer: str) -> None:
+        self._known.pop(peer, None)
+        self._known[peer] = None
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]

@@ -1,0 +1,183 @@
+"""The push side of the `shm` lane: a decode worker of this host, whose pools are mapped and written in place.
+
+Opening proves that both sides see the same memory: the offer's nonce stands in the file, and so does the epoch of the
+transfer's life. Nothing in an offer is believed: where pools lie and how large they are is computed from the layout and
+compared. Whether a write is allowed is `push`'s to know; that it stays inside the pools is checked here.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from baton.core.errors import ProtocolError
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
+from baton.kvtransfer.pool_io import PoolIO
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane
+from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused, SenderSide, WrittenAtOnce
+from baton.kvtransfer.shared_region import DIRECTORY, NONCE_AT, NONCE_BYTES, PREFIX, SharedRegion
+from baton.proto import kv_pb2
+
+MASK = (1 << 64) - 1
+_NAME = re.compile(re.escape(PREFIX) + r"[0-9a-zA-Z_.-]{1,100}")
+
+
+class ShmLane:
+    """The pools of all ranks of one incarnation of a decode worker.
+
+    Args:
+        region: mapped.
+        epoch: of the incarnation.
+        source: this rank's pool.
+        targets: the decode worker's, of each rank.
+    """
+
+    name = "shm"
+
+    def __init__(self, region: SharedRegion, epoch: int, source: PoolIO, targets: Sequence[PoolIO]) -> None:
+        self.num_blocks = targets[0].geometry.num_blocks
+        self._region = region
+        self._epoch = epoch
+        self._source = source
+        self._is_closed = False
+        # Of each layer: heads, where they go, and whether their digest counts. Of several holders it counts once.
+        self._routes = tuple(tuple(_route(source, targets, layer)) for layer in range(len(source.geometry.layers)))
+
+    def write(
+        self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool
+    ) -> WrittenAtOnce:
+        """Copy a span to every rank that holds a head of it; over when this returns."""
+        if self._is_closed or self._region.epoch != self._epoch:
+            raise LaneFailed("the decode worker's memory belongs to another incarnation")
+        digest = 0
+        for first, stop, target, counts in self._routes[span.layer]:
+            low, high = max(first, span.head_first), min(stop, span.head_first + span.head_count)
+            if low >= high:
+                continue
+            part = (
+                span
+                if high - low == span.head_count
+                else dataclasses.replace(span, head_first=low, head_count=high - low)
+            )
+            digest += self._source.copy(blocks, target, target_blocks, part, with_digest=with_digest and counts)
+        return WrittenAtOnce(digest & MASK if with_digest else None)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Nothing is ever under way after a write."""
+        return True
+
+    def outlived(self) -> None:
+        """It applied nothing itself."""
+
+    def close(self) -> None:
+        """Write nothing any more. The mapping goes with the last reference to this."""
+        self._is_closed = True
+
+
+class ShmOpener:
+    """The `shm` lane as one prefill rank has it.
+
+    Args:
+        source: its pool.
+        host_id: of this host.
+    """
+
+    name = "shm"
+
+    def __init__(self, source: PoolIO, host_id: str) -> None:
+        self._source = source
+        self._host_id = host_id
+
+    @property
+    def problem(self) -> str:
+        """Without the folder there is nothing to map."""
+        return "" if DIRECTORY.is_dir() else f"there is no {DIRECTORY}"
+
+    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> ShmLane:
+        """Map the file that is offered.
+
+        Raises:
+            LaneRefused: it is not here, not that incarnation's, or its pools are not what the layout says.
+        """
+        if host_id != self._host_id:
+            raise LaneRefused("the peer is on another host")
+        layout = self._source.geometry.layout
+        geometries = geometries_of(layout, offer.shm.pools)
+        path = Path(offer.shm.path)
+        if path.parent != DIRECTORY or not _NAME.fullmatch(path.name):
+            raise LaneRefused(f"{offer.shm.path[:100]!r} is no shared region")
+        try:
+            region = SharedRegion.attach(path, int.from_bytes(offer.shm.nonce, "little"))
+        except ProtocolError as error:
+            raise LaneRefused(error.message) from error
+        try:
+            return ShmLane(region, epoch, self._source, _map(region, epoch, offer.shm.pools, geometries))
+        except LaneRefused:
+            region.close()
+            raise
+
+
+def sender_lane(side: SenderSide) -> ShmOpener:
+    """The lane of a prefill rank whose pool is in host memory."""
+    assert side.io is not None
+    return ShmOpener(side.io, side.host_id)
+
+
+def receiver_lane(side: ReceiverSide) -> ServedLane:
+    """The offer of a decode worker whose pools are in a shared region."""
+    nonce = side.region.nonce.to_bytes(NONCE_BYTES, "little")
+    shm = kv_pb2.ShmOffer(path=str(side.region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=side.places)
+    return ServedLane(kv_pb2.LaneOffer(lane="shm", shm=shm))
+
+
+def geometries_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[PoolGeometry]:
+    """What the pools of a peer of this layout look like, if the offer makes sense."""
+    size = len(places)
+    found = []
+    for rank, place in enumerate(places):
+        if (place.tp_rank, place.tp_size) != (rank, size):
+            raise LaneRefused(f"pool {rank} of {size} is said to be rank {place.tp_rank} of {place.tp_size}")
+        if not place.block_size or MAX_BLOCK_SIZE % place.block_size or not place.num_blocks:
+            raise LaneRefused(f"a pool of {place.num_blocks} blocks of {place.block_size} positions")
+        if (place.num_blocks, place.block_size) != (places[0].num_blocks, places[0].block_size):
+            raise LaneRefused("its ranks have pools of different sizes")
+        if any(layer.num_heads % size and size % layer.num_heads for layer in layout.layers):
+            raise LaneRefused(f"the heads do not divide by {size} ranks")
+        theirs = dataclasses.replace(layout, block_size=place.block_size)
+        geometry = PoolGeometry(theirs, place.num_blocks, rank, size)
+        if geometry.num_bytes != place.num_bytes:
+            raise LaneRefused(f"its pool of rank {rank} has {place.num_bytes} bytes, not {geometry.num_bytes}")
+        found.append(geometry)
+    if not found:
+        raise LaneRefused("it offers no pools")
+    return found
+
+
+def _map(
+    region: SharedRegion, epoch: int, places: Sequence[kv_pb2.PoolPlace], geometries: Sequence[PoolGeometry]
+) -> list[PoolIO]:
+    if region.epoch != epoch:
+        raise LaneRefused("the shared region belongs to another incarnation of the peer")
+    if [(p.offset_bytes, p.num_bytes) for p in region.pools] != [(p.offset_bytes, p.num_bytes) for p in places]:
+        raise LaneRefused("the shared region has other pools than were offered")
+    return [
+        PoolIO(np.frombuffer(region.pool(rank), dtype=np.uint8), geometry) for rank, geometry in enumerate(geometries)
+    ]
+
+
+def _route(source: PoolIO, targets: Sequence[PoolIO], layer: int) -> list[tuple[int, int, PoolIO, bool]]:
+    """(first head, one past the last, where to, is the first holder) of everything this rank could push."""
+    mine = source.geometry.layer(layer).heads
+    routes = []
+    previous_first = -1
+    for target in targets:
+        theirs = target.geometry.layer(layer).heads
+        first, stop = max(mine.first, theirs.first), min(mine.stop, theirs.stop)
+        if first < stop:
+            routes.append((first, stop, target, theirs.first != previous_first))
+        previous_first = theirs.first
+    return routes

@@ -1,0 +1,211 @@
+"""What one principal may take of the deployment at once: one object for a tenant, whichever doors its requests come by.
+
+Without keys every caller is the same principal: whatever name a caller gives itself proves nothing.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+from baton.core.errors import Overloaded, PermissionDenied
+from baton.router.admission.work import HIGH, NORMAL
+
+RETRY_AFTER_S: Final = 1.0
+PRIORITY_NAMES: Final = {"low": 0, "normal": NORMAL, "high": HIGH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """Limits; None is none.
+
+    Attributes:
+        max_answers: that are made at once: a call has as many as its prompts times `n`.
+        max_queued_tokens: of the prompts of all calls under way.
+        max_connections: open over HTTP, and in use over gRPC, whose library names a connection with its calls alone.
+        max_header_bytes: of all calls under way.
+        max_priority: that its requests may name.
+    """
+
+    max_answers: int | None = None
+    max_queued_tokens: int | None = None
+    max_connections: int | None = None
+    max_header_bytes: int | None = None
+    max_priority: int = HIGH
+
+    def within(self, other: "Quota") -> "Quota":
+        """The narrower of both, limit by limit."""
+        return Quota(
+            max_answers=_least(self.max_answers, other.max_answers),
+            max_queued_tokens=_least(self.max_queued_tokens, other.max_queued_tokens),
+            max_connections=_least(self.max_connections, other.max_connections),
+            max_header_bytes=_least(self.max_header_bytes, other.max_header_bytes),
+            max_priority=min(self.max_priority, other.max_priority),
+        )
+
+
+NO_LIMITS: Final = Quota()
+
+
+class Account:
+    """What one principal holds.
+
+    Args:
+        owner: for messages.
+    """
+
+    def __init__(self, owner: str = "tenant") -> None:
+        self._owner = owner
+        self.num_answers = 0
+        self.num_tokens = 0
+        self.num_header_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is held."""
+        return not self.num_answers and not self.num_tokens and not self.num_header_bytes
+
+    def check_answers(self, num: int, quota: Quota) -> None:
+        """Refuse so many more answers, if that is too many.
+
+        Raises:
+            Overloaded: it is.
+        """
+        _require(self.num_answers, num, quota.max_answers, f"{self._owner} has", "answers", "streams_per_tenant")
+
+    def check_header_bytes(self, num: int, quota: Quota) -> None:
+        """Refuse a call with so many bytes of headers, if that is too many.
+
+        Raises:
+            Overloaded: it is.
+        """
+        limit = quota.max_header_bytes
+        _require(self.num_header_bytes, num, limit, f"{self._owner} has", "bytes of headers", "header_bytes")
+
+    def check_tokens(self, num: int, quota: Quota) -> None:
+        """Refuse a prompt of so many tokens, if that is too many.
+
+        Raises:
+            Overloaded: it is.
+        """
+        limit = quota.max_queued_tokens
+        _require(self.num_tokens, num, limit, f"{self._owner} has", "prompt tokens", "queued_tokens")
+
+
+@dataclass(slots=True)
+class Hold:
+    """What one call has been given of an account."""
+
+    account: Account
+    quota: Quota
+    num_tokens: int = 0
+
+    def add_tokens(self, num: int) -> None:
+        """A prompt of the call has so many.
+
+        Raises:
+            Overloaded: more than are left.
+        """
+        self.account.check_tokens(num, self.quota)
+        self.num_tokens += num
+        self.account.num_tokens += num
+
+    def check_priority(self, priority: int) -> None:
+        """Refuse a turn before others' that the principal has no permission for.
+
+        Raises:
+            PermissionDenied: it has none.
+        """
+        if priority > self.quota.max_priority:
+            message = f"priority {priority} needs a key that permits it; this one permits {self.quota.max_priority}"
+            raise PermissionDenied(message, field="priority", limit=self.quota.max_priority)
+
+
+class ConnectionsHeld:
+    """Connections by principal, over every way in."""
+
+    def __init__(self) -> None:
+        self._num_of: Counter[str] = Counter()
+        self._num_calls: Counter[tuple[str, str]] = Counter()
+
+    def num_of(self, principal: str) -> int:
+        """How many it holds."""
+        return self._num_of[principal]
+
+    def add(self, principal: str, limit: int | None) -> None:
+        """One more is its own.
+
+        Raises:
+            Overloaded: the principal has as many as it may.
+        """
+        if limit is not None and self._num_of[principal] >= limit:
+            message = f"{limit} connections are open for this key, the limit; try again in {RETRY_AFTER_S:g} s"
+            raise Overloaded(message, limit=limit, what="connections", retry_after_s=RETRY_AFTER_S)
+        self._num_of[principal] += 1
+
+    def remove(self, principal: str) -> None:
+        """One is not any more."""
+        self._num_of[principal] -= 1
+        if not self._num_of[principal]:
+            del self._num_of[principal]
+
+    @contextmanager
+    def used(self, principal: str, connection: str, limit: int | None) -> Iterator[None]:
+        """A call holds a connection that is known by its calls alone; empty: it is counted otherwise.
+
+        Raises:
+            Overloaded: as `add`, if this is the only call over it.
+        """
+        if not connection:
+            yield
+            return
+        place = principal, connection
+        if not self._num_calls[place]:
+            self.add(principal, limit)
+        self._num_calls[place] += 1
+        try:
+            yield
+        finally:
+            self._num_calls[place] -= 1
+            if not self._num_calls[place]:
+                del self._num_calls[place]
+                self.remove(principal)
+
+
+# Of the call that runs: what is known only behind the door (tokens, the priority) is charged to it there.
+CURRENT: ContextVar[Hold | None] = ContextVar("baton_quota", default=None)
+
+
+@contextmanager
+def holding(account: Account, quota: Quota, num_answers: int, num_header_bytes: int = 0) -> Iterator[None]:
+    """Hold answers and headers, and what is added meanwhile, to the end of a call.
+
+    Raises:
+        Overloaded: there are not so many left.
+    """
+    account.check_answers(num_answers, quota)
+    account.check_header_bytes(num_header_bytes, quota)
+    account.num_answers += num_answers
+    account.num_header_bytes += num_header_bytes
+    hold = Hold(account, quota)
+    token = CURRENT.set(hold)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
+        account.num_answers -= num_answers
+        account.num_header_bytes -= num_header_bytes
+        account.num_tokens -= hold.num_tokens
+
+
+def _require(held: int, num: int, limit: int | None, owner: str, what: str, reason: str) -> None:
+    if limit is not None and held + num > limit:
+        message = f"this {owner} {held} {what} under way, and asks for {num}: {limit} are the limit"
+        retry = f"; try again in {RETRY_AFTER_S:g} s"
+        raise Overloaded(message + retry, limit=limit, what=reason, retry_after_s=RETRY_AFTER_S)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return one if other is None else other if one is None else min(one, other)

@@ -1,0 +1,1 @@
+"""Which request goes to the workers next, who waits, and who is refused at once."""

@@ -1,0 +1,317 @@
+"""One request until it ends: a first attempt, and others elsewhere when it lost a worker or a hand-off failed.
+
+It chooses pairs and waits for them; what follows from what is `continuation`'s to decide, and what happens within an
+attempt is `request_run`'s. The client's stream goes on: it sees a pause, no token twice and none left out.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Set
+from dataclasses import dataclass
+from typing import Any
+
+from baton.core.clock import Clock
+from baton.core.errors import BatonError, HandoffTooLong, NoWorker, TransferFailed, WorkersIncompatible, as_internal
+from baton.core.requests.request import GenerationRequest
+from baton.proto import worker_pb2
+from baton.router.attempt.channels import Channels
+from baton.router.attempt.continuation import Again, Cause, Continuation, MigrationLimits, cause_of
+from baton.router.attempt.in_flight_tracker import InFlightTracker, Visitor
+from baton.router.attempt.local_run import LocalRun
+from baton.router.attempt.request_run import Emitted, RequestRun
+from baton.router.attempt.retry_budget import RetryBudget
+from baton.router.placement.handoff import Incarnations, refusal, too_long
+from baton.router.placement.members import DECODE, PREFILL, Member
+from baton.router.placement.outcasts import Outcasts, fits
+from baton.router.placement.policy import Pair, Policy
+from baton.router.placement.refusals import Refusals
+
+SETTLE_S = 0.05  # between looks whether a worker died
+SETTLE_LOOKS = 40
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptsContext:
+    """What the attempts of all requests share.
+
+    Attributes:
+        policy: chooses pairs.
+        in_flight_tracker: who is alive, and where requests are.
+        refusals: pairs that cannot work; it grows by what is found here.
+        channels: to workers.
+        clock: that deadlines are read from.
+        spawn: runs a coroutine in the background and keeps hold of it.
+        limits: of migration.
+        budget: of attempts after failed hand-offs.
+        on_retry: called before each of those.
+        on_retry_refused: called for each that the budget refuses.
+        on_migration: called before each that follows a lost worker.
+        on_finished: called when an answer is complete.
+        admit: refuses a request that is not to go to a worker any more, by raising.
+    """
+
+    policy: Policy
+    in_flight_tracker: InFlightTracker
+    refusals: Refusals
+    channels: Channels
+    clock: Clock
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    limits: MigrationLimits
+    budget: RetryBudget
+    on_retry: Callable[[], None]
+    on_retry_refused: Callable[[], None]
+    on_migration: Callable[[Cause], None]
+    on_finished: Callable[[GenerationRequest], None]
+    admit: Callable[[GenerationRequest], None]
+
+
+class Attempts:
+    """Iterate `events`, then `close` in any case.
+
+    Args:
+        request: its first attempt; its seed is fixed.
+        context: what all requests share.
+    """
+
+    def __init__(self, request: GenerationRequest, context: AttemptsContext) -> None:
+        self.request = request
+        self.first: worker_pb2.FirstToken | None = None  # of the attempt whose first token the client got
+        self.first_pair: Pair | None = None
+        self.runs: list[RequestRun] = []  # every attempt, in order
+        self.on_arrival: Callable[[int, bool], None] | None = None  # told how many new tokens came, and the end
+        self._context = context
+        self._answer = Continuation(request, context.limits, random.random)
+        self._outcasts = Outcasts()
+        self._too_long: set[Incarnations] = set()  # pairs that refused to hand so much over
+        self._pair: Pair | None = None
+        self._run: RequestRun | None = None
+
+    @property
+    def run(self) -> RequestRun:
+        """The attempt that is under way, or was the last."""
+        assert self._run is not None
+        return self._run
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts after failed hand-offs."""
+        return self._answer.num_retries
+
+    @property
+    def num_migrations(self) -> int:
+        """Attempts after lost workers."""
+        return self._answer.num_migrations
+
+    @property
+    def num_forced(self) -> int:
+        """Tokens that the last attempt took over from those before it."""
+        return self._answer.num_forced
+
+    async def events(self) -> AsyncIterator[Emitted]:
+        """Tokens in order, each once; ends after the one with a finish reason.
+
+        Raises:
+            BatonError: what ended the request; all tokens that had arrived were yielded before.
+        """
+        self._context.admit(self.request)
+        self._context.budget.request(self._context.clock.now_s())
+        while True:
+            self._pair = pair = await self._find_pair()
+            self._run = run = self._start(pair)
+            try:
+                finished = begun = False
+                while not finished:
+                    emitted = run.take()
+                    if emitted is None:
+                        await run.changed()
+                        continue
+                    finished = emitted.finish_reason != ""
+                    if not begun:
+                        begun = True
+                        self._came(pair.prefill)
+                    if self.first is None:
+                        self.first, self.first_pair = run.first, pair
+                    new = self._take(run, emitted)
+                    if new is not None:
+                        yield new
+                self._answer.finish()
+                if run.decode_worker:  # else it ended at its first token
+                    self._came(pair.decode)
+                self._context.on_finished(self.request)
+                return
+            except BatonError as error:
+                await self._lost(pair, error)
+            except Exception as error:
+                raise as_internal("an attempt of a request", error) from error
+
+    def close(self) -> None:
+        """End the attempt that is under way, if it has not ended."""
+        if self._run is not None:
+            try:
+                self._run.close()
+            finally:
+                self._run.linger()
+
+    def _came(self, member: Member) -> None:
+        """A worker has done its part."""
+        self._context.in_flight_tracker.canary.came(member.incarnation, self._context.clock.now_s())
+
+    async def _find_pair(self) -> Pair:
+        """A pair, waited for where the answer has begun.
+
+        Raises:
+            NoWorker: a role has no live worker.
+            WorkersIncompatible: every live pair has refused.
+            RequestDeadlineExceeded: while waiting.
+        """
+        while True:
+            try:
+                return self._pick()
+            except (NoWorker, WorkersIncompatible) as error:
+                await asyncio.sleep(self._answer.no_pair(error, self._context.clock.now_s()))
+
+    def _pick(self) -> Pair:
+        """Workers that have not failed this request if there are, else a pair that has not, else any.
+
+        Raises:
+            NoWorker: a role has no live worker.
+            WorkersIncompatible: every live pair has refused.
+            HandoffTooLong: every other one cannot hand so much over, and no decode worker may compute it.
+        """
+        prefill, decode = self._serving(PREFILL), self._serving(DECODE)
+        refused = self._context.refusals.incarnations()
+        prompt_len = self.request.prompt_len + self._answer.num_tokens
+        long = too_long(prefill, decode, prompt_len)
+        long.surely |= self._too_long
+        if not long:
+            return self._choose(prefill, decode, refused)
+        for excluded in (refused | long.surely | long.perhaps, refused | long.surely):
+            try:
+                return self._choose(prefill, decode, excluded)
+            except WorkersIncompatible:
+                continue
+        raise refusal(prompt_len, decode)
+
+    def _choose(self, prefill: list[Member], decode: list[Member], refused: Set[Incarnations]) -> Pair:
+        outcasts = self._outcasts
+        pick = self._context.policy.pick
+        if outcasts.pairs:
+            for fresh, excluded in ((True, refused), (False, refused | outcasts.pairs)):
+                try:
+                    only = outcasts.without(prefill) if fresh else prefill
+                    return pick(only, outcasts.without(decode) if fresh else decode, excluded, self.request)
+                except (NoWorker, WorkersIncompatible):
+                    continue
+        try:
+            return pick(prefill, decode, refused, self.request)
+        except WorkersIncompatible as error:
+            raise self._incompatible(error) from None
+
+    def _serving(self, role: str) -> list[Member]:
+        """Live workers that take requests, and did not lose this one's stream just now.
+
+        If any is left: that are fit, and lost no others' stream.
+        """
+        in_flight_tracker, draining = (
+            self._context.in_flight_tracker,
+            self._context.in_flight_tracker.drains.incarnations(),
+        )
+        live = [member for member in in_flight_tracker.members.live(role) if member.incarnation not in draining]
+        if self._answer.tried:  # before, it was checked against all
+            live = [member for member in self._outcasts.heard(live) if fits(self.request, member)]
+        live = [member for member in live if not in_flight_tracker.canary.is_unfit(member.incarnation)] or live
+        return [
+            member for member in live if not in_flight_tracker.in_flight_requests.is_unsettled(member.incarnation)
+        ] or live
+
+    def _incompatible(self, error: WorkersIncompatible) -> WorkersIncompatible:
+        found = next(iter(self._context.refusals.all()), None)
+        if found is None:
+            return error
+        who = f"{found.prefill.worker_id} and {found.decode.worker_id}"
+        return WorkersIncompatible(f"{error.message}; {who}: {found.reason}", reason=found.reason, **error.fields)
+
+    def _start(self, pair: Pair) -> RequestRun:
+        request = self._answer.begin(pair.prefill.capacity_len)
+        context = self._context
+        kind = LocalRun if pair.is_local else RequestRun
+        run = kind(request, pair, channels=context.channels, clock=context.clock)
+        run.on_arrival = self.on_arrival
+        run.start(Visitor(context.in_flight_tracker, self.request, self._may_move))
+        self.runs.append(run)
+        return run
+
+    def _take(self, run: RequestRun, emitted: Emitted) -> Emitted | None:
+        first = self._answer.num_tokens
+        new = self._answer.take(run.request.key.attempt, emitted.index, emitted.token_ids)
+        if len(new) == len(emitted.token_ids) and (first == emitted.index > 0):
+            return emitted  # as a rule
+        if new or emitted.finish_reason:
+            logprobs = emitted.logprobs[len(emitted.token_ids) - len(new) :]
+            prompt_logprobs = () if first else emitted.prompt_logprobs
+            return Emitted(first, new, emitted.finish_reason, logprobs, prompt_logprobs)
+        return None
+
+    async def _lost(self, pair: Pair, error: BatonError) -> None:
+        """End the attempt, and wait until the next may begin.
+
+        Raises:
+            BatonError: there is no next.
+        """
+        self.close()
+        reason = error.fields.get("pair_refused") if isinstance(error, TransferFailed) else None
+        if reason:
+            self._context.refusals.add(pair, str(reason))
+            log.warning(
+                "%s and %s are not paired again: %s",
+                *(incarnation.worker_id for incarnation in pair.incarnations),
+                reason,
+            )
+        if isinstance(error, HandoffTooLong):
+            self._too_long.add(pair.incarnations)
+        now_s = self._context.clock.now_s()
+        self._outcasts.add(pair, role=error.fields.get("role") if cause_of(error) else None, now_s=now_s)
+        names = [incarnation.worker_id for incarnation in pair.incarnations]
+        again = self._answer.failed(error, prefill=names[0], decode=names[1], now_s=now_s)
+        if again.takes_budget and (wait_s := self._context.budget.retry(now_s)):
+            self._context.on_retry_refused()
+            raise self._answer.unaffordable(error, wait_s)
+        await self._prepare(again)
+        log.warning("%s goes on elsewhere from token %d: %s", self.request.key, self._answer.num_tokens, error.message)
+
+    async def _prepare(self, again: Again) -> None:
+        if again.delay_s:
+            await asyncio.sleep(again.delay_s)
+        if again.cause is None:
+            self._context.on_retry()
+            return
+        if again.cause is Cause.DEATH and self.num_migrations > 1:
+            await self._settle()
+        self._context.admit(self.request)
+        self._context.on_migration(again.cause)
+
+    async def _settle(self) -> None:
+        """After a second broken stream: wait until it is known whether workers died, so that no third one does."""
+        in_flight_requests = self._context.in_flight_tracker.in_flight_requests
+        for _ in range(SETTLE_LOOKS):
+            if not any(in_flight_requests.is_unsettled(incarnation) for incarnation in self._outcasts.lost):
+                return
+            await asyncio.sleep(SETTLE_S)
+
+    def _may_move(self) -> bool:
+        """Whether a worker that is being emptied can be left: there is another, and a migration to it."""
+        if self._pair is None or not self._answer.migrates:
+            return False
+        in_flight_tracker = self._context.in_flight_tracker
+        draining = in_flight_tracker.drains.incarnations()
+        refused = self._context.refusals.incarnations()
+        prefill, decode = (
+            [member for member in in_flight_tracker.members.live(role) if member.incarnation not in draining]
+            for role in (PREFILL, DECODE)
+        )
+        if in_flight_tracker.local.able(decode, refused):
+            return True
+        return any((one.incarnation, other.incarnation) not in refused for one in prefill for other in decode)

@@ -1,0 +1,106 @@
+"""What the router knows for answers that outlive their workers: drains, who is where, and who is refused for it."""
+
+import logging
+from dataclasses import dataclass
+
+from baton.core.clock import Clock
+from baton.core.errors import RequestQuarantined
+from baton.core.requests.request import GenerationRequest
+from baton.router.attempt.continuation import Cause, MigrationLimits
+from baton.router.attempt.fingerprint import fingerprint
+from baton.router.attempt.in_flight_requests import InFlightRequests
+from baton.router.attempt.in_flight_tracker import InFlightTracker
+from baton.router.attempt.poison_detector import HOLD_S, NUM_DEATHS, Blamed, PoisonDetector
+from baton.router.metrics import RouterMetrics
+from baton.router.placement.canary import CanaryWatch
+from baton.router.placement.drains import Drains
+from baton.router.placement.local_prefill import LocalPrefill
+from baton.router.placement.members import DECODE, PREFILL, Members
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationConfig:
+    """How the router is told to treat answers that lose a worker.
+
+    Attributes:
+        max_migrations: of one answer; 0 turns migration off.
+        wait_s: for a pair to go on with.
+        drain_grace_s: for the streams of a worker that is being emptied, before they move.
+        quarantine_deaths: of workers, before a request is blamed; 0 blames nobody.
+        quarantine_s: how long such a request is refused.
+    """
+
+    max_migrations: int = 2
+    wait_s: float = 30.0
+    drain_grace_s: float = 10.0
+    quarantine_deaths: int = NUM_DEATHS
+    quarantine_s: float = HOLD_S
+
+
+class Migration:
+    """One router's."""
+
+    def __init__(
+        self,
+        config: MigrationConfig,
+        members: Members,
+        clock: Clock,
+        metrics: RouterMetrics,
+        local: LocalPrefill | None = None,
+        canary: CanaryWatch | None = None,
+    ) -> None:
+        self.config = config
+        self.limits = MigrationLimits(max_migrations=config.max_migrations, wait_s=config.wait_s)
+        self.poison_detector = PoisonDetector(num_deaths=config.quarantine_deaths, hold_s=config.quarantine_s)
+        self.drains = Drains(members, clock)
+        self.in_flight_requests = InFlightRequests(members, self.poison_detector, clock, _log_blamed)
+        self.in_flight_tracker = InFlightTracker(
+            members, self.drains, self.in_flight_requests, local or LocalPrefill(), canary or CanaryWatch()
+        )
+        self._members = members
+        self._clock = clock
+        self._metrics = metrics
+
+    @property
+    def serving(self) -> bool:
+        """Whether a new request could be served: of each role, a worker lives and is not being emptied.
+
+        Decode workers that compute prompts do without the other role.
+        """
+        draining = self.drains.incarnations()
+        prefill, decode = (
+            [member for member in self._members.live(role) if member.incarnation not in draining]
+            for role in (PREFILL, DECODE)
+        )
+        return bool(decode) and (bool(prefill) or self.in_flight_tracker.local.suffices(decode))
+
+    def admit(self, request: GenerationRequest) -> None:
+        """Check that a request is not one that kills workers.
+
+        Raises:
+            RequestQuarantined: it is.
+        """
+        if not len(self.poison_detector):
+            return
+        now_s = self._clock.now_s()
+        blamed = self.poison_detector.find(fingerprint(request), now_s)
+        if blamed is not None:
+            left_s = blamed.until_s - now_s
+            workers = ", ".join(blamed.workers)
+            message = f"this prompt with these parameters was at the deaths of {workers}; refused for {left_s:.0f} s"
+            raise RequestQuarantined(message, fingerprint=blamed.fingerprint, workers=list(blamed.workers))
+
+    def finished(self, request: GenerationRequest) -> None:
+        """A request ended well."""
+        if len(self.poison_detector):
+            self.poison_detector.finished(fingerprint(request))
+
+    def migrated(self, cause: Cause) -> None:
+        """An answer moves to other workers."""
+        self._metrics.migrations.labels(cause.value).inc()
+
+
+def _log_blamed(blamed: Blamed) -> None:
+    log.error("request %s is refused from now on: it was at the deaths of %s", blamed.fingerprint, blamed.workers)

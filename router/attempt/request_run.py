@@ -1,0 +1,349 @@
+"""One request's life between two workers: both legs opened, tokens put in order, one end for whatever happens.
+
+It owns the two streams of one attempt. It never touches blocks or text, and it never retries (`attempts` does).
+Whatever ends the request ends both legs: a leg is cancelled unless it has nothing left but to report, and then it is
+given a moment.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from baton.core.clock import Clock
+from baton.core.errors import (
+    BatonError,
+    ProtocolError,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    TransferFailed,
+    as_internal,
+)
+from baton.core.requests.request import FinishReason, GenerationRequest
+from baton.proto import inference_pb2, wire, worker_pb2
+from baton.proto.stream_mux_wire import Tokens
+from baton.router.attempt.channels import Channels
+from baton.router.attempt.continuation import Cause
+from baton.router.attempt.in_flight_tracker import Guest
+from baton.router.attempt.leg import Leg
+from baton.router.attempt.token_order import TokenOrder
+from baton.router.placement.policy import Pair
+
+LINGER_S: Final = 2.0
+CAUSE_WAIT_S: Final = 0.25  # a failed hand-off seen by decode has its cause at prefill, whose word may be on its way
+_FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
+
+
+@dataclass(slots=True)  # not frozen, which would make each three times as dear
+class Emitted:
+    """Tokens that are certain, in order, with reports on each if asked for; the last holds the reason."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str = ""
+    logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
+    prompt_logprobs: Sequence[inference_pb2.TokenLogprobs] = ()  # with the first token
+
+
+class RequestRun:
+    """One attempt. `start`, then `take`, waiting for `changed`, then `close` and `linger` in any case.
+
+    What comes before the reader has taken the last event is added to that: a chunk has the tokens of one decode step,
+    or of several where the client or this process is behind, and then each token costs less. What a slow reader costs
+    is bounded by the tokens of the answer, which are at most `max_tokens`, and nobody waits for it: neither other
+    streams nor the workers, which are free as soon as they are done.
+    """
+
+    is_local = False  # whether the decode worker computes the prompt
+
+    def __init__(self, request: GenerationRequest, pair: Pair, *, channels: Channels, clock: Clock) -> None:
+        self.request = request
+        self.first: worker_pb2.FirstToken | None = None
+        self.prefill_done: worker_pb2.PrefillDone | None = None
+        self.decode_stats: worker_pb2.DecodeStats | None = None
+        self.decode_start: worker_pb2.DecodeStart | None = None
+        self.started_s = clock.now_s()
+        self._clock = clock
+        self._prefill = Leg("prefill", pair.prefill)
+        self._decode = Leg("decode", pair.decode)
+        self._channels = channels
+        self._pair = pair
+        self._peer = worker_pb2.Peer(
+            worker_id=pair.decode.state.worker_id,
+            kv_address=pair.decode.state.kv_address,
+            epoch=pair.decode.state.kv_epoch or pair.decode.incarnation.epoch,
+        )
+        self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
+        self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
+        self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
+        self._waiting: Emitted | None = None  # for the reader
+        self._error: BatonError | None = None
+        self._changed: asyncio.Future[None] | None = None
+        self._decode_finished = False
+        self._ended = False
+        self.on_arrival: Callable[[int, bool], None] | None = None  # told how many new tokens came, and the end
+        self._timers: list[asyncio.TimerHandle] = []
+        self._suspended: BatonError | None = None  # decode's, until prefill has had its word
+        self._lingering: asyncio.TimerHandle | None = None
+
+    @property
+    def prefill_worker(self) -> str:
+        """Who computes the prompt."""
+        return self._prefill.worker_id
+
+    @property
+    def decode_worker(self) -> str:
+        """Who writes the answer; empty once the request has ended at its first token."""
+        ended_at_prefill = self.first is not None and self.first.finish_reason != ""
+        return "" if ended_at_prefill else self._decode.worker_id
+
+    def start(self, guest: Guest) -> None:
+        """Open both legs: decode attends first, but nothing waits for it.
+
+        Args:
+            guest: the client's request; not kept, since it leads back to its attempts, and what refers to itself
+                waits for the garbage collector, which stops everybody.
+        """
+        now_s = self._clock.now_s()
+        left_s = self.request.deadline_s - now_s
+        self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
+        self._open_decode(now_s)
+        self._open_prefill(now_s)
+        for leg in (self._decode, self._prefill):
+            leg.watch(guest, self.request.key, self._fail)
+        if self._ended:  # one of them is lost already
+            self._end()
+
+    def take(self) -> Emitted | None:
+        """The next tokens in order, up to those with a finish reason; None: `changed` says when there are more.
+
+        Raises:
+            BatonError: what ended the request; all tokens that had arrived were taken before.
+        """
+        emitted, self._waiting = self._waiting, None
+        if emitted is None and self._error is not None:
+            raise self._error
+        return emitted
+
+    def changed(self) -> "asyncio.Future[None]":
+        """Done as soon as `take` has something; for one reader."""
+        self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _put(self, emitted: Emitted) -> None:
+        if self.on_arrival is not None:
+            self.on_arrival(len(emitted.token_ids), emitted.finish_reason != "")
+        waiting = self._waiting
+        if waiting is None:
+            self._waiting = emitted
+        else:
+            waiting.token_ids += emitted.token_ids
+            if emitted.logprobs:
+                waiting.logprobs = [*waiting.logprobs, *emitted.logprobs]
+            waiting.finish_reason = emitted.finish_reason
+        self._wake()
+
+    def close(self) -> None:
+        """The reader is gone: if the request has not ended, it ends now."""
+        self._fail(RequestCancelled("the client went away or cancelled"))
+
+    def linger(self) -> None:
+        """Give the legs of an ended request a moment to end by themselves, then cancel them."""
+        if self._prefill.is_open or self._decode.is_open:
+            self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._cancel)
+
+    def _cancel(self) -> None:
+        self._prefill.cancel()
+        self._decode.cancel()
+
+    # Each leg reads one stream; an error in it ends the request.
+
+    def _open_prefill(self, now_s: float) -> None:
+        message, stream_mux = (
+            wire.prefill_request(self.request, self._peer, now_s),
+            self._channels.stream_mux(self._pair.prefill),
+        )
+        self._prefill.join(stream_mux, message, self._on_prefill_event, self._on_leg_ended)
+
+    def _open_decode(self, now_s: float) -> None:
+        message, stream_mux = self._attend_request(now_s), self._channels.stream_mux(self._pair.decode)
+        self._decode.join(stream_mux, message, self._on_decode_event, self._on_leg_ended)
+
+    def _on_prefill_event(self, event: worker_pb2.PrefillEvent) -> None:
+        if event.HasField("first_token"):
+            self._on_first_token(event.first_token)
+        elif event.HasField("prompt_logprobs"):
+            self._on_prompt_logprobs(event.prompt_logprobs)
+        elif event.HasField("done"):
+            self._on_prefill_done(event.done)
+
+    def _on_decode_event(self, event: worker_pb2.DecodeEvent | Tokens) -> None:
+        if isinstance(event, Tokens):
+            self._on_plain_tokens(event)
+        elif event.HasField("tokens"):
+            self._decode_finished = event.tokens.finish_reason != ""
+            self._on_decode_tokens(event.tokens)
+        else:
+            self._on_other(event)
+
+    def _attend_request(self, now_s: float) -> worker_pb2.AttendRequest:
+        return wire.attend_request(self.request, now_s)
+
+    def _on_other(self, event: worker_pb2.DecodeEvent) -> None:
+        """What a decode worker has nothing to say of, where a prefill worker does."""
+
+    def _on_prompt_logprobs(self, reports: worker_pb2.PromptLogprobs) -> None:
+        self._prompt_logprobs.extend(reports.tokens)
+        if len(self._prompt_logprobs) >= self.request.prompt_len:
+            raise ProtocolError(f"{self._prefill} reported on more tokens than the prompt has")
+
+    def _on_first_token(self, first: worker_pb2.FirstToken) -> None:
+        if self._ended:
+            return
+        if self.first is not None:
+            raise ProtocolError(f"{self._prefill} sent a second first token")
+        is_asked = self.request.sampling.prompt_logprobs is not None
+        if len(self._prompt_logprobs) != (self.request.prompt_len - 1) * is_asked:
+            raise ProtocolError(f"{self._prefill} reported on {len(self._prompt_logprobs)} tokens of the prompt")
+        if first.index != self.request.num_forced:
+            # One that knows nothing of forced tokens would count them to the prompt.
+            expected = self.request.num_forced
+            message = f"{self._prefill} began at token {first.index}, not {expected}"
+            raise ProtocolError(message, index=first.index, expected=expected)
+        self.first = first
+        self._emit(
+            first.index, [first.token], first.finish_reason, [first.logprobs] if first.HasField("logprobs") else []
+        )
+        if self._suspended is not None:
+            self._fail(self._suspended)
+        early, self._early = self._early, []
+        try:
+            for tokens in early:
+                self._on_decode_tokens(tokens)
+        # Decode's, though it is found while prefill's stream is read: the end of that may not matter any more.
+        except Exception as error:  # noqa: BLE001  the boundary of what a worker's stream calls
+            self._fail(as_internal(f"reading the stream of {self._decode}", error))
+
+    def _on_prefill_done(self, done: worker_pb2.PrefillDone) -> None:
+        if self.first is None:
+            raise ProtocolError(f"{self._prefill} was done before its first token")
+        if not self._ended and not done.handed_off:
+            raise TransferFailed(f"{self._prefill} was done without handing over")
+        self.prefill_done = done
+        self._prefill.unwatch()
+
+    def _on_plain_tokens(self, tokens: Tokens) -> None:
+        if self.first is None:
+            self._on_decode_tokens(worker_pb2.DecodeTokens(index=tokens.index, token_ids=tokens.token_ids))
+        elif not self._ended:
+            self._prefill.unwatch()
+            self._emit(tokens.index, tokens.token_ids, "", [])
+
+    def _on_decode_tokens(self, tokens: worker_pb2.DecodeTokens) -> None:
+        if self._ended:
+            return
+        if self.first is None:
+            if len(self._early) >= self.request.sampling.max_tokens:
+                raise ProtocolError(f"{self._decode} sent more than {self.request.sampling.max_tokens} events")
+            self._early.append(tokens)
+            return
+        self._prefill.unwatch()  # what decode emits rests on a verified hand-off: prefill is not needed any more
+        if tokens.HasField("start"):
+            self.decode_start = tokens.start
+        if tokens.finish_reason:
+            self._check_counts(tokens)
+            self.decode_stats = tokens.stats
+        self._emit(tokens.index, list(tokens.token_ids), tokens.finish_reason, list(tokens.logprobs))
+
+    def _emit(
+        self, index: int, token_ids: list[int], finish_reason: str, logprobs: list[inference_pb2.TokenLogprobs]
+    ) -> None:
+        if finish_reason and finish_reason not in _FINISH_REASONS:
+            raise ProtocolError(f"a worker ended the request with {finish_reason!r}, which is no reason")
+        if len(logprobs) != (0 if self.request.sampling.logprobs is None else len(token_ids)):
+            raise ProtocolError(f"a worker sent {len(logprobs)} log-probabilities with {len(token_ids)} tokens")
+        first = len(self._order)
+        new = self._order.take(index, token_ids)
+        if new or finish_reason:
+            logprobs = logprobs[len(token_ids) - len(new) :]
+            prompt_logprobs = () if first > self.request.num_forced else self._prompt_logprobs
+            self._put(Emitted(first, new, finish_reason, logprobs, prompt_logprobs))
+        if finish_reason:
+            self._end()
+            if self.first is not None and self.first.finish_reason:
+                self._decode.cancel()
+
+    @staticmethod
+    def _cut_off(leg: Leg, how: str) -> ProtocolError:
+        cause = Cause.STREAM.value
+        return ProtocolError(f"{leg} ended its stream {how}", cause=cause, worker_id=leg.worker_id, role=leg.role)
+
+    def _check_counts(self, tokens: worker_pb2.DecodeTokens) -> None:
+        num_streamed = tokens.index + len(tokens.token_ids)
+        num_emitted = self.request.num_forced + 1 + tokens.stats.num_emitted_tokens
+        if num_streamed != num_emitted:
+            message = f"{self._decode} emitted {num_emitted} tokens and streamed {num_streamed}"
+            raise ProtocolError(message, num_emitted=num_emitted, num_streamed=num_streamed)
+
+    # The end: once, for one reason.
+
+    def _on_leg_ended(self, leg: Leg, error: BaseException | None) -> None:
+        try:
+            self._judge_end(leg, error)
+        except Exception as found:  # noqa: BLE001  the boundary of what a worker's stream calls
+            self._fail(as_internal(f"reading the end of the stream of {leg}", found))
+
+    def _judge_end(self, leg: Leg, error: BaseException | None) -> None:
+        if self._lingering is not None and not (self._prefill.is_open or self._decode.is_open):
+            self._lingering.cancel()
+        needed = leg is self._decode or self.prefill_done is None
+        if leg is self._prefill and self.first is not None and len(self._order) > self.request.num_forced + 1:
+            needed = False  # decode has the hand-off already
+        if error is None:
+            error = self._missing(leg)
+        if error is None or self._ended or not needed:
+            return
+        explained = leg.explain(error)
+        if leg is self._decode and self.first is None and isinstance(explained, TransferFailed):
+            # The transfer was aborted. Perhaps the request ended at its first token, or prefill knows why it failed.
+            self._suspended = explained
+            self._timers.append(asyncio.get_running_loop().call_later(CAUSE_WAIT_S, self._fail, explained))
+            return
+        self._fail(explained)
+
+    def _missing(self, leg: Leg) -> BatonError | None:
+        """What is wrong with a stream that ended well; None: nothing."""
+        if leg is self._prefill:
+            return self._cut_off(leg, "before it was done") if self.prefill_done is None else None
+        return None if self._decode_finished else self._cut_off(leg, "without a finish")
+
+    def _expire(self) -> None:
+        self._fail(RequestDeadlineExceeded("the request's deadline passed", num_tokens=len(self._order)))
+
+    def _fail(self, error: BatonError) -> None:
+        if self._ended:
+            return
+        self._error = error
+        try:
+            if isinstance(error, TransferFailed):
+                self._prefill.doubt()
+                self._decode.doubt()
+            self._end()
+        finally:  # whatever goes wrong on the way, the reader hears of the end, and workers do
+            self._ended = True
+            self._wake()
+            self._prefill.cancel()
+            self._decode.cancel()
+
+    def _end(self) -> None:
+        self._ended = True
+        for timer in self._timers:
+            timer.cancel()
+        try:
+            self._prefill.unwatch()
+        finally:
+            self._decode.unwatch()

@@ -1,0 +1,100 @@
+"""Whether a decode worker may compute a prompt itself, and how often that was chosen. Pure.
+
+What it costs is `local_cost`'s to say, and which is cheaper the policy's. This knows what the operator wants, which
+decode workers can, and what is left where no prefill worker takes requests: then prompts go to decode workers, unless
+that is never wanted.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence, Set
+from typing import Final
+
+from baton.core.requests.request import GenerationRequest
+from baton.router.placement.members import Incarnation, Member
+
+AUTO: Final = "auto"
+NEVER: Final = "never"
+ALWAYS: Final = "always"
+MODES: Final = (AUTO, NEVER, ALWAYS)
+LOCAL: Final = "local"
+SPLIT: Final = "split"
+ONLY_WAY: Final = "no_prefill_worker"
+
+log = logging.getLogger(__name__)
+
+
+class LocalPrefill:
+    """One router's.
+
+    Args:
+        mode: one of MODES.
+    """
+
+    def __init__(self, mode: str = NEVER) -> None:
+        assert mode in MODES
+        self.mode = mode
+        self.choices: Counter[tuple[str, str]] = Counter()  # attempts, by path and reason
+        self.is_only_way = False
+
+    def able(
+        self, decode: Sequence[Member], excluded: Set[tuple[Incarnation, Incarnation]] = frozenset()
+    ) -> list[Member]:
+        """Decode workers that can be given a prompt."""
+        if self.mode == NEVER:
+            return []
+        return [
+            member
+            for member in decode
+            if member.state.can_prefill and (member.incarnation, member.incarnation) not in excluded
+        ]
+
+    def suffices(self, decode: Sequence[Member]) -> bool:
+        """Whether requests can be served without any prefill worker."""
+        return bool(self.able(decode))
+
+    def required(
+        self,
+        prefill: Sequence[Member],
+        decode: Sequence[Member],
+        excluded: Set[tuple[Incarnation, Incarnation]],
+        request: GenerationRequest | None = None,
+    ) -> list[Member]:
+        """Decode workers of which one must compute the prompt; empty if a prefill worker may."""
+        if prefill and (self.mode != ALWAYS or _is_split_only(request)):
+            return []
+        return self.able(decode, excluded)
+
+    def optional(
+        self,
+        decode: Sequence[Member],
+        excluded: Set[tuple[Incarnation, Incarnation]],
+        request: GenerationRequest | None,
+    ) -> list[Member]:
+        """Decode workers that may compute the prompt, where a prefill worker may, too."""
+        return [] if _is_split_only(request) else self.able(decode, excluded)
+
+    def split_reason(self, able: Sequence[Member], known: bool, request: GenerationRequest | None) -> str:
+        """Why a prefill worker was chosen: of these decode workers that may, the costs of some are known, or not."""
+        if self.mode == NEVER:
+            return NEVER
+        if _is_split_only(request):
+            return "asked"
+        if not able:
+            return "not_able"
+        return "cheaper" if known else "not_known"
+
+    def chosen(self, path: str, reason: str) -> None:
+        """An attempt goes this way."""
+        self.choices[path, reason] += 1
+        if reason == ONLY_WAY and not self.is_only_way:
+            log.warning("no prefill worker takes requests: decode workers compute prompts until one does")
+        self.is_only_way = reason == ONLY_WAY
+
+    def required_reason(self, prefill: Sequence[Member]) -> str:
+        """Why `required` named any."""
+        return ALWAYS if prefill else ONLY_WAY
+
+
+def _is_split_only(request: GenerationRequest | None) -> bool:
+    return request is not None and request.split_only

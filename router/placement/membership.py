@@ -1,0 +1,74 @@
+"""`baton.v1.Membership`: workers' heartbeats into the table of members; every decision is the table's."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.core.errors import BatonError, ModelNotFound, PermissionDenied
+from baton.core.inside import worker_name
+from baton.proto import wire, worker_pb2, worker_pb2_grpc
+from baton.proto.inside import caller_name
+from baton.proto.roles import roles_of
+from baton.router.desired_state import DesiredState
+from baton.router.placement.members import DECODE, Members
+from baton.router.speculation import DesiredSpeculation
+
+log = logging.getLogger(__name__)
+
+
+class MembershipService(worker_pb2_grpc.MembershipServicer):
+    """Takes reports of workers that serve this model; refuses others, and what a worker says of another one.
+
+    Args:
+        members: the table.
+        model: that is served.
+        speculation, desired_state: what workers are told.
+        on_other: called when a worker reports as another.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        model: str,
+        speculation: DesiredSpeculation,
+        desired_state: DesiredState,
+        on_other: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_other = on_other
+        self._desired_state = desired_state
+        self._members = members
+        self._speculation = speculation
+        self._model = model
+
+    async def Heartbeat(
+        self, request: worker_pb2.WorkerState, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.HeartbeatReply:
+        """Take one report."""
+        try:
+            self._check_name(request, roles_of(context))
+            if request.model != self._model:
+                message = f"{request.worker_id} serves {request.model!r}, this router {self._model!r}"
+                raise ModelNotFound(message, model=request.model)
+            kept = request.desired_state if request.HasField("desired_state") else None
+            request.ClearField("desired_state")
+            known = self._members.heartbeat(request)
+            if kept is not None:
+                self._desired_state.adopt(kept)
+            desired = self._speculation.mode if request.role == DECODE else None
+            reply = worker_pb2.HeartbeatReply(known=known, speculation=desired)
+            self._desired_state.answer(request, reply)
+            return reply
+        except BatonError as error:
+            await wire.abort_with(context, error)
+
+    def _check_name(self, state: worker_pb2.WorkerState, certified: frozenset[str]) -> None:
+        named, caller = worker_name(state.role, state.worker_id), caller_name()
+        if certified and state.role not in certified:
+            caller = f"{caller}, whose certificate is one of {', '.join(sorted(certified))[:200]},"
+        if named != caller:
+            self._on_other()
+            log.warning("refused (worker_name): %s reports as %s", caller or "a caller without a name", named[:200])
+            raise PermissionDenied(f"{caller} reports as {named[:200]}", worker_id=state.worker_id, role=state.role)

@@ -1,0 +1,129 @@
+"""Which workers serve a request. Pure: it sees the live ones and chooses; it never asks whether they are well."""
+
+from bisect import bisect_right
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.errors import NoWorker, WorkersIncompatible
+from baton.core.requests.request import GenerationRequest
+from baton.router.placement.local_prefill import LOCAL, SPLIT, LocalPrefill
+from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member
+
+Incarnations = tuple[Incarnation, Incarnation]  # of a prefill worker and a decode worker
+NOBODY: Set[Incarnations] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Who computes the prompt and who writes the answer; one member twice if the decode worker does both."""
+
+    prefill: Member
+    decode: Member
+    expected_cached_len: int = 0  # prompt tokens that the worker which computes it is thought to have
+    routing: str = ""  # the policy that chose it
+
+    @property
+    def incarnations(self) -> Incarnations:
+        """The lives the two are in."""
+        return self.prefill.incarnation, self.decode.incarnation
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the decode worker computes the prompt."""
+        return self.prefill.incarnation == self.decode.incarnation
+
+
+class Policy(Protocol):
+    """Chooses a pair."""
+
+    @property
+    def name(self) -> str:
+        """What `--routing` calls it."""
+        ...
+
+    def pick(
+        self,
+        prefill: Sequence[Member],
+        decode: Sequence[Member],
+        excluded: Set[Incarnations] = NOBODY,
+        request: GenerationRequest | None = None,
+    ) -> Pair:
+        """Choose among live workers, each sequence ordered by name; an excluded pair is never chosen.
+
+        Args:
+            prefill: workers that may compute the prompt.
+            decode: workers that may write the answer.
+            excluded: pairs that may not.
+            request: whose prompt it is; None: nothing is known of it.
+
+        Raises:
+            NoWorker: a role has none.
+            WorkersIncompatible: every pair is excluded.
+        """
+        ...
+
+
+class RoundRobin:
+    """Each role's workers in turn, by name, whoever comes and goes."""
+
+    name = "round_robin"
+
+    def __init__(self, local: LocalPrefill | None = None) -> None:
+        self._local = local or LocalPrefill()
+        self._last = {PREFILL: "", DECODE: ""}
+
+    def pick(
+        self,
+        prefill: Sequence[Member],
+        decode: Sequence[Member],
+        excluded: Set[Incarnations] = NOBODY,
+        request: GenerationRequest | None = None,
+    ) -> Pair:
+        """The next of each role; where that pair is excluded, the next pair after it.
+
+        It compares no costs: a decode worker computes a prompt only where it always does, or nobody else is there.
+
+        Raises:
+            NoWorker: a role has none; no turn is taken.
+            WorkersIncompatible: every pair is excluded; no turn is taken.
+        """
+        require(decode, DECODE)
+        able = self._local.required(prefill, decode, excluded, request)
+        if able:
+            member = self._in_turn(able, DECODE)[0]
+            self._last[DECODE] = member.state.worker_id
+            self._local.chosen(LOCAL, self._local.required_reason(prefill))
+            return Pair(member, member, routing=self.name)
+        require(prefill, PREFILL)
+        decode_in_turn = self._in_turn(decode, DECODE)
+        for prefill_member in self._in_turn(prefill, PREFILL):
+            for decode_member in decode_in_turn:
+                if (prefill_member.incarnation, decode_member.incarnation) not in excluded:
+                    self._last[PREFILL] = prefill_member.state.worker_id
+                    self._last[DECODE] = decode_member.state.worker_id
+                    self._local.chosen(SPLIT, self.name)
+                    return Pair(prefill_member, decode_member, routing=self.name)
+        able = self._local.optional(decode, excluded, request)
+        if able:
+            member = self._in_turn(able, DECODE)[0]
+            self._last[DECODE] = member.state.worker_id
+            self._local.chosen(LOCAL, "incompatible")
+            return Pair(member, member, routing=self.name)
+        message = f"none of {len(prefill)} prefill workers can hand over to any of {len(decode)} decode workers"
+        raise WorkersIncompatible(message, num_prefill=len(prefill), num_decode=len(decode))
+
+    def _in_turn(self, members: Sequence[Member], role: str) -> list[Member]:
+        names = [member.state.worker_id for member in members]
+        first = bisect_right(names, self._last[role]) % len(members)
+        return [*members[first:], *members[:first]]
+
+
+def require(members: Sequence[Member], role: str) -> None:
+    """Check that there is a worker.
+
+    Raises:
+        NoWorker: there is none.
+    """
+    if not members:
+        raise NoWorker(f"no {role} worker is alive; try again shortly", role=role)

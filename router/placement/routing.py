@@ -1,0 +1,61 @@
+"""The policies by name, and what a finished answer says of its way."""
+
+import random
+from typing import Final
+
+from baton.core.clock import Clock
+from baton.core.errors import ConfigInvalid
+from baton.proto import worker_pb2
+from baton.router.attempt.request_run import RequestRun
+from baton.router.placement.least_cost import LeastCost
+from baton.router.placement.local_prefill import LOCAL, SPLIT, LocalPrefill
+from baton.router.placement.policy import Pair, Policy, RoundRobin
+from baton.router.placement.prefix_index import PrefixIndex
+
+ROUND_ROBIN: Final = "round_robin"
+LEAST_COST: Final = "least_cost"
+PREFIX: Final = "prefix"
+ROUTINGS: Final = (PREFIX, LEAST_COST, ROUND_ROBIN)
+PREFILL_ALONE: Final = "prefill"
+
+
+def make_policy(
+    name: str, clock: Clock, rng: random.Random, prefixes: PrefixIndex, local: LocalPrefill | None = None
+) -> Policy:
+    """The policy of a name.
+
+    Args:
+        name: one of ROUTINGS.
+        clock: that heartbeats are stamped with.
+        rng: decides between pairs that cost the same.
+        prefixes: what is cached where; only "prefix" reads it.
+        local: whether decode workers may compute prompts; None: never.
+
+    Raises:
+        ConfigInvalid: there is no such policy.
+    """
+    match name:
+        case "round_robin":
+            return RoundRobin(local)
+        case "least_cost":
+            return LeastCost(clock, rng, local=local)
+        case "prefix":
+            return LeastCost(clock, rng, prefixes, local=local)
+    raise ConfigInvalid(f"routing: {name[:40]!r} is none of {', '.join(ROUTINGS)}", keys=["routing"])
+
+
+def lane_of(pair: Pair, done: worker_pb2.PrefillDone | None) -> str:
+    """How the KV of a hand-off travelled, by the prefill worker's last word or, before that, its heartbeat."""
+    if done is not None and done.kv_lane:
+        return done.kv_lane
+    decode = pair.decode.state
+    incoming = (decode.kv_address, decode.kv_epoch or decode.epoch)
+    paths = pair.prefill.state.inventory.transfer.paths
+    return next((path.lane for path in paths if (path.kv_address, path.epoch) == incoming), "")
+
+
+def path_of(run: RequestRun) -> str:
+    """Which way a finished answer's last attempt went."""
+    if run.is_local:
+        return LOCAL
+    return SPLIT if run.decode_worker else PREFILL_ALONE
