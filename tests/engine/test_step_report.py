@@ -27,6 +27,7 @@ from baton.tests.engine.test_step_meter import counted
 from baton.tests.engine.toy import PerfectToyModel, ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
 from baton.tests.model.ranks import channel_of, on_ranks
+from baton.tests.worker.manual_lane import ManualLane
 
 fast = pytest.mark.fast
 
@@ -73,6 +74,12 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(Runner, "__init__", make_watched)
     return found
+
+
+@pytest.fixture
+def in_turn(monkeypatch):
+    """Steps run when they are waited for, so that what a workload holds is the same from run to run."""
+    monkeypatch.setattr("baton.engine.step.runner.lane_for", lambda device: ManualLane())
 
 
 class Streams:
@@ -166,7 +173,7 @@ def run_workload(seed, k, scheduling, *, is_long=False, **options):
 @fast
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("k", range(5))
-def test_nothing_is_lost_between_the_steps_and_the_streams(k, scheduling, steps):
+def test_nothing_is_lost_between_the_steps_and_the_streams(k, scheduling, steps, in_turn):
     engine, streams = run_workload(k, k, scheduling)
     report = check(engine, steps, streams, k)
     assert (report.late.num_rows > 0) == (scheduling == "async")
@@ -201,7 +208,7 @@ def test_nothing_is_lost_in_many_workloads(seed, scheduling, steps):
 
 @fast
 @pytest.mark.parametrize("forgotten", Fate)
-def test_a_reader_that_forgets_a_fate_is_noticed(forgotten, steps, monkeypatch):
+def test_a_reader_that_forgets_a_fate_is_noticed(forgotten, steps, in_turn, monkeypatch):
     add_step = StepTally.add_step
 
     def forgetful(self, proposed_lens, accepted_lens, num_emitted, dropped=()):
@@ -218,7 +225,7 @@ def test_a_reader_that_forgets_a_fate_is_noticed(forgotten, steps, monkeypatch):
 
 
 @fast
-def test_counters_that_miss_a_step_are_noticed(steps, monkeypatch):
+def test_counters_that_miss_a_step_are_noticed(steps, in_turn, monkeypatch):
     add, turn = StepCounters.add, itertools.count()
     monkeypatch.setattr(StepCounters, "add", lambda *arguments: next(turn) % 10 and add(*arguments))
     engine, streams = run_workload(2, 2, "async")
