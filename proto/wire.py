@@ -33,7 +33,7 @@ from baton.core.errors import (
 from baton.core.requests.grammar_check import GRAMMAR_KINDS, JSON_OBJECT
 from baton.core.requests.logprobs import TokenLogprobs
 from baton.core.requests.request import AttemptKey, GenerationRequest
-from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.core.requests.sampling import SCALAR_FIELDS, GrammarSpec, SamplingParams
 from baton.core.telemetry.trace_context import of_attempt, parse_sampled
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 from baton.proto.retry_info import DETAILS_KEY, retry_after_s, retry_details
@@ -44,8 +44,6 @@ MAX_ERROR_BYTES: Final = 4096  # gRPC refuses metadata beyond 8 KiB
 MAX_TIMEOUT_MS: Final = (1 << 32) - 1
 DEFAULT_MAX_TOKENS: Final = 128
 _SAMPLING_FIELDS: Final = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "grammar")
-_NOT_SCALAR: Final = frozenset(("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"))
-_SCALAR_FIELDS: Final = tuple(name for name in _SAMPLING_FIELDS if name not in _NOT_SCALAR)
 
 
 def attempt_to_proto(key: AttemptKey) -> kv_pb2.Attempt:
@@ -85,7 +83,7 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.Sampling:
 
 def sampling_from_proto(message: inference_pb2.Sampling) -> SamplingParams:
     """The values given, and the defaults of `SamplingParams` for those absent; nothing is checked."""
-    values: dict[str, Any] = {name: getattr(message, name) for name in _SCALAR_FIELDS if message.HasField(name)}
+    values: dict[str, Any] = {name: getattr(message, name) for name in SCALAR_FIELDS if message.HasField(name)}
     if message.HasField("allowed_token_ids"):
         values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
     return SamplingParams(

@@ -9,18 +9,9 @@ from baton.cluster.commands.completion import Asked, Completion, Interrupted, On
 from baton.cluster.outcome import ExitCode, Output, exit_code_of
 from baton.cluster.resolve import read_config
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidSampling, InvalidText
+from baton.core.requests.sampling import SCALAR_FIELDS
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-_NUMBERS = (
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "prompt_logprobs",
-    "n",
-)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -87,7 +78,7 @@ def more_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidSampling: a flag that holds several numbers is written otherwise than its help says.
     """
-    given: dict[str, Any] = {name: flags[name] for name in _NUMBERS}
+    given: dict[str, Any] = {name: flags.get(name) for name in SCALAR_FIELDS if name not in Asked.__dataclass_fields__}
     for name in ("stop_token_ids", "allowed_token_ids"):
         given[name] = None if flags[name] is None else _ids(name, flags[name])
     given["bad_words"] = [_ids("bad_words", word) for word in flags["bad_words"] or ()] or None

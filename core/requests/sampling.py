@@ -6,8 +6,8 @@ allocated; the sampler itself (engine.sampler) never validates. Names and meanin
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
 
 from baton.core.errors import InvalidSampling
 from baton.core.requests.grammar_check import check_grammar
@@ -19,13 +19,50 @@ MAX_TEMPERATURE = 100.0
 SEED_LIMIT = 1 << 63
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, a float32 logit may overflow
 MAX_ADDED_PENALTY = 2.0
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LEN = 32
 MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """From `low` (or only above it) to `high`; NaN is in no range."""
+
+    low: float
+    high: float = math.inf
+    above_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        is_high_enough = value > self.low if self.above_low else value >= self.low
+        return is_high_enough and value <= self.high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.above_low:
+            return f"above {self.low:g} and at most {self.high:g}"
+        if self.high == math.inf:
+            return f"at least {self.low:g}"
+        return f"between {self.low:g} and {self.high:g}"
+
+
+# Of every parameter that is one number: `SamplingParams.validate` and the HTTP schema go by it.
+RANGES: Final[Mapping[str, NumberRange]] = {
+    "max_tokens": NumberRange(1),
+    "temperature": NumberRange(0, MAX_TEMPERATURE),
+    "top_k": NumberRange(0),
+    "top_p": NumberRange(0, 1, above_low=True),
+    "min_p": NumberRange(0, 1),
+    "seed": NumberRange(0, SEED_LIMIT - 1),
+    "min_tokens": NumberRange(0),
+    "repetition_penalty": NumberRange(0.01, 100),  # beyond, a float32 logit may overflow
+    "presence_penalty": NumberRange(-MAX_ADDED_PENALTY, MAX_ADDED_PENALTY),
+    "frequency_penalty": NumberRange(-MAX_ADDED_PENALTY, MAX_ADDED_PENALTY),
+    "logprobs": NumberRange(0, MAX_LOGPROBS),
+    "prompt_logprobs": NumberRange(0, MAX_LOGPROBS),
+    "n": NumberRange(1, MAX_CHOICES),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +165,12 @@ class SamplingParams:
             InvalidSampling: a value is NaN, negative or out of range; the field is named.
             InvalidGrammar: the grammar is none, as far as can be seen without compiling it.
         """
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
-        _require_between("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _require(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or positive")
-        _require(
-            math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0,
-            "top_p",
-            self.top_p,
-            "must be above 0 and at most 1",
-        )
-        _require_between("min_p", self.min_p, 0.0, 1.0)
-        _require(0 <= self.seed < SEED_LIMIT, "seed", self.seed, "must be in [0, 2^63)")
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            _require(value is None or value in allowed, name, value, f"must be {allowed}")
         self._validate_stops(vocab_size)
-        self._validate_penalties(vocab_size)
+        self._validate_biases(vocab_size)
         self._validate_masks(vocab_size)
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"must be between 0 and {MAX_LOGPROBS}")
-        _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"must be between 1 and {MAX_CHOICES}")
         if self.grammar is not None:
             # A grammar ends with EOS; what would follow it has no grammar.
             _require(not self.ignore_eos, "ignore_eos", True, "cannot go with a grammar, which ends at EOS")
@@ -172,17 +198,15 @@ class SamplingParams:
         _require_tokens("stop_token_ids", self.stop_token_ids, vocab_size)
         self.validate_lengths()
 
-    def _validate_penalties(self, vocab_size: int) -> None:
-        _require_between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-        _require_between("presence_penalty", self.presence_penalty, -MAX_ADDED_PENALTY, MAX_ADDED_PENALTY)
-        _require_between("frequency_penalty", self.frequency_penalty, -MAX_ADDED_PENALTY, MAX_ADDED_PENALTY)
+    def _validate_biases(self, vocab_size: int) -> None:
         num_biases = len(self.logit_bias)
         _require(num_biases <= MAX_LOGIT_BIASES, "logit_bias", num_biases, f"at most {MAX_LOGIT_BIASES} tokens")
         ids = [token for token, _ in self.logit_bias]
         _require_tokens("logit_bias", ids, vocab_size)
         _require(len(set(ids)) == num_biases, "logit_bias", num_biases, "a token is named twice")
+        allowed = NumberRange(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         for _, bias in self.logit_bias:
-            _require_between("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            _require(bias in allowed, "logit_bias", bias, f"must be {allowed}")
 
     def _validate_masks(self, vocab_size: int) -> None:
         num_words = len(self.bad_words)
@@ -198,12 +222,13 @@ class SamplingParams:
             _require_tokens("allowed_token_ids", self.allowed_token_ids, vocab_size)
 
 
+# Parameters that are one number or one truth value; messages, HTTP and `baton generate` carry them by these names.
+_COMPOUND: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids", "grammar")
+SCALAR_FIELDS: Final = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPOUND)
+
+
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _require_between(field: str, value: float, low: float, high: float) -> None:
-    _require(math.isfinite(value) and low <= value <= high, field, value, f"must be between {low:g} and {high:g}")
 
 
 def _require_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

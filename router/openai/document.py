@@ -11,19 +11,15 @@ from typing import Any, Final
 from pydantic.json_schema import models_json_schema
 
 from baton.core.requests.sampling import (
-    MAX_ADDED_PENALTY,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
-    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_REPETITION_PENALTY,
     MAX_STOP_STRING_LEN,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
+    RANGES,
+    SamplingParams,
 )
 from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
@@ -46,25 +42,25 @@ REQUESTS: Final = (
     TokenizeRequest,
     DetokenizeRequest,
 )
-_POSITIVE: Final = {"minimum": 1, "maximum": (1 << 31) - 1}
-_PENALTY: Final = {"minimum": -MAX_ADDED_PENALTY, "maximum": MAX_ADDED_PENALTY}
+_MAX_INT: Final = (1 << 31) - 1
 _STOP: Final = {"minLength": 1, "maxLength": MAX_STOP_STRING_LEN}
+
+
+def _numbers(name: str, **changed: int) -> Mapping[str, Schema]:
+    """The schema of a sampling parameter that is one number, of its type."""
+    allowed = RANGES[name]
+    low = {"exclusiveMinimum" if allowed.above_low else "minimum": allowed.low}
+    is_integer = "int" in str(SamplingParams.__annotations__[name])
+    return {"integer" if is_integer else "number": low | {"maximum": min(allowed.high, _MAX_INT)} | changed}
+
+
 # By type of the value, as a field may have several.
 LIMITS: Final[Mapping[str, Mapping[str, Schema]]] = {
-    "n": {"integer": {"minimum": 1, "maximum": MAX_CHOICES}},
-    "max_tokens": {"integer": _POSITIVE | {"minimum": 0}},  # 0 with `echo`
-    "max_completion_tokens": {"integer": _POSITIVE},
-    "temperature": {"number": {"minimum": 0, "maximum": MAX_TEMPERATURE}},
-    "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
-    "top_k": {"integer": {"minimum": -1, "maximum": (1 << 31) - 1}},
-    "min_p": {"number": {"minimum": 0, "maximum": 1}},
-    "min_tokens": {"integer": {"minimum": 0, "maximum": (1 << 31) - 1}},
-    "presence_penalty": {"number": _PENALTY},
-    "frequency_penalty": {"number": _PENALTY},
-    "repetition_penalty": {"number": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY}},
-    "logprobs": {"integer": {"minimum": 0, "maximum": MAX_LOGPROBS}},
+    **{name: _numbers(name) for name in RANGES if name != "seed"},  # any 64-bit number is a seed over HTTP
+    "max_tokens": _numbers("max_tokens", minimum=0),  # 0 with `echo`
+    "max_completion_tokens": _numbers("max_tokens"),
+    "top_k": _numbers("top_k", minimum=-1),  # vLLM's other way of saying: all
     "top_logprobs": {"integer": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}},
-    "prompt_logprobs": {"integer": {"minimum": 0, "maximum": MAX_LOGPROBS}},
     "stop": {"string": _STOP, "array": {"maxItems": MAX_STOP_STRINGS, "items": {"type": "string"} | _STOP}},
     "stop_token_ids": {"array": {"maxItems": MAX_STOP_TOKEN_IDS, "items": {"type": "integer", "minimum": 0}}},
     "allowed_token_ids": {

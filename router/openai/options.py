@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.core.errors import ConflictingOptions, InvalidGrammar, InvalidRequest, InvalidSampling, InvalidText
 from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
-from baton.core.requests.sampling import MAX_STOP_STRING_LEN
+from baton.core.requests.sampling import MAX_STOP_STRING_LEN, SCALAR_FIELDS
 from baton.proto import inference_pb2
 from baton.router.access.message_limits import MAX_TENANT_LEN
 from baton.router.admission.work import HIGH, LOW, NORMAL
@@ -308,10 +308,8 @@ class Options(Wire):
 
 
 _SPECIAL: Final = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
-_SCALARS: Final = (
-    "n max_tokens temperature top_p min_p ignore_eos min_tokens presence_penalty frequency_penalty repetition_penalty "
-    "prompt_logprobs include_stop_str_in_output skip_special_tokens"
-).split()
+# Carried over by their names.
+_SCALARS: Final = [name for name in SCALAR_FIELDS if name in Options.model_fields and name not in ("top_k", "seed")]
 
 
 def _add_biases(message: inference_pb2.Sampling, biases: Mapping[str, float]) -> None:

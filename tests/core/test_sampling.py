@@ -13,6 +13,8 @@ from baton.core.requests.sampling import (
     MAX_STOP_STRING_LEN,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    RANGES,
+    SCALAR_FIELDS,
     SEED_LIMIT,
     GrammarSpec,
     SamplingParams,
@@ -136,3 +138,20 @@ def test_a_way_through_json():
     )
     assert SamplingParams.from_data(json.loads(json.dumps(params.as_data()))) == params
     assert SamplingParams.from_data(json.loads(json.dumps(SamplingParams().as_data()))) == SamplingParams()
+
+
+def test_every_number_has_a_range_and_every_flag_has_none():
+    numbers = {name for name in SCALAR_FIELDS if not isinstance(getattr(SamplingParams(), name), bool)}
+    assert numbers == set(RANGES)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_range_holds_its_ends_and_nothing_beyond(name):
+    allowed = RANGES[name]
+    assert (allowed.low in allowed) != allowed.above_low
+    assert allowed.low - 0.001 not in allowed
+    assert math.nan not in allowed
+    assert math.inf not in allowed
+    if allowed.high < math.inf:
+        assert allowed.high in allowed
+        assert allowed.high * 1.01 not in allowed
