@@ -103,8 +103,10 @@ class BodyReader:
     async def close(self) -> None:
         """End the processes."""
         idle, self._idle = self._idle, []
-        for process in idle:
-            await process.end()
+        ends = await asyncio.gather(*(process.end() for process in idle), return_exceptions=True)
+        for error in ends:
+            if error is not None:
+                raise error
 
     def _check_num_bytes(self, num_bytes: int) -> None:
         if num_bytes > self._config.max_body_bytes:
@@ -171,22 +173,21 @@ class BodyReader:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise _Ended from error
         finally:
-            await self._put_back(process, goes_on=goes_on)
+            # One that was in neither place would outlive the router, and hold up the end of the event loop.
+            try:
+                await self._put_back(process, goes_on=goes_on)
+            except BaseException:
+                if process not in self._idle:
+                    await asyncio.shield(process.end())
+                raise
         return parts
 
     async def _put_back(self, process: "_Process", *, goes_on: bool) -> None:
-        """To the idle ones, or to its end: one that was in neither place would hold up the end of the event loop."""
-        is_idle = False
-        try:
-            if goes_on:
-                self._idle.append(process)
-                is_idle = True
-        finally:
-            if not is_idle:
-                try:
-                    process.kill()
-                finally:
-                    await asyncio.shield(process.end())
+        """To the idle ones, or to its end."""
+        if goes_on:
+            self._idle.append(process)
+        else:
+            await asyncio.shield(process.end())
 
     @asynccontextmanager
     async def _turn(self, tenant: str) -> AsyncIterator[None]:

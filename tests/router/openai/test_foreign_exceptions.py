@@ -46,9 +46,9 @@ async def ask(url, path, body):
     return 200, next((event["error"]["code"] for event in events if "error" in event), None)
 
 
-async def sweep(call, number=None):
+async def sweep(call, number=None, modules=MODULES):
     path, body = CALLS[call]
-    injection, findings, ends = Injection(MODULES), [], {}
+    injection, findings, ends = Injection(modules), [], {}
     try:
         async with served() as (running, _):
             running.script.logprobs = None
@@ -84,8 +84,10 @@ async def sweep(call, number=None):
             if running.router.desired_state._admission.num_in_flight:
                 findings.append("something is held")
             print(f"\n{len(points)} points of {len(chosen)}, of {len(injection.points)}: {ends}")
-        if any("baton.router.openai.reader_process" in child.cmdline() for child in psutil.Process().children()):
-            findings.append("a process that reads bodies is left")
+        for child in psutil.Process().children():
+            if child.status() != psutil.STATUS_ZOMBIE and "baton.router.openai.reader_process" in child.cmdline():
+                findings.append("a process that reads bodies is left")
+                child.kill()  # else the event loop cannot be closed
     finally:
         injection.restore()
     return findings
@@ -95,6 +97,11 @@ async def sweep(call, number=None):
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_foreign_exception_anywhere_ends_its_call_alone(call):
     assert await sweep(call, SAMPLE) == []
+
+
+async def test_a_foreign_exception_in_the_reader_of_bodies_leaves_no_process():
+    """Every point: what holds a process is nowhere else."""
+    assert await sweep("text read by another process", modules=["baton.router.openai.body_reader"]) == []
 
 
 @pytest.mark.slow
