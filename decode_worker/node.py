@@ -149,6 +149,7 @@ class DecodeNode:
                 epoch=self.epoch,
                 layout=loaded.layout,
                 num_blocks=loaded.pool.num_blocks,
+                num_state_slots=loaded.pool.num_state_slots,
                 tp_size=loaded.pool.geometry.size,
                 listen=Listen(kind, bind_address(kind, config.host), lanes),
                 config=config.transfer,

@@ -83,7 +83,12 @@ class DecodeWorker:
         self._clock = clock
         self.names = PrefixNames(pool.layout, with_mtp=runner.has_mtp, enabled=prefix_cache)
         self.block_log = BlockLog()
-        self._allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size, PrefixIndex(self.block_log))
+        self._allocator = BlockAllocator(
+            pool.num_blocks,
+            pool.layout.block_size,
+            PrefixIndex(self.block_log),
+            num_state_slots=pool.num_state_slots,
+        )
         self.engine = Engine(
             runner=runner,
             scheduler=Scheduler(self._allocator, num_slots=runner.max_num_seqs, overcommit=overcommit),

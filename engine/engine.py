@@ -129,6 +129,11 @@ class Runs(Protocol):
         ...
 
     @property
+    def num_state_images(self) -> int:
+        """State slots that host memory holds."""
+        ...
+
+    @property
     def meter(self) -> StepMeter:
         """Times and counters of its steps."""
         ...
@@ -232,7 +237,7 @@ class Engine:
         self._max_tokens = max_num_batched_tokens
         self._num_ahead = 1 if scheduling == "async" else 0
         self._preempt_at = sorted(preempt_at)
-        self._preemption = Preemption(scheduler, self, runner.num_host_blocks)
+        self._preemption = Preemption(scheduler, self, runner.num_host_blocks, runner.num_state_images)
         self._bounds = LengthBounds(runner.max_num_seqs)
         self._decode_set = _DecodeSet(())
         self._flights: deque[_Flight] = deque()  # not read
@@ -381,6 +386,7 @@ class Engine:
                 token_ids=sequence.all_token_ids,
                 num_output=sequence.num_output,
                 blocks=sequence.table.blocks,
+                state_slot=sequence.table.state_slot,
                 sampling=sequence.request.sampling,
                 draft_cap=sequence.draft_cap,
                 choice=sequence.request.choice,

@@ -1,4 +1,4 @@
-"""KV of sequences that give way, copied to host memory and back, with the draft that each had in hand.
+"""KV of sequences that give way, copied to host memory and back, with their state and the draft that each had in hand.
 
 Copies are work of the lane, so they lie between the steps launched before and after them; a step that comes later may
 write the blocks that were copied, and a range of host blocks may be used again as soon as its `load` was given. Only
@@ -9,16 +9,28 @@ Legend: N host blocks, n blocks of a sequence, D hidden size.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from baton.core.errors import ConfigInvalid
 from baton.engine.step.host_future import HostFuture
 from baton.engine.step.lane import Lane
+from baton.engine.step.plan import Load, Save
 from baton.engine.step.slots import SlotTable
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
+from baton.kvcache.geometry import LayerGeometry
 from baton.kvcache.pool import KVPool
 from baton.model.parallel import Communicator
+
+STATE_SHARE = 4  # one such part of the memory is for state
+
+
+class _Arena(NamedTuple):
+    """One layer on the host and in the pool, uint8 [N, bytes] each."""
+
+    host_NX: torch.Tensor
+    pool_NX: torch.Tensor
 
 
 class KVOffload:
@@ -45,11 +57,18 @@ class KVOffload:
         communicator: Communicator,
         on_copy: Callable[[], None] = lambda: None,
     ) -> None:
-        layers = pool.geometry.layers
+        layers = [layer for layer in pool.geometry.layers if not layer.blocks_per_slot]
+        states = [layer for layer in pool.geometry.layers if layer.blocks_per_slot]
         sizes = [layer.block_bytes for layer in layers]
-        self.num_blocks = num_bytes // sum(sizes)
+        state_sizes = [layer.blocks_per_slot * layer.block_bytes for layer in states]
+        # How much of one and of the other is needed depends on how long sequences get; neither is of use alone.
+        self.num_state_images = num_bytes // (STATE_SHARE * sum(state_sizes)) if states else 0
+        self.num_blocks = (num_bytes - self.num_state_images * sum(state_sizes)) // sum(sizes)
+        if states and not self.num_state_images:
+            self.num_blocks = 0
         if self.num_blocks == 0 and num_bytes > 0:
-            message = f"kv_offloading_size: {num_bytes} bytes hold no KV block of {sum(sizes)}; raise it, or set 0"
+            what = f"no KV block of {sum(sizes)}" + (f" beside state of {sum(state_sizes)}" if states else "")
+            message = f"kv_offloading_size: {num_bytes} bytes hold {what}; raise it, or set 0"
             raise ConfigInvalid(message, keys=["kv_offloading_size"])
         self._pool = pool
         self._lane = lane
@@ -57,32 +76,42 @@ class KVOffload:
         self._communicator = communicator
         self._on_copy = on_copy
         self._drafts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by first host block; belongs to the lane
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []  # uint8 [N, bytes] on the host, and of the pool
+        self._layers: list[_Arena] = []  # [N, bytes]
+        self._states: list[_Arena] = []  # the same of state slots
         if self.num_blocks == 0:
             return
         try:
-            host = host_buffer(self.num_blocks * sum(sizes), torch.uint8, pool.device)
+            self._layers = self._arenas(layers, sizes, self.num_blocks)
+            self._states = self._arenas(states, state_sizes, self.num_state_images)
         except RuntimeError as error:  # what torch's allocators raise
             message = f"kv_offloading_size: {num_bytes >> 20} MiB of host memory cannot be had; lower it"
             raise ConfigInvalid(message, keys=["kv_offloading_size"]) from error
-        hosts = host.split([self.num_blocks * size for size in sizes])
-        for layer, size, part in zip(layers, sizes, hosts, strict=True):
-            data = pool.data_bytes[layer.offset_bytes : layer.offset_bytes + layer.num_bytes]
-            self._layers.append((part.view(-1, size), data.view(-1, size)))
 
-    def save(self, blocks: Sequence[int], first: int, slot: int | None) -> HostFuture:
-        """Copy blocks to host blocks `first` ..., and keep the draft of the sequence in `slot`, if it is in one.
+    def _arenas(self, layers: Sequence[LayerGeometry], sizes: Sequence[int], count: int) -> "list[_Arena]":
+        """Host memory for so many items of each layer, and the layers in the pool."""
+        pool, arenas = self._pool, []
+        host = host_buffer(count * sum(sizes), torch.uint8, pool.device)
+        for layer, size, part in zip(layers, sizes, host.split([count * size for size in sizes]), strict=True):
+            data = pool.data_bytes[layer.offset_bytes : layer.offset_bytes + layer.num_bytes]
+            arenas.append(_Arena(part.view(-1, size), data.view(-1, size)))
+        return arenas
+
+    def save(self, plan: Save) -> HostFuture:
+        """Copy what it names to host memory, and keep the draft of the sequence in its slot, if it is in one.
 
         Returns:
             Done when every rank of the group has read the blocks.
         """
-        blocks = tuple(blocks)
+        blocks, first, slot = plan.blocks, plan.first, plan.slot
         assert 0 < len(blocks) <= self.num_blocks - first
 
         def copy() -> torch.Tensor:
             index_n = self._index(blocks)
-            for host_NX, pool_NX in self._layers:
-                copy_to_host(host_NX[first : first + len(blocks)], pool_NX.index_select(0, index_n))
+            for arena in self._layers:
+                copy_to_host(arena.host_NX[first : first + len(blocks)], arena.pool_NX.index_select(0, index_n))
+            for arena in self._states:
+                assert plan.state_slot is not None and plan.state_image is not None
+                copy_to_host(arena.host_NX[plan.state_image], arena.pool_NX[plan.state_slot])
             self._drafts.pop(first, None)
             if slot is not None:
                 self._drafts[first] = self._table.draft_of(slot)
@@ -91,18 +120,22 @@ class KVOffload:
         self._on_copy()
         return self._lane.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
-    def load(self, blocks: Sequence[int], first: int, slot: int) -> HostFuture:
-        """Copy them back, into blocks that nobody uses, and the draft to `slot`, where its sequence was admitted.
+    def load(self, plan: Load) -> HostFuture:
+        """Copy it back, to where nobody uses the pool, and the draft to the slot where its sequence was admitted.
 
         Returns:
             Done when every rank of the group has written the blocks.
         """
-        blocks = tuple(blocks)
+        blocks, first, slot = plan.blocks, plan.first, plan.slot
 
         def copy() -> torch.Tensor:
             index_n = self._index(blocks)
-            for host_NX, pool_NX in self._layers:
-                pool_NX.index_copy_(0, index_n, to_device(host_NX[first : first + len(blocks)], self._pool.device))
+            for arena in self._layers:
+                saved_nX = to_device(arena.host_NX[first : first + len(blocks)], self._pool.device)
+                arena.pool_NX.index_copy_(0, index_n, saved_nX)
+            for arena in self._states:
+                assert plan.state_slot is not None and plan.state_image is not None
+                arena.pool_NX[plan.state_slot] = to_device(arena.host_NX[plan.state_image], self._pool.device)
             draft = self._drafts.pop(first, None)
             if draft is not None:
                 self._table.put_draft(slot, draft)

@@ -143,8 +143,10 @@ class LocalEngine:
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
-        self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
-        allocator = BlockAllocator(num_blocks, block_size)
+        layout = model.kv_layout(block_size)
+        num_state_slots = max_num_sequences if layout.has_state else 0
+        self.pool = KVPool(layout, num_blocks, model.device, num_state_slots=num_state_slots)
+        allocator = BlockAllocator(num_blocks, block_size, num_state_slots=num_state_slots)
         self.scheduler = Scheduler(allocator, num_slots=max_num_sequences, overcommit=overcommit)
         self._grammars = grammars or GrammarCompiler(tokenizer, model.config.vocab_size)
         self.runner = Runner(

@@ -18,7 +18,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.step.lane import Ending
 from baton.engine.step.plan import Grow, Growth, Load, Operation, Release, Save
 from baton.kvcache.allocator import BlockTable
-from baton.kvcache.host_ranges import HostRanges
+from baton.kvcache.host_ranges import HostRange, HostRanges
 
 log = logging.getLogger(__name__)
 
@@ -141,13 +141,15 @@ class Preemption:
         scheduler: of the engine.
         steps: of the engine.
         num_host_blocks: that host memory holds.
+        num_state_images: state slots that it holds.
     """
 
-    def __init__(self, scheduler: Scheduler, steps: Steps, num_host_blocks: int) -> None:
+    def __init__(self, scheduler: Scheduler, steps: Steps, num_host_blocks: int, num_state_images: int = 0) -> None:
         self.counts = PreemptionCounts()
         self._scheduler = scheduler
         self._steps = steps
         self._ranges = HostRanges(num_host_blocks)
+        self._images = HostRanges(num_state_images)
         self._filling: dict[Sequence, Ending] = {}  # sequences whose blocks a copy from host memory still writes
 
     @property
@@ -176,13 +178,16 @@ class Preemption:
         saved = None
         if sequence.is_whole and self._ranges.num_blocks:
             num_blocks = self._scheduler.allocator.num_blocks_for(sequence.num_kv)
-            saved = self._ranges.take(num_blocks)
+            saved = self._take(sequence, num_blocks, table.state_slot)
             if saved is None:
                 if self.counts.num_host_full == 0:
                     log.warning("host memory for KV is full: preempted sequences are computed again; said once")
                 self.counts.num_host_full += 1
             else:
-                copied = self._steps.execute(Save(table.blocks[:num_blocks], saved.first, slot))
+                image = None if sequence.saved_state is None else sequence.saved_state.first
+                copied = self._steps.execute(
+                    Save(table.blocks[:num_blocks], saved.first, slot, table.state_slot, image)
+                )
                 self.counts.num_offloaded_blocks += num_blocks
         sequence.saved, sequence.num_lost = saved, 0 if saved else sequence.num_kv
         sequence.num_preemptions += 1
@@ -203,7 +208,8 @@ class Preemption:
         """Bring the KV of a saved sequence, and its draft, back to the blocks and the slot that it has now."""
         saved, slot = sequence.saved, sequence.slot
         assert saved is not None and slot is not None
-        ending = self._steps.execute(Load(table_of(sequence).blocks[: saved.length], saved.first, slot))
+        table, image = table_of(sequence), None if sequence.saved_state is None else sequence.saved_state.first
+        ending = self._steps.execute(Load(table.blocks[: saved.length], saved.first, slot, table.state_slot, image))
         assert ending is not None
         self._filling[sequence] = ending
         self.counts.num_restored_blocks += saved.length
@@ -219,6 +225,20 @@ class Preemption:
         if sequence.saved is not None:
             self._ranges.give_back(sequence.saved)
             sequence.saved = None
+        if sequence.saved_state is not None:
+            self._images.give_back(sequence.saved_state)
+            sequence.saved_state = None
+
+    def _take(self, sequence: Sequence, num_blocks: int, state_slot: int | None) -> HostRange | None:
+        """Host memory for the blocks of a sequence and for its state slot, if it has one: both or neither."""
+        saved = self._ranges.take(num_blocks)
+        if saved is None or state_slot is None:
+            return saved
+        sequence.saved_state = self._images.take(1)
+        if sequence.saved_state is None:
+            self._ranges.give_back(saved)
+            return None
+        return saved
 
     def make_room(self, short: Items[tuple[Sequence, int]], num_decoding: int) -> Collection[Sequence]:
         """Let sequences grow for a step.

@@ -50,6 +50,7 @@ class Sequence:
         is_leaving: is to be preempted as soon as no step in flight runs it.
         resume: what it decodes from, where its KV came from a prefill worker; None once it runs.
         saved: its KV in host memory.
+        saved_state: its state slot there; None if the layout has no state.
         num_lost: positions that a preemption dropped and that are to be computed again.
         num_preemptions: times that it gave its blocks to others.
         num_scripted: preemptions that a test asked for.
@@ -82,6 +83,7 @@ class Sequence:
     is_leaving: bool = False
     resume: Resume | None = None
     saved: HostRange | None = None
+    saved_state: HostRange | None = None
     num_lost: int = 0
     num_preemptions: int = 0
     num_scripted: int = 0

@@ -7,6 +7,8 @@ lock. A block is free, resting, reserved or quarantined: never two of these, nev
 With a prefix index, full blocks get names and are shared: a reserved block may be in several tables, and whoever
 shares it only reads it. A named block that leaves its last table rests: it keeps its content, and is given up only
 when a reservation finds no free block.
+
+Where sequences keep state, a table also has a state slot: both or neither.
 """
 
 from collections import deque
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.kvcache.prefix_index import PrefixIndex
+from baton.kvcache.state_slots import StateSlots
 
 
 class OutOfBlocks(Exception):
@@ -27,10 +30,17 @@ class OutOfBlocks(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """The blocks reserved for one sequence, in token order."""
+    """What is reserved for one sequence.
+
+    Attributes:
+        blocks: in token order.
+        block_size: positions of each.
+        state_slot: what its layers keep beside blocks; None if its layout has no state.
+    """
 
     blocks: tuple[int, ...]
     block_size: int
+    state_slot: int | None = None
 
     @property
     def capacity_len(self) -> int:
@@ -51,11 +61,15 @@ class BlockAllocator:
         num_blocks: of the pool.
         block_size: positions per block.
         index: keeps what named blocks hold; without one no block is ever shared.
+        num_state_slots: of a layout with state; every table has one of them.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, index: PrefixIndex | None = None, *, num_state_slots: int = 0
+    ) -> None:
         assert num_blocks > 0
         assert block_size > 0
+        self.state_slots = StateSlots(num_state_slots)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.index = PrefixIndex() if index is None else index
@@ -84,10 +98,21 @@ class BlockAllocator:
         return -(-num_tokens // self.block_size)
 
     def num_missing(self, num_tokens: int, shared: Sequence[int] = ()) -> int:
-        """Blocks that would have to become free before `reserve` with the same arguments succeeds; 0 if it does now."""
+        """Blocks that would have to become free before `reserve` with the same arguments succeeds; 0 if it does now.
+
+        Where no state slot is free it is at least 1: some table has to go.
+        """
+        num_missing = self._num_missing_blocks(num_tokens, shared)
+        return max(num_missing, 1) if self._has_state and not self.state_slots.num_free else num_missing
+
+    def _num_missing_blocks(self, num_tokens: int, shared: Sequence[int]) -> int:
         num_fresh = self.num_blocks_for(num_tokens) - len(shared)
         num_woken = sum(self.index.is_resting(block) for block in shared)
         return max(0, num_fresh - (self.num_free - num_woken))
+
+    @property
+    def _has_state(self) -> bool:
+        return self.state_slots.num_slots > 0
 
     def reserve(self, num_tokens: int, shared: Sequence[int] = ()) -> BlockTable:
         """Reserve room for `num_tokens` positions, all of it or none.
@@ -99,10 +124,17 @@ class BlockAllocator:
         Raises:
             OutOfBlocks: fewer blocks are free than wanted. Nothing was reserved.
         """
+        if self.num_missing(num_tokens, shared):
+            raise OutOfBlocks(
+                self.num_blocks_for(num_tokens) - len(shared),
+                self.num_free - sum(self.index.is_resting(block) for block in shared),
+            )
+        blocks = self._take(num_tokens, shared)
+        return BlockTable(blocks, self.block_size, self.state_slots.take() if self._has_state else None)
+
+    def _take(self, num_tokens: int, shared: Sequence[int] = ()) -> tuple[int, ...]:
         num_fresh = self.num_blocks_for(num_tokens) - len(shared)
         assert num_fresh >= 0
-        if self.num_missing(num_tokens, shared):
-            raise OutOfBlocks(num_fresh, self.num_free - sum(self.index.is_resting(block) for block in shared))
         for block in shared:
             if block not in self._num_tables:
                 self.index.wake(block)  # before anything is evicted
@@ -110,7 +142,7 @@ class BlockAllocator:
         fresh = tuple(self._free.popleft() if self._free else self.index.evict() for _ in range(num_fresh))
         self._num_tables |= dict.fromkeys(fresh, 1)
         self._check()
-        return BlockTable((*shared, *fresh), self.block_size)
+        return (*shared, *fresh)
 
     def grow(self, table: BlockTable, num_tokens: int) -> BlockTable:
         """Room for `num_tokens` positions in all, or for as many as before if those are more.
@@ -124,8 +156,10 @@ class BlockAllocator:
         num_fresh = self.num_blocks_for(num_tokens) - len(table.blocks)
         if num_fresh <= 0:
             return table
-        fresh = self.reserve(num_fresh * self.block_size)
-        return BlockTable((*table.blocks, *fresh.blocks), self.block_size)
+        if num_fresh > self.num_free:
+            raise OutOfBlocks(num_fresh, self.num_free)
+        fresh = self._take(num_fresh * self.block_size)
+        return BlockTable((*table.blocks, *fresh), self.block_size, table.state_slot)
 
     def release(self, table: BlockTable) -> None:
         """Return every block of `table`. Releasing a table twice is a bug in the caller."""
@@ -137,6 +171,8 @@ class BlockAllocator:
                 del self._num_tables[block]
                 if not self.index.rest(block):
                     self._free.append(block)
+        if table.state_slot is not None:
+            self.state_slots.give_back(table.state_slot)
         self._check()
 
     def quarantine(self, table: BlockTable) -> None:
@@ -145,6 +181,8 @@ class BlockAllocator:
         for block in table.blocks:
             del self._num_tables[block]
         self._quarantined.update(table.blocks)
+        if table.state_slot is not None:
+            self.state_slots.quarantine(table.state_slot)
         self._check()
 
     def release_quarantined(self, table: BlockTable) -> None:
@@ -152,6 +190,8 @@ class BlockAllocator:
         assert self._quarantined.issuperset(table.blocks)
         self._quarantined.difference_update(table.blocks)
         self._free.extend(table.blocks)
+        if table.state_slot is not None:
+            self.state_slots.give_back_quarantined(table.state_slot)
         self._check()
 
     def _check(self) -> None:

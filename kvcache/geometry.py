@@ -1,25 +1,33 @@
 """Where the rows of a layout lie in one rank's pool: plain offsets, so that anybody who maps the memory can find them.
 
-A pool is one piece of memory, layer after layer; a layer is [N + 1 blocks, H heads, P parts, S positions, row], so a
-head range of a block is one contiguous piece. Block N (one past the last) is the scratch block (see `pool`).
+A pool is one piece of memory, layer after layer; a layer is [blocks, H heads, P parts, S positions, row], so a head
+range of a block is one contiguous piece. The last block is scratch (see `pool`).
+
+A layer that lies in state slots has blocks, too: those of a ring, one after the other, for each slot. So whoever knows
+a sequence's blocks by logical index (`blocks_of`) reads and writes both kinds of layers in one way.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.kvcache.layout import HeadRange, KVLayout, PayloadKind
+from baton.kvcache.layout import KVLayout, Range
+
+ALIGNMENT_BYTES = 16  # of a layer's start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGeometry:
     """One layer of one rank's pool, in bytes from the pool's start."""
 
     offset_bytes: int
-    num_blocks: int  # the scratch block included
+    num_blocks: int  # those of scratch included
     head_first: int  # of the whole model
     num_heads: int
     num_parts: int
     rows_per_block: int  # of one head and part
     row_bytes: int
+    blocks_per_slot: int = 0  # of a state slot; 0: the layer lies in the sequence's blocks
 
     @property
     def part_bytes(self) -> int:
@@ -42,9 +50,27 @@ class LayerGeometry:
         return self.num_blocks * self.block_bytes
 
     @property
-    def heads(self) -> HeadRange:
+    def heads(self) -> Range:
         """Heads that are here."""
-        return HeadRange(self.head_first, self.num_heads)
+        return Range(self.head_first, self.num_heads)
+
+    def blocks_of(self, blocks: Sequence[int], state_slot: int | None, stop: int) -> Sequence[int]:
+        """Where this layer's positions below `stop` lie, by position // rows_per_block.
+
+        Args:
+            blocks: of the sequence.
+            state_slot: of the sequence; None if its layout has no state.
+            stop: one past the last position that is looked up.
+        """
+        if not self.blocks_per_slot:
+            return blocks
+        assert state_slot is not None
+        return _ring(state_slot * self.blocks_per_slot, self.blocks_per_slot, -(-stop // self.rows_per_block))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ring(first: int, count: int, num_blocks: int) -> tuple[int, ...]:
+    return tuple(first + index % count for index in range(num_blocks))
 
 
 class PoolGeometry:
@@ -55,36 +81,47 @@ class PoolGeometry:
         num_blocks: without the scratch block.
         rank: in its tensor-parallel group.
         size: of that group.
+        num_state_slots: without the scratch slot; there are none if the layout has no state.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, rank: int = 0, size: int = 1, *, num_state_slots: int = 0
+    ) -> None:
         assert num_blocks > 0
+        assert (num_state_slots > 0) == layout.has_state
         self.layout = layout
         self.num_blocks = num_blocks
+        self.num_state_slots = num_state_slots
         self.rank = rank
         self.size = size
         layers = []
         offset_bytes = 0
         for index, spec in enumerate(layout.layers):
             heads = layout.heads_of(index, rank, size)
+            rows_per_block = layout.rows_per_block(index)
+            blocks_per_slot = spec.ring // rows_per_block
             layer = LayerGeometry(
                 offset_bytes=offset_bytes,
-                num_blocks=num_blocks + 1,
+                num_blocks=(num_state_slots + 1) * blocks_per_slot if spec.is_state else num_blocks + 1,
                 head_first=heads.first,
                 num_heads=heads.count,
                 num_parts=spec.num_parts,
-                rows_per_block=1 if spec.kind is PayloadKind.STATE else layout.block_size,
-                row_bytes=layout.row_bytes(index),
+                rows_per_block=rows_per_block,
+                row_bytes=spec.row_bytes,
+                blocks_per_slot=blocks_per_slot,
             )
             layers.append(layer)
-            offset_bytes += layer.num_bytes
+            offset_bytes += -(-layer.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.layers = tuple(layers)
         self.num_bytes = offset_bytes
 
     @property
     def of_all_ranks(self) -> "tuple[PoolGeometry, ...]":
         """The pools of the whole tensor-parallel group."""
-        return tuple(PoolGeometry(self.layout, self.num_blocks, rank, self.size) for rank in range(self.size))
+        return tuple(
+            PoolGeometry(self.layout, self.num_blocks, rank, self.size, num_state_slots=self.num_state_slots)
+            for rank in range(self.size)
+        )
 
     def layer(self, layer: int) -> LayerGeometry:
         """One layer."""

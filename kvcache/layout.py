@@ -1,38 +1,27 @@
-"""What the bytes of KV blocks mean, whoever holds them: layers, heads, parts, dtype, and who of a group holds what.
+"""What a sequence keeps, layer by layer: positions, heads, parts, dtype, and who of a group holds what.
+
+A layer keeps rows. Of `ROWS` it keeps every position, in blocks. Of the other kinds it keeps a bounded number, whatever
+the sequence's length, in the sequence's *state slot*: a ring in which position p lies in row p mod ring, so that a step
+which was rejected is overwritten before anybody reads it.
 
 No tensors and no torch here: the KV receiver process and the protocol know layouts, not tensors.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from typing import Self
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 WORD_BYTES = 8  # a digest is made of words; a row holds a whole number of them
 MAX_BLOCK_SIZE = 64
 
 
-class PayloadKind(StrEnum):
-    """What a layer keeps for a sequence."""
-
-    ATTENTION = "attention"  # K and V of each position and head
-    LATENT = "latent"  # one compressed row of each position, which every rank holds (MLA)
-    STATE = "state"  # one recurrent state of each sequence, by head
-
-
-@dataclass(frozen=True, slots=True)
-class LayerLayout:
-    """One layer: for each position, `num_heads` x `num_parts` rows of `row_len` elements."""
-
-    kind: PayloadKind
-    num_heads: int
-    num_parts: int
-    row_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRange:
-    """Heads [first, first + count) of a layer of the whole model."""
+@dataclass(frozen=True, slots=True, order=True)
+class Range:
+    """Positions, or heads of the whole model: [first, first + count)."""
 
     first: int
     count: int
@@ -42,124 +31,225 @@ class HeadRange:
         """One past the last."""
         return self.first + self.count
 
+    def shared_with(self, other: "Range") -> "Range":
+        """What is in both; its count is 0 if there is nothing."""
+        first = max(self.first, other.first)
+        return Range(first, max(0, min(self.stop, other.stop) - first))
+
+
+class Keep(StrEnum):
+    """Which positions a layer keeps of a sequence whose first n are computed."""
+
+    ROWS = "rows"  # all: [0, n); K and V, or the latent rows of MLA
+    WINDOW = "window"  # the last `length`: [n - length, n); inputs of a short convolution, sliding attention
+    TAIL = "tail"  # those behind the last whole tile: [n - n % length, n); a recurrence's open tile
+    SNAPSHOT = "snapshot"  # one row: the state at the end of the last whole tile. Its position is the tiles' number
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLayout:
+    """One layer: for each position that it keeps, `num_heads` x `num_parts` rows of `row_len` elements.
+
+    Attributes:
+        num_heads: of the whole model; of a recurrence its key heads.
+        num_parts: rows of a head and position, e.g. 2 for K and V.
+        row_len: elements of a row.
+        dtype: a key of ITEM_BYTES.
+        keep: which positions.
+        length: positions of a window, or of a tile; 0 for ROWS.
+        ring: rows of a state slot, at least `length` and what a step may write beside it; 0 for ROWS, 1 for SNAPSHOT.
+        whole: every rank of a tensor-parallel group holds every head.
+    """
+
+    num_heads: int
+    num_parts: int
+    row_len: int
+    dtype: str
+    keep: Keep = Keep.ROWS
+    length: int = 0
+    ring: int = 0
+    whole: bool = False
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it lies in state slots."""
+        return self.keep is not Keep.ROWS
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.row_len * ITEM_BYTES[self.dtype]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one position of one head."""
+        return self.num_parts * self.row_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """All heads of one state slot."""
+        return self.ring * self.num_heads * self.head_bytes
+
+    def span(self, num_done: int) -> Range:
+        """The positions kept when the first `num_done` are computed; they may be none."""
+        match self.keep:
+            case Keep.ROWS:
+                return Range(0, num_done)
+            case Keep.WINDOW:
+                first = max(0, num_done - self.length)
+                return Range(first, num_done - first)
+            case Keep.TAIL:
+                return Range(num_done - num_done % self.length, num_done % self.length)
+            case Keep.SNAPSHOT:
+                return Range(num_done // self.length, 1)
+
+    @property
+    def problem(self) -> str:
+        """Why there is no such layer; empty if there is."""
+        if self.dtype not in ITEM_BYTES:
+            return f"has dtype {self.dtype!r:.40}"
+        if min(self.num_heads, self.num_parts, self.row_len) < 1:
+            return f"has {self.num_heads} heads of {self.num_parts} rows of {self.row_len} elements"
+        if self.row_bytes % WORD_BYTES:
+            return f"has rows of {self.row_bytes} bytes, no multiple of {WORD_BYTES}"
+        if not self.is_state:
+            return f"keeps all positions, and a ring of {self.ring}" if self.length or self.ring else ""
+        if self.length < 1:
+            return f"keeps {self.length} positions"
+        if self.keep is Keep.SNAPSHOT:
+            return "" if self.ring == 1 else f"keeps one state in a ring of {self.ring}"
+        fits = not self.ring % MAX_BLOCK_SIZE if self.ring > MAX_BLOCK_SIZE else self.ring & (self.ring - 1) == 0
+        if self.ring < self.length or not fits:
+            return f"keeps {self.length} positions in a ring of {self.ring}"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVLayout:
     """The layout of one worker's pools.
 
     Attributes:
         model_hash: identity of config and weights; KV of different weights never mixes.
-        num_layers: attention layers of the trunk, plus one for the MTP layer when drafts are made.
-        num_kv_heads: of the whole model.
-        head_dim: elements per head.
+        layers: all that a sequence keeps, in the order in which steps compute it; a model's layer may have several.
         block_size: positions per block; peers may differ in it.
-        dtype: a key of ITEM_BYTES.
-        extra_layers: layers of other kinds, numbered after the attention layers.
-        has_mtp: the last attention layer is that of an MTP head.
+        has_mtp: the last layer that keeps all positions is that of an MTP head.
     """
 
     model_hash: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerLayout, ...]
     block_size: int
-    dtype: str
-    extra_layers: tuple[LayerLayout, ...] = ()
     has_mtp: bool = False
 
     def __post_init__(self) -> None:
-        assert self.dtype in ITEM_BYTES, self.dtype
+        assert self.layers
+        assert all(layer.dtype in ITEM_BYTES for layer in self.layers)
         assert 0 < self.block_size <= MAX_BLOCK_SIZE
         assert MAX_BLOCK_SIZE % self.block_size == 0
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return ITEM_BYTES[self.dtype]
+    @classmethod
+    def of_attention(
+        cls,
+        *,
+        model_hash: str,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        has_mtp: bool = False,
+        more: Iterable[LayerLayout] = (),
+    ) -> Self:
+        """Equal layers of K and V, the MTP layer among them, and `more` behind."""
+        attention = LayerLayout(num_heads=num_kv_heads, num_parts=2, row_len=head_dim, dtype=dtype)
+        layers = (*(attention,) * num_layers, *more)
+        return cls(model_hash=model_hash, layers=layers, block_size=block_size, has_mtp=has_mtp)
+
+    def in_blocks_of(self, block_size: int) -> Self:
+        """The same in blocks of another size."""
+        return replace(self, block_size=block_size)
 
     @property
-    def num_all_layers(self) -> int:
+    def num_layers(self) -> int:
         """Layers of every kind; a frame names one of them."""
-        return self.num_layers + len(self.extra_layers)
+        return len(self.layers)
 
-    def layer(self, layer: int) -> LayerLayout:
-        """The layout of one layer."""
-        if layer < self.num_layers:
-            return LayerLayout(PayloadKind.ATTENTION, self.num_kv_heads, 2, self.head_dim)
-        return self.extra_layers[layer - self.num_layers]
+    @cached_property
+    def has_state(self) -> bool:
+        """Whether a sequence has a state slot."""
+        return any(layer.is_state for layer in self.layers)
+
+    @cached_property
+    def attention(self) -> LayerLayout:
+        """The first layer that keeps all positions."""
+        return next(layer for layer in self.layers if not layer.is_state)
 
     @property
-    def layers(self) -> tuple[LayerLayout, ...]:
-        """All layers, in order."""
-        return tuple(self.layer(layer) for layer in range(self.num_all_layers))
+    def num_kv_heads(self) -> int:
+        """Of the whole model."""
+        return self.attention.num_heads
 
-    def layer_len(self, layer: int, prompt_len: int) -> int:
-        """Positions of a layer that a prompt of `prompt_len` fills."""
-        return 1 if self.layer(layer).kind is PayloadKind.STATE else prompt_len
+    @property
+    def head_dim(self) -> int:
+        """Elements of a row of K or V."""
+        return self.attention.row_len
 
-    def row_bytes(self, layer: int) -> int:
-        """Bytes of one row of a layer."""
-        return self.layer(layer).row_len * self.item_bytes
-
-    def head_bytes(self, layer: int) -> int:
-        """Bytes of one position of one head of a layer."""
-        return self.layer(layer).num_parts * self.row_bytes(layer)
+    @property
+    def dtype(self) -> str:
+        """Of K and V."""
+        return self.attention.dtype
 
     @property
     def bytes_per_position(self) -> int:
-        """K and V of one position in one attention layer, all heads."""
-        return 2 * self.num_kv_heads * self.head_dim * self.item_bytes
+        """One position in every layer that keeps all of them, all heads."""
+        return sum(layer.num_heads * layer.head_bytes for layer in self.layers if not layer.is_state)
 
     @property
     def bytes_per_block(self) -> int:
-        """One block in every layer, all heads."""
-        total = 0
-        for index, layer in enumerate(self.layers):
-            rows = 1 if layer.kind is PayloadKind.STATE else self.block_size
-            total += rows * layer.num_heads * self.head_bytes(index)
-        return total
+        """One block in every layer that has blocks, all heads."""
+        return self.block_size * self.bytes_per_position
+
+    @property
+    def bytes_per_state_slot(self) -> int:
+        """What one sequence takes beside its blocks, all heads; 0 if it has no state."""
+        return sum(layer.slot_bytes for layer in self.layers)
+
+    def rows_per_block(self, layer: int) -> int:
+        """Positions of a layer that lie side by side: of a block, or of a state slot, at most MAX_BLOCK_SIZE."""
+        spec = self.layers[layer]
+        return min(spec.ring, MAX_BLOCK_SIZE) if spec.is_state else self.block_size
 
     def payload_bytes(self, prompt_len: int) -> int:
         """Everything that a prompt leaves in the pools, each head once."""
-        layers = enumerate(self.layers)
-        return sum(
-            self.layer_len(index, prompt_len) * layer.num_heads * self.head_bytes(index) for index, layer in layers
-        )
+        return sum(layer.span(prompt_len).count * layer.num_heads * layer.head_bytes for layer in self.layers)
 
-    def heads_of(self, layer: int, rank: int, size: int) -> HeadRange:
+    def heads_of(self, layer: int, rank: int, size: int) -> Range:
         """Heads that a rank of a tensor-parallel group holds; heads fewer than ranks are replicated."""
         assert 0 <= rank < size
-        spec = self.layer(layer)
-        if spec.kind is PayloadKind.LATENT:
-            return HeadRange(0, spec.num_heads)
+        spec = self.layers[layer]
+        if spec.whole:
+            return Range(0, spec.num_heads)
         if spec.num_heads >= size:
             assert spec.num_heads % size == 0, f"{spec.num_heads} heads do not divide by {size} ranks"
             count = spec.num_heads // size
-            return HeadRange(rank * count, count)
+            return Range(rank * count, count)
         assert size % spec.num_heads == 0, f"{size} ranks do not divide by {spec.num_heads} heads"
-        return HeadRange(rank * spec.num_heads // size, 1)
+        return Range(rank * spec.num_heads // size, 1)
 
-    def pushed_heads(self, layer: int, rank: int, size: int) -> HeadRange:
+    def pushed_heads(self, layer: int, rank: int, size: int) -> Range:
         """Those of `heads_of` that no lower rank holds too: what this rank pushes. Its count may be 0."""
         heads = self.heads_of(layer, rank, size)
         if rank and self.heads_of(layer, rank - 1, size).stop > heads.first:
-            return HeadRange(heads.first, 0)
+            return Range(heads.first, 0)
         return heads
 
     @property
     def problem(self) -> str:
         """Why pools of this layout cannot be handed over; empty if they can."""
-        for index in range(self.num_all_layers):
-            if self.row_bytes(index) % WORD_BYTES:
-                return f"rows of layer {index} have {self.row_bytes(index)} bytes, no multiple of {WORD_BYTES}"
-        return ""
+        problems = (f"layer {index} {layer.problem}" for index, layer in enumerate(self.layers) if layer.problem)
+        return next(problems, "")
 
-    @property
+    @cached_property
     def hash(self) -> bytes:
         """sha256 of what two peers must agree on; block size and tensor parallelism are not part of it."""
-        extra = tuple(
-            (layer.kind.value, layer.num_heads, layer.num_parts, layer.row_len) for layer in self.extra_layers
-        )
-        sizes = (self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
-        fields = (self.model_hash, *sizes, extra, self.has_mtp)
+        fields = (self.model_hash, tuple(map(astuple, self.layers)), self.has_mtp)
         return hashlib.sha256(repr(fields).encode()).digest()

@@ -4,7 +4,7 @@ Shapes: L layers, N blocks, H KV heads of this rank, P parts (K, V), S positions
 a block is contiguous, K and V together, so that peers exchange it in one piece.
 
 Block N (one past the last) is the *scratch block*: padding rows write there, so that a step never branches on
-whether a row is real, and nothing ever reads it.
+whether a row is real, and nothing ever reads it. The last state slot is scratch in the same way.
 """
 
 import numpy as np
@@ -26,6 +26,7 @@ class KVPool:
         device: where the memory is.
         rank: in its tensor-parallel group.
         size: of that group.
+        num_state_slots: without the scratch slot; of a layout with state.
         memory: zeroed bytes on the CPU to live in, for instance shared with another process; own memory if None.
     """
 
@@ -37,12 +38,14 @@ class KVPool:
         *,
         rank: int = 0,
         size: int = 1,
+        num_state_slots: int = 0,
         memory: memoryview | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self.num_state_slots = num_state_slots
         self.dtype = TORCH_DTYPES[layout.dtype]
-        self.geometry = PoolGeometry(layout, num_blocks, rank, size)
+        self.geometry = PoolGeometry(layout, num_blocks, rank, size, num_state_slots=num_state_slots)
         if memory is None:
             # Zeroed, not empty: attention masks scores, and 0 * NaN from stale memory would still be NaN.
             self.data_bytes = torch.zeros(self.geometry.num_bytes, dtype=torch.uint8, device=device)
@@ -51,7 +54,7 @@ class KVPool:
             assert len(memory) == self.geometry.num_bytes
             self.data_bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.device = self.data_bytes.device  # with its number, which threads that select it need
-        self._layers = tuple(self._view(layer) for layer in range(layout.num_all_layers))
+        self._layers = tuple(self._view(layer) for layer in range(layout.num_layers))
 
     @property
     def scratch_slot(self) -> int:
@@ -61,7 +64,7 @@ class KVPool:
     @property
     def num_kv_heads(self) -> int:
         """KV heads of this rank."""
-        return self.geometry.layer(0).num_heads
+        return self.geometry.layer(self.layout.layers.index(self.layout.attention)).num_heads
 
     @property
     def bytes_view(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -70,7 +73,11 @@ class KVPool:
         return view
 
     def blocks(self, layer: int) -> torch.Tensor:
-        """One layer of any kind, a view [N + 1, H, P, S, D]."""
+        """One layer of any kind, a view [N + 1, H, P, S, D].
+
+        Of one that lies in state slots, N + 1 are the blocks of all slots, `blocks_per_slot` of each, and S is the ring
+        or the MAX_BLOCK_SIZE rows of it that a block has.
+        """
         return self._layers[layer]
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,10 +87,12 @@ class KVPool:
 
     def _view(self, layer: int) -> torch.Tensor:
         g = self.geometry.layer(layer)
-        flat = self.data_bytes[g.offset_bytes : g.offset_bytes + g.num_bytes].view(self.dtype)
+        flat = self.data_bytes[g.offset_bytes : g.offset_bytes + g.num_bytes].view(
+            TORCH_DTYPES[self.layout.layers[layer].dtype]
+        )
         return flat.view(g.num_blocks, g.num_heads, g.num_parts, g.rows_per_block, -1)
 
 
-def num_blocks_for_memory(layout: KVLayout, memory_bytes: int) -> int:
-    """Blocks that fit into `memory_bytes`, the scratch block taken off."""
-    return memory_bytes // layout.bytes_per_block - 1
+def num_blocks_for_memory(layout: KVLayout, memory_bytes: int, num_state_slots: int = 0) -> int:
+    """Blocks that fit into `memory_bytes` beside so many state slots, the scratch block and slot taken off."""
+    return (memory_bytes - (num_state_slots + 1) * layout.bytes_per_state_slot) // layout.bytes_per_block - 1

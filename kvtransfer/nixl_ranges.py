@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
-from baton.kvcache.layout import HeadRange
+from baton.kvcache.layout import Range
 from baton.kvtransfer.protocol.span import Span
 
 Table = npt.NDArray[np.uint64]
@@ -19,7 +19,7 @@ def span_ranges(
     mine: LayerGeometry, theirs: LayerGeometry, blocks: Sequence[int], target_blocks: Sequence[int], span: Span
 ) -> Iterator[tuple[int, int, int]]:
     """The heads of a span that both hold, as (offset here, offset there, bytes); adjacent ones are joined."""
-    heads = common_heads(HeadRange(span.head_first, span.head_count), common_heads(mine.heads, theirs.heads))
+    heads = common_heads(Range(span.head_first, span.head_count), common_heads(mine.heads, theirs.heads))
     joined: tuple[int, int, int] | None = None
     for here, there, num_bytes in _runs(mine, theirs, blocks, target_blocks, span, heads):
         if joined is not None and (joined[0] + joined[2], joined[1] + joined[2]) == (here, there):
@@ -38,7 +38,7 @@ def _runs(
     blocks: Sequence[int],
     target_blocks: Sequence[int],
     span: Span,
-    heads: HeadRange,
+    heads: Range,
 ) -> Iterator[tuple[int, int, int]]:
     size = min(mine.rows_per_block, theirs.rows_per_block)
     first = span.first
@@ -59,13 +59,13 @@ def _runs(
         first = stop
 
 
-def common_heads(one: HeadRange, other: HeadRange) -> HeadRange:
+def common_heads(one: Range, other: Range) -> Range:
     """Heads in both; count 0 if there are none."""
     first = max(one.first, other.first)
-    return HeadRange(first, max(0, min(one.stop, other.stop) - first))
+    return Range(first, max(0, min(one.stop, other.stop) - first))
 
 
-def block_table(geometry: PoolGeometry, heads: HeadRange, base: int) -> Table:
+def block_table(geometry: PoolGeometry, heads: Range, base: int) -> Table:
     """(address, bytes, device) of these heads of every block of every layer, scratch blocks included.
 
     A layer that does not hold them has rows of the right number that nobody uses.

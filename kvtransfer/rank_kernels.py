@@ -5,12 +5,15 @@ the pool is on makes no difference here: it is an address that the launching dev
 all calls are made with the rank's own stream current.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.pool_digest import kv_digest
 from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, kv_scatter
 from baton.kvcache.allocator import BlockTable
+from baton.kvcache.geometry import LayerGeometry
 from baton.kvtransfer.device_stream import DeviceStream
 from baton.kvtransfer.flag_page import WORD_BYTES
 from baton.kvtransfer.receiver.actions import DigestWanted
@@ -29,6 +32,7 @@ class RankKernels:
 
     Args:
         pool: the rank's, as the launching device reaches it.
+        layers: of the pool.
         staging: the same for the staging memory.
         flags_address: of the flag page, for that device.
         device: that launches.
@@ -36,9 +40,16 @@ class RankKernels:
     """
 
     def __init__(
-        self, pool: PoolAddress, staging: PoolAddress, flags_address: int, device: torch.device, num_ranks: int
+        self,
+        pool: PoolAddress,
+        layers: Sequence[LayerGeometry],
+        staging: PoolAddress,
+        flags_address: int,
+        device: torch.device,
+        num_ranks: int,
     ) -> None:
         self._pool = pool
+        self._layers = layers
         self._staging = staging
         self._flags_address = flags_address
         self._launches = DeviceStream(device)
@@ -49,11 +60,13 @@ class RankKernels:
         """One launch, or two where layers come from staging memory; the last one raises the flag."""
         piece = self._piece(wanted)
         answer = self._completion(wanted.flag, wanted.sequence)
-        ids = self._launches.ids(table.blocks)
+        layer = self._layers[wanted.layer]
+        ids = self._launches.ids(tuple(layer.blocks_of(table.blocks, table.state_slot, piece.first + piece.count)))
         workspace = self._launches.workspace(piece.first + piece.count)
         if wanted.staging.blocks:
             done = self._completion(SCRATCH_SLOT, wanted.sequence) if wanted.has_digest else answer
-            source = self._launches.ids(wanted.staging.blocks)
+            staged = layer.blocks_of(wanted.staging.blocks, wanted.staging.state_slot, piece.first + piece.count)
+            source = self._launches.ids(tuple(staged))
             kv_scatter(self._staging, source, self._pool, ids, piece, workspace, done, self._fill, with_digest=False)
         if wanted.has_digest:
             kv_digest(self._pool, ids, piece, workspace, answer, self._verify)
@@ -61,12 +74,12 @@ class RankKernels:
     def warm_up(self) -> None:
         """Have the kernels compiled that incoming transfers will need, by launches that move nothing."""
         shapes = set()
-        for index, layer in enumerate(self._pool.layers):
+        for index, layer in enumerate(self._layers):
             shape = (layer.head_first, layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)
             if shape in shapes:
                 continue
             shapes.add(shape)
-            block = BlockTable((0,), layer.rows_per_block)
+            block = BlockTable((0,), layer.rows_per_block, 0 if layer.blocks_per_slot else None)
             for has_digest in (True, False):
                 self.launch(
                     DigestWanted(
@@ -76,6 +89,7 @@ class RankKernels:
                         sequence=0,
                         layer=index,
                         num_layers=1,
+                        first=0,
                         count=0,
                         staging=block,
                         has_digest=has_digest,
@@ -84,10 +98,10 @@ class RankKernels:
                 )
 
     def _piece(self, wanted: DigestWanted) -> Piece:
-        layer = self._pool.layers[wanted.layer]
+        layer = self._layers[wanted.layer]
         return Piece(
             layer=wanted.layer,
-            first=0,
+            first=wanted.first,
             count=wanted.count,
             head_first=layer.head_first,
             head_count=layer.num_heads,

@@ -21,6 +21,7 @@ class PrefillBatch:
         context_lens: keys visible to each sequence's last row (cached ones and this chunk), on the host.
         lens_on_device: int64 starts of the sequences' rows [B + 1] and the context lengths [B]; None if they are on the
             host alone.
+        state_slots_B: int64, state slot of each sequence; None if the layout has no state.
     """
 
     positions_T: torch.Tensor
@@ -29,6 +30,7 @@ class PrefillBatch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     lens_on_device: tuple[torch.Tensor, torch.Tensor] | None = None
+    state_slots_B: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,15 @@ class DecodeBatch:
         slots_BQ: int64.
         block_tables_BM: int64.
         max_context_len: host upper bound of positions_BQ + 1.
+        state_slots_B: int64, state slot of each sequence; None if the layout has no state. A row that writes its KV to
+            the scratch slot writes its state to the scratch slot of those.
     """
 
     positions_BQ: torch.Tensor
     slots_BQ: torch.Tensor
     block_tables_BM: torch.Tensor
     max_context_len: int
+    state_slots_B: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,7 @@ class Model:
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of a pool for this model; the MTP layer is the last."""
-        return KVLayout(
+        return KVLayout.of_attention(
             model_hash=self.config.model_hash,
             num_layers=self.config.num_layers + self.with_mtp,
             num_kv_heads=self.config.num_kv_heads,

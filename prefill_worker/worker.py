@@ -75,7 +75,12 @@ class PrefillWorker:
         self._clock = clock
         self.names = PrefixNames(pool.layout, with_mtp=runner.has_mtp, enabled=prefix_cache)
         self.block_log = BlockLog()
-        allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size, PrefixIndex(self.block_log))
+        allocator = BlockAllocator(
+            pool.num_blocks,
+            pool.layout.block_size,
+            PrefixIndex(self.block_log),
+            num_state_slots=pool.num_state_slots,
+        )
         self.engine = Engine(
             runner=runner,
             scheduler=Scheduler(allocator, num_slots=runner.max_num_seqs),

@@ -49,38 +49,38 @@ class Control(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., deny: _Optional[_Union[Deny, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., commit_nack: _Optional[_Union[CommitNack, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., have: _Optional[_Union[Have, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "hash", "extra_layers", "has_mtp")
+    __slots__ = ("model_hash", "block_size", "hash", "has_mtp", "layers")
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
-    EXTRA_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HAS_MTP_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     model_hash: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     block_size: int
-    dtype: str
     hash: bytes
-    extra_layers: _containers.RepeatedCompositeFieldContainer[LayerLayout]
     has_mtp: bool
-    def __init__(self, model_hash: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., hash: _Optional[bytes] = ..., extra_layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., has_mtp: bool = ...) -> None: ...
+    layers: _containers.RepeatedCompositeFieldContainer[LayerLayout]
+    def __init__(self, model_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., hash: _Optional[bytes] = ..., has_mtp: bool = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ...) -> None: ...
 
 class LayerLayout(_message.Message):
-    __slots__ = ("kind", "num_heads", "num_parts", "row_len")
-    KIND_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("num_heads", "num_parts", "row_len", "dtype", "keep", "length", "ring", "whole")
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     ROW_LEN_FIELD_NUMBER: _ClassVar[int]
-    kind: str
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    RING_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     num_heads: int
     num_parts: int
     row_len: int
-    def __init__(self, kind: _Optional[str] = ..., num_heads: _Optional[int] = ..., num_parts: _Optional[int] = ..., row_len: _Optional[int] = ...) -> None: ...
+    dtype: str
+    keep: str
+    length: int
+    ring: int
+    whole: bool
+    def __init__(self, num_heads: _Optional[int] = ..., num_parts: _Optional[int] = ..., row_len: _Optional[int] = ..., dtype: _Optional[str] = ..., keep: _Optional[str] = ..., length: _Optional[int] = ..., ring: _Optional[int] = ..., whole: bool = ...) -> None: ...
 
 class LaneOffer(_message.Message):
     __slots__ = ("lane", "raw", "shm", "nvlink", "nixl", "details")
@@ -107,20 +107,22 @@ class RawOffer(_message.Message):
     def __init__(self, address: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class PoolPlace(_message.Message):
-    __slots__ = ("offset_bytes", "num_bytes", "num_blocks", "block_size", "tp_rank", "tp_size")
+    __slots__ = ("offset_bytes", "num_bytes", "num_blocks", "block_size", "tp_rank", "tp_size", "num_state_slots")
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     offset_bytes: int
     num_bytes: int
     num_blocks: int
     block_size: int
     tp_rank: int
     tp_size: int
-    def __init__(self, offset_bytes: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+    num_state_slots: int
+    def __init__(self, offset_bytes: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_state_slots: _Optional[int] = ...) -> None: ...
 
 class ShmOffer(_message.Message):
     __slots__ = ("path", "nonce", "nonce_offset_bytes", "pools")
@@ -273,7 +275,7 @@ class Reserve(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ..., lane: _Optional[str] = ..., tp_size: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("attempt", "epoch", "incoming_id", "credit_bytes", "lease_ms", "lane", "blocks")
+    __slots__ = ("attempt", "epoch", "incoming_id", "credit_bytes", "lease_ms", "lane", "blocks", "state_slot")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +283,7 @@ class Grant(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_SLOT_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     epoch: int
     incoming_id: int
@@ -288,7 +291,8 @@ class Grant(_message.Message):
     lease_ms: int
     lane: str
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., lane: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    state_slot: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., lane: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., state_slot: _Optional[int] = ...) -> None: ...
 
 class Deny(_message.Message):
     __slots__ = ("attempt", "epoch", "reason", "detail")

@@ -105,9 +105,18 @@ def load_worker(
         )
     try:
         is_shared = pool_memory is not None and device.type == "cpu"
-        geometry = PoolGeometry(layout, num_blocks, group.rank, group.size)
+        num_state_slots = num_state_slots_of(layout, sizes.max_num_seqs)
+        geometry = PoolGeometry(layout, num_blocks, group.rank, group.size, num_state_slots=num_state_slots)
         memory = pool_memory(geometry) if pool_memory is not None and is_shared else None
-        pool = KVPool(layout, num_blocks, device, rank=group.rank, size=group.size, memory=memory)
+        pool = KVPool(
+            layout,
+            num_blocks,
+            device,
+            rank=group.rank,
+            size=group.size,
+            num_state_slots=num_state_slots,
+            memory=memory,
+        )
     except RuntimeError as error:  # what torch's allocators raise
         mib = num_blocks * layout.bytes_per_block >> 20
         raise ConfigInvalid(
@@ -196,13 +205,21 @@ def reach_of(config: WorkerConfig, model: Model) -> Reach:
     return Reach(num_tokens=num_tokens, num_sequences=config.max_num_seqs, context_len=context_len)
 
 
+def num_state_slots_of(layout: KVLayout, max_num_seqs: int) -> int:
+    """Of a pool: for sequences in steps, and as many that are received, pushed or wait."""
+    return 2 * max_num_seqs if layout.has_state else 0
+
+
 def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator, step: StepSizes) -> int:
     """Blocks that every rank has memory for. On a CPU the ranks share the worker's; each GPU has its own."""
     device = model.device
     if device.type != "cuda":
-        return num_blocks_for_memory(layout, config.kv_memory_mib << 20)
+        num_state_slots = num_state_slots_of(layout, step.max_num_seqs)
+        return num_blocks_for_memory(layout, config.kv_memory_mib << 20, num_state_slots)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    block_bytes = PoolGeometry(layout, 1, group.rank, group.size).num_bytes // 2  # beside the scratch block
+    num_state_slots = num_state_slots_of(layout, step.max_num_seqs)
+    least = PoolGeometry(layout, 1, group.rank, group.size, num_state_slots=num_state_slots)
+    block_bytes = sum(layer.block_bytes for layer in least.layers if not layer.blocks_per_slot)
     sizes = model.config
     steps = kv_budget.step_bytes(
         num_tokens=step.max_num_batched_tokens,
@@ -217,5 +234,5 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     own = torch.cuda.memory_reserved(device) + kv_budget.CONTEXT_BYTES
     share = config.gpu_memory_utilization
     room = kv_budget.kv_bytes(total=total_bytes, free=free_bytes, share=share, own=own, steps=steps)
-    num_blocks = room // block_bytes - 1
+    num_blocks = (room - least.num_bytes) // block_bytes + 1
     return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))

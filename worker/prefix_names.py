@@ -2,7 +2,7 @@
 
 from baton.core.block_hash import block_hashes
 from baton.core.requests.request import GenerationRequest
-from baton.kvcache.layout import KVLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.proto import worker_pb2
 
 
@@ -17,9 +17,8 @@ class PrefixNames:
 
     def __init__(self, layout: KVLayout, *, with_mtp: bool, enabled: bool) -> None:
         # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
-        has_state = any(layer.kind is PayloadKind.STATE for layer in layout.layers)
         self.naming: worker_pb2.PrefixNaming | None = None  # what the router makes the same names with
-        if enabled and not has_state:
+        if enabled and not layout.has_state:
             self.naming = worker_pb2.PrefixNaming(
                 model=layout.model_hash, block_size=layout.block_size, with_mtp=with_mtp
             )

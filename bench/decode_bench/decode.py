@@ -28,6 +28,7 @@ from baton.core.errors import ConfigInvalid
 from baton.engine.graphs.graphed_step import graphed_step
 from baton.engine.step.runner import Runner
 from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.layout import ITEM_BYTES
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
@@ -289,7 +290,7 @@ def floors(
             context_len=turn.context_len,
             num_ranks=num_ranks,
             quantization=options.quantization,
-            kv_item_bytes=model.kv_layout(BLOCK_SIZE).item_bytes,
+            kv_item_bytes=ITEM_BYTES[model.kv_layout(BLOCK_SIZE).dtype],
         )
         found.append((num_bytes / gbps / 1e6, turn.tokens_per_step))
     a_token = spread("floor_ms", [step_ms / num_tokens for step_ms, num_tokens in found])

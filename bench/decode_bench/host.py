@@ -163,7 +163,7 @@ class _FakeRunner(Runner):
 
 
 def _loop(batch_size: int, scheduling: SchedulingName) -> _Loop:
-    layout = KVLayout(
+    layout = KVLayout.of_attention(
         model_hash="none",
         num_layers=2,
         num_kv_heads=1,

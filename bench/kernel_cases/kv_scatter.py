@@ -110,7 +110,7 @@ class _Move:
 
 
 def _geometry(shape: _Shape) -> PoolGeometry:
-    layout = KVLayout(
+    layout = KVLayout.of_attention(
         model_hash="bench",
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_heads,

@@ -12,7 +12,7 @@ from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 
 NUM_LAYERS = 36
-LAYOUT = KVLayout(
+LAYOUT = KVLayout.of_attention(
     model_hash="bench", num_layers=NUM_LAYERS, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16"
 )
 BLOCK_BYTES = 64 << 10

@@ -51,7 +51,7 @@ from baton.proto import kv_pb2
 
 def layout_of(workload: Workload) -> KVLayout:
     """The layout whose blocks have the workload's size."""
-    return KVLayout(
+    return KVLayout.of_attention(
         model_hash="bench",
         num_layers=workload.num_layers,
         num_kv_heads=workload.num_kv_heads,

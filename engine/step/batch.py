@@ -33,6 +33,7 @@ class ChunkRows:
         length: tokens in the chunk, >= 1.
         blocks: the sequence's KV blocks.
         knows_next: the last of `token_ids` is not computed: it was sampled before, and follows from those before it.
+        state_slot: the sequence's; None if the layout has no state.
     """
 
     token_ids: Ints
@@ -40,6 +41,7 @@ class ChunkRows:
     length: int
     blocks: Sequence[int]
     knows_next: bool = False
+    state_slot: int | None = None
 
     @property
     def end(self) -> int:
@@ -79,11 +81,13 @@ class DecodeRows:
         block_tables_BM: int64; unused entries point at the scratch block.
         limit_B: int64, positions each sequence has room for.
         draft_cap_B: int64, drafts each may accept.
+        state_slots_B: int64, state slot of each; None if the layout has no state.
     """
 
     block_tables_BM: torch.Tensor
     limit_B: torch.Tensor
     draft_cap_B: torch.Tensor
+    state_slots_B: torch.Tensor | None = None
 
 
 def prefill_inputs(chunks: Sequence[ChunkRows], pool: KVPool) -> PrefillInputs:
@@ -113,7 +117,10 @@ def prefill_inputs(chunks: Sequence[ChunkRows], pool: KVPool) -> PrefillInputs:
             known.append(int(chunk.token_ids[-1]) if chunk.knows_next else -1)
     query_lens, context_lens = [chunk.length for chunk in chunks], [chunk.end for chunk in chunks]
     lens = np.asarray([0, *accumulate(query_lens), *context_lens], dtype=np.int64)
-    packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), lens, np.asarray(last_rows, dtype=np.int64)])
+    state_slots = [chunk.state_slot for chunk in chunks if chunk.state_slot is not None]
+    assert len(state_slots) == len(chunks) * pool.layout.has_state
+    tail = np.asarray([*last_rows, *state_slots], dtype=np.int64)
+    packed = np.concatenate([ids_4T.ravel(), tables_BM.ravel(), lens, tail])
     on_device = to_device(torch.from_numpy(packed), pool.device)
     tables_end = ids_4T.size + tables_BM.size
     lens_end = tables_end + len(lens)
@@ -125,11 +132,12 @@ def prefill_inputs(chunks: Sequence[ChunkRows], pool: KVPool) -> PrefillInputs:
         query_lens=tuple(query_lens),
         context_lens=tuple(context_lens),
         lens_on_device=(on_device[tables_end : lens_end - len(chunks)], on_device[lens_end - len(chunks) : lens_end]),
+        state_slots_B=on_device[lens_end + len(last_rows) :] if state_slots else None,
     )
     return PrefillInputs(
         token_ids_T=token_ids_T,
         next_token_ids_T=next_token_ids_T,
-        last_row_F=on_device[lens_end:],
+        last_row_F=on_device[lens_end : lens_end + len(last_rows)],
         batch=batch,
         known_F=tuple(known),
     )
@@ -162,4 +170,5 @@ def decode_batch(
         slots_BQ=slots_BQ,
         block_tables_BM=rows.block_tables_BM,
         max_context_len=max_context_len,
+        state_slots_B=rows.state_slots_B,
     )

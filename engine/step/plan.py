@@ -39,6 +39,7 @@ class Place:
         choice: which of the request's `n` answers it is.
         resume: it decodes from the next step on; None: chunks compute its tokens first.
         knows_next: chunks compute all tokens but the newest, which was sampled before; it decodes from there.
+        state_slot: its own; None if the layout has no state.
     """
 
     slot: int
@@ -50,6 +51,7 @@ class Place:
     choice: int = 0
     resume: Resume | None = None
     knows_next: bool = False
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +85,32 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Copy KV blocks to host memory.
+    """Copy KV blocks, and the state slot that belongs to them, to host memory.
 
     Attributes:
         blocks: of the pool.
         first: host block that the first is copied to; the others follow.
         slot: whose draft is kept with them; None: it has none.
+        state_slot: of the pool; None if the layout has no state.
+        state_image: where in host memory the state slot is copied to; likewise.
     """
 
     blocks: tuple[int, ...]
     first: int
     slot: int | None
+    state_slot: int | None = None
+    state_image: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy KV blocks back from host memory, and the draft that was kept with them to `slot`."""
+    """Copy what `Save` copied back from host memory, and the draft that was kept with it to `slot`."""
 
     blocks: tuple[int, ...]
     first: int
     slot: int
+    state_slot: int | None = None
+    state_image: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,7 @@ class _Resident:
     sampling: SamplingParams
     draft_cap: int
     knows_next: bool
+    state_slot: int | None
 
     @property
     def next_sampling(self) -> SamplingParams:
@@ -187,6 +188,11 @@ class Runner:
         """KV blocks that host memory holds."""
         return self._offload.num_blocks
 
+    @property
+    def num_state_images(self) -> int:
+        """State slots that host memory holds."""
+        return self._offload.num_state_images
+
     def warm_up(self, reach: Reach, *, decodes: bool = True) -> None:
         """Compile every kernel that steps within this reach launch; all ranks at the same time, before the first.
 
@@ -210,9 +216,9 @@ class Runner:
             case Grow():
                 self._grow(operation)
             case Save():
-                return self._offload.save(operation.blocks, operation.first, operation.slot)
+                return self._offload.save(operation)
             case Load():
-                return self._offload.load(operation.blocks, operation.first, operation.slot)
+                return self._offload.load(operation)
         return None
 
     def launch(self, step: Step) -> StepTicket:
@@ -285,6 +291,7 @@ class Runner:
     def _place(self, place: Place) -> None:
         slot, resume = place.slot, place.resume
         assert 0 <= slot < self.max_num_seqs and slot not in self._residents
+        assert (place.state_slot is not None) == self._pool.layout.has_state
         limit = self._limit(len(place.blocks))
         assert len(place.token_ids) <= limit
         draft_cap = min(place.draft_cap, self.num_draft_tokens)
@@ -311,6 +318,7 @@ class Runner:
                 limit=limit,
                 null_block=self._pool.num_blocks,
                 draft_cap=draft_cap,
+                state_slot=place.state_slot or 0,
                 last_token=place.token_ids[-1],
                 length=len(place.token_ids),
                 draft_token=0 if resume is None else resume.draft_token or 0,
@@ -327,6 +335,7 @@ class Runner:
             sampling=place.sampling,
             draft_cap=draft_cap,
             knows_next=place.knows_next,
+            state_slot=place.state_slot,
         )
         self.meter.admit(slot)
         self._batch = None
@@ -563,6 +572,7 @@ def _rows_of(plan: Chunk, resident: _Resident) -> ChunkRows:
         length=plan.length,
         blocks=resident.blocks,
         knows_next=resident.knows_next,
+        state_slot=resident.state_slot,
     )
 
 

@@ -60,11 +60,11 @@ class SlotTable:
         )
         self._device = device
         # One tensor, so that a step reads it with one operation. What moves comes first, in the order of writing.
-        self._numbers_NC = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
+        self._numbers_NC = torch.zeros(num_slots, 6, dtype=torch.int64, device=device)
         self._sampled_N2 = self._numbers_NC[:, :2]
         self._running: deque[RunningCopies] = deque()
         columns_CN = self._numbers_NC.unbind(dim=1)
-        _, _, self._draft_token_N, self._limit_N, _ = columns_CN
+        _, _, self._draft_token_N, self._limit_N, _, _ = columns_CN
         self._hidden_ND = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
         self._tables_NM = torch.zeros(num_slots, max_blocks, dtype=torch.int64, device=device)
 
@@ -76,6 +76,7 @@ class SlotTable:
         limit: int,
         null_block: int,
         draft_cap: int,
+        state_slot: int = 0,
         last_token: int = 0,
         length: int = 0,
         draft_token: int = 0,
@@ -91,6 +92,7 @@ class SlotTable:
             limit: positions that it has room for.
             null_block: what unused entries of its table are.
             draft_cap: drafts that it may accept in a step.
+            state_slot: its own; where the layout has no state, nobody reads it.
             last_token: its newest token, if it decodes next.
             length: its tokens; likewise.
             draft_token: its draft; likewise.
@@ -99,7 +101,7 @@ class SlotTable:
         width = self._tables_NM.shape[1]
         table = [*blocks[:width]]
         table += [null_block] * (width - len(table))
-        numbers = [last_token, length, draft_token, limit, draft_cap]
+        numbers = [last_token, length, draft_token, limit, draft_cap, state_slot]
         hidden_row_D = self._hidden_ND[slot]
         ints = torch.tensor(numbers + table, dtype=torch.int64)
         packed = host_buffer(8 * len(ints) + hidden_row_D.nbytes, torch.uint8, self._device)
@@ -156,7 +158,7 @@ class SlotTable:
     def gather(self, slots_B: torch.Tensor, num_blocks: int) -> tuple[DecodeState, DecodeRows]:
         """Copies of the slots' rows; `num_blocks` entries of the tables are enough for this step."""
         numbers_BC = self._numbers_NC.index_select(0, slots_B)
-        last_token_B, length_B, draft_token_B, limit_B, draft_cap_B = numbers_BC.unbind(dim=1)
+        last_token_B, length_B, draft_token_B, limit_B, draft_cap_B, state_slot_B = numbers_BC.unbind(dim=1)
         state = DecodeState(
             last_token_B=last_token_B,
             length_B=length_B,
@@ -164,7 +166,9 @@ class SlotTable:
             hidden_BD=self._hidden_ND.index_select(0, slots_B),
         )
         block_tables_BM = self._tables_NM[:, :num_blocks].index_select(0, slots_B)
-        return state, DecodeRows(block_tables_BM=block_tables_BM, limit_B=limit_B, draft_cap_B=draft_cap_B)
+        return state, DecodeRows(
+            block_tables_BM=block_tables_BM, limit_B=limit_B, draft_cap_B=draft_cap_B, state_slots_B=state_slot_B
+        )
 
     def write_sample(self, slots_B: torch.Tensor, last_token_B: torch.Tensor, length_B: torch.Tensor) -> None:
         """Write what sampling moved."""

@@ -60,6 +60,11 @@ class Rank0Runner:
         return self._runner.num_host_blocks
 
     @property
+    def num_state_images(self) -> int:
+        """See `Runner`."""
+        return self._runner.num_state_images
+
+    @property
     def hidden_size(self) -> int:
         """See `Runner`."""
         return self._runner.hidden_size

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from baton.kvcache.layout import Range
+
 
 @dataclass(frozen=True, slots=True)
 class Gap:
@@ -17,12 +19,12 @@ class Coverage:
     """A bitmap of positions for each layer and head; Python integers hold the bits.
 
     Args:
-        lens: positions of each layer.
+        spans: positions of each layer; there may be none.
         num_heads: heads of each layer.
     """
 
-    def __init__(self, lens: Sequence[int], num_heads: Sequence[int]) -> None:
-        self._full = [(1 << length) - 1 for length in lens]
+    def __init__(self, spans: Sequence[Range], num_heads: Sequence[int]) -> None:
+        self._full = [_mask(span.first, span.count) for span in spans]
         self._bits = [[0] * count for count in num_heads]
 
     def overlaps(self, layer: int, first: int, count: int, head_first: int, head_count: int) -> bool:

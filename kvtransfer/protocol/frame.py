@@ -19,8 +19,8 @@ from baton.core.errors import ProtocolError
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
 from baton.kvtransfer.protocol.span import Span
 
-MAGIC = b"KVP1"
-VERSION = 1
+MAGIC = b"KVP2"
+VERSION = 2
 FRAME_OVERHEAD_BYTES = 32 << 10  # what a frame is charged beside its payload, so that a window bounds their number too
 _HEADER = struct.Struct("<4sBBHQQIIHHHHIIIQII")
 _CRC = struct.Struct("<I")
@@ -121,7 +121,7 @@ def decode_header(data: Bytes) -> FrameHeader:
     magic, version, flags, order, epoch, incoming_id, attempt, seq, *rest = _HEADER.unpack(data)
     layer, head_first, head_count, reserved, first, count, payload_bytes, digest, payload_crc, crc = rest
     if magic != MAGIC or version != VERSION or flags & ~(_WRITTEN | _DIGEST | _PAYLOAD_CRC) or reserved:
-        raise ProtocolError(f"not a frame of KVP/1: magic {magic!r}, version {version}, flags {flags}")
+        raise ProtocolError(f"not a frame of KVP/2: magic {magic!r}, version {version}, flags {flags}")
     if crc32c(bytes(data[: -_CRC.size])) != crc:
         raise ProtocolError("crc32c of a frame header differs")
     return FrameHeader(
@@ -148,7 +148,7 @@ class FrameShape:
     def __init__(self, layout: KVLayout, max_frame_bytes: int) -> None:
         self.layout = layout
         self.max_frame_bytes = max_frame_bytes
-        self._head_bytes = tuple(layout.head_bytes(layer) for layer in range(layout.num_all_layers))
+        self._head_bytes = tuple(layer.head_bytes for layer in layout.layers)
 
     def payload_bytes(self, layer: int, count: int, head_count: int) -> int:
         """Bytes of `count` positions of `head_count` heads of a layer."""
@@ -156,7 +156,7 @@ class FrameShape:
 
     def split(self, layer: int, first: int, count: int, head_count: int) -> Iterator[tuple[int, int]]:
         """Cut positions into pieces (first, count) that fit a frame, at block boundaries if a block fits."""
-        size = self.layout.block_size
+        size = self.layout.rows_per_block(layer)
         limit = max(1, self.max_frame_bytes // self.payload_bytes(layer, 1, head_count))
         end = first + count
         while first < end:
@@ -173,10 +173,10 @@ class FrameShape:
             ProtocolError: it names layers, heads or an order that are not there, or its payload has another size.
         """
         layout = self.layout
-        if header.layer >= layout.num_all_layers:
-            num_layers = layout.num_all_layers
+        if header.layer >= layout.num_layers:
+            num_layers = layout.num_layers
             raise ProtocolError(f"a frame for layer {header.layer}, there are {num_layers}", layer=header.layer)
-        if not 0 < header.head_count <= layout.layer(header.layer).num_heads - header.head_first:
+        if not 0 < header.head_count <= layout.layers[header.layer].num_heads - header.head_first:
             raise ProtocolError(f"a frame for {header.head_count} heads from {header.head_first}")
         if not header.order_block_size or MAX_BLOCK_SIZE % header.order_block_size:
             raise ProtocolError(f"a frame in the order of blocks of {header.order_block_size}")

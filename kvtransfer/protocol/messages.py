@@ -1,13 +1,14 @@
 """Small translations between protobuf control messages and Baton's own types, shared by both sides."""
 
 import struct
+from dataclasses import asdict
 
 from crc32c import crc32c
 from google.protobuf.message import DecodeError
 
 from baton.core.errors import MalformedMessage
 from baton.core.requests.request import AttemptKey
-from baton.kvcache.layout import KVLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.protocol.frame import VERSION, Bytes
 from baton.proto import kv_pb2
 
@@ -130,19 +131,10 @@ def layout_message(layout: KVLayout) -> kv_pb2.Layout:
     """What HELLO says about a pool."""
     return kv_pb2.Layout(
         model_hash=layout.model_hash,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
         block_size=layout.block_size,
-        dtype=layout.dtype,
         hash=layout.hash,
         has_mtp=layout.has_mtp,
-        extra_layers=[
-            kv_pb2.LayerLayout(
-                kind=layer.kind.value, num_heads=layer.num_heads, num_parts=layer.num_parts, row_len=layer.row_len
-            )
-            for layer in layout.extra_layers
-        ],
+        layers=[kv_pb2.LayerLayout(**asdict(layer)) for layer in layout.layers],
     )
 
 
@@ -153,24 +145,30 @@ def hello_problem(version: int, theirs: kv_pb2.Layout, ours: KVLayout) -> str:
     if theirs.hash == ours.hash:
         return ""
     mine = layout_message(ours)
-    fields = ("model_hash", "num_layers", "num_kv_heads", "head_dim", "dtype", "has_mtp")
     differ = [
         f"{name} {getattr(theirs, name)!r} here {getattr(mine, name)!r}"
-        for name in fields
+        for name in ("model_hash", "has_mtp")
         if getattr(theirs, name) != getattr(mine, name)
     ]
-    if list(theirs.extra_layers) != list(mine.extra_layers):
-        differ.append(f"{len(theirs.extra_layers)} extra layers here {len(mine.extra_layers)}, or others")
+    if len(theirs.layers) != len(mine.layers):
+        differ.append(f"num_layers {len(theirs.layers)} here {len(mine.layers)}")
+    for index, (one, other) in enumerate(zip(theirs.layers, mine.layers, strict=False)):
+        if one != other:
+            fields = [field.name for field in kv_pb2.LayerLayout.DESCRIPTOR.fields]
+            pairs = ((name, getattr(one, name), getattr(other, name)) for name in fields)
+            said = ", ".join(f"{name} {its!r} here {own!r}" for name, its, own in pairs if its != own)
+            differ.append(f"layer {index}: {said}")
+            break  # the others mostly differ alike
     return shorten("KV layouts differ: " + ("; ".join(differ) or "layout hash"))
 
 
 def ranks_problem(hello: kv_pb2.Hello, layout: KVLayout) -> str:
     """Why a rank cannot be what its HELLO says; empty if it can. `layout` was found to be shared."""
-    rank, size, num_heads = hello.tp_rank, hello.tp_size, layout.num_kv_heads
+    rank, size, num_heads = hello.tp_rank, hello.tp_size, layout.layers[0].num_heads
     if not rank < size <= MAX_TP_SIZE:
         return f"tensor parallel rank {rank} of {size}"
     for index, layer in enumerate(layout.layers):
-        if layer.kind is not PayloadKind.LATENT and layer.num_heads % size and size % layer.num_heads:
+        if not layer.whole and layer.num_heads % size and size % layer.num_heads:
             return f"tensor parallel size {size} does not go with the {layer.num_heads} heads of layer {index}"
     heads = layout.heads_of(0, rank, size)
     if (hello.head_first, hello.head_count) != (heads.first, heads.count):

@@ -95,7 +95,8 @@ class DigestWanted:
         sequence: the number to put there, with the digest of each layer behind it.
         layer: first.
         num_layers: of one shape.
-        count: positions.
+        first: position.
+        count: of positions.
         staging: if it has blocks: bring the layers from there into the pool first.
         has_digest: False: only that.
     """
@@ -106,6 +107,7 @@ class DigestWanted:
     sequence: int
     layer: int
     num_layers: int
+    first: int
     count: int
     staging: BlockTable
     has_digest: bool

@@ -16,13 +16,14 @@ from baton.core.config import KVTransferConfig
 from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.pool import KVPool
+from baton.kvcache.pool import KVPool, num_blocks_for_memory
 from baton.kvtransfer.cuda_ipc import PinnedMemory
 from baton.kvtransfer.rank_kernels import RankKernels
 from baton.kvtransfer.rank_pools import RankPools
 from baton.kvtransfer.receiver.actions import DigestWanted
 from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, flag_bytes
 from baton.kvtransfer.receiver.link import ReceiverLink
+from baton.kvtransfer.receiver.setup import num_staging_state_slots
 from baton.kvtransfer.shared_region import DIRECTORY, SharedRegion, sweep
 
 MIN_STAGING_BLOCKS = 1
@@ -57,7 +58,7 @@ class DeviceReceiver:
     def __init__(self, pools: RankPools, own: KVPool, num_staging_blocks: int, memory: ReceiverMemory) -> None:
         self._device = own.device
         self._pools = pools
-        staging = PoolGeometry(own.layout, num_staging_blocks)
+        staging = staging_geometry(own, num_staging_blocks)
         assert len(memory.staging) == staging.num_bytes
         assert len(memory.flags) == flag_bytes()
         with torch.cuda.device(self._device):
@@ -68,7 +69,8 @@ class DeviceReceiver:
         source = PoolAddress(self._pinned[0].address, staging.layers)
         flags_address = self._pinned[1].address
         self._ranks = [
-            RankKernels(pool, source, flags_address, self._device, len(pools.addresses)) for pool in pools.addresses
+            RankKernels(pool, geometry.layers, source, flags_address, self._device, len(pools.addresses))
+            for pool, geometry in zip(pools.addresses, own.geometry.of_all_ranks, strict=True)
         ]
         for stream, kernels in zip(self._streams, self._ranks, strict=True):
             with torch.cuda.device(self._device), torch.cuda.stream(stream):
@@ -97,13 +99,18 @@ def num_staging_blocks(pool: KVPool, config: KVTransferConfig) -> int:
     """As many as are configured, but no more than the pool has, or than half of what /dev/shm has free."""
     free = os.statvfs(DIRECTORY)
     limit_bytes = min(config.staging_mib << 20, free.f_bavail * free.f_frsize // 2)
-    num_blocks = limit_bytes // pool.layout.bytes_per_block - 1
+    num_blocks = num_blocks_for_memory(pool.layout, limit_bytes, num_staging_state_slots(pool.layout))
     return max(MIN_STAGING_BLOCKS, min(pool.num_blocks, num_blocks))
+
+
+def staging_geometry(pool: KVPool, num_blocks: int) -> PoolGeometry:
+    """Of the staging memory before a pool: every head, in so many blocks."""
+    return PoolGeometry(pool.layout, num_blocks, num_state_slots=num_staging_state_slots(pool.layout))
 
 
 def private_memory(pool: KVPool, num_blocks: int) -> ReceiverMemory:
     """Memory for an incoming transfer on a thread of this process."""
-    sizes = (PoolGeometry(pool.layout, num_blocks).num_bytes, flag_bytes())
+    sizes = (staging_geometry(pool, num_blocks).num_bytes, flag_bytes())
     staging, flags = (memoryview(mmap.mmap(-1, size)) for size in sizes)
     return ReceiverMemory(staging, flags)
 
@@ -115,7 +122,7 @@ def device_region(pool: KVPool, num_blocks: int, config: KVTransferConfig) -> Sh
         ConfigInvalid: there is no room for it.
     """
     sweep()
-    sizes = [PoolGeometry(pool.layout, num_blocks).num_bytes, flag_bytes()]
+    sizes = [staging_geometry(pool, num_blocks).num_bytes, flag_bytes()]
     link_bytes = ReceiverLink.num_bytes(config.ring_slots, pool.num_blocks)
     return SharedRegion.create(link_bytes=link_bytes, pool_bytes=sizes, key="staging_mib")
 

@@ -17,7 +17,6 @@ from baton.core.kv_transports import is_one_sided
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator, BlockTable, OutOfBlocks
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
-from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.flag_page import Flag, FlagPage
 from baton.kvtransfer.receiver.actions import DigestWanted
 from baton.kvtransfer.receiver.rank_digests import RankDigests
@@ -82,21 +81,22 @@ class DeviceJobs:
     """All incoming transfers of one incarnation of a KV receiver process over pools on GPUs.
 
     Args:
-        layout: of the pools.
-        num_staging_blocks: of host memory.
+        staging: of the host memory.
         flags: shared with the engine.
         num_ranks: whose pools they are.
     """
 
-    def __init__(self, layout: KVLayout, num_staging_blocks: int, flags: FlagPage, num_ranks: int = 1) -> None:
-        self._layout = layout
+    def __init__(self, staging: PoolGeometry, flags: FlagPage, num_ranks: int = 1) -> None:
+        layout = self._layout = staging.layout
         self._flags = flags
-        self._staging = BlockAllocator(num_staging_blocks, layout.block_size)
+        self._staging = BlockAllocator(staging.num_blocks, layout.block_size, num_state_slots=staging.num_state_slots)
         self._fillings: dict[AttemptKey, _Filling] = {}
         self._jobs: deque[_Job] = deque()
         self._ranks = RankDigests(layout, num_ranks)
-        geometry = PoolGeometry(layout, num_staging_blocks)
-        self._shapes = [(*_shape(layer), *self._ranks.heads(index)) for index, layer in enumerate(geometry.layers)]
+        self._shapes = [
+            (layout.layers[index], *_shape(layer), *self._ranks.heads(index))
+            for index, layer in enumerate(staging.layers)
+        ]
 
     @property
     def is_waiting(self) -> bool:
@@ -120,9 +120,9 @@ class DeviceJobs:
         self._fillings[incoming.attempt] = _Filling(incoming, staging, has_digest)
         return True
 
-    def staging_blocks(self, attempt: AttemptKey) -> tuple[int, ...]:
+    def staging_of(self, attempt: AttemptKey) -> BlockTable:
         """Where payloads of an incoming transfer go."""
-        return self._fillings[attempt].staging.blocks
+        return self._fillings[attempt].staging
 
     def complete(self, attempt: AttemptKey, layer: int) -> bool:
         """A layer has landed. True: the engine has to do with it. False: it counts as it is."""
@@ -191,7 +191,7 @@ class DeviceJobs:
         filling.ready.sort()
         first = filling.ready[0]
         incoming = filling.incoming
-        count = self._layout.layer_len(first, incoming.prompt_len)
+        kept = self._layout.layers[first].span(incoming.prompt_len)
         num_layers = 1
         while (
             num_layers < min(len(filling.ready), MAX_LAYERS)
@@ -210,7 +210,8 @@ class DeviceJobs:
                 sequence=flag.sequence,
                 layer=first,
                 num_layers=num_layers,
-                count=count,
+                first=kept.first,
+                count=kept.count,
                 staging=filling.staging,
                 has_digest=filling.has_digest,
             )

@@ -214,7 +214,7 @@ class ReceiverDriver:
         self._tables[attempt] = table
         if self._free_slots:  # none are left only if the incoming transfer has ended meanwhile
             self._slots[attempt] = self._free_slots.popleft()
-        return self._protocol.grant(attempt, now_s, table.blocks)
+        return self._protocol.grant(attempt, now_s, table.blocks, table.state_slot)
 
     # What a GPU's engine does
 
@@ -307,7 +307,11 @@ class ReceiverDriver:
 
     def _blocks(self, header: FrameHeader) -> Sequence[int]:
         attempt = self._protocol.incoming(header.incoming_id).attempt
-        return self._tables[attempt].blocks if self._jobs is None else self._jobs.staging_blocks(attempt)
+        table = self._tables[attempt] if self._jobs is None else self._jobs.staging_of(attempt)
+        if not table.blocks:
+            return ()  # the sender wrote the pool, which this process does not reach
+        layer = self._io.ranks[0].geometry.layer(header.layer)
+        return layer.blocks_of(table.blocks, table.state_slot, header.end)
 
     # What the protocol wants
 

@@ -105,9 +105,10 @@ class ReceiverFrames:
                 "a frame for an incoming transfer of another prefill worker", incoming_id=incoming.incoming_id
             )
         self._shape.check(header)
-        length = self._shape.layout.layer_len(header.layer, incoming.prompt_len)
-        if header.end > length:
-            raise ProtocolError(f"a frame up to position {header.end} of {length} in layer {header.layer}")
+        kept = self._shape.layout.layers[header.layer].span(incoming.prompt_len)
+        if header.first < kept.first or header.end > kept.stop:
+            where = f"positions {header.first} to {header.end} of layer {header.layer}"
+            raise ProtocolError(f"a frame of {where}, which keeps {kept.first} to {kept.stop}")
         heads = self._rules.pushed_heads(known.rank, len(incoming.parts))[header.layer]
         if not heads.first <= header.head_first <= header.head_first + header.head_count <= heads.stop:
             raise ProtocolError(f"a frame of rank {known.rank} for {header.head_count} heads from {header.head_first}")

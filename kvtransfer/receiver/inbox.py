@@ -154,7 +154,7 @@ class ReceiverInbox:
     def _new_incoming(
         self, peer: str, known: ReceiverPeer, attempt: AttemptKey, reserve: kv_pb2.Reserve, now_s: float
     ) -> IncomingTransfer:
-        num_layers = self._rules.layout.num_all_layers
+        num_layers = self._rules.layout.num_layers
         parts = [Part(rank, LastSign(now_s), [0] * num_layers) for rank in range(known.size)]
         return IncomingTransfer(
             attempt=attempt,
@@ -167,7 +167,8 @@ class ReceiverInbox:
             deadline_s=now_s + reserve.wait_ms / 1e3,
             coverage=self._rules.coverage(reserve.prompt_len),
             parts=parts,
-            digests=[None] * num_layers,
+            # A layer that keeps nothing of so short a prompt is whole already.
+            digests=[None if layer.span(reserve.prompt_len).count else 0 for layer in self._rules.layout.layers],
         )
 
     def _repeated_reserve(
@@ -206,7 +207,7 @@ class ReceiverInbox:
         if incoming.state is IncomingState.COMPLETE:
             return [rules.replies.ack(peer, rules.epoch, commit.incoming_id)]
         part.renewed.renew(now_s)
-        num_layers = rules.layout.num_all_layers
+        num_layers = rules.layout.num_layers
         num_digests = num_layers if known.has_digest else len(commit.layer_digests) and num_layers
         manifest = (commit.prompt_len, commit.num_layers, len(commit.layer_digests), commit.tp_rank, commit.tp_size)
         if manifest != (incoming.prompt_len, num_layers, num_digests, known.rank, known.size):

@@ -61,6 +61,7 @@ class ReceiverSide:
                 num_bytes=place.num_bytes,
                 num_blocks=setup.num_blocks,
                 block_size=setup.layout.block_size,
+                num_state_slots=setup.num_state_slots,
                 tp_rank=rank,
                 tp_size=setup.tp_size,
             )

@@ -87,7 +87,7 @@ class _Incarnation:
         jobs = None
         if setup.device is not None:
             flags = flag_page(self._region.pool(FLAGS_POOL))
-            jobs = DeviceJobs(setup.layout, setup.device.num_staging_blocks, flags, setup.tp_size)
+            jobs = DeviceJobs(setup.host_geometries[0], flags, setup.tp_size)
         self._lanes = receiver_lanes(ReceiverSide(setup, self._region))
         self._driver = ReceiverDriver(
             setup=setup,

@@ -140,8 +140,10 @@ class ReceiverProtocol:
 
     # From the worker
 
-    def grant(self, attempt: AttemptKey, now_s: float, blocks: Sequence[int] = ()) -> Actions:
-        """These blocks were reserved for this attempt. If it ended meanwhile, they are given back at once."""
+    def grant(
+        self, attempt: AttemptKey, now_s: float, blocks: Sequence[int] = (), state_slot: int | None = None
+    ) -> Actions:
+        """These were reserved for this attempt. If it ended meanwhile, they are given back at once."""
         incoming = self._rules.table.get(attempt)
         if incoming is None:
             return [IncomingFailed(attempt, "the prefill worker gave up before the grant"), Drained(attempt)]
@@ -150,7 +152,7 @@ class ReceiverProtocol:
         incoming.incoming_id = self._next_incoming_id
         if is_one_sided(incoming.lane):
             assert blocks, "the sender must know where to write"
-            incoming.blocks = tuple(blocks)
+            incoming.blocks, incoming.state_slot = tuple(blocks), state_slot
         for part in incoming.parts:
             part.renewed.renew(now_s)
         self._next_incoming_id += 1

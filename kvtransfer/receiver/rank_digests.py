@@ -8,7 +8,7 @@ rank is as wrong as a damaged original, since that rank computes with it.
 from collections.abc import Sequence
 
 from baton.kernels.kv.digest import MASK
-from baton.kvcache.layout import HeadRange, KVLayout
+from baton.kvcache.layout import KVLayout, Range
 
 
 class RankDigests:
@@ -21,18 +21,18 @@ class RankDigests:
 
     def __init__(self, layout: KVLayout, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._heads: list[tuple[HeadRange, ...]] = []  # by layer and rank
+        self._heads: list[tuple[Range, ...]] = []  # by layer and rank
         self._holders: list[tuple[tuple[int, ...], ...]] = []  # by layer: ranks with the same heads
-        for layer in range(layout.num_all_layers):
+        for layer in range(layout.num_layers):
             heads = tuple(layout.heads_of(layer, rank, num_ranks) for rank in range(num_ranks))
-            holders: dict[HeadRange, list[int]] = {}
+            holders: dict[Range, list[int]] = {}
             for rank, its in enumerate(heads):
                 holders.setdefault(its, []).append(rank)
-            assert sum(its.count for its in holders) == layout.layer(layer).num_heads, "each head in one range"
+            assert sum(its.count for its in holders) == layout.layers[layer].num_heads, "each head in one range"
             self._heads.append(heads)
             self._holders.append(tuple(tuple(ranks) for ranks in holders.values()))
 
-    def heads(self, layer: int) -> tuple[HeadRange, ...]:
+    def heads(self, layer: int) -> tuple[Range, ...]:
         """What each rank holds of a layer."""
         return self._heads[layer]
 

@@ -57,6 +57,7 @@ class ReleaseCommand:
 Command = GrantCommand | DenyCommand | AbortCommand | ReleaseCommand
 Record = ReceiverEvent | DigestWanted | Command
 NO_SLOT = 0xFFFFFFFF
+_NO_STATE = 0xFFFFFFFF
 _KINDS: tuple[type[Record], ...] = (
     ReserveWanted,
     Completed,
@@ -106,7 +107,8 @@ def _encode(value: object) -> bytes:
             return _encode(value.request_id) + _U32.pack(value.attempt)
         case BlockTable():
             count = len(value.blocks)
-            return struct.pack(f"<II{count}I", value.block_size, count, *value.blocks)
+            slot = _NO_STATE if value.state_slot is None else value.state_slot
+            return struct.pack(f"<III{count}I", value.block_size, slot, count, *value.blocks)
         case str():
             return _sized(value.encode())
         case kv_pb2.SequenceState():
@@ -134,10 +136,10 @@ class _Reader:
         if kind is AttemptKey:
             return AttemptKey(self._sized().decode(), self._number(_U32))
         if kind is BlockTable:
-            block_size, count = self._number(_U32), self._number(_U32)
+            block_size, slot, count = (self._number(_U32) for _ in range(3))
             blocks = struct.unpack_from(f"<{count}I", self._data, self._start)
             self._start += 4 * count
-            return BlockTable(blocks, block_size)
+            return BlockTable(blocks, block_size, None if slot == _NO_STATE else slot)
         if kind is str:
             return self._sized().decode()
         if kind is kv_pb2.SequenceState:

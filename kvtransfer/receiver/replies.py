@@ -66,7 +66,7 @@ class ReceiverReplies:
             peer_epoch=hello.epoch,
             layout=layout_message(self._layout),
             tp_size=1,
-            head_count=self._layout.num_kv_heads,
+            head_count=self._layout.layers[0].num_heads,
             capabilities=self._capabilities,
             echo_sent_ns=hello.sent_ns,
             receiver_ns=int(now_s * 1e9),
@@ -100,6 +100,7 @@ class ReceiverReplies:
             lease_ms=int(self._config.lease_s * 1e3),
             lane=incoming.lane,
             blocks=incoming.blocks,
+            state_slot=incoming.state_slot,
         )
         return SendControl(incoming.peer, control_of(grant))
 

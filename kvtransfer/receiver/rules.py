@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import is_one_sided
-from baton.kvcache.layout import HeadRange, KVLayout
+from baton.kvcache.layout import KVLayout, Range
 from baton.kvtransfer.protocol.coverage import Coverage, Gap
 from baton.kvtransfer.protocol.frame import FrameHeader
 from baton.kvtransfer.protocol.proof import KvProofs
@@ -80,15 +80,15 @@ class ReceiverRules:
         self.counts = ReceiverCounts()
         self.times = TransferTimes()
         self.replies = ReceiverReplies(epoch, layout, config, self.peers, offers, host_id, has_digest, self.proofs)
-        self._heads: dict[tuple[int, int], list[HeadRange]] = {}
+        self._heads: dict[tuple[int, int], list[Range]] = {}
         self.uncredited_bytes = 0  # of what `flush` will say
         self._uncredited: set[tuple[int, int]] = set()  # (incoming transfer id, rank)
 
-    def pushed_heads(self, rank: int, size: int) -> list[HeadRange]:
+    def pushed_heads(self, rank: int, size: int) -> list[Range]:
         """The heads of every layer that a rank sends."""
         found = self._heads.get((rank, size))
         if found is None:
-            layers = range(self.layout.num_all_layers)
+            layers = range(self.layout.num_layers)
             found = self._heads[rank, size] = [self.layout.pushed_heads(layer, rank, size) for layer in layers]
         return found
 
@@ -265,13 +265,12 @@ class ReceiverRules:
     def coverage(self, prompt_len: int) -> Coverage:
         """An empty one."""
         layers = self.layout.layers
-        lens = [self.layout.layer_len(layer, prompt_len) for layer in range(len(layers))]
-        return Coverage(lens, [layer.num_heads for layer in layers])
+        return Coverage([layer.span(prompt_len) for layer in layers], [layer.num_heads for layer in layers])
 
     def _wrong_layers(self, incoming: IncomingTransfer) -> dict[int, list[int]] | None:
         """Layers, by rank, whose digest is not what their COMMIT says; None if not all digests are known."""
         commits = [part.commit for part in incoming.parts if part.commit is not None]
-        layers = range(self.layout.num_all_layers)
+        layers = range(self.layout.num_layers)
         if self._digests_layers and None in incoming.digests:
             return None  # the engine may be bringing layers into the pool, too
         if not all(commit.layer_digests for commit in commits):

@@ -153,7 +153,13 @@ class ReceiverService:
         pools = [pool] if isinstance(pool, KVPool) else list(pool)
         num_blocks = pools[0].num_blocks
         setup = ReceiverSetup(
-            epoch=epoch, layout=layout, num_blocks=num_blocks, tp_size=len(pools), listen=Listen("", ""), config=config
+            epoch=epoch,
+            layout=layout,
+            num_blocks=num_blocks,
+            num_state_slots=pools[0].num_state_slots,
+            tp_size=len(pools),
+            listen=Listen("", ""),
+            config=config,
         )
         assert [pool.geometry.layers for pool in pools] == [geometry.layers for geometry in setup.geometries]
         link = ReceiverLink(
@@ -403,7 +409,8 @@ def _staged(pool: KVPool, config: KVTransferConfig) -> tuple[ReceiverDevice, Dev
 
     num_blocks = device_receiver.num_staging_blocks(pool, config)
     memory = device_receiver.private_memory(pool, num_blocks)
-    staging = PoolIO(np.frombuffer(memory.staging, dtype=np.uint8), PoolGeometry(pool.layout, num_blocks))
-    jobs = DeviceJobs(pool.layout, num_blocks, flag_page(memory.flags))
+    geometry = device_receiver.staging_geometry(pool, num_blocks)
+    staging = PoolIO(np.frombuffer(memory.staging, dtype=np.uint8), geometry)
+    jobs = DeviceJobs(geometry, flag_page(memory.flags))
     device = device_receiver.DeviceReceiver(RankPools(pool), pool, num_blocks, memory)
     return device, jobs, RankedPoolIO([staging])

@@ -9,11 +9,14 @@ from typing import Any
 from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvcache.layout import Keep, KVLayout, LayerLayout
 from baton.kvtransfer.receiver.table import Inherited
 from baton.kvtransfer.shared_region import SharedRegion
 
-_PLAIN = ("epoch", "num_blocks", "tp_size", "region_path", "region_nonce", "last_address")
+_PLAIN = ("epoch", "num_blocks", "num_state_slots", "tp_size", "region_path", "region_nonce", "last_address")
+
+
+STAGING_STATE_SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class ReceiverSetup:
         epoch: of this incarnation.
         layout: of the pools.
         num_blocks: of each rank's pool.
+        num_state_slots: the same, of a layout with state.
         tp_size: ranks of this worker.
         listen: where it is reached.
         config: limits and times.
@@ -114,18 +118,22 @@ class ReceiverSetup:
     last_address: str = ""
     legacies: tuple[Legacy, ...] = ()
     device: DeviceSetup | None = None
+    num_state_slots: int = 0
 
     @property
     def geometries(self) -> tuple[PoolGeometry, ...]:
         """Of the ranks' pools."""
-        return PoolGeometry(self.layout, self.num_blocks, 0, self.tp_size).of_all_ranks
+        return PoolGeometry(
+            self.layout, self.num_blocks, 0, self.tp_size, num_state_slots=self.num_state_slots
+        ).of_all_ranks
 
     @property
     def host_geometries(self) -> tuple[PoolGeometry, ...]:
         """Of the memory that payloads are written into: the pools, or the staging memory before those on GPUs."""
         if self.device is None:
             return self.geometries
-        return (PoolGeometry(self.layout, self.device.num_staging_blocks),)
+        num_slots = num_staging_state_slots(self.layout)
+        return (PoolGeometry(self.layout, self.device.num_staging_blocks, num_state_slots=num_slots),)
 
     def next_incarnation(self, epoch: int, address: str, legacies: Sequence[Legacy]) -> "ReceiverSetup":
         """The same incoming transfer once more, at the address of the last incarnation if that is to be had."""
@@ -148,13 +156,13 @@ class ReceiverSetup:
         """What `to_json` was called on, and with."""
         values: dict[str, Any] = json.loads(text)
         layout = values.pop("layout")
-        extra = [LayerLayout(PayloadKind(layer.pop("kind")), **layer) for layer in layout.pop("extra_layers")]
+        layers = [LayerLayout(**layer | {"keep": Keep(layer["keep"])}) for layer in layout.pop("layers")]
         listen = values.pop("listen")
         config = values.pop("config")
         legacies = values.pop("legacies")
         device = values.pop("device")
         setup = cls(
-            layout=KVLayout(**layout, extra_layers=tuple(extra)),
+            layout=KVLayout(**layout, layers=tuple(layers)),
             listen=Listen(listen["transport"], listen["bind"], tuple(listen["lanes"])),
             config=KVTransferConfig(**{key: _hashable(value) for key, value in config.items()}),
             legacies=tuple(Legacy(AttemptKey(**legacy.pop("attempt")), **legacy) for legacy in legacies),
@@ -162,6 +170,11 @@ class ReceiverSetup:
             **{key: values.pop(key) for key in _PLAIN},
         )
         return setup, values
+
+
+def num_staging_state_slots(layout: KVLayout) -> int:
+    """Of the staging memory before pools on GPUs: so many transfers with state are received at a time."""
+    return STAGING_STATE_SLOTS if layout.has_state else 0
 
 
 def _device(values: dict[str, Any]) -> DeviceSetup:

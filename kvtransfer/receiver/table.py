@@ -94,6 +94,7 @@ class IncomingTransfer:
     state: IncomingState = IncomingState.WANTED
     incoming_id: int = 0
     blocks: tuple[int, ...] = ()
+    state_slot: int | None = None
     writes: dict[tuple[int, int, int], FrameHeader] = field(default_factory=dict)
     corrupt: Coverage | None = None
     corrupt_layers: set[int] = field(default_factory=set)

@@ -34,6 +34,7 @@ class GrantInfo:
         lane: named in the RESERVE.
         blocks: the decode worker's, in order; empty on lanes where it writes itself.
         block_size: the decode worker's.
+        state_slot: the decode worker's, where blocks are and the layout has state.
     """
 
     d_epoch: int
@@ -43,6 +44,7 @@ class GrantInfo:
     lane: str
     blocks: tuple[int, ...]
     block_size: int
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

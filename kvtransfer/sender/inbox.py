@@ -136,6 +136,7 @@ class PushInbox:
             lease_s=grant.lease_ms / 1e3,
             lane=grant.lane,
             blocks=tuple(grant.blocks),
+            state_slot=grant.state_slot if grant.HasField("state_slot") else None,
             block_size=peer.block_size,
         )
         problem = self._grant_problem(transfer, peer)

@@ -63,10 +63,12 @@ class PushLane(Protocol):
     Attributes:
         name: of the lane.
         num_blocks: blocks that the peer's pools have; a granted block id at or above it is refused.
+        num_state_slots: the same of state slots.
     """
 
     name: str
     num_blocks: int
+    num_state_slots: int
 
     def write(self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool) -> Written:
         """Copy a span into the peer's pools: to every rank that holds one of its heads.
@@ -75,8 +77,8 @@ class PushLane(Protocol):
         write is posted to that stream and nothing here waits for it. On a CPU it is over when this returns.
 
         Args:
-            blocks: here, by position.
-            target_blocks: the peer's, by position, of its block size; checked against `num_blocks` beforehand.
+            blocks: of the span's layer here, by position // its rows per block (`LayerGeometry.blocks_of`).
+            target_blocks: the same of the peer's pools; what was granted is checked against `num_blocks` beforehand.
             span: some positions of heads that this rank's pool holds.
             with_digest: whether the digest is wanted.
 

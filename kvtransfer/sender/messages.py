@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.kvcache.layout import HeadRange, KVLayout
+from baton.kvcache.layout import KVLayout, Range
 from baton.kvtransfer.protocol.coverage import Gap
 from baton.kvtransfer.protocol.frame import VERSION, FrameHeader, FrameShape
 from baton.kvtransfer.protocol.messages import DIGEST, control_of, layout_message, wire_attempt
@@ -46,8 +46,8 @@ class PushMessages:
         self._me = identity
         self._layout = layout
         self._shape = shape
-        layers = range(layout.num_all_layers)
-        self.heads: Sequence[HeadRange] = [layout.pushed_heads(layer, identity.rank, identity.size) for layer in layers]
+        layers = range(layout.num_layers)
+        self.heads: Sequence[Range] = [layout.pushed_heads(layer, identity.rank, identity.size) for layer in layers]
 
     def hello(self, address: str, sent_ns: int, challenge: bytes) -> kv_pb2.Control:
         """HELLO to a decode worker that gave this challenge, or none yet."""
@@ -97,7 +97,7 @@ class PushMessages:
             layer=gap.layer,
             head_first=heads.first,
             head_count=heads.count,
-            order_block_size=self._layout.block_size,
+            order_block_size=self._layout.rows_per_block(gap.layer),
             first=gap.first,
             count=gap.count,
             payload_bytes=self._shape.payload_bytes(gap.layer, gap.count, heads.count),
@@ -111,7 +111,7 @@ class PushMessages:
             incoming_id=transfer.incoming_id,
             attempt=wire_attempt(transfer.attempt),
             prompt_len=transfer.prompt_len,
-            num_layers=self._layout.num_all_layers,
+            num_layers=self._layout.num_layers,
             layer_digests=transfer.digests if has_digest else (),
             state=transfer.state_message,
             prefill_end_ns=max(0, min(int((transfer.prefill_end_s + clock_offset_s) * 1e9), MAX_I64)),

@@ -288,7 +288,7 @@ class PushProtocol:
     ) -> Transfer:
         rules = self._rules
         assert attempt not in rules.transfers, f"{attempt} is here already"
-        layers = range(self._layout.num_all_layers)
+        layers = self._layout.layers
         transfer = Transfer(
             attempt=attempt,
             peer=peer,
@@ -300,8 +300,8 @@ class PushProtocol:
             progress=LastSign(now_s),
             named_s=now_s,
             coverage=Coverage(
-                [self._layout.layer_len(layer, prompt_len) for layer in layers],
-                [min(1, rules.messages.heads[layer].count) for layer in layers],
+                [layer.span(prompt_len) for layer in layers],
+                [min(1, heads.count) for heads in rules.messages.heads],
             ),
             digests=[0] * len(layers),
             two_layers_bytes=rules.two_layers_bytes(prompt_len),

@@ -5,11 +5,14 @@ it is closed and the last of them is out, nothing writes the incoming transfer a
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.requests.request import AttemptKey
-from baton.kvtransfer.sender.actions import PushAction
+from baton.kvcache.allocator import BlockTable
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.sender.actions import GrantInfo, PushAction
 from baton.kvtransfer.sender.lane import PushLane
 
 CLOSED = float("-inf")
@@ -80,11 +83,12 @@ class Route:
     Attributes:
         attempt: whose.
         address: of the decode worker.
-        blocks: the source, by position.
+        geometry: of this rank's pool.
+        table: the source.
         prompt_len: positions that will be pushed.
         lane: empty until it is known.
         opened: what to write with, on a one-sided lane.
-        target_blocks: the decode worker's, on a one-sided lane.
+        grant: the decode worker's blocks and state slot, on a one-sided lane.
         frames: read, or written, and not posted yet, by (layer, first position).
         gate: before the incoming transfer.
         is_held: the push thread holds the transfer in the protocol for as long as somebody may be inside.
@@ -94,21 +98,34 @@ class Route:
 
     attempt: AttemptKey
     address: str
-    blocks: tuple[int, ...]
+    geometry: PoolGeometry
+    table: BlockTable
     prompt_len: int
     lane: str = ""
     opened: PushLane | None = None
-    target_blocks: tuple[int, ...] = ()
+    grant: GrantInfo | None = None
     frames: dict[tuple[int, int], Frame] = field(default_factory=dict)
     gate: Gate = field(default_factory=Gate)
     is_held: bool = False
     num_open: int = 0
     commit: Callable[[float], list[PushAction]] | None = None
 
-    def problem_of(self, blocks: tuple[int, ...], block_size: int) -> str:
-        """Why granted blocks cannot be written through the open lane; empty if they can."""
+    def blocks_of(self, span: Span) -> Sequence[int]:
+        """Where a span's layer lies here, by position // its rows per block."""
+        return self.geometry.layer(span.layer).blocks_of(self.table.blocks, self.table.state_slot, span.end)
+
+    def target_blocks_of(self, span: Span) -> Sequence[int]:
+        """The same in the decode worker's pools."""
+        assert self.grant is not None
+        return self.geometry.layer(span.layer).blocks_of(self.grant.blocks, self.grant.state_slot, span.end)
+
+    def problem_of(self, grant: GrantInfo) -> str:
+        """Why what was granted cannot be written through the open lane; empty if it can."""
         assert self.opened is not None
-        num_blocks = self.opened.num_blocks
+        num_blocks, num_slots = self.opened.num_blocks, self.opened.num_state_slots
+        blocks, block_size, slot = grant.blocks, grant.block_size, grant.state_slot
+        if (slot is None) == self.geometry.layout.has_state or (slot is not None and not 0 <= slot < num_slots):
+            return f"the decode worker granted state slot {slot} of {num_slots}"
         stray = next((block for block in blocks if not 0 <= block < num_blocks), None)
         if stray is not None:
             return f"the decode worker granted block {stray} of {num_blocks}"

@@ -101,8 +101,8 @@ class PushRoutes:
             choice = self._chooser.lane_of(route.address)
             if choice is None or choice.lane != lane or choice.epoch != grant.d_epoch:
                 return f"lane {lane} is not open any more"
-            route.opened, route.target_blocks = choice.opened, grant.blocks
-            problem = route.problem_of(grant.blocks, grant.block_size)
+            route.opened, route.grant = choice.opened, grant
+            problem = route.problem_of(grant)
             if problem:
                 return problem
             self._protocol.hold(route.attempt)

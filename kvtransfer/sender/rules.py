@@ -66,10 +66,9 @@ class PushRules:
 
     def two_layers_bytes(self, prompt_len: int) -> int:
         """What two layers of a prompt take of the window."""
-        layers = [0, *range(self.layout.num_layers, self.layout.num_all_layers)]
         sizes = [
-            self.shape.payload_bytes(layer, self.layout.layer_len(layer, prompt_len), self.messages.heads[layer].count)
-            for layer in layers
+            self.shape.payload_bytes(index, layer.span(prompt_len).count, self.messages.heads[index].count)
+            for index, layer in enumerate(self.layout.layers)
         ]
         return 2 * max(size + -(-size // self.config.max_frame_bytes) * FRAME_OVERHEAD_BYTES for size in sizes)
 
@@ -114,10 +113,10 @@ class PushRules:
         """Queue what the decode worker lacks of what was computed. What was posted before has landed or is lost."""
         pieces: list[Gap] = []
         for gap in missing:
-            if gap.layer >= self.layout.num_all_layers:
+            if gap.layer >= self.layout.num_layers:
                 return self.fail(transfer, f"the decode worker lacks layer {gap.layer}", now_s)
-            length = self.layout.layer_len(gap.layer, transfer.prompt_len)
-            if not 0 < gap.count <= length - gap.first:
+            kept = self.layout.layers[gap.layer].span(transfer.prompt_len)
+            if gap.first < kept.first or not 0 < gap.count <= kept.stop - gap.first:
                 return self.fail(transfer, "the decode worker lacks what was never announced", now_s)
             if not self.messages.heads[gap.layer].count:
                 return self.fail(transfer, f"the decode worker lacks heads of layer {gap.layer} of another rank", now_s)

@@ -104,6 +104,7 @@ class PushService:
         assert pool.layout == layout
         self.wakeup: Callable[[], None] = _do_nothing
         self._layout = layout
+        self._geometry = pool.geometry
         self._clock = clock
         self._transport = transport
         self._shape = FrameShape(layout, config.max_frame_bytes)
@@ -200,7 +201,7 @@ class PushService:
     ) -> None:
         """Rank 0: ask for a transfer. One of `Granted`, `Denied`, `PushFailed` follows within `wait_s`, or a lease."""
         assert 0 < prompt_len <= min(capacity_len, table.capacity_len)
-        self._routes.add(Route(attempt, peer.kv_address, table.blocks, prompt_len))
+        self._routes.add(Route(attempt, peer.kv_address, self._geometry, table, prompt_len))
 
         def reserve(now_s: float) -> list[PushAction]:
             problem = self._transport.problem(peer.kv_address)
@@ -221,7 +222,7 @@ class PushService:
         Parts may be pushed at once.
         """
         assert 0 < prompt_len <= table.capacity_len
-        self._routes.add(Route(attempt, peer.kv_address, table.blocks, prompt_len))
+        self._routes.add(Route(attempt, peer.kv_address, self._geometry, table, prompt_len))
 
         def adopt(now_s: float) -> list[PushAction]:
             problem = self._transport.problem(peer.kv_address)
@@ -243,7 +244,7 @@ class PushService:
         if route is None:
             return  # it failed meanwhile, and the worker was told
         jobs = []
-        for layer in range(self._layout.num_all_layers):
+        for layer in range(self._layout.num_layers):
             num_heads = max(1, self._layout.pushed_heads(layer, self._rank, self._size).count)
             for start, length in self._shape.split(layer, first, count, num_heads):
                 jobs.append(functools.partial(self._push_part, PushPart(attempt, start, length), layer))

@@ -11,7 +11,7 @@ from typing import Protocol
 from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import is_one_sided
-from baton.kvcache.layout import KVLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.protocol.frame import FrameShape, crc_of
 from baton.kvtransfer.protocol.span import Span
 from baton.kvtransfer.sender.lane import LaneFailed, Written
@@ -102,8 +102,7 @@ class PushSource:
         self._pool = pool
         self._layout = layout
         self._shape = FrameShape(layout, config.max_frame_bytes)
-        self._heads = [layout.pushed_heads(layer, rank, size) for layer in range(layout.num_all_layers)]
-        self._is_state = [layer.kind is PayloadKind.STATE for layer in layout.layers]
+        self._heads = [layout.pushed_heads(layer, rank, size) for layer in range(layout.num_layers)]
         self._has_digest = config.digest
         self._clock = clock
         self._kept = KeptBytes(config.window_bytes)
@@ -114,10 +113,14 @@ class PushSource:
         heads = self._heads[layer]
         if not heads.count:
             return None
-        if self._is_state[layer]:
+        spec = self._layout.layers[layer]
+        if spec.is_state:
             if first + count < route.prompt_len:
                 return None  # only the state after the last position is one that decode goes on from
-            first, count = 0, 1
+            kept = spec.span(route.prompt_len)
+            if not kept.count:
+                return None
+            first, count = kept.first, kept.count
         part = PushedPart(route, layer, first, count)
         for start, length in self._shape.split(layer, first, count, heads.count):
             self._frame(part, Span(layer, start, length, heads.first, heads.count))
@@ -126,13 +129,13 @@ class PushSource:
 
     def make(self, route: Route, span: Span) -> Frame:
         """A frame that was posted before, or is cut otherwise now: digested again from the pool."""
-        return Frame(span.count, self._pool.digest(route.blocks, span) if self._has_digest else None)
+        return Frame(span.count, self._pool.digest(route.blocks_of(span), span) if self._has_digest else None)
 
     def payload(self, route: Route, span: Span, frame: Frame) -> list[memoryview]:
         """What is sent of a frame."""
         if frame.data is not None:
             return [frame.data]
-        return self._pool.pieces(route.blocks, span, self._layout.block_size)
+        return self._pool.pieces(route.blocks_of(span), span, self._layout.rows_per_block(span.layer))
 
     def write(self, route: Route, span: Span, *, with_digest: bool) -> Written:
         """Write a frame that the push thread asked for.
@@ -141,7 +144,7 @@ class PushSource:
             LaneFailed: it is not written.
         """
         assert route.opened is not None
-        return route.opened.write(route.blocks, route.target_blocks, span, with_digest=with_digest)
+        return route.opened.write(route.blocks_of(span), route.target_blocks_of(span), span, with_digest=with_digest)
 
     def give_back(self, route: Route, frame: Frame) -> None:
         """The frame was sent, or will not be."""
@@ -161,12 +164,12 @@ class PushSource:
         data, digest = self._gather(route, span) if self._is_gathered(route) else (None, None)
         crc = None
         if self._has_digest:
-            digest = self._pool.digest(route.blocks, span) if digest is None else digest
+            digest = self._pool.digest(route.blocks_of(span), span) if digest is None else digest
             part.digest += digest
         elif data is not None:
             crc = crc_of([data])
         elif not is_one_sided(route.lane) and self._pool.in_host_memory:
-            crc = crc_of(self._pool.pieces(route.blocks, span, self._layout.block_size))
+            crc = crc_of(self._pool.pieces(route.blocks_of(span), span, self._layout.rows_per_block(span.layer)))
         route.frames[span.layer, span.first] = Frame(span.count, digest, crc, data)
 
     def _is_gathered(self, route: Route) -> bool:
@@ -176,8 +179,8 @@ class PushSource:
     def _gather(self, route: Route, span: Span) -> tuple[memoryview | None, int | None]:
         num_bytes = self._shape.payload_bytes(span.layer, span.count, span.head_count)
         if self._kept.take(route.address, num_bytes):
-            order = self._layout.block_size
-            return self._pool.read_digested(route.blocks, span, order, with_digest=self._has_digest)
+            order = self._layout.rows_per_block(span.layer)
+            return self._pool.read_digested(route.blocks_of(span), span, order, with_digest=self._has_digest)
         self.num_frames_not_kept += 1  # it is read again when its turn comes
         return None, None
 

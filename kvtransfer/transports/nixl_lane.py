@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from baton.kvcache.layout import HeadRange
+from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.layout import Range
 from baton.kvtransfer.nixl_ranges import block_table, common_heads, span_ranges
 from baton.kvtransfer.pool_io import PoolIO, PoolMemory
 from baton.kvtransfer.protocol.span import Span
@@ -88,7 +89,7 @@ def sender_lane(side: SenderSide) -> NixlOpener:
 class _Prepared:
     """Descriptors of whole blocks of the heads that both sides hold, by layer and block."""
 
-    heads: HeadRange
+    heads: Range
     local: Any
     remote: Any
 
@@ -102,6 +103,7 @@ class NixlLane:
         self, agent: NixlAgent, pool: PoolIO, base: int, offer: kv_pb2.NixlOffer, targets: Sequence[Target]
     ) -> None:
         self.num_blocks = targets[0].geometry.num_blocks
+        self.num_state_slots = targets[0].geometry.num_state_slots
         self._agent = agent
         self._pool = pool
         self._base = base
@@ -182,10 +184,10 @@ class NixlLane:
         """Functions of the agent that make the transfers of one rank."""
         mine, theirs = self._pool.geometry.layer(span.layer), self._targets[rank].geometry.layer(span.layer)
         prepared, size = self._prepared[rank][span.layer], mine.rows_per_block
-        if not common_heads(common_heads(mine.heads, theirs.heads), HeadRange(span.head_first, span.head_count)).count:
+        if not common_heads(common_heads(mine.heads, theirs.heads), Range(span.head_first, span.head_count)).count:
             return []
         begin, whole_end = -(-span.first // size), span.end // size
-        covers = prepared is not None and common_heads(prepared.heads, HeadRange(span.head_first, span.head_count))
+        covers = prepared is not None and common_heads(prepared.heads, Range(span.head_first, span.head_count))
         if prepared is None or covers != prepared.heads or begin >= whole_end:
             return [self._by_address(rank, blocks, target_blocks, span)]
         plan = [self._by_index(rank, prepared, span.layer, blocks[begin:whole_end], target_blocks[begin:whole_end])]
@@ -198,8 +200,8 @@ class NixlLane:
     def _by_index(
         self, rank: int, prepared: _Prepared, layer: int, blocks: Sequence[int], target_blocks: Sequence[int]
     ) -> Any:
-        here_T = np.array(blocks, dtype=np.int32) + layer * self._pool.geometry.layer(layer).num_blocks
-        there_T = np.array(target_blocks, dtype=np.int32) + layer * (self._targets[rank].geometry.num_blocks + 1)
+        here_T = np.array(blocks, dtype=np.int32) + _first_row(self._pool.geometry, layer)
+        there_T = np.array(target_blocks, dtype=np.int32) + _first_row(self._targets[rank].geometry, layer)
         return lambda nixl: nixl.make_prepped_xfer("WRITE", prepared.local, here_T, prepared.remote, there_T)
 
     def _by_address(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: Span) -> Any:
@@ -239,7 +241,7 @@ class NixlLane:
         """For each rank of the peer and each layer: descriptors, where blocks have one size on both sides."""
         prepared: list[list[_Prepared | None]] = []
         for target in self._targets:
-            shared: dict[HeadRange, _Prepared] = {}
+            shared: dict[Range, _Prepared] = {}
             layers: list[_Prepared | None] = []
             for mine, theirs in zip(self._pool.geometry.layers, target.geometry.layers, strict=True):
                 heads = common_heads(mine.heads, theirs.heads)
@@ -257,6 +259,11 @@ class NixlLane:
                 layers.append(shared[heads])
             prepared.append(layers)
         return prepared
+
+
+def _first_row(geometry: PoolGeometry, layer: int) -> int:
+    """Where a layer begins in a `block_table`."""
+    return sum(before.num_blocks for before in geometry.layers[:layer])
 
 
 def _add_peer(nixl: Any, offer: kv_pb2.NixlOffer) -> None:

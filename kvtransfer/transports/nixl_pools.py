@@ -4,7 +4,7 @@ What is read of an offer is checked here too. Pools are in host memory.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from baton.kvcache.geometry import PoolGeometry
@@ -93,20 +93,23 @@ def read_offer(offer: kv_pb2.NixlOffer, epoch: int, layout: KVLayout) -> list[Ta
     """
     if offer.agent != agent_name("decode", epoch):
         raise LaneRefused(f"the agent {offer.agent[:64]!r} is not of the incarnation {epoch:016x}")
-    sizes = {(pool.place.tp_size, pool.place.num_blocks, pool.place.block_size) for pool in offer.pools}
+    places = [pool.place for pool in offer.pools]
+    sizes = {(place.tp_size, place.num_blocks, place.block_size, place.num_state_slots) for place in places}
     ranks = [pool.place.tp_rank for pool in offer.pools]
     if len(sizes) != 1 or len(ranks) > MAX_RANKS:
         raise LaneRefused("the pools of the offer differ in size")
-    ((tp_size, num_blocks, block_size),) = sizes
+    ((tp_size, num_blocks, block_size, num_state_slots),) = sizes
     is_whole = tp_size == len(ranks) and ranks == list(range(tp_size))
+    if bool(num_state_slots) != layout.has_state:
+        raise LaneRefused(f"pools of {num_state_slots} state slots")
     if not is_whole or num_blocks == 0 or block_size == 0 or MAX_BLOCK_SIZE % block_size:
         raise LaneRefused("the pools of the offer are not those of one worker")
-    theirs = replace(layout, block_size=block_size)
+    theirs = layout.in_blocks_of(block_size)
     targets = []
     for rank, pool in enumerate(offer.pools):
         if pool.memory != MEMORY:
             raise LaneRefused(f"pools in {pool.memory[:16]!r}, only host memory is built")
-        geometry = PoolGeometry(theirs, num_blocks, rank, tp_size)
+        geometry = PoolGeometry(theirs, num_blocks, rank, tp_size, num_state_slots=num_state_slots)
         if geometry.num_bytes != pool.place.num_bytes:
             raise LaneRefused(f"a pool of {pool.place.num_bytes} bytes, its shape needs {geometry.num_bytes}")
         targets.append(Target(geometry, pool.address))

@@ -97,6 +97,7 @@ class NvlinkLane:
         flags_address: int,
     ) -> None:
         self.num_blocks = targets[0].geometry.num_blocks
+        self.num_state_slots = targets[0].geometry.num_state_slots
         self._device = pool.device
         self._source = PoolAddress(pool.data_bytes.data_ptr(), pool.geometry.layers)
         self._layers = pool.geometry.layers

@@ -40,6 +40,7 @@ class ShmLane:
 
     def __init__(self, region: SharedRegion, epoch: int, source: PoolIO, targets: Sequence[PoolIO]) -> None:
         self.num_blocks = targets[0].geometry.num_blocks
+        self.num_state_slots = targets[0].geometry.num_state_slots
         self._region = region
         self._epoch = epoch
         self._source = source
@@ -143,18 +144,24 @@ def geometries_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[
             raise LaneRefused(f"pool {rank} of {size} is said to be rank {place.tp_rank} of {place.tp_size}")
         if not place.block_size or MAX_BLOCK_SIZE % place.block_size or not place.num_blocks:
             raise LaneRefused(f"a pool of {place.num_blocks} blocks of {place.block_size} positions")
-        if (place.num_blocks, place.block_size) != (places[0].num_blocks, places[0].block_size):
+        if bool(place.num_state_slots) != layout.has_state:
+            raise LaneRefused(f"a pool of {place.num_state_slots} state slots")
+        if _sizes(place) != _sizes(places[0]):
             raise LaneRefused("its ranks have pools of different sizes")
-        if any(layer.num_heads % size and size % layer.num_heads for layer in layout.layers):
+        if any(not layer.whole and layer.num_heads % size and size % layer.num_heads for layer in layout.layers):
             raise LaneRefused(f"the heads do not divide by {size} ranks")
-        theirs = dataclasses.replace(layout, block_size=place.block_size)
-        geometry = PoolGeometry(theirs, place.num_blocks, rank, size)
+        theirs = layout.in_blocks_of(place.block_size)
+        geometry = PoolGeometry(theirs, place.num_blocks, rank, size, num_state_slots=place.num_state_slots)
         if geometry.num_bytes != place.num_bytes:
             raise LaneRefused(f"its pool of rank {rank} has {place.num_bytes} bytes, not {geometry.num_bytes}")
         found.append(geometry)
     if not found:
         raise LaneRefused("it offers no pools")
     return found
+
+
+def _sizes(place: kv_pb2.PoolPlace) -> tuple[int, int, int]:
+    return place.num_blocks, place.block_size, place.num_state_slots
 
 
 def _map(

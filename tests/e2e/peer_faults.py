@@ -89,7 +89,7 @@ async def _hostile_hand_off(port):
         socket.connect(f"tcp://127.0.0.1:{port}")
         for data in GARBAGE:
             await socket.send(data)
-            await socket.send_multipart([b"KVP1" + data, data])
+            await socket.send_multipart([b"KVP2" + data, data])
             await socket.send_multipart([data] * 5)
         await asyncio.sleep(0.3)
     finally:

@@ -44,7 +44,7 @@ class Prefill:
         self.standing_until_s = self._pause_in_write_s = 0.0
         self._injector = soak.injector
         self.pool = KVPool(soak.model.kv_layout(BLOCK_SIZE), NUM_BLOCKS, soak.model.device)
-        self.last_layer = self.pool.layout.num_all_layers - 1
+        self.last_layer = self.pool.layout.num_layers - 1
         if soak.hub is not None:
             inner = soak.hub.join(f"p{epoch}")
         else:

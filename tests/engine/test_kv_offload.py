@@ -8,16 +8,17 @@ import torch
 from baton.core.errors import ConfigInvalid
 from baton.engine.kv_offload import KVOffload
 from baton.engine.step.lane import ThreadLane
-from baton.engine.step.plan import Growth
+from baton.engine.step.plan import Growth, Load, Save
 from baton.engine.step.slots import SlotTable
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.model.parallel import Alone
+from baton.tests.kvtransfer.kept import state, window
 from baton.tests.model.ranks import on_ranks
 
 pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
-LAYOUT = KVLayout(model_hash="x", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+LAYOUT = KVLayout.of_attention(model_hash="x", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 NUM_BLOCKS = 12
 ROOM = {"blocks": (4, 2), "limit": 8, "null_block": 12, "draft_cap": 1}
 
@@ -51,11 +52,11 @@ def test_what_comes_back_is_what_was_there_and_nothing_else_changes():
     hidden_D = torch.arange(5, dtype=torch.float64)
     side.table.place(1, last_token=3, draft_token=8, hidden_D=hidden_D, length=7, **ROOM)
     before, others = side.content((5, 2, 9)), side.content((0, 1, 3, 4, 6, 7, 8, 10, 11, 12))
-    future = side.offload.save((5, 2, 9), 4, 1)
+    future = side.offload.save(Save((5, 2, 9), 4, 1))
     side.lane.run(lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([5, 2, 9]), 0) for layer in range(3)])
     future.get()
     assert future.is_done
-    side.offload.load((9, 5, 2), 4, 0)
+    side.offload.load(Load((9, 5, 2), 4, 0))
     side.lane.drain()
     assert same(side.content((9, 5, 2)), before)
     assert same(side.content((0, 1, 3, 4, 6, 7, 8, 10, 11, 12)), others)
@@ -64,15 +65,39 @@ def test_what_comes_back_is_what_was_there_and_nothing_else_changes():
     assert torch.equal(hidden, hidden_D)
 
 
+def test_a_state_slot_goes_with_the_blocks_and_no_other_changes():
+    layout = KVLayout.of_attention(
+        model_hash="x", num_layers=1, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32",
+        more=[window(2, 4, length=70, ring=128), state(2, 6, dtype="float64")],
+    )  # fmt: skip
+    pool = KVPool(layout, NUM_BLOCKS, CPU, num_state_slots=3)
+    pool.data_bytes.copy_(torch.arange(len(pool.data_bytes)) * 7 % 251)
+    lane, table = ThreadLane(), Side().table
+    offload = KVOffload(pool, 1 << 16, lane, table, Alone())
+    assert offload.num_state_images >= 2
+    assert (
+        offload.num_blocks * layout.bytes_per_block + offload.num_state_images * layout.bytes_per_state_slot <= 1 << 16
+    )
+    before = [pool.blocks(1)[4:6].clone(), pool.blocks(2)[2].clone()]
+    others = [pool.blocks(1)[[0, 1, 6, 7]].clone(), pool.blocks(2)[[0, 3]].clone()]
+    offload.save(Save((5,), 0, None, state_slot=2, state_image=1))
+    lane.run(lambda: [pool.blocks(1)[4:6].fill_(0), pool.blocks(2)[2].fill_(0)])
+    offload.load(Load((7,), 0, 0, state_slot=1, state_image=1))
+    lane.drain()
+    assert same([pool.blocks(1)[2:4], pool.blocks(2)[1]], before)
+    assert same([pool.blocks(1)[[0, 1, 6, 7]], pool.blocks(2)[[0, 3]]], others)
+    lane.close()
+
+
 def test_copies_lie_between_the_steps_around_them_and_ranges_may_be_used_again_at_once():
     side, gate = Side(num_host_blocks=2), threading.Event()
     first, second = side.content((3, 4)), side.content((6, 7))
     side.lane.run(gate.wait)
-    futures = [side.offload.save((3, 4), 0, None)]
-    side.offload.load((0, 1), 0, 2)
-    futures.append(side.offload.save((6, 7), 0, None))
+    futures = [side.offload.save(Save((3, 4), 0, None))]
+    side.offload.load(Load((0, 1), 0, 2))
+    futures.append(side.offload.save(Save((6, 7), 0, None)))
     side.lane.run(lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([6, 7]), 0) for layer in range(3)])
-    side.offload.load((6, 7), 0, 2)
+    side.offload.load(Load((6, 7), 0, 2))
     assert not any(future.is_done for future in futures)
     gate.set()
     side.lane.drain()
@@ -84,10 +109,10 @@ def test_copies_lie_between_the_steps_around_them_and_ranges_may_be_used_again_a
 def test_a_draft_belongs_to_what_was_saved_last():
     side = Side()
     side.table.place(1, last_token=3, draft_token=8, length=7, **ROOM)
-    side.offload.save((5,), 0, 1)
-    side.offload.save((6,), 0, None)  # of a sequence that had no slot
+    side.offload.save(Save((5,), 0, 1))
+    side.offload.save(Save((6,), 0, None))  # of a sequence that had no slot
     side.table.place(0, last_token=1, draft_token=2, length=3, **ROOM)
-    side.offload.load((7,), 0, 0)
+    side.offload.load(Load((7,), 0, 0))
     side.lane.drain()
     assert int(side.table.draft_of(0)[0]) == 2
 
@@ -108,10 +133,10 @@ def test_rank_0_hears_of_a_copy_when_every_rank_has_made_it():
         if group.rank == 1:
             side.lane.run(lambda: copied.wait(0.2))  # late, and nobody says when it is done but the sum
             side.lane.run(copied.set)
-        future = side.offload.save((1, 2), 0, None)
+        future = side.offload.save(Save((1, 2), 0, None))
         future.get()
         assert copied.is_set()
-        side.offload.load((4, 3), 0, 0)
+        side.offload.load(Load((4, 3), 0, 0))
         side.lane.drain()
         side.lane.close()
         return same(side.content((4, 3)), before)

@@ -102,6 +102,7 @@ class Device:
     """Has the interface of `Runner`. What is given to it happens at once; that it is over comes later."""
 
     num_draft_tokens, max_num_seqs, max_model_len = MOST_DRAFTS, NUM_SLOTS, 1000
+    num_state_images = 0
 
     def __init__(self, num_host_blocks, most_tokens, seed):
         self.num_host_blocks, self.most_tokens = num_host_blocks, most_tokens

@@ -60,7 +60,7 @@ class ToyModel:
         self.num_mtp_calls = 0
 
     def kv_layout(self, block_size):
-        return KVLayout(
+        return KVLayout.of_attention(
             model_hash=self.config.model_hash,
             num_layers=NUM_LAYERS + self.with_mtp,
             num_kv_heads=self.config.num_kv_heads,

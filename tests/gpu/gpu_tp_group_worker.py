@@ -63,7 +63,7 @@ class GpuTPGroupWorker(GpuWorker):
         found = []
         for rank, mine in enumerate(self.ranks()):
             for layer, shape in enumerate(mine.geometry.layers):
-                length = self.layout.layer_len(layer, prompt_len)
+                length = self.layout.layers[layer].span(prompt_len).count
                 span = Span(layer, 0, length, shape.head_first, shape.num_heads)
                 if mine.read(self.tables[key].blocks, span, 16) != source_io.read(source_blocks, span, 16):
                     found.append((rank, layer))

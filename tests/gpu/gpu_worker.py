@@ -46,9 +46,9 @@ class GpuWorker(ReceiverWorker):
         """Layers that are not what the source has."""
         mine = self.io()
         found = []
-        for layer in range(self.layout.num_all_layers):
-            shape = self.layout.layer(layer)
-            span = Span(layer, 0, self.layout.layer_len(layer, prompt_len), 0, shape.num_heads)
+        for layer in range(self.layout.num_layers):
+            shape = self.layout.layers[layer]
+            span = Span(layer, 0, self.layout.layers[layer].span(prompt_len).count, 0, shape.num_heads)
             want = source_io.read(source_blocks, span, 16)
             if mine.read(self.tables[key].blocks, span, 16) != want:
                 found.append(layer)

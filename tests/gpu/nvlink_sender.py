@@ -18,7 +18,7 @@ PIECE = Piece(layer=0, first=0, count=60 * 16, head_first=0, head_count=8, num_l
 
 
 def layout(block_size):
-    return KVLayout(
+    return KVLayout.of_attention(
         model_hash="m", num_layers=4, num_kv_heads=8, head_dim=128, block_size=block_size, dtype="bfloat16"
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ class Pusher:
 
     def step(self, key, first, count, slow_ms=0, layers=None):
         """A step: with `slow_ms`, every layer's content comes from a kernel that is slow, and was zero before."""
-        layer_range = range(self.pool.layout.num_all_layers) if layers is None else layers
+        layer_range = range(self.pool.layout.num_layers) if layers is None else layers
         if slow_ms:
             self.pool.data_bytes.zero_()
             torch.cuda.synchronize()

@@ -11,11 +11,11 @@ import torch
 from baton.bench.actor import SpawnedRemote
 from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
 from baton.tests.gpu.gpu_worker import GpuWorker
 from baton.tests.gpu.pusher import Pusher, content_of
+from baton.tests.kvtransfer.kept import geometry_of, latent, state
 from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed
 
 pytestmark = pytest.mark.gpu
@@ -27,10 +27,10 @@ SHORT = {"lease_s": 1.0, "heartbeat_s": 0.1}
 
 def layout(block_size=16, **changes):
     fields = {"model_hash": "m", "num_layers": 6, "num_kv_heads": 4, "head_dim": 64, "dtype": "bfloat16"}
-    return KVLayout(**{**fields, **changes}, block_size=block_size)
+    return KVLayout.of_attention(**{**fields, **changes}, block_size=block_size)
 
 
-EXTRA = (LayerLayout(PayloadKind.LATENT, 1, 1, 72), LayerLayout(PayloadKind.STATE, 2, 1, 96))
+EXTRA = (latent(72), state(2, 96))
 
 
 class Pair:
@@ -46,7 +46,7 @@ class Pair:
         arguments = (PREFILL_DEVICE, self.source_layout, NUM_BLOCKS, secrets.randbits(63) | 1, options)
         self.prefill = SpawnedRemote(Pusher, *arguments)
         content = content_of(self.source_layout, NUM_BLOCKS).numpy()
-        self.source = PoolIO(content, PoolGeometry(self.source_layout, NUM_BLOCKS))
+        self.source = PoolIO(content, geometry_of(self.source_layout, NUM_BLOCKS))
         self.blocks = {}
 
     def reserve(self, key, prompt_len):
@@ -96,7 +96,7 @@ def pair():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("digest", [True, False])
 def test_bytes_arrive_whole_in_chunks_of_any_size(pair, transport, digest):
-    both = pair(transport, source=layout(extra_layers=EXTRA), digest=digest)
+    both = pair(transport, source=layout(more=EXTRA), digest=digest)
     for turn, (prompt_len, chunk_len) in enumerate([(1, 1), (16, 16), (700, 256), (333, 100), (1024, 1024)]):
         key = AttemptKey(f"r{turn}", 0)
         answer = both.hand_over(key, prompt_len, chunk_len)

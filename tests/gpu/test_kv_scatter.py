@@ -11,11 +11,11 @@ import torch
 from baton.kernels.kv.pool_digest import kv_digest
 from baton.kernels.kv.reference import kv_digest_reference
 from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.cuda_ipc import PinnedMemory
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.span import Span
+from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -24,9 +24,9 @@ TUNINGS = [Tuning(16), Tuning(1, 4, 1024), Tuning(132, 8, 2048), Tuning(64, 16, 
 
 
 def layout(block_size, *, heads=8, head_dim=128, dtype="bfloat16", extra=()):
-    return KVLayout(
+    return KVLayout.of_attention(
         model_hash="m", num_layers=3, num_kv_heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype,
-        extra_layers=extra,
+        more=extra,
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class Pool:
     def __init__(self, layout, seed, *, pinned=False, rank=0, size=1):
         generator = torch.Generator().manual_seed(seed)
         needed = -(-LEN // layout.block_size)
-        self.geometry = PoolGeometry(layout, needed + 5, rank, size)
+        self.geometry = geometry_of(layout, needed + 5, rank, size)
         content = torch.randint(0, 256, (self.geometry.num_bytes,), dtype=torch.uint8, generator=generator)
         self.pinned = Pinned(self.geometry.num_bytes) if pinned else None
         if self.pinned is None:
@@ -137,9 +137,9 @@ def test_heads_of_other_ranks(words, from_ranks, to_ranks):
 
 
 def test_other_kinds_of_layers(words):
-    latent = LayerLayout(PayloadKind.LATENT, 1, 1, 576)
-    state = LayerLayout(PayloadKind.STATE, 32, 1, 128 * 128)
-    both = layout(16, extra=(latent, state))
+    compressed = latent(576)
+    recurrent = state(32, 128 * 128)
+    both = layout(16, extra=(compressed, recurrent))
     for layer, count, heads in ((3, LEN, 1), (4, 1, 32)):
         piece = Piece(layer=layer, first=0, count=count, head_first=0, head_count=heads)
         check(Pool(both, 7), Pool(both, 8), piece, words, TUNINGS[0], 5 + layer)

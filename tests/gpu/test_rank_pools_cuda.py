@@ -12,23 +12,23 @@ from baton.bench.actor import SpawnedRemote
 from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.receiver.device_jobs import SCRATCH_SLOT
 from baton.tests.gpu.gpu_tp_group_worker import GpuTPGroupWorker
 from baton.tests.gpu.pusher import Pusher, content_of
+from baton.tests.kvtransfer.kept import geometry_of, latent, state
 from baton.tests.kvtransfer.receiver_worker import Completed, IncomingFailed
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS = 96
-EXTRA = (LayerLayout(PayloadKind.LATENT, 1, 1, 72), LayerLayout(PayloadKind.STATE, 2, 1, 96))
+EXTRA = (latent(72), state(2, 96))
 TRANSPORTS = ("tcp", "nvlink")
 
 
 def layout(block_size=16, **changes):
     fields = {"model_hash": "m", "num_layers": 6, "num_kv_heads": 4, "head_dim": 64, "dtype": "bfloat16"}
-    return KVLayout(**{**fields, **changes}, block_size=block_size)
+    return KVLayout.of_attention(**{**fields, **changes}, block_size=block_size)
 
 
 class TPGroupPair:
@@ -51,7 +51,7 @@ class TPGroupPair:
         except BaseException:
             self.close()
             raise
-        self.source = PoolIO(content_of(source, NUM_BLOCKS).numpy(), PoolGeometry(source, NUM_BLOCKS))
+        self.source = PoolIO(content_of(source, NUM_BLOCKS).numpy(), geometry_of(source, NUM_BLOCKS))
         self.blocks = {}
 
     def granted(self, transport, key, prompt_len):
@@ -129,7 +129,7 @@ def pair():
     ],
 )
 def test_every_rank_gets_its_bytes_and_damage_at_any_is_noticed(pair, tp_size, num_kv_heads, sizes):
-    source = layout(sizes[0], num_kv_heads=num_kv_heads, extra_layers=EXTRA)
+    source = layout(sizes[0], num_kv_heads=num_kv_heads, more=EXTRA)
     both = pair(tp_size, source, dataclasses.replace(source, block_size=sizes[1]))
     worker, counts = both.worker, both.worker.service.inventory
     for transport in TRANSPORTS:

@@ -26,7 +26,7 @@ def facts(*, from_size: int, to_size: int, copy: bool, digest: bool, row_len: in
     """Of one specialization."""
     shapes = []
     for size in (from_size, to_size):
-        layout = KVLayout(
+        layout = KVLayout.of_attention(
             model_hash="m", num_layers=2, num_kv_heads=8, head_dim=row_len, block_size=size, dtype="bfloat16"
         )
         shapes.append(PoolGeometry(layout, 8).layer(0))

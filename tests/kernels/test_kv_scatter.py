@@ -17,20 +17,20 @@ from baton.kernels.kv import scatter_triton as kv_scatter_triton
 from baton.kernels.kv.pool_digest import kv_digest
 from baton.kernels.kv.reference import kv_digest_reference, kv_scatter_reference
 from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer import device_stream, rank_kernels
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.span import Span
+from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 NUM_POSITIONS = 70
 CPU = torch.device("cpu")
 
 
 def layout(block_size, *, heads=4, row_len=8, dtype="bfloat16", extra=()):
-    return KVLayout(
+    return KVLayout.of_attention(
         model_hash="m", num_layers=2, num_kv_heads=heads, head_dim=row_len, block_size=block_size, dtype=dtype,
-        extra_layers=extra,
+        more=extra,
     )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ class Pool:
     def __init__(self, layout, seed, *, rank=0, size=1, num_positions=NUM_POSITIONS, extra_blocks=2):
         generator = np.random.default_rng(seed)
         needed = -(-num_positions // layout.block_size)
-        self.geometry = PoolGeometry(layout, needed + extra_blocks, rank, size)
+        self.geometry = geometry_of(layout, needed + extra_blocks, rank, size)
         self.memory = generator.integers(0, 256, self.geometry.num_bytes, dtype=np.uint8)
         order = list(range(needed + extra_blocks))
         random.Random(seed).shuffle(order)
@@ -121,9 +121,9 @@ def test_heads_go_to_pools_that_hold_others(from_ranks, to_ranks):
 
 
 def test_other_kinds_of_layers():
-    latent = LayerLayout(PayloadKind.LATENT, 1, 1, 144 * 4)  # 144 words: no power of two
-    state = LayerLayout(PayloadKind.STATE, 3, 1, 300 * 4)  # columns left over
-    both = layout(16, extra=(latent, state))
+    compressed = latent(144 * 4)  # 144 words: no power of two
+    recurrent = state(3, 300 * 4)  # columns left over
+    both = layout(16, extra=(compressed, recurrent))
     source, target = Pool(both, 5), Pool(both, 6)
     for layer, count, heads in ((2, 20, 1), (3, 1, 3)):
         piece = Piece(layer=layer, first=0, count=count, head_first=0, head_count=heads)

@@ -30,12 +30,12 @@ FIELDS = {
     ],
 )
 def test_every_field_that_peers_must_share_changes_the_hash(name, value):
-    assert KVLayout(**FIELDS).hash == KVLayout(**FIELDS).hash
-    assert KVLayout(**FIELDS).hash != KVLayout(**{**FIELDS, name: value}).hash
+    assert KVLayout.of_attention(**FIELDS).hash == KVLayout.of_attention(**FIELDS).hash
+    assert KVLayout.of_attention(**FIELDS).hash != KVLayout.of_attention(**{**FIELDS, name: value}).hash
 
 
 def test_a_head_range_of_a_block_is_contiguous():
-    pool = KVPool(KVLayout(**FIELDS), 5, torch.device("cpu"))
+    pool = KVPool(KVLayout.of_attention(**FIELDS), 5, torch.device("cpu"))
     k_NHSD, v_NHSD = pool.layer(1)
     assert k_NHSD.shape == (6, 2, 16, 8)
     assert k_NHSD[2, 1].is_contiguous()
@@ -47,7 +47,7 @@ def test_a_head_range_of_a_block_is_contiguous():
 
 
 def test_a_pool_sized_from_memory_fits_it():
-    layout = KVLayout(**FIELDS)
+    layout = KVLayout.of_attention(**FIELDS)
     num_blocks = num_blocks_for_memory(layout, 1 << 20)
     assert (num_blocks + 1) * layout.bytes_per_block <= 1 << 20 < (num_blocks + 2) * layout.bytes_per_block
     assert KVPool(layout, num_blocks, torch.device("cpu")).data_bytes.nbytes <= 1 << 20

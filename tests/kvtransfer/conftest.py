@@ -42,7 +42,7 @@ def make_layout(**changes):
         "block_size": 4,
         "dtype": "float32",
     }
-    return KVLayout(**{**fields, **changes})
+    return KVLayout.of_attention(**{**fields, **changes})
 
 
 def fill(pool, generator):

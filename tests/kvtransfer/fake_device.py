@@ -4,7 +4,6 @@ import numpy as np
 
 from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
-from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.flag_page import FlagPage
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.protocol.span import Span
@@ -17,6 +16,10 @@ from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
 
 HANDLE = bytes(range(64))
+
+
+def blocks_of(io, table, span):
+    return io.geometry.layer(span.layer).blocks_of(table.blocks, table.state_slot, span.end)
 
 
 class FakeDevice:
@@ -53,12 +56,13 @@ class FakeDevice:
             layers = range(wanted.layer, wanted.layer + wanted.num_layers)
             heads = [io.geometry.layer(layer).heads for layer in layers]
             spans = [
-                Span(layer, 0, wanted.count, its.first, its.count) for layer, its in zip(layers, heads, strict=True)
+                Span(layer, wanted.first, wanted.count, its.first, its.count)
+                for layer, its in zip(layers, heads, strict=True)
             ]
             for span in spans if wanted.staging.blocks else ():
-                self.staging.copy(wanted.staging.blocks, io, table.blocks, span)
+                self.staging.copy(blocks_of(self.staging, wanted.staging, span), io, blocks_of(io, table, span), span)
             self.damage(wanted, table)
-            digests = [io.digest(table.blocks, span) if wanted.has_digest else 0 for span in spans]
+            digests = [io.digest(blocks_of(io, table, span), span) if wanted.has_digest else 0 for span in spans]
             FlagPage.raise_flag(self.flags, SLOT_WORDS, wanted.flag, wanted.sequence, digests)
 
     def drain(self):
@@ -77,11 +81,11 @@ class DeviceWorker(ReceiverWorker):
     def __init__(self, layout=None, *, num_blocks=64, num_staging_blocks=16, tp_size=1, lanes=("nvlink",), **config):
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
-        staging = PoolGeometry(self.layout, num_staging_blocks)
         self.setup = ReceiverSetup(
             epoch=D_EPOCH,
             layout=self.layout,
             num_blocks=num_blocks,
+            num_state_slots=num_blocks if self.layout.has_state else 0,
             tp_size=tp_size,
             listen=Listen("zmq", "tcp://127.0.0.1:0", tuple(lanes)),
             config=self.config,
@@ -90,6 +94,7 @@ class DeviceWorker(ReceiverWorker):
                 tuple(DevicePool(HANDLE.hex(), 512 * (rank + 1), f"GPU-{rank}") for rank in range(tp_size)),
             ),
         )
+        (staging,) = self.setup.host_geometries
         self.region = SharedRegion.create(
             link_bytes=ReceiverLink.num_bytes(self.config.ring_slots, num_blocks),
             pool_bytes=[staging.num_bytes, flag_bytes()],
@@ -102,7 +107,7 @@ class DeviceWorker(ReceiverWorker):
         host = PoolIO(np.frombuffer(self.region.pool(0), dtype=np.uint8), staging)
         self.device = FakeDevice(self.ranks, host, self.region.pool(FLAGS_POOL))
         self.service = ReceiverService.in_process(self.region, self.setup, self.device)
-        self.blocks = BlockAllocator(num_blocks, self.layout.block_size)
+        self.blocks = BlockAllocator(num_blocks, self.layout.block_size, num_state_slots=self.setup.num_state_slots)
         self.tables = {}
         self.events = []
         self.is_granting = True

@@ -34,6 +34,7 @@ class ReceiverWorker:
             epoch=D_EPOCH,
             layout=self.layout,
             num_blocks=num_blocks,
+            num_state_slots=num_blocks if self.layout.has_state else 0,
             tp_size=tp_size,
             listen=Listen(control, bind, tuple(lanes)),
             config=self.config,
@@ -46,7 +47,7 @@ class ReceiverWorker:
                 for rank, geometry in enumerate(self.setup.geometries)
             ]
         )
-        self.blocks = BlockAllocator(num_blocks, self.layout.block_size)
+        self.blocks = BlockAllocator(num_blocks, self.layout.block_size, num_state_slots=self.setup.num_state_slots)
         self.tables = {}
         self.events = []
         self.is_granting = True

@@ -3,18 +3,21 @@
 Nothing here uses the layout's own answers: who holds a head, where a row lies and what a payload is are said again.
 """
 
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.tests.kvtransfer.kept import latent, state, tail, window
 
-SIZES = (1, 2, 4)
+SIZES = (1, 2, 4, 8)
 HEADS = (1, 2, 4, 8)
 BLOCK_SIZES = (16, 64)
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -22,26 +25,45 @@ ROW_LEN = 8  # elements; eight bytes of float8
 
 
 def layout_of(num_kv_heads, dtype, block_size, num_layers=2):
-    """Attention, latent and state layers."""
-    extra = (
-        LayerLayout(PayloadKind.LATENT, 1, 1, 3 * ROW_LEN),
-        LayerLayout(PayloadKind.STATE, num_kv_heads, 1, 5 * ROW_LEN),
-        LayerLayout(PayloadKind.STATE, 4, 2, ROW_LEN),
+    """Every kind, by head and whole, of other dtypes too, in mixed order."""
+    more = (
+        latent(3 * ROW_LEN, dtype=dtype),
+        window(num_kv_heads, 5 * ROW_LEN, dtype=dtype),
+        tail(8, ROW_LEN, parts=2, dtype="float16"),
+        state(8, 2 * ROW_LEN, length=16),
+        window(2, ROW_LEN, length=100, ring=128, dtype=dtype, whole=True),
+        state(1, ROW_LEN, parts=3, length=16, dtype="float64", whole=True),
     )
-    return KVLayout(
+    layout = KVLayout.of_attention(
         model_hash="model",
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=ROW_LEN,
         block_size=block_size,
         dtype=dtype,
-        extra_layers=extra,
+        more=more,
     )
+    assert layout.problem == ""
+    order = (2, 3, 0, 4, 5, 1, 6, 7) if num_layers == 2 else range(len(layout.layers))
+    return dataclasses.replace(layout, layers=tuple(layout.layers[index] for index in order))
+
+
+def kept(spec, num_done):
+    """The positions that a layer keeps, one by one."""
+    match spec.keep.value:
+        case "rows":
+            return list(range(num_done))
+        case "window":
+            return [position for position in range(num_done) if num_done - position <= spec.length]
+        case "tail":
+            return [position for position in range(num_done) if position // spec.length == num_done // spec.length]
+        case "snapshot":
+            return [num_done // spec.length]
 
 
 def holds(spec, head, rank, size):
-    """A head is at every rank whose share of the heads overlaps it; a latent one is everywhere."""
-    if spec.kind is PayloadKind.LATENT:
+    """A head is at every rank whose share of the heads overlaps it; one of a whole layer is everywhere."""
+    if spec.whole:
         return True
     return head * size < (rank + 1) * spec.num_heads and rank * spec.num_heads < (head + 1) * size
 
@@ -52,37 +74,45 @@ def heads_at(spec, rank, size):
 
 
 def truth_of(layout, prompt_len, seed=0):
-    """Random bytes of every layer, [positions, heads, parts, row bytes]."""
+    """Random bytes of every layer, by position: [heads, parts, row bytes]."""
     source = np.random.default_rng(seed)
+    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
     found = []
     for spec in layout.layers:
-        num_positions = 1 if spec.kind is PayloadKind.STATE else prompt_len
-        shape = (num_positions, spec.num_heads, spec.num_parts, spec.row_len * layout.item_bytes)
-        found.append(source.integers(0, 256, shape, dtype=np.uint8))
+        shape = (spec.num_heads, spec.num_parts, spec.row_len * sizes[spec.dtype])
+        found.append({at: source.integers(0, 256, shape, dtype=np.uint8) for at in kept(spec, prompt_len)})
     return found
 
 
-def place(pool, blocks, truth):
+def row_of(spec, group, position):
+    """Where a position lies in a layer of a pool: (block, row)."""
+    if spec.keep.value == "rows":
+        return group.blocks[position // group.layout.block_size], position % group.layout.block_size
+    row = position % spec.ring
+    return (group.state_slot * spec.ring + row) // min(spec.ring, 64), row % min(spec.ring, 64)
+
+
+def place(pool, group, truth):
     """Put what a rank should hold into its pool, row by row."""
     rank, size = pool.geometry.rank, pool.geometry.size
     for index, (spec, content) in enumerate(zip(pool.layout.layers, truth, strict=True)):
         rows = pool.blocks(index).view(torch.uint8).numpy()
-        block_size = 1 if spec.kind is PayloadKind.STATE else pool.layout.block_size
         for local, head in enumerate(heads_at(spec, rank, size)):
-            for position in range(len(content)):
-                rows[blocks[position // block_size], local, :, position % block_size] = content[position, head]
+            for position, of_heads in content.items():
+                block, row = row_of(spec, group, position)
+                rows[block, local, :, row] = of_heads[head]
 
 
 def payload_of(layout, truth, span, order_block_size):
     """The bytes of a frame: blocks of the sender's size, in each head, part, position."""
     spec, content = layout.layers[span.layer], truth[span.layer]
-    order = 1 if spec.kind is PayloadKind.STATE else order_block_size
+    order = order_block_size if spec.keep.value == "rows" else min(spec.ring, 64)
     rows = []
     for _, positions in itertools.groupby(range(span.first, span.first + span.count), lambda at: at // order):
         inside = list(positions)
         for head in range(span.head_first, span.head_first + span.head_count):
             for part in range(spec.num_parts):
-                rows.extend(content[position, head, part] for position in inside)
+                rows.extend(content[position][head, part] for position in inside)
     return np.concatenate(rows).tobytes()
 
 
@@ -96,7 +126,9 @@ class Group:
     seed: int
     make_memory: object = None  # of a rank, from its geometry; else its own
     num_blocks: int = field(init=False)
+    num_state_slots: int = 3
     blocks: list[int] = field(init=False)
+    state_slot: int = field(init=False)
     pools: list[KVPool] = field(init=False)
     ios: list[PoolIO] = field(init=False)
     ranked: RankedPoolIO = field(init=False)
@@ -106,6 +138,7 @@ class Group:
         num_needed = -(-self.prompt_len // self.layout.block_size)
         self.num_blocks = num_needed + 2
         self.blocks = source.permutation(self.num_blocks)[:num_needed].tolist()
+        self.state_slot = int(source.integers(self.num_state_slots))
         self.pools = []
         for rank, geometry in enumerate(self.geometries):
             memory = self.make_memory(geometry) if self.make_memory else bytearray(geometry.num_bytes)
@@ -116,20 +149,43 @@ class Group:
 
     @property
     def geometries(self):
-        return [PoolGeometry(self.layout, self.num_blocks, rank, self.size) for rank in range(self.size)]
+        return [
+            PoolGeometry(self.layout, self.num_blocks, rank, self.size, num_state_slots=self.num_state_slots)
+            for rank in range(self.size)
+        ]
+
+    @property
+    def table(self):
+        return BlockTable(tuple(self.blocks), self.layout.block_size, self.state_slot)
+
+    def blocks_of(self, span):
+        """By position // rows of a block."""
+        spec = self.layout.layers[span.layer]
+        if spec.keep.value == "rows":
+            return self.blocks
+        step = min(spec.ring, 64)
+        return [row_of(spec, self, first)[0] for first in range(0, span.end, step)]
 
     def place(self, truth):
         """As after a prefill."""
         for pool in self.pools:
-            place(pool, self.blocks, truth)
+            place(pool, self, truth)
 
     def expected(self, truth):
         """What every byte of every pool must be once `truth` has landed in what the pools hold now."""
         twins = [self._pool(rank, bytearray(pool.bytes_view)) for rank, pool in enumerate(self.pools)]
         for twin in twins:
-            place(twin, self.blocks, truth)
+            place(twin, self, truth)
         return [twin.bytes_view for twin in twins]
 
     def _pool(self, rank, memory):
         cpu = torch.device("cpu")
-        return KVPool(self.layout, self.num_blocks, cpu, rank=rank, size=self.size, memory=memoryview(memory))
+        return KVPool(
+            self.layout,
+            self.num_blocks,
+            cpu,
+            rank=rank,
+            size=self.size,
+            num_state_slots=self.num_state_slots,
+            memory=memoryview(memory),
+        )

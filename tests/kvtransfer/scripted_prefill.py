@@ -8,7 +8,6 @@ import numpy as np
 from baton.core.clock import MonotonicClock
 from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.digest import MASK
-from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import VERSION, FrameHeader, crc_of, encode_header
@@ -23,6 +22,7 @@ from baton.kvtransfer.protocol.messages import (
 from baton.kvtransfer.protocol.span import Span
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.kept import geometry_of
 from baton.tests.kvtransfer.proving import PROOFS, prove_challenge
 
 
@@ -49,7 +49,7 @@ class ScriptedPrefill:
         self.d_epoch = 0
         self.has_digest = True  # frames and COMMITs have digests
         self.transport = ZmqTransport()
-        whole = PoolGeometry(layout, num_blocks)
+        whole = geometry_of(layout, num_blocks)
         content = np.random.default_rng(7).integers(0, 256, whole.num_bytes, dtype=np.uint8)
         self.whole = PoolIO(content, whole)  # the same for every rank, so that a test can compare
         self.blocks = tuple(range(num_blocks))
@@ -135,9 +135,10 @@ class ScriptedPrefill:
         if heads.count == 0:
             return
         span = Span(layer, first, count, heads.first, heads.count)
-        payload = self.whole.read(self.blocks, span, self.layout.block_size)
+        order = self.layout.rows_per_block(layer)
+        payload = self.whole.read(self.blocks, span, order)
         digest = self.whole.digest(self.blocks, span)
-        totals = self.digests.setdefault((grant.epoch, grant.incoming_id), [0] * self.layout.num_all_layers)
+        totals = self.digests.setdefault((grant.epoch, grant.incoming_id), [0] * self.layout.num_layers)
         totals[layer] = (totals[layer] + digest) & MASK
         header = FrameHeader(
             d_epoch=grant.epoch,
@@ -147,7 +148,7 @@ class ScriptedPrefill:
             layer=layer,
             head_first=heads.first,
             head_count=heads.count,
-            order_block_size=self.layout.block_size,
+            order_block_size=order,
             first=first,
             count=count,
             payload_bytes=len(payload),
@@ -162,14 +163,14 @@ class ScriptedPrefill:
 
     def push(self, grant, prompt_len, *, chunk_len=None):
         """Push every layer."""
-        for layer in range(self.layout.num_all_layers):
-            length = self.layout.layer_len(layer, prompt_len)
+        for layer in range(self.layout.num_layers):
+            length = self.layout.layers[layer].span(prompt_len).count
             step = chunk_len or length
             for first in range(0, length, step):
                 self.frame(grant, layer, first, min(step, length - first))
 
     def _totals(self, grant):
-        return self.digests.get((grant.epoch, grant.incoming_id), [0] * self.layout.num_all_layers)
+        return self.digests.get((grant.epoch, grant.incoming_id), [0] * self.layout.num_layers)
 
     def commit(self, grant, prompt_len, *, round=0):
         state = kv_pb2.SequenceState(first_token=7) if self.rank == 0 else None
@@ -179,7 +180,7 @@ class ScriptedPrefill:
                 incoming_id=grant.incoming_id,
                 attempt=grant.attempt,
                 prompt_len=prompt_len,
-                num_layers=self.layout.num_all_layers,
+                num_layers=self.layout.num_layers,
                 layer_digests=self._totals(grant) if self.has_digest else [],
                 state=state,
                 prefill_end_ns=int(MonotonicClock().now_s() * 1e9),
@@ -195,7 +196,9 @@ def key_of(name, attempt=0):
     return AttemptKey(name, attempt)
 
 
-BULK = KVLayout(model_hash="model", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+BULK = KVLayout.of_attention(
+    model_hash="model", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32"
+)
 BULK_LEN = 2048
 
 

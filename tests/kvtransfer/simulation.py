@@ -20,7 +20,7 @@ from baton.tests.kvtransfer.simulation_decode import DecodeNode
 from baton.tests.kvtransfer.simulation_prefill import PrefillNode
 
 NUM_LAYERS, NUM_HEADS, BLOCK_SIZE, NUM_BLOCKS = 2, 2, 2, 8
-LAYOUT = KVLayout(
+LAYOUT = KVLayout.of_attention(
     model_hash="model",
     num_layers=NUM_LAYERS,
     num_kv_heads=NUM_HEADS,
@@ -28,9 +28,8 @@ LAYOUT = KVLayout(
     block_size=BLOCK_SIZE,
     dtype="float64",
 )
-CONFIG = KVTransferConfig(
-    max_frame_bytes=2 * LAYOUT.bytes_per_position, window_bytes=3 * FRAME_OVERHEAD_BYTES + 256, ring_slots=8
-)
+POSITION_BYTES = LAYOUT.bytes_per_position // NUM_LAYERS  # of one layer
+CONFIG = KVTransferConfig(max_frame_bytes=2 * POSITION_BYTES, window_bytes=3 * FRAME_OVERHEAD_BYTES + 256, ring_slots=8)
 HISTORY = 64
 MASK = (1 << 64) - 1
 

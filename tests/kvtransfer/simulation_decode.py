@@ -315,7 +315,7 @@ class DecodeNode:
         }
         assert self.held(attempt, expected) == expected, "invariant 2"
         assert complete.state.first_token == 1000 + attempt.attempt
-        assert complete.bytes_landed >= complete.prompt_len * sim.NUM_LAYERS * sim.LAYOUT.bytes_per_position
+        assert complete.bytes_landed >= complete.prompt_len * sim.LAYOUT.bytes_per_position
         assert attempt.attempt > self.highest_complete.get(attempt.request_id, -1), "invariant 3"
         assert (attempt, "complete") not in self.world.log, "invariant 3"
         p_epoch = self.owners[attempt][0]

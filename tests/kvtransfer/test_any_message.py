@@ -15,7 +15,7 @@ from baton.kvtransfer.sender.messages import PushIdentity
 from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import prove, prove_reply
-from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_LAYERS
+from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_LAYERS, POSITION_BYTES
 
 pytestmark = pytest.mark.fast
 KINDS = [field.name for field in kv_pb2.Control.DESCRIPTOR.oneofs[0].fields]
@@ -84,7 +84,11 @@ def any_header(rng, incoming_transfers):
     fields = {"d_epoch": D_EPOCH, "incoming_id": rng.randrange(5), "attempt": 1, "seq": rng.randrange(9)}
     fields |= {"layer": rng.randrange(NUM_LAYERS), "head_first": 0, "head_count": 2, "order_block_size": 2}
     first, count = rng.randrange(4), rng.randint(1, 3)
-    fields |= {"first": first, "count": count, "payload_bytes": count * LAYOUT.bytes_per_position}
+    fields |= {
+        "first": first,
+        "count": count,
+        "payload_bytes": count * POSITION_BYTES,
+    }
     fields |= {"is_written": rng.random() < 0.5, "payload_digest": rng.choice([None, 7])}
     if incoming_transfers and rng.random() < 0.8:
         incoming = rng.choice(incoming_transfers)
@@ -112,7 +116,7 @@ class AnyIncoming:
         self.wanted, self.complete, self.writes, self.num_granted, self.number = [], set(), [], 0, 0
 
     def hello(self, now_s):
-        hello = kv_pb2.Hello(version=1, epoch=P_EPOCH, layout=layout_message(LAYOUT), tp_size=1, head_count=2)
+        hello = kv_pb2.Hello(version=2, epoch=P_EPOCH, layout=layout_message(LAYOUT), tp_size=1, head_count=2)
         hello.capabilities.append("digest")
         self.protocol.on_control("p", control_of(prove(hello, D_EPOCH, "p", now_s)), now_s)
 
@@ -216,7 +220,7 @@ class AnyPush:
 
     def answer_hello(self, hello, now_s):
         layout = layout_message(LAYOUT)
-        reply = kv_pb2.HelloReply(version=1, epoch=D_EPOCH, peer_epoch=P_EPOCH, layout=layout)
+        reply = kv_pb2.HelloReply(version=2, epoch=D_EPOCH, peer_epoch=P_EPOCH, layout=layout)
         reply.echo_sent_ns, reply.receiver_ns = hello.sent_ns, self.rng.choice([0, 2**63 - 1, -(2**63)])
         prove_reply(reply, hello)
         return self.protocol.on_control("d", control_of(reply), now_s)

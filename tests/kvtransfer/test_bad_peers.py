@@ -72,12 +72,12 @@ def hello_worker():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"version": 2}, "KVP version 2, here 1"),
+        ({"version": 1}, "KVP version 1, here 2"),
         ({"model_hash": "another"}, "model_hash 'another' here 'model'"),
         ({"num_layers": 4}, "num_layers 4 here 3"),
-        ({"num_kv_heads": 8}, "num_kv_heads 8 here 4"),
-        ({"head_dim": 16}, "head_dim 16 here 8"),
-        ({"dtype": "float64"}, "dtype 'float64' here 'float32'"),
+        ({"num_kv_heads": 8}, "layer 0: num_heads 8 here 4"),
+        ({"head_dim": 16}, "layer 0: row_len 16 here 8"),
+        ({"dtype": "float64"}, "layer 0: dtype 'float64' here 'float32'"),
         ({"has_mtp": True}, "has_mtp True here False"),
         ({"tp_size": 3, "tp_rank": 0}, "tensor parallel size 3 does not go with the 4 heads"),
         ({"tp_size": 2, "tp_rank": 2}, "tensor parallel rank 2 of 2"),

@@ -7,23 +7,23 @@ import time
 import pytest
 
 from baton.core.requests.request import AttemptKey
-from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.protocol.evidence import host_id
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
 from baton.kvtransfer.protocol.span import Span
 from baton.tests.kvtransfer.conftest import make_layout
-from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
+from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker, blocks_of
+from baton.tests.kvtransfer.kept import latent, state
 from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 
-LATENT = LayerLayout(PayloadKind.LATENT, 1, 1, 12)
-STATE = LayerLayout(PayloadKind.STATE, 2, 1, 20)
+LATENT = latent(12)
+STATE = state(2, 20)
 KEY = AttemptKey("r", 0)
 LEN = 23
 
 
 def mixed(num_kv_heads=2):
-    return make_layout(num_layers=4, num_kv_heads=num_kv_heads, extra_layers=(LATENT, LATENT, STATE))
+    return make_layout(num_layers=4, num_kv_heads=num_kv_heads, more=(LATENT, LATENT, STATE))
 
 
 @pytest.fixture
@@ -58,17 +58,17 @@ def setting(open_all):
 
 
 def whole(layout, layer, prompt_len=LEN):
-    return Span(layer, 0, layout.layer_len(layer, prompt_len), 0, layout.layer(layer).num_heads)
+    return Span(layer, 0, layout.layers[layer].span(prompt_len).count, 0, layout.layers[layer].num_heads)
 
 
 def push(worker, prefill, grant, lane, layers=None):
     """What a prefill rank does: send payloads, or write every rank's pool itself and send headers."""
-    for layer in range(worker.layout.num_all_layers) if layers is None else layers:
+    for layer in range(worker.layout.num_layers) if layers is None else layers:
         span = whole(worker.layout, layer)
         for pool in worker.ranks if lane == "nvlink" else ():
             heads = pool.geometry.layer(layer).heads
             part = Span(layer, 0, span.count, heads.first, heads.count)
-            prefill.whole.copy(prefill.blocks, pool, tuple(grant.blocks), part)
+            prefill.whole.copy(prefill.blocks, pool, blocks_of(pool, grant, part), part)
         prefill.frame(grant, layer, 0, span.count, lane=lane, is_written=lane == "nvlink")
 
 
@@ -82,11 +82,11 @@ def hand_over(worker, prefill, key, lane):
 
 def same_everywhere(worker, prefill, key):
     """Every rank holds its heads as the prefill worker has them."""
-    blocks = worker.tables[key].blocks
+    table = worker.tables[key]
     for pool in worker.ranks:
         for layer, geometry in enumerate(pool.geometry.layers):
-            part = Span(layer, 0, worker.layout.layer_len(layer, LEN), geometry.head_first, geometry.num_heads)
-            if pool.read(blocks, part, 4) != prefill.whole.read(prefill.blocks, part, 4):
+            part = Span(layer, 0, worker.layout.layers[layer].span(LEN).count, geometry.head_first, geometry.num_heads)
+            if pool.read(blocks_of(pool, table, part), part, 4) != prefill.whole.read(prefill.blocks, part, 4):
                 return False
     return True
 
@@ -117,16 +117,16 @@ def test_every_rank_gets_its_heads_and_all_are_verified(setting, num_kv_heads, t
     asked = worker.device.asked
     for rank in range(tp_size):
         mine = [wanted for wanted in asked if wanted.rank == rank]
-        assert sum(wanted.num_layers for wanted in mine) == layout.num_all_layers
+        assert sum(wanted.num_layers for wanted in mine) == layout.num_layers
     assert len({(wanted.flag, wanted.sequence) for wanted in asked}) == len(asked), "a flag for each"
     for wanted in asked:  # no launch crosses from one shape to another
-        assert len({layout.layers[wanted.layer + index].kind for index in range(wanted.num_layers)}) == 1
+        assert len({layout.layers[wanted.layer + index] for index in range(wanted.num_layers)}) == 1
 
 
 def test_layers_of_one_shape_that_ranks_hold_otherwise_are_no_launch(setting):
     """Rows of a latent layer may look like those of an attention layer; but every rank has all of them."""
-    look_alike = LayerLayout(PayloadKind.LATENT, 2, 2, 8)
-    layout = make_layout(num_layers=2, num_kv_heads=2, extra_layers=(look_alike,))
+    look_alike = latent(8, heads=2, parts=2)
+    layout = make_layout(num_layers=2, num_kv_heads=2, more=(look_alike,))
     worker, prefill = setting(layout, 2)
     hand_over(worker, prefill, KEY, "inline")
     worker.wait_for(Completed, KEY)

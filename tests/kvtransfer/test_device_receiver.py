@@ -7,20 +7,20 @@ import time
 import pytest
 
 from baton.core.requests.request import AttemptKey
-from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.protocol.evidence import host_id
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
 from baton.kvtransfer.protocol.messages import wire_attempt
 from baton.kvtransfer.protocol.span import Span
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
-from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
+from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker, blocks_of
+from baton.tests.kvtransfer.kept import latent, state
 from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed, ReserveWanted
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 
-LATENT = LayerLayout(PayloadKind.LATENT, 1, 1, 12)
-STATE = LayerLayout(PayloadKind.STATE, 2, 1, 20)
-MIXED = make_layout(num_layers=4, extra_layers=(LATENT, LATENT, STATE))
+LATENT = latent(12)
+STATE = state(2, 20)
+MIXED = make_layout(num_layers=4, more=(LATENT, LATENT, STATE))
 KEY = AttemptKey("r", 0)
 LANES = ("inline", "nvlink")
 
@@ -59,21 +59,23 @@ def setting(open_all):
 
 def push(worker, prefill, grant, prompt_len, lane, layers=None):
     """What a prefill rank does: send payloads, or write the pool itself and send headers."""
-    for layer in range(worker.layout.num_all_layers) if layers is None else layers:
-        length = worker.layout.layer_len(layer, prompt_len)
-        heads = worker.layout.layer(layer).num_heads
+    for layer in range(worker.layout.num_layers) if layers is None else layers:
+        length = worker.layout.layers[layer].span(prompt_len).count
+        heads = worker.layout.layers[layer].num_heads
         span = Span(layer, 0, length, 0, heads)
         if lane == "nvlink":
-            prefill.whole.copy(prefill.blocks, worker.pool, tuple(grant.blocks), span)
+            prefill.whole.copy(prefill.blocks, worker.pool, blocks_of(worker.pool, grant, span), span)
         prefill.frame(grant, layer, 0, length, lane=lane, is_written=lane == "nvlink")
 
 
 def same(worker, prefill, key, prompt_len):
     table = worker.tables[key]
-    for layer in range(worker.layout.num_all_layers):
-        span = Span(layer, 0, worker.layout.layer_len(layer, prompt_len), 0, worker.layout.layer(layer).num_heads)
+    for layer in range(worker.layout.num_layers):
+        span = Span(
+            layer, 0, worker.layout.layers[layer].span(prompt_len).count, 0, worker.layout.layers[layer].num_heads
+        )
         want = prefill.whole.read(prefill.blocks, span, worker.layout.block_size)
-        if worker.pool.read(table.blocks, span, worker.layout.block_size) != want:
+        if worker.pool.read(blocks_of(worker.pool, table, span), span, worker.layout.block_size) != want:
             return False
     return True
 
@@ -100,11 +102,11 @@ def test_what_lands_is_in_the_pool_and_verified_there(setting, lane):
     asked = worker.device.asked
     assert all(wanted.has_digest for wanted in asked)
     assert {bool(wanted.staging.blocks) for wanted in asked} == {lane == "inline"}
-    assert sum(wanted.num_layers for wanted in asked) == 3 * MIXED.num_all_layers
+    assert sum(wanted.num_layers for wanted in asked) == 3 * MIXED.num_layers
     for wanted in asked:  # no launch crosses from one shape to another
-        kinds = {MIXED.layers[wanted.layer + index].kind for index in range(wanted.num_layers)}
+        kinds = {MIXED.layers[wanted.layer + index] for index in range(wanted.num_layers)}
         assert len(kinds) == 1
-        assert wanted.count == MIXED.layer_len(wanted.layer, 23)
+        assert wanted.count == MIXED.layers[wanted.layer].span(23).count
 
 
 def test_layers_gather_while_the_engine_is_at_a_step(setting):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import MalformedMessage, ProtocolError
+from baton.kvcache.layout import Range
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.protocol.coverage import Coverage, Gap
@@ -124,12 +125,12 @@ def test_pieces_cover_a_range_once_and_fit(first, count, max_frame_bytes):
     layout = make_layout()
     pieces = list(FrameShape(layout, max_frame_bytes).split(0, first, count, 2))
     assert [p for f, c in pieces for p in range(f, f + c)] == list(range(first, first + count))
-    assert all(c == 1 or c * layout.bytes_per_position <= max_frame_bytes for _, c in pieces)
+    assert all(c == 1 or c * layout.layers[0].head_bytes * layout.num_kv_heads <= max_frame_bytes for _, c in pieces)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 11), st.integers(1, 6), st.integers(0, 1)), max_size=8))
 def test_coverage_is_a_set(ranges):
-    coverage, model = Coverage([17, 17], [2, 2]), set()
+    coverage, model = Coverage([Range(0, 17), Range(0, 17)], [2, 2]), set()
     for layer, first, count, head in ranges:
         cells = {(layer, p, head) for p in range(first, first + count)}
         assert coverage.overlaps(layer, first, count, head, 1) == bool(cells & model)

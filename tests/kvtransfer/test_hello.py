@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.errors import MalformedMessage
 from baton.core.requests.request import AttemptKey
-from baton.kvcache.layout import LayerLayout, PayloadKind
+from baton.kvcache.layout import Keep
 from baton.kvtransfer.protocol.messages import control_of, encode_control, layout_message, parse_control, wire_attempt
 from baton.kvtransfer.receiver.actions import SendControl as Reply
 from baton.kvtransfer.receiver.protocol import ReceiverProtocol
@@ -25,6 +25,7 @@ from baton.kvtransfer.sender.actions import (
 from baton.kvtransfer.sender.messages import PushIdentity
 from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.kept import latent
 from baton.tests.kvtransfer.proving import prove, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
 
@@ -38,7 +39,7 @@ def incoming(layout=LAYOUT, **options):
 
 
 def hello(layout=LAYOUT, **changes):
-    fields = {"version": 1, "epoch": 5, "tp_size": 1, "head_count": 2, "sent_ns": 7}
+    fields = {"version": 2, "epoch": 5, "tp_size": 1, "head_count": 2, "sent_ns": 7}
     return control_of(kv_pb2.Hello(layout=layout_message(layout), **{**fields, **changes}))
 
 
@@ -51,17 +52,22 @@ def answer(protocol, message, peer="p", now_s=0.0):
     return replies[-1] if replies else None
 
 
-EXTRA = dataclasses.replace(LAYOUT, extra_layers=(LayerLayout(PayloadKind.LATENT, 1, 1, 8),))
+def other_rows(**changes):
+    return dataclasses.replace(LAYOUT, layers=tuple(dataclasses.replace(layer, **changes) for layer in LAYOUT.layers))
+
+
+EXTRA = dataclasses.replace(LAYOUT, layers=(*LAYOUT.layers, latent(8)))
 
 
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        (hello(version=2), "version 2"),
+        (hello(version=1), "version 1"),
         (hello(dataclasses.replace(LAYOUT, model_hash="other")), "model_hash 'other'"),
-        (hello(dataclasses.replace(LAYOUT, num_layers=3)), "num_layers 3"),
-        (hello(dataclasses.replace(LAYOUT, dtype="float32", head_dim=2)), "head_dim 2"),
-        (hello(EXTRA), "extra layers"),
+        (hello(dataclasses.replace(LAYOUT, layers=LAYOUT.layers[:1] * 3)), "num_layers 3"),
+        (hello(other_rows(dtype="float32", row_len=2)), "layer 0: row_len 2 here"),
+        (hello(other_rows(keep=Keep.TAIL, length=1, ring=1)), "keep 'tail' here 'rows'"),
+        (hello(EXTRA), "num_layers 3 here 2"),
         (hello(tp_size=0), "rank 0 of 0"),
         (hello(tp_size=2, tp_rank=2), "rank 2 of 2"),
         (hello(tp_size=3, head_count=1), "size 3"),
@@ -149,7 +155,7 @@ class Pushing:
 
     def reply_to(self, actions, now_s=0.0, **changes):
         asked = next(a.control.hello for a in actions if isinstance(a, SendControl))
-        fields = {"version": 1, "epoch": 1, "peer_epoch": 5, "echo_sent_ns": asked.sent_ns, "host_id": "here"}
+        fields = {"version": 2, "epoch": 1, "peer_epoch": 5, "echo_sent_ns": asked.sent_ns, "host_id": "here"}
         reply = prove_reply(kv_pb2.HelloReply(layout=layout_message(LAYOUT), **{**fields, **changes}), asked)
         return self.protocol.on_control("d", control_of(reply), now_s)
 

@@ -48,7 +48,7 @@ class Stranger:
         PlainAdmission(password).arm(self._socket, is_server=False)
         self._socket.connect(pair.incoming.address)
         hello = kv_pb2.Hello(
-            version=1,
+            version=2,
             epoch=77,
             layout=layout_message(pair.layout),
             tp_size=1,

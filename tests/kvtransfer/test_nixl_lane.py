@@ -6,8 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.nixl_ranges import span_ranges
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.span import Span
@@ -16,6 +15,7 @@ from baton.kvtransfer.transports import nixl_agent
 from baton.kvtransfer.transports.nixl_lane import NixlOpener
 from baton.kvtransfer.transports.nixl_pools import NixlPools, agent_name, read_offer
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 EPOCH = 0xABCDEF
 NUM_BLOCKS = 12
@@ -25,21 +25,21 @@ needs_nixl = pytest.mark.skipif(
 
 
 def layout_of(block_size=16, heads=4):
-    extra = (LayerLayout(PayloadKind.LATENT, 1, 1, 24), LayerLayout(PayloadKind.STATE, heads, 1, 40))
-    return KVLayout(
+    extra = (latent(24), state(heads, 40))
+    return KVLayout.of_attention(
         model_hash="m",
         num_layers=2,
         num_kv_heads=heads,
         head_dim=8,
         block_size=block_size,
         dtype="bfloat16",
-        extra_layers=extra,
+        more=extra,
     )
 
 
 def pool_of(layout, *, rank=0, size=1, seed=None):
     """(memory, PoolIO) of one rank, random or zero."""
-    geometry = PoolGeometry(layout, NUM_BLOCKS, rank, size)
+    geometry = geometry_of(layout, NUM_BLOCKS, rank, size)
     memory = np.zeros(geometry.num_bytes, dtype=np.uint8)
     if seed is not None:
         memory[:] = np.random.default_rng(seed).integers(0, 256, size=memory.size, dtype=np.uint8)
@@ -52,6 +52,7 @@ def place_of(io):
         num_bytes=geometry.num_bytes,
         num_blocks=geometry.num_blocks,
         block_size=geometry.layout.block_size,
+        num_state_slots=geometry.num_state_slots,
         tp_rank=geometry.rank,
         tp_size=geometry.size,
     )

@@ -33,7 +33,7 @@ def incoming():
 
 
 def hello(**changes):
-    fields = {"version": 1, "epoch": P_EPOCH, "tp_size": 1, "head_count": 2, "lanes": ["raw"]}
+    fields = {"version": 2, "epoch": P_EPOCH, "tp_size": 1, "head_count": 2, "lanes": ["raw"]}
     return kv_pb2.Hello(layout=layout_message(LAYOUT), **{**fields, **changes})
 
 
@@ -115,7 +115,7 @@ def test_nothing_of_a_hello_may_be_touched(name, number, data):
     if field.type == field.TYPE_BYTES:
         setattr(message, name, data)
     elif field.message_type is not None:
-        message.layout.head_dim = number
+        message.layout.layers.add(row_len=number + 1)
     elif isinstance(getattr(message, name), int):
         setattr(message, name, number)
     elif isinstance(getattr(message, name), str):
@@ -152,7 +152,7 @@ class Pushing:
 
 
 def good_reply(asked, **changes):
-    fields = {"version": 1, "epoch": D_EPOCH, "peer_epoch": P_EPOCH, "echo_sent_ns": asked.sent_ns}
+    fields = {"version": 2, "epoch": D_EPOCH, "peer_epoch": P_EPOCH, "echo_sent_ns": asked.sent_ns}
     return kv_pb2.HelloReply(layout=layout_message(LAYOUT), **{**fields, **changes})
 
 
@@ -211,7 +211,7 @@ def test_an_impostor_cannot_make_it_talk_without_end():
     message = push.asked
     for at in range(100):
         reply = kv_pb2.HelloReply(
-            version=1, peer_epoch=P_EPOCH, echo_sent_ns=message.sent_ns, challenge=at.to_bytes(16, "big")
+            version=2, peer_epoch=P_EPOCH, echo_sent_ns=message.sent_ns, challenge=at.to_bytes(16, "big")
         )
         actions = push.hear(reply, now_s=at * 1e-4)
         num_said += len(actions)

@@ -40,7 +40,7 @@ class Hooked:
 
     def open(self, offer, epoch, host_id):
         self.lane = self._real.open(offer, epoch, host_id)
-        self.num_blocks = self.lane.num_blocks
+        self.num_blocks, self.num_state_slots = self.lane.num_blocks, self.lane.num_state_slots
         return self
 
     def write(self, blocks, target_blocks, span, *, with_digest):
@@ -109,7 +109,7 @@ def test_all_lands_and_is_written_once(make_prefill, decodes, digest, block_size
         prefill.compute(key, first=first, count=min(first + 30, 75))
     prefill.commit(key)
     complete, acked = prefill.wait_for(Completed, key), prefill.wait_for(Acked, key)
-    assert complete.bytes_landed == acked.bytes_pushed == 75 * LAYOUT.bytes_per_position * LAYOUT.num_layers
+    assert complete.bytes_landed == acked.bytes_pushed == 75 * LAYOUT.bytes_per_position
     prefill.assert_landed(key, blocks)
     counts = prefill.push.inventory()
     assert (counts["frames_pushed"], counts["frames_rewritten"], counts["bytes_resent"]) == (12, 0, 0)

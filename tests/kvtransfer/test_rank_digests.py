@@ -4,25 +4,24 @@ import numpy as np
 import pytest
 
 from baton.kernels.kv.digest import MASK
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import LayerLayout, PayloadKind
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.span import Span
 from baton.kvtransfer.receiver.rank_digests import RankDigests
 from baton.tests.kvtransfer.conftest import make_layout
+from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 pytestmark = pytest.mark.fast
-EXTRA = (LayerLayout(PayloadKind.LATENT, 1, 1, 12), LayerLayout(PayloadKind.STATE, 8, 1, 20))
+EXTRA = (latent(12), state(8, 20))
 BLOCKS = (3, 0, 5)
 LEN = 11
 
 
 def ranks_of(layout, size):
     """A pool with all heads, and those of ranks with the same content."""
-    geometry = PoolGeometry(layout, 6)
+    geometry = geometry_of(layout, 6)
     whole = PoolIO(np.random.default_rng(1).integers(0, 256, geometry.num_bytes, dtype=np.uint8), geometry)
     pools = []
-    for its in PoolGeometry(layout, 6, 0, size).of_all_ranks:
+    for its in geometry_of(layout, 6, 0, size).of_all_ranks:
         pool = PoolIO(np.zeros(its.num_bytes, dtype=np.uint8), its)
         for layer, part in enumerate(its.layers):
             whole.copy(BLOCKS, pool, BLOCKS, span_of(layout, layer, part.heads))
@@ -31,7 +30,7 @@ def ranks_of(layout, size):
 
 
 def span_of(layout, layer, heads):
-    return Span(layer, 0, layout.layer_len(layer, LEN), heads.first, heads.count)
+    return Span(layer, 0, layout.layers[layer].span(LEN).count, heads.first, heads.count)
 
 
 def answers(layout, pools, layer):
@@ -41,11 +40,11 @@ def answers(layout, pools, layer):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_the_parts_make_the_digest_of_the_whole(num_kv_heads, size):
-    layout = make_layout(num_kv_heads=num_kv_heads, extra_layers=EXTRA)
+    layout = make_layout(num_kv_heads=num_kv_heads, more=EXTRA)
     whole, pools = ranks_of(layout, size)
     together = RankDigests(layout, size)
     for layer, shape in enumerate(layout.layers):
-        wanted = whole.digest(BLOCKS, Span(layer, 0, layout.layer_len(layer, LEN), 0, shape.num_heads))
+        wanted = whole.digest(BLOCKS, Span(layer, 0, layout.layers[layer].span(LEN).count, 0, shape.num_heads))
         assert together.total(layer, answers(layout, pools, layer)) == wanted
         covered = {head for heads in together.heads(layer) for head in range(heads.first, heads.stop)}
         assert covered == set(range(shape.num_heads))
@@ -54,10 +53,10 @@ def test_the_parts_make_the_digest_of_the_whole(num_kv_heads, size):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_one_wrong_part_or_copy_shows_at_whatever_rank(num_kv_heads, size):
-    layout = make_layout(num_kv_heads=num_kv_heads, extra_layers=EXTRA)
+    layout = make_layout(num_kv_heads=num_kv_heads, more=EXTRA)
     _, pools = ranks_of(layout, size)
     together = RankDigests(layout, size)
-    for layer in range(layout.num_all_layers):
+    for layer in range(layout.num_layers):
         right = answers(layout, pools, layer)
         for rank in range(size):
             for wrong in (right[rank] ^ 1, (right[rank] + 1) & MASK, (right[rank] - 1) & MASK, 0, MASK):

@@ -8,17 +8,17 @@ import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import KVLayout, LayerLayout, PayloadKind
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.span import Span
 from baton.kvtransfer.rank_kernels import RankKernels
 from baton.kvtransfer.receiver.actions import DigestWanted
 from baton.kvtransfer.receiver.device_jobs import SLOT_WORDS, flag_bytes, flag_page
 from baton.kvtransfer.receiver.rank_digests import RankDigests
+from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 CPU = torch.device("cpu")
-EXTRA = (LayerLayout(PayloadKind.LATENT, 1, 1, 16), LayerLayout(PayloadKind.STATE, 8, 1, 16))
+EXTRA = (latent(16), state(8, 16))
 LEN = 37
 NUM_BLOCKS, NUM_STAGING = 8, 6
 
@@ -28,24 +28,28 @@ class Ranks:
 
     def __init__(self, num_kv_heads, size, block_size=16, extra=(), prompt_len=LEN):
         self.prompt_len = prompt_len
-        self.layout = KVLayout(
+        self.layout = KVLayout.of_attention(
             model_hash="m", num_layers=2, num_kv_heads=num_kv_heads, head_dim=8, block_size=block_size,
-            dtype="bfloat16", extra_layers=extra,
+            dtype="bfloat16", more=extra,
         )  # fmt: skip
         generator = np.random.default_rng(7)
 
         def random_pool(geometry):
             return PoolIO(generator.integers(0, 256, geometry.num_bytes, dtype=np.uint8), geometry)
 
-        self.staging = random_pool(PoolGeometry(self.layout, NUM_STAGING))
-        self.pools = [random_pool(its) for its in PoolGeometry(self.layout, NUM_BLOCKS, 0, size).of_all_ranks]
+        self.staging = random_pool(geometry_of(self.layout, NUM_STAGING))
+        self.pools = [random_pool(its) for its in geometry_of(self.layout, NUM_BLOCKS, 0, size).of_all_ranks]
         self.words = np.zeros(flag_bytes(), dtype=np.uint8)
         self.flags = flag_page(self.words.data)
         needed = -(-prompt_len // block_size)
-        self.source = BlockTable(tuple(range(NUM_STAGING))[-needed:][::-1], block_size)
-        self.table = BlockTable(tuple(range(NUM_BLOCKS))[::2][:needed], block_size)
+        self.source = BlockTable(
+            tuple(range(NUM_STAGING))[-needed:][::-1], block_size, NUM_STAGING - 1 if extra else None
+        )
+        self.table = BlockTable(tuple(range(NUM_BLOCKS))[::2][:needed], block_size, 0 if extra else None)
         self.kernels = [
-            RankKernels(address_of(pool), address_of(self.staging), self.words.ctypes.data, CPU, size)
+            RankKernels(
+                address_of(pool), pool.geometry.layers, address_of(self.staging), self.words.ctypes.data, CPU, size
+            )
             for pool in self.pools
         ]
 
@@ -54,7 +58,7 @@ class Ranks:
         (flag,) = self.flags.claim()
         wanted = DigestWanted(
             attempt=AttemptKey("r", 0), rank=rank, flag=flag.slot, sequence=flag.sequence, layer=layer,
-            num_layers=num_layers, count=self.layout.layer_len(layer, self.prompt_len),
+            num_layers=num_layers, first=0, count=self.layout.layers[layer].span(self.prompt_len).count,
             staging=self.source if staged else BlockTable((), self.layout.block_size), has_digest=has_digest,
         )  # fmt: skip
         self.kernels[rank].launch(wanted, self.table)
@@ -65,7 +69,7 @@ class Ranks:
 
     def span(self, layer, rank=None):
         shape = (self.staging if rank is None else self.pools[rank]).geometry.layer(layer)
-        return Span(layer, 0, self.layout.layer_len(layer, self.prompt_len), shape.head_first, shape.num_heads)
+        return Span(layer, 0, self.layout.layers[layer].span(self.prompt_len).count, shape.head_first, shape.num_heads)
 
     def expected(self, rank, layers):
         """All of a rank's memory after its part of these layers was copied by NumPy."""
@@ -96,7 +100,7 @@ def test_ranks_are_filled_with_their_heads_alone_and_their_digests_make_the_whol
 def test_layers_of_every_kind_and_blocks_of_any_size(block_size, prompt_len):
     ranks = Ranks(4, 2, block_size, EXTRA, prompt_len)
     together = RankDigests(ranks.layout, 2)
-    for layer in range(ranks.layout.num_all_layers):
+    for layer in range(ranks.layout.num_layers):
         wanted = [ranks.expected(rank, [layer]) for rank in range(2)]
         digests = [ranks.launch(rank, layer)[0] for rank in range(2)]
         assert [bytes(pool._memory) for pool in ranks.pools] == wanted

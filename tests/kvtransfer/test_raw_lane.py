@@ -153,7 +153,7 @@ def broken_header():
 
 @pytest.mark.parametrize(
     "data",
-    [broken_header(), make_header(4 * MIB + 8), make_header((1 << 32) - 8), b"\0" * HEADER_BYTES, b"KVP1" * 100],
+    [broken_header(), make_header(4 * MIB + 8), make_header((1 << 32) - 8), b"\0" * HEADER_BYTES, b"KVP2" * 100],
 )
 def test_a_header_that_is_none_ends_its_connection_only(ends, connect, data):
     connection = welcomed(ends, connect)

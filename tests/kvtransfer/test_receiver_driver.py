@@ -160,7 +160,7 @@ class Bench:
         return None if data is None else decode_record(data)[0]
 
     def frame(self, layer=0, seq=0):
-        payload = StuckPayload(9 * self.layout.num_kv_heads * self.layout.head_bytes(layer))
+        payload = StuckPayload(9 * self.layout.num_kv_heads * self.layout.layers[layer].head_bytes)
         header = FrameHeader(
             d_epoch=5,
             incoming_id=self.grant.incoming_id,

@@ -62,7 +62,7 @@ def make_prefill():
 
 def content(io, blocks, layout, prompt_len):
     """The bytes of a prompt, by layer."""
-    spans = [Span(layer, 0, prompt_len, 0, layout.layer(layer).num_heads) for layer in range(layout.num_all_layers)]
+    spans = [Span(layer, 0, prompt_len, 0, layout.layers[layer].num_heads) for layer in range(layout.num_layers)]
     return [bytes(np.concatenate([np.frombuffer(p, np.uint8) for p in io.pieces(blocks, s, 64)])) for s in spans]
 
 

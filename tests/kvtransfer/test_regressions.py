@@ -128,7 +128,7 @@ def test_a_frame_out_of_range(world, change):
     header = decode_header(message.data)
     header = dataclasses.replace(header, **change)
     if change.get("count") == 2:
-        header = dataclasses.replace(header, payload_bytes=2 * LAYOUT.bytes_per_position)
+        header = dataclasses.replace(header, payload_bytes=2 * LAYOUT.layers[0].head_bytes * LAYOUT.num_kv_heads)
     with pytest.raises(ProtocolError):
         node.protocol.on_frame(message.sender, header, node.now())
     assert not node.writes

@@ -17,6 +17,7 @@ from baton.tests.kvtransfer.reshard import (
     HEADS,
     SIZES,
     Group,
+    kept,
     layout_of,
     payload_of,
     truth_of,
@@ -30,12 +31,17 @@ def frames_of(group, cuts):
     """(rank, header) of everything the ranks of a prefill worker push, a prompt computed in chunks between `cuts`."""
     layout, size = group.layout, group.size
     shape = FrameShape(layout, max_frame_bytes=3000)
-    for rank, layer in itertools.product(range(size), range(layout.num_all_layers)):
+    for rank, layer in itertools.product(range(size), range(layout.num_layers)):
         heads = layout.pushed_heads(layer, rank, size)
         if heads.count == 0:
             continue
-        ends = cuts if layout.layer_len(layer, group.prompt_len) > 1 or group.prompt_len == 1 else [0, 1]
-        for start, stop in itertools.pairwise(ends):
+        spec = layout.layers[layer]
+        its = kept(spec, group.prompt_len)
+        if spec.keep.value == "rows":
+            pieces = itertools.pairwise(cuts)
+        else:  # only what decode goes on from, once all is computed
+            pieces = [(its[0], its[-1] + 1)] if its else []
+        for start, stop in pieces:
             for first, count in shape.split(layer, start, stop - start, heads.count):
                 span = Span(layer, first, count, heads.first, heads.count)
                 header = FrameHeader(
@@ -46,11 +52,11 @@ def frames_of(group, cuts):
                     layer=layer,
                     head_first=heads.first,
                     head_count=heads.count,
-                    order_block_size=layout.block_size,
+                    order_block_size=layout.rows_per_block(layer),
                     first=first,
                     count=count,
                     payload_bytes=shape.payload_bytes(layer, count, heads.count),
-                    payload_digest=group.ios[rank].digest(group.blocks, span),
+                    payload_digest=group.ios[rank].digest(group.blocks_of(span), span),
                 )
                 shape.check(header)
                 yield rank, header
@@ -61,15 +67,15 @@ def land(path, source, target, rank, header):
     span, order = header.span, header.order_block_size
     sender = source.ios[rank]
     if path == "write":  # gathered, sent in one piece, scattered
-        target.ranked.write(target.blocks, span, sender.read(source.blocks, span, order), order)
+        target.ranked.write(target.blocks_of(span), span, sender.read(source.blocks_of(span), span, order), order)
     elif path == "pieces":  # scatter lists on both sides
-        wire = b"".join(sender.pieces(source.blocks, span, order))
+        wire = b"".join(sender.pieces(source.blocks_of(span), span, order))
         start = 0
-        for piece in target.ranked.pieces(target.blocks, span, order):
+        for piece in target.ranked.pieces(target.blocks_of(span), span, order):
             piece[:] = wire[start : start + len(piece)]
             start += len(piece)
         assert start == len(wire)
-        target.ranked.spread(target.blocks, span)
+        target.ranked.spread(target.blocks_of(span), span)
     else:  # from pool to pool, to every rank that holds some of the heads
         digest = 0
         seen = set()
@@ -78,7 +84,7 @@ def land(path, source, target, rank, header):
             first, stop = max(theirs.first, span.head_first), min(theirs.stop, span.head_first + span.head_count)
             if first < stop:
                 part = Span(span.layer, span.first, span.count, first, stop - first)
-                copied = sender.copy(source.blocks, io, target.blocks, part, with_digest=True)
+                copied = sender.copy(source.blocks_of(part), io, target.blocks_of(part), part, with_digest=True)
                 digest += 0 if first in seen else copied
                 seen.add(first)
         assert digest & MASK == header.payload_digest
@@ -98,19 +104,23 @@ def check(path, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len):
     cuts = sorted({0, prompt_len // 3, prompt_len // 3 + 1, prompt_len})
     frames = list(frames_of(source, cuts))
     random.Random(prompt_len).shuffle(frames)
-    totals = [0] * source_layout.num_all_layers
+    totals = [0] * source_layout.num_layers
     for rank, sent in frames:
         header = decode_header(encode_header(sent))
         assert header == sent
         land(path, source, target, rank, header)
-        assert target.ranked.digest(target.blocks, header.span) == header.payload_digest
+        assert target.ranked.digest(target.blocks_of(header.span), header.span) == header.payload_digest
         totals[header.layer] = (totals[header.layer] + header.payload_digest) & MASK
     for pool, wanted in zip(target.pools, expected, strict=True):
         assert (pool.bytes_view == wanted).all()
     for layer, spec in enumerate(target_layout.layers):
-        whole = Span(layer, 0, target_layout.layer_len(layer, prompt_len), 0, spec.num_heads)
-        assert target.ranked.digest(target.blocks, whole) == totals[layer]
-        assert source.ranked.digest(source.blocks, whole) == totals[layer]
+        its = kept(spec, prompt_len)
+        assert target_layout.layers[layer].span(prompt_len).count == len(its)
+        if not its:
+            continue
+        whole = Span(layer, its[0], len(its), 0, spec.num_heads)
+        assert target.ranked.digest(target.blocks_of(whole), whole) == totals[layer]
+        assert source.ranked.digest(source.blocks_of(whole), whole) == totals[layer]
     assert sum(header.payload_bytes for _, header in frames) == source_layout.payload_bytes(prompt_len)
 
 
@@ -148,7 +158,8 @@ def test_the_order_of_a_payload(dtype):
         source.place(truth)
         for rank, header in frames_of(source, [0, 20, 83]):
             wanted = payload_of(layout, truth, header.span, block_size)
-            assert source.ios[rank].read(source.blocks, header.span, block_size) == wanted
+            order = header.order_block_size
+            assert source.ios[rank].read(source.blocks_of(header.span), header.span, order) == wanted
 
 
 def test_digests_are_what_the_definition_says():
@@ -159,13 +170,14 @@ def test_digests_are_what_the_definition_says():
     source.place(truth)
     for layer, content in enumerate(truth):
         total = 0
-        for position, head, part in itertools.product(*(range(length) for length in content.shape[:3])):
-            words = content[position, head, part].view("<u8").tolist()
+        spec = layout.layers[layer]
+        for position, head, part in itertools.product(content, range(spec.num_heads), range(spec.num_parts)):
+            words = content[position][head, part].view("<u8").tolist()
             where = weight((2 << 60) + position // 64) * weight((3 << 60) + position % 64)
             for word, value in enumerate(words):
                 total += (value + 1) * where * weight((4 << 60) + (head << 32) + (part << 24) + word)
-        whole = Span(layer, 0, len(content), 0, content.shape[1])
-        assert source.ranked.digest(source.blocks, whole) == total * layer_weight(layer) & MASK
+        whole = Span(layer, min(content), len(content), 0, spec.num_heads)
+        assert source.ranked.digest(source.blocks_of(whole), whole) == total * layer_weight(layer) & MASK
 
 
 @pytest.mark.fast
@@ -175,12 +187,13 @@ def test_a_replicated_head_that_differs_on_one_rank_is_noticed(tp_decode):
     target = Group(layout, tp_decode, 40, seed=5)
     truth = truth_of(layout, 40)
     target.place(truth)
-    span = Span(0, 0, 40, 0, 1)
-    wanted = target.ios[0].digest(target.blocks, span)
-    assert target.ranked.digest(target.blocks, span) == wanted
+    span = Span(5, 0, 40, 0, 1)
+    assert layout.layers[5].keep.value == "rows"
+    wanted = target.ios[0].digest(target.blocks_of(span), span)
+    assert target.ranked.digest(target.blocks_of(span), span) == wanted
     for rank in range(tp_decode):
-        piece = target.ios[rank].pieces(target.blocks, span, 16)[0]
+        piece = target.ios[rank].pieces(target.blocks_of(span), span, 16)[0]
         piece[3] ^= 1
-        assert target.ranked.digest(target.blocks, span) != wanted
+        assert target.ranked.digest(target.blocks_of(span), span) != wanted
         piece[3] ^= 1
-    assert target.ranked.digest(target.blocks, span) == wanted
+    assert target.ranked.digest(target.blocks_of(span), span) == wanted

@@ -12,7 +12,6 @@ import pytest
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
-from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.receiver.service import Completed, IncomingFailed, ReceiverService, ReserveWanted, receiver_region
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.kvtransfer.sender.async_writer import PushPart
@@ -48,6 +47,7 @@ class HandOver:
                 epoch=D_EPOCH,
                 layout=target.layout,
                 num_blocks=target.num_blocks,
+                num_state_slots=target.num_state_slots,
                 tp_size=target.size,
                 listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",)),
                 config=config,
@@ -73,7 +73,7 @@ class HandOver:
             assert not isinstance(event, IncomingFailed), event
             self.landed.append(event)
             if isinstance(event, ReserveWanted):
-                self.incoming.grant(event.attempt, BlockTable(tuple(self.target.blocks), self.target.layout.block_size))
+                self.incoming.grant(event.attempt, self.target.table)
         for heard, push in zip(self.heard, self.pushes, strict=True):
             events = push.poll()
             assert not any(isinstance(event, PushFailed | Denied) for event in events), events
@@ -89,7 +89,7 @@ class HandOver:
 
     def run(self, cuts):
         """Reserve, adopt, compute in chunks between `cuts`, commit."""
-        table = BlockTable(tuple(self.source.blocks), self.source.layout.block_size)
+        table = self.source.table
         prompt_len = self.source.prompt_len
         self.pushes[0].reserve(self.key, self.peer, table, prompt_len, prompt_len, LIMIT_S)
         grant = self.wait_for(Granted, self.heard[0]).grant
@@ -98,7 +98,7 @@ class HandOver:
         for first, stop in itertools.pairwise(cuts):
             for push in reversed(self.pushes):
                 with push.writer.step([PushPart(self.key, first, stop - first)]) as step:
-                    for layer in range(self.source.layout.num_all_layers):
+                    for layer in range(self.source.layout.num_layers):
                         step.submit(layer)
         for rank, push in reversed(tuple(enumerate(self.pushes))):
             state = kv_pb2.SequenceState(first_token=7) if rank == 0 else None

@@ -21,7 +21,7 @@ def test_content_arrives_and_is_verified(make_pair, kind, dtype):
     pair = make_pair(kind, make_layout(dtype=dtype))
     key = pair.hand_over(prompt_len=22, chunk_len=7)
     complete, acked = pair.wait_for(Completed, key), pair.wait_for(Acked, key)
-    size = 22 * pair.layout.bytes_per_position * pair.layout.num_layers
+    size = 22 * pair.layout.bytes_per_position
     assert complete.bytes_landed == acked.bytes_pushed == size
     assert 0 <= complete.bytes_landed_before_prefill_end <= size
     assert abs(complete.prefill_end_s - time.monotonic()) < 5

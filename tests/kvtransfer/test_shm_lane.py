@@ -6,20 +6,21 @@ import itertools
 import numpy as np
 import pytest
 
-from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import LayerLayout, PayloadKind
+from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.sender.actions import GrantInfo
 from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
 from baton.kvtransfer.sender.route import Route
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transports.shm_lane import ShmOpener
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
+from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 pytestmark = pytest.mark.fast
 EPOCH = 0x8000000000000001
-EXTRA = (LayerLayout(PayloadKind.LATENT, 1, 1, 12), LayerLayout(PayloadKind.STATE, 4, 1, 20))
+EXTRA = (latent(12), state(4, 20))
 
 
 def offer_of(region, geometries):
@@ -29,6 +30,7 @@ def offer_of(region, geometries):
             num_bytes=place.num_bytes,
             num_blocks=geometry.num_blocks,
             block_size=geometry.layout.block_size,
+            num_state_slots=geometry.num_state_slots,
             tp_rank=geometry.rank,
             tp_size=geometry.size,
         )
@@ -42,7 +44,7 @@ class Target:
     """A decode worker's memory."""
 
     def __init__(self, layout, num_blocks=12, size=1):
-        self.geometries = [PoolGeometry(layout, num_blocks, rank, size) for rank in range(size)]
+        self.geometries = [geometry_of(layout, num_blocks, rank, size) for rank in range(size)]
         self.region = SharedRegion.create(link_bytes=64, pool_bytes=[g.num_bytes for g in self.geometries])
         self.region.epoch = EPOCH
         self.pools = [
@@ -70,7 +72,7 @@ def make_target():
 
 
 def make_source(layout, rank=0, size=1, num_blocks=15):
-    geometry = PoolGeometry(layout, num_blocks, rank, size)
+    geometry = geometry_of(layout, num_blocks, rank, size)
     rng = np.random.default_rng(3 + rank)
     return PoolIO(rng.integers(0, 256, geometry.num_bytes, np.uint8), geometry)
 
@@ -90,17 +92,17 @@ SIZES = [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2), (4, 4)]
 @pytest.mark.parametrize(("p_size", "d_size"), SIZES)
 @pytest.mark.parametrize(("p_block", "d_block", "num_kv_heads"), [(16, 16, 4), (16, 64, 2), (64, 16, 4)])
 def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d_size, p_block, d_block, num_kv_heads):
-    layout = make_layout(num_kv_heads=num_kv_heads, block_size=p_block, extra_layers=EXTRA, dtype="float16")
+    layout = make_layout(num_kv_heads=num_kv_heads, block_size=p_block, more=EXTRA, dtype="float16")
     target = make_target(dataclasses.replace(layout, block_size=d_block), size=d_size)
     prompt_len, first = 75, 5  # neither begins nor ends with a block
     source_blocks, target_blocks = (9, 2, 14, 4, 0), (11, 3, 7, 5, 8)
     sources = [make_source(layout, rank, p_size) for rank in range(p_size)]
-    digests = [0] * layout.num_all_layers
+    digests = [0] * layout.num_layers
     for rank, source in enumerate(sources):
         lane = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
-        for layer in range(layout.num_all_layers):
+        for layer in range(layout.num_layers):
             heads = layout.pushed_heads(layer, rank, p_size)
-            is_state = layer == layout.num_all_layers - 1
+            is_state = layer == layout.num_layers - 1
             span = Span(layer, *((0, 1) if is_state else (first, prompt_len - first)), heads.first, heads.count)
             if heads.count:
                 written = lane.write(source_blocks, target_blocks, span, with_digest=True)
@@ -108,7 +110,7 @@ def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d
                 assert written.digest == source.digest(source_blocks, span)
                 digests[layer] += written.digest
     for layer, spec in enumerate(layout.layers):
-        positions = [0] if spec.kind is PayloadKind.STATE else range(prompt_len)
+        positions = [0] if spec.is_state else range(prompt_len)
         for head, part, position in itertools.product(range(spec.num_heads), range(spec.num_parts), positions):
             pusher = next(
                 rank
@@ -117,7 +119,7 @@ def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d
                 <= head
                 < layout.pushed_heads(layer, rank, p_size).stop
             )
-            is_pushed = spec.kind is PayloadKind.STATE or position >= first
+            is_pushed = spec.is_state or position >= first
             wanted = row(sources[pusher], source_blocks, layer, head, part, position)
             for pool in target.pools:
                 heads = pool.geometry.layer(layer).heads
@@ -238,9 +240,25 @@ def test_granted_blocks_are_checked_before_the_first_write(make_target):
     layout = make_layout()
     target = make_target(layout)
     lane = ShmOpener(make_source(layout), "here").open(target.offer, EPOCH, "here")
-    route = Route(None, "", (0, 1, 2), 9, opened=lane)
-    assert route.problem_of((4, 0, 11), 4) == ""
-    assert "block 12 of 12" in route.problem_of((4, 0, 12), 4)
-    assert "4294967295" in route.problem_of((4, 0, 2**32 - 1), 4)
-    assert "twice" in route.problem_of((4, 0, 4), 4)
-    assert "2 blocks for 9" in route.problem_of((4, 0), 4)
+    geometry = target.geometries[0]
+    route = Route(None, "", geometry, BlockTable((0, 1, 2), 4), 9, opened=lane)
+
+    def problem_of(*blocks, state_slot=None):
+        return route.problem_of(GrantInfo(EPOCH, 1, 1, 1.0, "shm", blocks, 4, state_slot))
+
+    assert problem_of(4, 0, 11) == ""
+    assert "block 12 of 12" in problem_of(4, 0, 12)
+    assert "4294967295" in problem_of(4, 0, 2**32 - 1)
+    assert "twice" in problem_of(4, 0, 4)
+    assert "2 blocks for 9" in problem_of(4, 0)
+    assert "state slot 0 of 0" in problem_of(4, 0, 11, state_slot=0)
+
+
+def test_a_granted_state_slot_is_checked_before_the_first_write(make_target):
+    layout = make_layout(more=EXTRA)
+    target = make_target(layout)
+    lane = ShmOpener(make_source(layout), "here").open(target.offer, EPOCH, "here")
+    route = Route(None, "", target.geometries[0], BlockTable((0, 1, 2), 4, 1), 9, opened=lane)
+    for slot, word in ((11, ""), (12, "state slot 12 of 12"), (-1, "slot -1"), (None, "state slot None of 12")):
+        assert word in route.problem_of(GrantInfo(EPOCH, 1, 1, 1.0, "shm", (4, 0, 11), 4, slot))
+        assert (route.problem_of(GrantInfo(EPOCH, 1, 1, 1.0, "shm", (4, 0, 11), 4, slot)) == "") == (word == "")

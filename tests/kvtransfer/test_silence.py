@@ -27,7 +27,7 @@ def world():
 
 
 def hello(epoch):
-    said = kv_pb2.Hello(version=1, epoch=epoch, layout=layout_message(LAYOUT), tp_size=1, head_count=2)
+    said = kv_pb2.Hello(version=2, epoch=epoch, layout=layout_message(LAYOUT), tp_size=1, head_count=2)
     return control_of(prove(said, 1, "p"))
 
 

@@ -26,7 +26,9 @@ def num_blocks(monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, f
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, TOTAL_BYTES))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: WEIGHT_BYTES)
     monkeypatch.setattr(attention_prefill_hopper_triton, "_multiprocessors", lambda index: 132 * is_hopper)
-    layout = KVLayout(model_hash="m", num_layers=2, num_kv_heads=4, head_dim=head_dim, block_size=16, dtype=dtype)
+    layout = KVLayout.of_attention(
+        model_hash="m", num_layers=2, num_kv_heads=4, head_dim=head_dim, block_size=16, dtype=dtype
+    )
     known = {"implementation": Implementation.TRITON, "numerics": Numerics.DEFAULT, "device": torch.device("cuda", 0)}
     config = SimpleNamespace(gpu_memory_utilization=share, chunk_len=chunk_len, max_num_seqs=16, num_draft_tokens=2)
     sizes = StepSizes(max_num_seqs=16, max_num_batched_tokens=chunk_len, why=("", ""))

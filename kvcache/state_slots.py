@@ -1,0 +1,63 @@
+"""Bookkeeping for the state slots that one worker owns: what a sequence keeps beside its blocks (`kvcache.layout`).
+
+A sequence has one slot, or none if its layout has no state. A slot is free, held or quarantined: never two of these,
+never none. Nothing is zeroed when a slot changes hands: a sequence that begins reads nothing that it has not written.
+Only `kvcache.allocator` calls this, so that a sequence has both its blocks and its slot, or neither.
+"""
+
+from collections import deque
+
+
+class StateSlots:
+    """Hands out slots 0 ... num_slots - 1 and takes them back."""
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 0
+        self.num_slots = num_slots
+        self._free = deque(range(num_slots))
+        self._held: set[int] = set()
+        self._quarantined: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Slots of sequences and incoming transfers."""
+        return len(self._held)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots that a fenced peer might still write."""
+        return len(self._quarantined)
+
+    def take(self) -> int:
+        """A free slot; there must be one."""
+        slot = self._free.popleft()
+        self._held.add(slot)
+        self._check()
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Nobody uses a slot any more. Giving it back twice is a bug in the caller."""
+        self._held.remove(slot)
+        self._free.append(slot)
+        self._check()
+
+    def quarantine(self, slot: int) -> None:
+        """Set a slot apart until it is proved that nobody writes it any more."""
+        self._held.remove(slot)
+        self._quarantined.add(slot)
+        self._check()
+
+    def give_back_quarantined(self, slot: int) -> None:
+        """The caller holds the evidence that its writer is done or gone."""
+        self._quarantined.remove(slot)
+        self._free.append(slot)
+        self._check()
+
+    def _check(self) -> None:
+        # O(1), so it stays on in production: a leaked slot is lost until restart.
+        assert len(self._free) + len(self._held) + len(self._quarantined) == self.num_slots
