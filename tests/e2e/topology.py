@@ -25,7 +25,7 @@ from baton.kvtransfer.sender.service import DecodePeer, PushService
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import wire
-from baton.worker.loading import request_limits
+from baton.worker.loading import num_state_slots_of, request_limits
 
 
 class QueueSink:
@@ -67,12 +67,18 @@ class Outcome:
     error: BatonError | None = None
 
 
+def pool_of(model, num_blocks, block_size, max_num_seqs):
+    layout = model.kv_layout(block_size)
+    num_state_slots = num_state_slots_of(layout, max_num_seqs)
+    return KVPool(layout, num_blocks, model.device, num_state_slots=num_state_slots)
+
+
 class PrefillSide:
     """One prefill worker and its parts."""
 
     def __init__(self, model, tokenizer, *, epoch, num_blocks, block_size, chunk_len, transfer, prefix_cache, fatal):
         clock = MonotonicClock()
-        self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
+        self.pool = pool_of(model, num_blocks, block_size, 16)
         self.push = PushService(
             pool=self.pool,
             layout=self.pool.layout,
@@ -126,7 +132,7 @@ class DecodeSide:
         clock = MonotonicClock()
         eos_token_ids = tokenizer.eos_token_ids
         self.epoch = epoch
-        self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device)
+        self.pool = pool_of(model, num_blocks, block_size, max_num_seqs)
         self.incoming = ReceiverService.on_thread(
             pool=self.pool,
             layout=self.pool.layout,

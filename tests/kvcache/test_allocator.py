@@ -73,3 +73,35 @@ def test_quarantined_blocks_are_neither_free_nor_reserved():
         allocator.release(table)
     allocator.release_quarantined(table)
     assert allocator.num_free == 4
+
+
+def test_a_table_has_blocks_and_a_state_slot_or_neither():
+    allocator = BlockAllocator(num_blocks=8, block_size=4, num_state_slots=2)
+    slots = allocator.state_slots
+    first, second = allocator.reserve(9), allocator.reserve(1)
+    assert {first.state_slot, second.state_slot} == {0, 1}
+    assert allocator.num_free == 4 and allocator.num_missing(1) == 1, "no slot is free"
+    with pytest.raises(OutOfBlocks):
+        allocator.reserve(1)
+    assert allocator.num_free == 4
+    grown = allocator.grow(second, 9)
+    assert (grown.state_slot, len(grown.blocks)) == (second.state_slot, 3), "it has its slot already"
+    assert (slots.num_free, slots.num_held, slots.num_quarantined) == (0, 2, 0)
+    allocator.quarantine(first)
+    assert (slots.num_free, slots.num_held, slots.num_quarantined) == (0, 1, 1)
+    assert allocator.num_missing(1) == 1, "somebody may still write it"
+    allocator.release_quarantined(first)
+    again = allocator.reserve(1)
+    assert again.state_slot == first.state_slot
+    allocator.release(grown)
+    allocator.release(again)
+    assert (slots.num_free, slots.num_held, slots.num_quarantined) == (2, 0, 0)
+    with pytest.raises((AssertionError, KeyError)):
+        allocator.release(again)
+
+
+def test_out_of_blocks_takes_no_slot():
+    allocator = BlockAllocator(num_blocks=2, block_size=4, num_state_slots=2)
+    with pytest.raises(OutOfBlocks):
+        allocator.reserve(9)
+    assert allocator.state_slots.num_free == 2
