@@ -1,6 +1,7 @@
 """Compile every variant of every kernel ahead of time, without a GPU, and hold the code against a committed table.
 
-    python -P -m baton.tests.kernels.sass              # print the facts as JSON, for sm_90a; fails on a broken promise
+    python -P -m baton.tests.kernels.sass              # print the facts as JSON, for sm_90a, and broken promises
+    python -P -m baton.tests.kernels.sass --changed    # compile only what is not as it was when the table was written
     python -P -m baton.tests.kernels.sass --amd        # only that all compile for gfx942
     python -P -m baton.tests.kernels.sass --accept     # write the table of this version of Triton
     python -P -m baton.tests.kernels.sass --only PART  # of variants whose name has PART in it
@@ -14,6 +15,7 @@ A program of its own: Triton's interpreter, which the tests run under, is chosen
 """
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
@@ -56,15 +58,27 @@ def all_variants():
     return variants
 
 
-def compile_for(variant, target, num_warps=None):
+def source_of(variant):
+    """What a variant is compiled from."""
     names = variant.kernel.arg_names
     signature = {name: "constexpr" if name in variant.constants else variant.types[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
-    options = {"num_warps": num_warps or variant.num_warps, "num_stages": variant.num_stages, **variant.options}
     source = GluonASTSource if variant.kernel.is_gluon() else ASTSource
-    return triton.compile(
-        source(variant.kernel, signature, dict(variant.constants), attributes), target=target, options=options
-    )
+    return source(variant.kernel, signature, dict(variant.constants), attributes)
+
+
+def compile_for(variant, target, num_warps=None):
+    options = {"num_warps": num_warps or variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    return triton.compile(source_of(variant), target=target, options=options)
+
+
+def source_hash(variant):
+    """The same for the same code: of the kernel and all that it calls, types, constants and options.
+
+    With one version of Triton, which brings its own ptxas, the same is compiled to the same.
+    """
+    options = [variant.num_warps, variant.num_stages, sorted(variant.options.items())]
+    return hashlib.sha256(f"{source_of(variant).hash()} {options}".encode()).hexdigest()[:16]
 
 
 def code_of(cubin):
@@ -105,6 +119,7 @@ def facts(variant, compiled, sass):
     return {
         **{name: counts[name] for name in COUNTED if counts[name]},
         **({"shapes": shapes} if shapes else {}),
+        "source": source_hash(variant),
         "registers": num_registers(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
     }
@@ -112,6 +127,8 @@ def facts(variant, compiled, sass):
 
 def facts_of_all(variants):
     """By name."""
+    if not variants:
+        return {}
     with ThreadPoolExecutor(2) as pool:  # ptxas is a process of its own
         compiled = list(pool.map(lambda variant: compile_for(variant, HOPPER), variants))
     texts = disassembled([code_of(each.asm["cubin"]) for each in compiled])
@@ -135,6 +152,7 @@ def broken_promises(variant, found):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--amd", action="store_true")
+    parser.add_argument("--changed", action="store_true")
     parser.add_argument("--accept", action="store_true")
     parser.add_argument("--only", default="")
     options = parser.parse_args()
@@ -145,7 +163,9 @@ def main():
                 compile_for(variant, AMD)
         json.dump({"triton": triton.__version__, "kernels": [v.name for v in variants if v.on_amd]}, sys.stdout)
         return
-    found = facts_of_all(variants)
+    known = json.loads(TABLE.read_text()).get(triton.__version__, {}) if options.changed else {}
+    known = {v.name: known[v.name] for v in variants if known.get(v.name, {}).get("source") == source_hash(v)}
+    found = known | facts_of_all([variant for variant in variants if variant.name not in known])
     broken = {variant.name: broken_promises(variant, found[variant.name]) for variant in variants}
     if options.accept:
         table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
