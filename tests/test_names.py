@@ -93,7 +93,11 @@ def retired(name):
 
 
 def names_in(path):
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+    """Those that are retired and lie in code; only files that have one anywhere are worth a tokenizer's time."""
+    text = path.read_text()
+    if not any(map(retired, set(re.findall(r"[^\W\d]\w*", text)))):
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME:
             yield token.string, token.start[0]
 
@@ -144,6 +148,8 @@ def texts_in(path):
             yield node.value, node.lineno
 
 
+# What a text that says such a word has in its source, however the text is put together.
+HINT = re.compile("gang|landing|outbox|cork|doorman|life")
 PROSE = re.compile(r"\b(gangs?|landings?|outbox|cork|doorman|(?:another|one|this|a|its) life of)\b")
 
 
@@ -152,7 +158,7 @@ def test_no_text_of_the_product_says_a_retired_word():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {word[0]}"
         for path in files("*.py")
-        if path.relative_to(ROOT).parts[0] not in ("tests", "scripts")
+        if path.relative_to(ROOT).parts[0] not in ("tests", "scripts") and HINT.search(path.read_text())
         for text, line in texts_in(path)
         for word in PROSE.finditer(text)
     ]
