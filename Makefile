@@ -12,14 +12,13 @@ GPU_PYTHON := $(if $(wildcard .venv/.done),$(BIN)/python,$(PYTHON))
 demo: dev
 	$(BIN)/baton demo
 
-# Lint, types and the tests marked fast, which alone must reach most of every room: for every commit. Pyright takes one
-# core for half a minute: beside the tests.
+# Lint, types and the tests marked fast: for every commit. Pyright takes one core for half a minute: beside the tests.
 check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	types=$$(mktemp); $(BIN)/pyright >"$$types" 2>&1 & \
-	scripts/test_parts --cov 80 $(BIN)/pytest -q -m "fast and not long and not slow and not gpu"; tests=$$?; \
+	scripts/test_parts $(BIN)/pytest -q -m "fast and not long and not slow and not gpu"; tests=$$?; \
 	wait $$!; found=$$?; cat "$$types"; rm "$$types"; exit $$((tests | found))
 
 # The whole default suite (neither slow nor gpu).
@@ -30,8 +29,9 @@ test: dev
 rest: dev
 	scripts/test_parts $(BIN)/pytest -q -m "not slow and not gpu and not (fast and not long)"
 
-# The whole with coverage of every room, which makes it half as long again.
+# With coverage of every room, of which the tests marked fast alone must reach most: half as long again as without.
 coverage: dev
+	scripts/test_parts --cov 80 $(BIN)/pytest -q -m "fast and not long and not slow and not gpu"
 	scripts/test_parts --cov 90 $(BIN)/pytest -q
 
 # Fuzzes HTTP and gRPC for 15 minutes each; without these variables, for seconds.

@@ -101,6 +101,7 @@ def test_what_is_another_users_is_let_be(places):
     assert leftovers.sweep() == []
 
 
+@pytest.mark.long
 def test_who_writes_there_is_ended_and_who_reads_there_is_not(places):
     directory = make_directory(places)
     os.close(leftovers.claim(directory))
@@ -119,6 +120,7 @@ def test_who_writes_there_is_ended_and_who_reads_there_is_not(places):
             end(process)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_order", [False, True])
 def test_the_undertaker_clears_up_after_a_kill_and_only_then(places, in_order):
     directory = make_directory(places)

@@ -83,6 +83,7 @@ def line_with(terminal, part):
     return found[0]
 
 
+@pytest.mark.long
 @pytest.mark.fast
 def test_serve_leaves_no_bar_behind_and_says_where_it_is():
     with closing(Terminal(*python(SERVE))) as terminal:

@@ -94,6 +94,7 @@ TOKENS = st.lists(st.one_of(LETTERS, LETTERS, st.integers(0, NUM_TOKENS - 1)), m
 STOPS = st.lists(st.text("abetr\u00e9\u20ac\ufffd<", min_size=1, max_size=3), max_size=3).map(tuple)
 
 
+@pytest.mark.long
 @settings(max_examples=400)
 @given(
     TOKENS,

@@ -119,6 +119,7 @@ def test_a_dumped_config_is_read_back():
     assert ServeConfig.from_mapping(config.model_dump(mode="json")) == config
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [

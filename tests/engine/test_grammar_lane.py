@@ -176,6 +176,7 @@ def test_grammars_are_compiled_on_nice_threads(tokenizer, monkeypatch):
     assert compiler.spent_s > 0.0
 
 
+@pytest.mark.long
 def test_grammars_are_tried_by_a_nice_process(tokenizer):
     compiler = GrammarCompiler(tokenizer, 4096)
     compiler.compile(GrammarSpec("regex", "a"))

@@ -188,6 +188,7 @@ PREEMPTIONS = {
 }
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("how", PREEMPTIONS)

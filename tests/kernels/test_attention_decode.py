@@ -174,6 +174,7 @@ def test_numbers_of_rows_of_a_head(num_rows):
     problem.check(problem.run())
 
 
+@pytest.mark.long
 @pytest.mark.fast
 @pytest.mark.parametrize("max_part_len", [16, 32, 48, 8192])
 def test_any_number_of_parts(max_part_len):

@@ -45,6 +45,7 @@ def test_rows_may_be_strided_and_of_float32():
     assert torch.allclose(found_NX, wanted_NX, atol=2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # of numpy, that interprets; a GPU says nothing
 @pytest.mark.parametrize("num_top", [0, 2, 20])
 def test_what_is_no_number_is_reported_as_tokens_and_numbers(num_top):

@@ -74,6 +74,7 @@ def test_a_border_behind_the_list_is_closed_in(seed, dtype):
     check(logits_BV, rows)
 
 
+@pytest.mark.long
 @pytest.mark.fast
 @pytest.mark.parametrize("cut", ["top_k_B", "top_p_B", "min_p_B"])
 def test_a_row_without_any_token_gives_the_first_whoever_chooses(cut):

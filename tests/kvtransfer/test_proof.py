@@ -220,6 +220,7 @@ def test_an_impostor_cannot_make_it_talk_without_end():
     assert not push.is_met
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["loopback", "zmq", "grpc", "process", "grpc-process"])
 def test_over_every_transport_a_stranger_with_the_real_epoch_gets_nothing(kind, caplog):
     """`process`: the transfer is one of its own; the lanes raw, shm, nvlink and nixl are offered over this channel."""

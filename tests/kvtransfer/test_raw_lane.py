@@ -128,6 +128,7 @@ def test_other_offers_are_refused_by_name(ends):
     assert "no connection" in ends.d.open_lane(ends.d.address, offer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["token", "name", "garbage", "silence"])
 def test_strangers_are_closed_and_counted(ends, connect, change, caplog):
     if change == "token":

@@ -46,6 +46,7 @@ def test_prefill_in_any_chunks(name, dtype, numerics, tiny_checkpoint, load, ref
         check_logits("trunk", logits, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_decode_rows(name, dtype, numerics, tiny_checkpoint, load, reference, check_logits):

@@ -137,6 +137,7 @@ async def run_http(num_bytes, num_sampled=None):
             gc.enable()
 
 
+@pytest.mark.long
 async def test_no_body_keeps_the_loop_busy(at_the_door):
     dear = await run_http(60_000, NUM_SAMPLED)
     assert not dear, "\n".join(map(str, dear))
@@ -162,6 +163,7 @@ async def grpc_works(running, num_bytes):
         yield f"gRPC {what}", len(data), lambda data=data: ask(data)
 
 
+@pytest.mark.long
 async def test_no_message_keeps_the_loop_busy(at_the_door):
     async with served(alive_s=1e6) as (running, _):
         await lengthen(running)
@@ -186,6 +188,7 @@ async def test_no_body_of_any_size_keeps_the_loop_busy(at_the_door):
             assert not dear, "\n".join(map(str, dear))
 
 
+@pytest.mark.long
 async def test_what_is_refused_is_freed_at_once(at_the_door):
     """No cycle of exception and frame holds a body: the garbage collector does not run here."""
     async with served(alive_s=1e6) as (running, _):

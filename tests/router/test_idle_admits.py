@@ -10,7 +10,7 @@ from baton.router.admission.gate import REQUEST_BYTES, TOKEN_BYTES
 from baton.router.admission.work import Capacity, Work
 from baton.tests.router.gate_simulation import GateSimulation
 
-pytestmark = pytest.mark.fast
+pytestmark, long = pytest.mark.fast, pytest.mark.long
 CANARY_LEN, CANARY_S, CHUNK_LEN = 4, 0.0158, 2048
 
 
@@ -39,7 +39,7 @@ def overload(seed):
     return simulation, rng
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=long) for seed in range(40, 200))])
 def test_the_first_request_after_a_second_of_idleness_is_admitted(seed):
     simulation, rng = overload(seed)
     for _ in range(3):
@@ -107,8 +107,8 @@ def test_the_rate_of_canaries_and_a_wait_of_30_s_is_what_refused_88_of_96():
     assert "would be 2." in simulation.errors[0]
 
 
-@pytest.mark.parametrize("rate", [37_000.0, 3_000.0])
-@pytest.mark.parametrize("reported", [0.0, 1.0])
+@pytest.mark.parametrize("rate", [pytest.param(37_000.0, marks=long), 3_000.0])
+@pytest.mark.parametrize("reported", [pytest.param(0.0, marks=long), 1.0])
 def test_a_thousand_clients_at_once_are_all_answered_by_default(rate, reported):
     simulation = GateSimulation(rate=rate, reported=reported * rate, num_positions=400_000, token_s=0.01)
     clients(simulation, 1000, 1000, 1024, 128)
@@ -154,6 +154,7 @@ def test_a_rate_is_that_of_full_steps_and_of_late():
     assert rate.per_s(1000.0) == 0.0
 
 
+@long
 @pytest.mark.parametrize("num", [20_000])
 def test_many_that_wait_cost_little_each(num):
     """The queue is not bounded by a number: each offer and grant must stay cheap where deadlines are far."""

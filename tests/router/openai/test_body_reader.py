@@ -201,6 +201,7 @@ async def differing(template, answer, chosen, monkeypatch):
     return [what for what in here if here[what] != there[what]]
 
 
+@pytest.mark.long
 @TEMPLATES
 async def test_replies_are_the_same_wherever_the_body_was_read(forbidding, monkeypatch, template, answer):
     chosen = [one for one in bodies() if one[2].get("tools") or "echo" in one[1]]
@@ -237,6 +238,7 @@ async def reading(**options):
         yield reader, ask
 
 
+@pytest.mark.long
 async def test_a_process_that_ended_while_idle_costs_no_request():
     async with reading() as (reader, ask):
         assert await ask() == (200, None)
@@ -249,6 +251,7 @@ async def test_a_process_that_ended_while_idle_costs_no_request():
         assert await ask() == (200, None)
 
 
+@pytest.mark.long
 async def test_a_process_that_has_grown_says_so_and_is_replaced(monkeypatch):
     program = "from baton.router.openai import reader_process as r; r.MAX_RSS_BYTES = 0; r.main()"
     monkeypatch.setattr(body_reader, "_COMMAND", (sys.executable, "-c", program))
@@ -257,6 +260,7 @@ async def test_a_process_that_has_grown_says_so_and_is_replaced(monkeypatch):
         assert reader._idle == []
 
 
+@pytest.mark.long
 async def test_memory_of_the_process_that_started_it_is_not_its_own():
     """`ru_maxrss` would be at least that of the parent, where it was forked from it."""
     held = bytearray(reader_process.MAX_RSS_BYTES)
@@ -267,6 +271,7 @@ async def test_memory_of_the_process_that_started_it_is_not_its_own():
     del held
 
 
+@pytest.mark.long
 async def test_a_process_that_says_nothing_is_ended_and_the_next_body_is_read():
     async with reading() as (reader, ask):
         assert await ask() == (200, None)
@@ -290,6 +295,7 @@ async def test_without_processes_every_endpoint_ends_typed(monkeypatch, command,
         assert (reader._idle, reader._num_bytes_of.total(), reader._turns.num_held) == ([], 0, 0)
 
 
+@pytest.mark.long
 async def test_who_waits_too_long_for_a_process_is_refused():
     async with reading(_place_timeout_s=0.1) as (reader, ask):
         held = [await reader._turns.take("") for _ in range(body_reader.NUM_PROCESSES)]
@@ -335,6 +341,7 @@ async def test_a_process_is_told_no_secret(monkeypatch):
     assert b"PATH=" in environment and ENVIRONMENT.encode() not in environment
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions", "tokenize", "detokenize"])
 async def test_deep_nesting_is_the_clients_mistake(path):
     async with served() as (running, _), httpx2.AsyncClient(timeout=60.0) as http:

@@ -134,6 +134,7 @@ async def test_a_tenant_has_so_many_streams_over_both_ways_in(inside, keys):
         await asyncio.sleep(0)
 
 
+@pytest.mark.long
 async def test_bodies_of_one_tenant_are_no_reason_for_another_to_wait(inside, keys):
     """Whatever the names of its keys."""
     ada, ann, bob = keys.add("ada", "acme"), keys.add("ann", "acme"), keys.add("bob", "bolts")

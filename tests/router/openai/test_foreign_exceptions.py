@@ -93,6 +93,7 @@ async def sweep(call, number=None, modules=MODULES):
     return findings
 
 
+@pytest.mark.long
 @pytest.mark.fast
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_foreign_exception_anywhere_ends_its_call_alone(call):
