@@ -164,10 +164,10 @@ class ScriptedPrefill:
     def push(self, grant, prompt_len, *, chunk_len=None):
         """Push every layer."""
         for layer in range(self.layout.num_layers):
-            length = self.layout.layers[layer].span(prompt_len).count
-            step = chunk_len or length
-            for first in range(0, length, step):
-                self.frame(grant, layer, first, min(step, length - first))
+            kept = self.layout.layers[layer].span(prompt_len)
+            step = chunk_len or max(kept.count, 1)
+            for first in range(kept.first, kept.stop, step):
+                self.frame(grant, layer, first, min(step, kept.stop - first))
 
     def _totals(self, grant):
         return self.digests.get((grant.epoch, grant.incoming_id), [0] * self.layout.num_layers)

@@ -26,6 +26,7 @@ from baton.kvtransfer.sender.service import Acked, DecodePeer, Granted, PushFail
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
+from baton.tests.kvtransfer.kept import state, tail
 from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
 from baton.tests.kvtransfer.scripted_prefill import BULK, ScriptedPrefill
 
@@ -58,6 +59,34 @@ def make_prefill():
     yield make
     for rank in ranks:
         rank.close()
+
+
+def test_a_state_of_another_boundary_is_refused(make_worker, make_prefill):
+    """A prompt of 10 positions leaves the state after 2 tiles of 4; that of 1 or 3 is none of it."""
+    worker = make_worker(make_layout(more=(state(2, 20, length=4), tail(2, 8, length=4, ring=8))))
+    prefill, of_state, of_tail = make_prefill(worker), 3, 4
+
+    def begin(number):
+        key = AttemptKey(f"r{number}", 0)
+        prefill.reserve(key, 10)
+        return key, prefill.granted(key, worker.poll)
+
+    key, grant = begin(1)
+    for layer, first, count in ((of_state, 1, 1), (of_state, 3, 1), (of_tail, 4, 4), (of_tail, 7, 2), (of_tail, 9, 2)):
+        prefill.frame(grant, layer, first, count)
+    worker.wait_until(lambda: worker.service.inventory()["frames_corrupt"] == 5, "each is refused")
+    prefill.digests.clear()
+    prefill.push(grant, 10)
+    prefill.commit(grant, 10)
+    worker.wait_for(Completed, key)
+
+    key, grant = begin(2)
+    prefill.push(grant, 10)
+    heads = Span(of_state, 3, 1, 0, 2)  # the same row, as if it were of the third tile
+    prefill.digests[grant.epoch, grant.incoming_id][of_state] = prefill.whole.digest((0, 0, 2, 2), heads)
+    prefill.commit(grant, 10)
+    nack = prefill.wait_for("commit_nack", poll=worker.poll)
+    assert list(nack.corrupt_layers) == [of_state]
 
 
 def content(io, blocks, layout, prompt_len):

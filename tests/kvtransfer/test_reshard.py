@@ -9,6 +9,7 @@ import random
 import pytest
 
 from baton.kernels.kv.digest import MASK, layer_weight, weight
+from baton.kvcache.layout import Range
 from baton.kvtransfer.protocol.frame import FrameHeader, FrameShape, decode_header, encode_header
 from baton.kvtransfer.protocol.span import Span
 from baton.tests.kvtransfer.reshard import (
@@ -197,3 +198,53 @@ def test_a_replicated_head_that_differs_on_one_rank_is_noticed(tp_decode):
         assert target.ranked.digest(target.blocks_of(span), span) != wanted
         piece[3] ^= 1
     assert target.ranked.digest(target.blocks_of(span), span) == wanted
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("tp", [(1, 2), (4, 1)])
+def test_any_flipped_bit_changes_a_digest(tp):
+    """One bit of one row of every layer, in the pool that was filled."""
+    layout = layout_of(2, "bfloat16", 16)
+    truth = truth_of(layout, 45)
+    target = Group(layout, tp[1], 45, seed=6)
+    target.place(truth)
+    rng = random.Random(tp[0])
+    for layer, spec in enumerate(layout.layers):
+        its = kept(spec, 45)
+        span = Span(layer, its[0], len(its), 0, spec.num_heads)
+        wanted = target.ranked.digest(target.blocks_of(span), span)
+        for _ in range(20):
+            piece = rng.choice(target.ranked.pieces(target.blocks_of(span), span, layout.rows_per_block(layer)))
+            at, bit = rng.randrange(len(piece)), 1 << rng.randrange(8)
+            piece[at] ^= bit
+            assert target.ranked.digest(target.blocks_of(span), span) != wanted
+            piece[at] ^= bit
+
+
+@pytest.mark.fast
+def test_a_state_of_another_boundary_has_another_digest():
+    """The same bytes, as the state after 2 and after 3 tiles; and a frame of it is none of this prompt."""
+    layout = layout_of(2, "float32", 16)
+    layer = next(index for index, spec in enumerate(layout.layers) if spec.keep.value == "snapshot")
+    group = Group(layout, 1, 50, seed=7)
+    spans = [Span(layer, index, 1, 0, layout.layers[layer].num_heads) for index in (2, 3)]
+    digests = {group.ranked.digest(group.blocks_of(span), span) for span in spans}
+    assert len(digests) == 2
+    assert [layout.layers[layer].span(length) for length in (47, 48, 63)] == [Range(2, 1), Range(3, 1), Range(3, 1)]
+
+
+def drawn_cells(seed, num_cells):
+    rng = random.Random(seed)
+    for _ in range(num_cells):
+        sizes = rng.choice(BLOCK_SIZES), rng.choice(BLOCK_SIZES)
+        tp_prefill, tp_decode = rng.choice(SIZES), rng.choice(SIZES)
+        yield (
+            rng.choice(PATHS), tp_prefill, tp_decode, rng.choice(HEADS), sizes, rng.choice(DTYPES), rng.randint(1, 300)
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_drawn_cells_byte_for_byte(seed):
+    for cell in drawn_cells(seed, 100):
+        check(*cell)
