@@ -256,6 +256,11 @@ class Engine:
         return self._preemption.num_host_blocks_used
 
     @property
+    def num_state_images_used(self) -> int:
+        """State slots in host memory."""
+        return self._preemption.num_state_images_used
+
+    @property
     def is_idle(self) -> bool:
         """Whether every step was read, and nothing waits to be given back."""
         return not self._flights and not self._later

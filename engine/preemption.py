@@ -157,6 +157,11 @@ class Preemption:
         """Host blocks that hold a sequence's KV."""
         return self._ranges.num_used
 
+    @property
+    def num_state_images_used(self) -> int:
+        """State slots that host memory holds."""
+        return self._images.num_used
+
     def preempt_leaving(self) -> None:
         """Preempt those that are leaving and that no step in flight runs any more."""
         for sequence in self._scheduler.leaving():

@@ -115,6 +115,7 @@ def test_state_is_preempted_and_comes_back_with_its_blocks(way, scheduling, want
     assert engine.preemptions.num_preemptions > 0
     assert (engine.preemptions.num_restored_blocks > 0) == ("offloaded" in way)
     assert engine.scheduler.allocator.state_slots.num_held == 0
+    assert engine.engine.num_host_blocks_used == engine.engine.num_state_images_used == 0
 
 
 def test_a_state_that_finds_no_room_in_host_memory_is_computed_again(wanted):

@@ -14,7 +14,7 @@ from baton.kvtransfer.protocol.span import Span
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker, blocks_of
-from baton.tests.kvtransfer.kept import latent, state
+from baton.tests.kvtransfer.kept import latent, state, tail
 from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed, ReserveWanted
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 
@@ -107,6 +107,19 @@ def test_what_lands_is_in_the_pool_and_verified_there(setting, lane):
         kinds = {MIXED.layers[wanted.layer + index] for index in range(wanted.num_layers)}
         assert len(kinds) == 1
         assert wanted.count == MIXED.layers[wanted.layer].span(23).count
+
+
+@pytest.mark.parametrize("lane", ["inline", "nvlink"])
+def test_a_layer_that_keeps_nothing_of_a_prompt_is_waited_for_by_nobody(setting, lane):
+    """The open tile of a prompt of whole tiles is empty: no frame comes, and no digest of a kernel."""
+    layout = make_layout(more=(tail(2, 8, length=23, ring=32), STATE))
+    worker, prefill, _ = setting(layout, lane=lane)
+    prefill.reserve(KEY, 23, lane=lane)
+    grant = prefill.granted(KEY, worker.poll)
+    push(worker, prefill, grant, 23, lane, layers=[0, 1, 2, 4])
+    prefill.commit(grant, 23)
+    worker.wait_for(Completed, KEY)
+    assert {wanted.layer for wanted in worker.device.asked} & {3} == set()
 
 
 def test_layers_gather_while_the_engine_is_at_a_step(setting):
