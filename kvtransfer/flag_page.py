@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.kvtransfer.receiver.ring import Buffer
+from baton.kvtransfer.receiver.link import Buffer
 
 WORD_BYTES = 8
 

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from baton.kernels.kv.digest import MASK, Words, WordWeights, layer_weight
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import WORD_BYTES
-from baton.kvtransfer.protocol.frame import Bytes
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Bytes, Span
 
 Blocks = Sequence[int]
 PoolMemory = npt.NDArray[np.uint8]

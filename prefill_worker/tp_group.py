@@ -26,7 +26,7 @@ from baton.kvtransfer.sender.service import (
     PushFailed,
     PushService,
 )
-from baton.kvtransfer.sender.totals import PathCounts
+from baton.kvtransfer.sender.table import PathCounts
 from baton.prefill_worker.tp_group_messages import Abort, Adopt, Commit, PushCached
 from baton.proto import kv_pb2
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from baton.kvtransfer.protocol.transfer_times import EXPOSED, TRANSFER, distribution_of
 from baton.kvtransfer.sender.lane_choice import LaneChoice
-from baton.kvtransfer.sender.totals import PathCounts
+from baton.kvtransfer.sender.table import PathCounts
 from baton.proto import worker_pb2
 from baton.proto.step_wire import distribution_to_proto
 

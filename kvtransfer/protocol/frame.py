@@ -17,7 +17,25 @@ from crc32c import crc32c
 
 from baton.core.errors import ProtocolError
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
-from baton.kvtransfer.protocol.span import Span
+
+# What a frame covers: some positions of some heads of one layer.
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Logical positions [first, first + count) of heads [head_first, head_first + head_count) of a layer."""
+
+    layer: int
+    first: int
+    count: int
+    head_first: int
+    head_count: int
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.first + self.count
+
 
 MAGIC = b"KVP2"
 VERSION = 2

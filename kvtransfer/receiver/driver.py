@@ -17,8 +17,8 @@ from baton.core.kv_transports import is_one_sided
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.pool_io import RankedPoolIO
-from baton.kvtransfer.protocol.evidence import Evidence, host_id
 from baton.kvtransfer.protocol.frame import Bytes, FrameHeader, crc_of, decode_header
+from baton.kvtransfer.protocol.incarnation_file import Evidence, host_id
 from baton.kvtransfer.protocol.messages import encode_control, parse_control
 from baton.kvtransfer.protocol.transfer_times import TIME_NAMES
 from baton.kvtransfer.protocol.transport import Delivery, Payload, PayloadDone, Transport, TransportCounts

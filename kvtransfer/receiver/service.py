@@ -36,7 +36,6 @@ from baton.kvtransfer.receiver.actions import (
 )
 from baton.kvtransfer.receiver.device_jobs import DeviceJobs, flag_page
 from baton.kvtransfer.receiver.driver import COUNT_NAMES, GAUGE_NAMES, ReceiverDriver
-from baton.kvtransfer.receiver.host import ReceiverHost
 from baton.kvtransfer.receiver.link import ReceiverLink
 from baton.kvtransfer.receiver.records import (
     AbortCommand,
@@ -49,7 +48,7 @@ from baton.kvtransfer.receiver.records import (
 )
 from baton.kvtransfer.receiver.setup import DeviceSetup, Legacy, Listen, ReceiverSetup
 from baton.kvtransfer.receiver.supervisor import ReceiverSupervisor
-from baton.kvtransfer.receiver.thread import ReceiverThread
+from baton.kvtransfer.receiver.thread import ReceiverHost, ReceiverThread
 from baton.kvtransfer.shared_region import SharedRegion, sweep
 from baton.proto import kv_pb2
 

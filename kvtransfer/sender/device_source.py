@@ -16,7 +16,7 @@ from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, kv_scatter
 from baton.kvcache.geometry import LayerGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 
 MASK = (1 << 64) - 1
 

@@ -36,7 +36,7 @@ from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.kvtransfer.sender.route import Route
 from baton.kvtransfer.sender.routes import PushRoutes
 from baton.kvtransfer.sender.source import PushedPart, PushSource
-from baton.kvtransfer.sender.totals import PathCounts
+from baton.kvtransfer.sender.table import PathCounts
 
 T = TypeVar("T")
 Actions = list[PushAction]

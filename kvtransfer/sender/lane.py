@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.core.kv_transports import load, one_sided_lanes
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.proto import kv_pb2
 
 if TYPE_CHECKING:

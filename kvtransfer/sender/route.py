@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.sender.actions import GrantInfo, PushAction
 from baton.kvtransfer.sender.lane import PushLane
 

@@ -24,8 +24,7 @@ from baton.kvtransfer.sender.actions import (
     StopFrames,
 )
 from baton.kvtransfer.sender.messages import PushIdentity, PushMessages
-from baton.kvtransfer.sender.table import Farewell, PushPeer, Transfer, TransferState
-from baton.kvtransfer.sender.totals import PathCounts, PushTotals
+from baton.kvtransfer.sender.table import Farewell, PathCounts, PushPeer, PushTotals, Transfer, TransferState
 from baton.proto import kv_pb2
 
 HELLO_HEARTBEATS = 4  # a HELLO goes out with every so many heartbeats, for the clock and to notice a new epoch

@@ -23,9 +23,8 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.evidence import host_id
 from baton.kvtransfer.protocol.frame import FrameShape
-from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
+from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.transport import Transport
 from baton.kvtransfer.sender.actions import (
     Acked,
@@ -48,7 +47,7 @@ from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.kvtransfer.sender.route import Route
 from baton.kvtransfer.sender.routes import PushRoutes
 from baton.kvtransfer.sender.source import PushSource, SourcePool
-from baton.kvtransfer.sender.totals import PathCounts
+from baton.kvtransfer.sender.table import PathCounts
 from baton.proto import kv_pb2
 
 __all__ = [

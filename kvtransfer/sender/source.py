@@ -12,8 +12,7 @@ from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import is_one_sided
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.protocol.frame import FrameShape, crc_of
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import FrameShape, Span, crc_of
 from baton.kvtransfer.sender.lane import LaneFailed, Written
 from baton.kvtransfer.sender.route import Frame, KeptBytes, Route
 

@@ -26,7 +26,7 @@ from baton.kvcache.pool import KVPool
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, can_reach
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import Flag, FlagPage
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused, SenderSide
 from baton.kvtransfer.shared_region import DIRECTORY, PREFIX, SharedRegion
 from baton.kvtransfer.transports.nvlink_write import NvlinkWrite

@@ -19,8 +19,7 @@ from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, Transport
 from baton.kvtransfer.transports.raw_lane import TOKEN_BYTES, parse_place
 from baton.kvtransfer.transports.raw_lane_receiver import RawReceiver
 from baton.kvtransfer.transports.raw_lane_sender import RawSender
-from baton.kvtransfer.transports.zmq_buffers import SendBuffers
-from baton.kvtransfer.transports.zmq_sockets import ZmqSockets
+from baton.kvtransfer.transports.zmq_sockets import SendBuffers, ZmqSockets
 from baton.proto import kv_pb2
 
 MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn

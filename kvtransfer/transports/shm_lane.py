@@ -16,7 +16,7 @@ from baton.core.errors import ProtocolError
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane
 from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused, SenderSide, WrittenAtOnce
 from baton.kvtransfer.shared_region import DIRECTORY, NONCE_AT, NONCE_BYTES, PREFIX, SharedRegion

@@ -1,15 +1,17 @@
 """The ZMQ sockets of one transport: their limits and times, the one that wakes, and the keys if there are any."""
 
+import mmap
 import os
 import threading
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.protocol.proof import connection_pass
-from baton.kvtransfer.transports.zmq_authenticator import Admission, ConnectionAuthenticator, PlainAdmission
-from baton.kvtransfer.transports.zmq_curve import CurveKeys
+from baton.kvtransfer.transports.zmq_authenticator import Admission, ConnectionAuthenticator, CurveKeys, PlainAdmission
 
 HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
 _MIN_MESSAGE_BYTES = 1 << 20  # control messages must fit even where frames are small
@@ -110,3 +112,54 @@ class ZmqSockets:
         socket.set(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         socket.set(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         return socket
+
+
+# Memory for payloads that libzmq sends without a copy of its own: used again once it has left.
+#
+# New memory for each would cost the kernel's clearing of its pages, which takes as long as the copy into it.
+
+
+MIN_BYTES = 64 << 10  # smaller ones are cheaper to copy than to track
+_ROUND_BYTES = 256 << 10
+
+
+class SendBuffers:
+    """Gathers payloads.
+
+    Args:
+        max_bytes: that are kept for the next time.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._used: deque[tuple[mmap.mmap, zmq.MessageTracker]] = deque()  # in the order of sending
+
+    def gather(self, payload: Sequence[memoryview]) -> "bytes | zmq.Frame":
+        """One flat part that holds a copy of the payload."""
+        size = sum(map(len, payload))
+        if size < MIN_BYTES:
+            return b"".join(payload)
+        buffer = self._take(size)
+        view = memoryview(buffer)[:size]
+        start = 0
+        for piece in payload:
+            view[start : start + len(piece)] = piece
+            start += len(piece)
+        frame = zmq.Frame(view, track=True, copy=False)
+        assert isinstance(frame.tracker, zmq.MessageTracker)
+        if self._num_bytes <= self._max_bytes:
+            self._used.append((buffer, frame.tracker))
+        else:
+            self._num_bytes -= len(buffer)
+        return frame
+
+    def _take(self, size: int) -> mmap.mmap:
+        if self._used and self._used[0][1].done:
+            buffer, _ = self._used.popleft()
+            if len(buffer) >= size:
+                return buffer
+            self._num_bytes -= len(buffer)
+        buffer = mmap.mmap(-1, -(-size // _ROUND_BYTES) * _ROUND_BYTES)
+        self._num_bytes += len(buffer)
+        return buffer

@@ -24,8 +24,8 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError, RequestCancelled, WorkerLost
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
-from baton.kvtransfer.receiver import child as receiver_child
 from baton.kvtransfer.receiver import service as incoming
+from baton.kvtransfer.receiver import supervisor as receiver_child
 from baton.kvtransfer.receiver.driver import ReceiverDriver
 from baton.kvtransfer.transports.loopback import LoopbackHub
 from baton.tests.e2e import fates

@@ -8,7 +8,7 @@ from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.receiver.service import ReceiverService
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.gpu.gpu_worker import GpuWorker

@@ -15,7 +15,7 @@ from baton.kernels.kv.scatter import Completion, PoolAddress, Tuning, Workspace,
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, device_uuid, export
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.tests.gpu.nvlink_sender import NUM_BLOCKS, PIECE, Order, blocks_of, layout, map_words, send, source_content
 
 pytestmark = pytest.mark.gpu

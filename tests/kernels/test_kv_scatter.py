@@ -20,7 +20,7 @@ from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Wor
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer import device_stream, rank_kernels
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 NUM_POSITIONS = 70

@@ -6,7 +6,7 @@ from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.flag_page import FlagPage
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, SLOT_WORDS, flag_bytes
 from baton.kvtransfer.receiver.link import ReceiverLink
 from baton.kvtransfer.receiver.service import ReceiverService

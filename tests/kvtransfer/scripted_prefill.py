@@ -10,7 +10,7 @@ from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.digest import MASK
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import VERSION, FrameHeader, crc_of, encode_header
+from baton.kvtransfer.protocol.frame import VERSION, FrameHeader, Span, crc_of, encode_header
 from baton.kvtransfer.protocol.messages import (
     DIGEST,
     control_of,
@@ -19,7 +19,6 @@ from baton.kvtransfer.protocol.messages import (
     parse_control,
     wire_attempt,
 )
-from baton.kvtransfer.protocol.span import Span
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.kept import geometry_of

@@ -10,7 +10,7 @@ from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.device_stream import FEW, MANY, DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import FlagPage
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.sender.device_source import _close_up, _gathered_shape
 from baton.kvtransfer.sender.lane import LaneFailed
 from baton.kvtransfer.transports import nvlink_write

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from baton.core.requests.request import AttemptKey
-from baton.kvtransfer.protocol.evidence import host_id
-from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker, blocks_of
 from baton.tests.kvtransfer.kept import latent, state

@@ -7,10 +7,9 @@ import time
 import pytest
 
 from baton.core.requests.request import AttemptKey
-from baton.kvtransfer.protocol.evidence import host_id
-from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
+from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.messages import wire_attempt
-from baton.kvtransfer.protocol.span import Span
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker, blocks_of

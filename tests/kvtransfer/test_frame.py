@@ -14,12 +14,12 @@ from baton.kvtransfer.protocol.frame import (
     HEADER_BYTES,
     FrameHeader,
     FrameShape,
+    Span,
     decode_header,
     encode_header,
     is_frame,
 )
 from baton.kvtransfer.protocol.messages import control_of, parse_control
-from baton.kvtransfer.protocol.span import Span
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import fill, make_layout
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.nixl_ranges import span_ranges
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
 from baton.kvtransfer.transports import nixl_agent
-from baton.kvtransfer.transports.nixl_lane import NixlOpener
+from baton.kvtransfer.transports.nixl_lane import NixlOpener, span_ranges
 from baton.kvtransfer.transports.nixl_pools import NixlPools, agent_name, read_offer
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.kept import geometry_of, latent, state

@@ -10,7 +10,7 @@ from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.rank_kernels import RankKernels
 from baton.kvtransfer.receiver.actions import DigestWanted
 from baton.kvtransfer.receiver.device_jobs import SLOT_WORDS, flag_bytes, flag_page

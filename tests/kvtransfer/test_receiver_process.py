@@ -17,10 +17,9 @@ import torch
 
 from baton.core.errors import PortInUse, TransferFailed
 from baton.core.requests.request import AttemptKey
-from baton.kvtransfer.protocol.evidence import host_id
-from baton.kvtransfer.protocol.incarnation_file import IncarnationFile
+from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.messages import wire_attempt
-from baton.kvtransfer.protocol.span import Span
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReserveWanted
 from baton.kvtransfer.sender.service import Acked, DecodePeer, Granted, PushFailed
 from baton.kvtransfer.transports.over_zmq import ZmqTransport

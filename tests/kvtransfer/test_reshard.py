@@ -10,8 +10,7 @@ import pytest
 
 from baton.kernels.kv.digest import MASK, layer_weight, weight
 from baton.kvcache.layout import Range
-from baton.kvtransfer.protocol.frame import FrameHeader, FrameShape, decode_header, encode_header
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import FrameHeader, FrameShape, Span, decode_header, encode_header
 from baton.tests.kvtransfer.reshard import (
     BLOCK_SIZES,
     DTYPES,

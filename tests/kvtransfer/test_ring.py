@@ -11,6 +11,7 @@ from baton.core.errors import ProtocolError
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.receiver.actions import Completed, Drained, IncomingFailed, ReserveWanted
+from baton.kvtransfer.receiver.link import HEADER_BYTES, CompletionWords, Ring
 from baton.kvtransfer.receiver.records import (
     NO_SLOT,
     AbortCommand,
@@ -20,7 +21,6 @@ from baton.kvtransfer.receiver.records import (
     decode_record,
     encode_record,
 )
-from baton.kvtransfer.receiver.ring import HEADER_BYTES, CompletionWords, Ring
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast

@@ -8,7 +8,7 @@ import pytest
 
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.span import Span
+from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.sender.actions import GrantInfo
 from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
 from baton.kvtransfer.sender.route import Route

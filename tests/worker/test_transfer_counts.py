@@ -5,7 +5,7 @@ import pytest
 from baton.kvtransfer.protocol.transfer_times import TIME_BOUNDS_S, TIME_NAMES, TransferTimes
 from baton.kvtransfer.receiver.driver import COUNT_NAMES
 from baton.kvtransfer.sender.lane_choice import LaneChoice
-from baton.kvtransfer.sender.totals import PathCounts, PushTotals
+from baton.kvtransfer.sender.table import PathCounts, PushTotals
 from baton.worker.transfer_counts import push_counts, receiver_counts
 
 pytestmark = pytest.mark.fast
