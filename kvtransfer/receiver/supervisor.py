@@ -138,7 +138,7 @@ JOIN_S: Final = 10.0
 
 
 class ReceiverSupervisor:
-    """An incoming transfer in a process of its own. See `receiver_host.ReceiverHost`.
+    """An incoming transfer in a process of its own. See `thread.ReceiverHost`.
 
     Args:
         region: what is shared; not owned.
