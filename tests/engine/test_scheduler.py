@@ -125,6 +125,14 @@ def test_with_overcommit_it_starts_with_those_of_its_tokens_and_a_step():
     bench.end(a)
 
 
+def test_with_overcommit_one_that_was_preempted_often_starts_with_every_block_that_it_may_need():
+    bench = Bench(overcommit=True)
+    protected = bench.add("a", max_tokens=40)
+    protected.num_preemptions = MAX_PREEMPTIONS
+    bench.scheduler.give_blocks()
+    assert len(protected.table.blocks) == bench.allocator.num_blocks_for(protected.capacity_len) == 12
+
+
 def test_with_overcommit_one_block_is_left_to_each_that_runs():
     bench = Bench(num_blocks=8, num_slots=4, overcommit=True)
     bench.start("a", "b", prompt_len=7, max_tokens=20)
@@ -359,6 +367,15 @@ def test_pushed_chunks_name_the_attempt():
 
 
 # The prefix cache
+
+
+def test_a_block_is_named_when_its_last_position_is_written():
+    bench = Bench()
+    (item,) = bench.start("a", prompt_len=8)
+    bench.compute(budget_len=7)
+    assert bench.allocator.index.match(item.block_hashes) == item.table.blocks[:1]
+    bench.compute()
+    assert bench.allocator.index.match(item.block_hashes) == item.table.blocks[:2]
 
 
 def test_named_blocks_are_shared_and_their_tokens_counted():
