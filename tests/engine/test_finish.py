@@ -55,3 +55,9 @@ def test_no_tokens_after_the_end():
     finish.accept([A])
     with pytest.raises(AssertionError):
         finish.accept([B])
+
+
+def test_a_stop_string_counts_only_behind_min_tokens():
+    finish = checker(stop=("ab",), min_tokens=2)
+    assert finish.accept([A, B]) == ([A, B], None)
+    assert finish.accept([C, A, B]) == ([C, A, B], FinishReason.STOP)

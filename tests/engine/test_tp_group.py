@@ -1,6 +1,7 @@
 """A group of ranks generates what one rank does: greedy and coupled, with drafts and without, batched and chunked."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from baton.core.numerics import Numerics
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.grammar.grammar import GrammarCompiler
-from baton.engine.step.plan import Chunk, Place, Release, Step
+from baton.engine.step.plan import Chunk, Grow, Growth, Load, Place, Release, Save, Step
 from baton.engine.step.runner import Runner
 from baton.engine.tp.decision import Decisions
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
@@ -256,3 +257,19 @@ def test_a_rank_hears_of_rank_0s_death():
         return True
 
     assert on_ranks(2, work) == [None, True]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "operation",
+    [Release(0), Grow((Growth(0, 1, (5, 6)),)), Save((1, 2), 0, 0, None, None), Load((1, 2), 0, 0, None, None)],
+    ids=lambda operation: type(operation).__name__,
+)
+def test_an_operation_of_rank_0_is_told_to_the_others_which_carry_it_out(operation):
+    done = []
+    runner = SimpleNamespace(execute=lambda operation: done.append(("does", operation)))
+    channel = SimpleNamespace(tell=lambda operation: done.append(("tells", operation)))
+    Rank0Runner(runner, channel).execute(operation)
+    assert done == [("tells", operation), ("does", operation)]
+    assert RankRunner(runner, channel).take(operation)
+    assert done[2:] == [("does", operation)]
