@@ -187,6 +187,10 @@ class ReceiverInbox:
                 return [replies.grant(incoming)]
             case IncomingState.COMPLETE if incoming.epoch == self._rules.epoch:
                 return [replies.grant(incoming)]
+            case IncomingState.QUARANTINED if incoming.epoch == self._rules.epoch:
+                # The GRANT was lost. Denied, its sender would forget that it never told the other ranks of it, and
+                # they, who do not know this worker, could never be asked.
+                return [*replies.abort_part(incoming, incoming.parts[0])]
             case _:
                 why = incoming.reason or "another incarnation of this decode worker had it"
                 return [replies.deny(peer, incoming.attempt, kv_pb2.Deny.STALE, why)]

@@ -14,6 +14,7 @@ worker (`push_actions`). It promises:
 from collections.abc import Iterable
 
 from baton.core.config import KVTransferConfig
+from baton.core.kv_transports import is_one_sided
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.protocol.coverage import Coverage
@@ -32,7 +33,14 @@ from baton.kvtransfer.sender.actions import (
 )
 from baton.kvtransfer.sender.inbox import PushInbox
 from baton.kvtransfer.sender.messages import MAX_U32, PushIdentity
-from baton.kvtransfer.sender.rules import HELLO_HEARTBEATS, IDLE_LEASES, RETRY_HEARTBEATS, SELF_FENCE, PushRules
+from baton.kvtransfer.sender.rules import (
+    HELLO_HEARTBEATS,
+    IDLE_LEASES,
+    ONE_SIDED_FAREWELL_S,
+    RETRY_HEARTBEATS,
+    SELF_FENCE,
+    PushRules,
+)
 from baton.kvtransfer.sender.table import PathCounts, PushPeer, PushTotals, Transfer, TransferState
 from baton.proto import kv_pb2
 
@@ -66,7 +74,10 @@ class PushPeers:
             if live and peer.epoch:
                 ids = [transfer.incoming_id for transfer in live if transfer.incoming_id]
                 actions.append(SendControl(address, rules.messages.lease(ids)))
-        if not rules.live_on(address) and not peer.farewells and now_s - peer.used_s > IDLE_LEASES * lease_s:
+        # Out of touch, it may be asking whether its pool is still written: it keeps the blocks until it is answered.
+        is_out_of_touch = peer.may_ask and peer.heard.silence_s(now_s) > lease_s
+        limit_s = ONE_SIDED_FAREWELL_S if is_out_of_touch else IDLE_LEASES * lease_s
+        if not rules.live_on(address) and not peer.farewells and now_s - peer.used_s > limit_s:
             del rules.peers[address]
             rules.totals.forget(address)
             actions.append(DropPeer(address))
@@ -201,6 +212,7 @@ class PushProtocol:
         transfer.lease_s = grant.lease_s
         transfer.is_told = True
         transfer.is_confirmed = False
+        self._rules.peers[peer.kv_address].may_ask |= is_one_sided(grant.lane)
         self._num_adopted += 1
         transfer.resume_round = self._num_adopted * ROUNDS & MAX_U32
         self._rules.by_incoming[transfer.incoming_key] = transfer

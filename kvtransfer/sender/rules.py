@@ -165,12 +165,14 @@ class PushRules:
         peer = self.peers[transfer.peer.kv_address]
         if transfer.state is TransferState.RESERVING:
             transfer.lane = transfer.lane or peer.lane
+            peer.may_ask |= transfer.is_one_sided
             return [self.reserve_message(transfer, now_s)]
         if transfer.lane or transfer.grant is None:
             return self.pump(transfer.peer.kv_address, now_s)
         wanted = transfer.grant.lane
         if is_one_sided(wanted) and peer.lane != wanted:
             return self.fail(transfer, f"rank 0 was granted lane {wanted}, this rank has {peer.lane}", now_s)
+        peer.may_ask |= is_one_sided(wanted)
         transfer.lane = wanted if is_one_sided(wanted) else INLINE if is_one_sided(peer.lane) else peer.lane
         # The transfer may have been fenced, and this rank have said that it writes nothing, before it knew of it.
         return [self.resume_message(transfer, now_s)]

@@ -149,6 +149,7 @@ class PushPeer:
         challenge: that it gave to this connection; empty until then.
         challenged_s: when one was last answered at once.
         is_doubted: it answered without a proof, and that was said.
+        may_ask: a transfer to it was on a lane where this side writes: it asks every rank before it frees the blocks.
         offsets: (round trip, clock offset).
     """
 
@@ -167,6 +168,7 @@ class PushPeer:
     challenge: bytes = b""
     challenged_s: float = float("-inf")
     is_doubted: bool = False
+    may_ask: bool = False
     farewells: OrderedDict[AttemptKey, Farewell] = field(default_factory=OrderedDict)
 
     @property

@@ -88,6 +88,12 @@ def test_the_invariants_hold(seed):
     assert driver.world.steps >= SEQUENCE_LEN
 
 
+def test_long_sequences_leave_nothing_behind():
+    """Some failures take two ranks, several of their lives, and peers that are forgotten meanwhile."""
+    for seed in range(250):
+        Driver(seed).run(LONG_SEQUENCE_LEN)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_invariants_hold_for_a_million_steps():

@@ -484,6 +484,46 @@ def test_an_abort_that_overtakes_its_grant_leaves_nothing(any_world):
     assert take(world, frames) == []
 
 
+def test_a_lost_grant_leaves_no_blocks_behind_with_ranks_that_were_never_told(any_world):
+    """Ranks that never met the decode worker cannot be asked: rank 0 must say that they know nothing of it."""
+    world = any_world
+    granted(world, prompt_len=1, request_id="to connect", prefill="p1")
+    attempt = world.reserve("p0", "d0", "r", 5)
+    world.deliver_all()
+    node = world.decodes["d0"]
+    node.grant(node.wanted[0])
+    take(world, control("grant"))
+    node.abort(attempt)
+    for _ in range(20):  # the RESERVE is repeated before the question arrives
+        take(world, control("abort"))
+        world.advance(0.1)
+        reserves = take(world, control("reserve"))
+        world.in_flight[:] = reserves or world.in_flight
+        world.deliver_all()
+        if reserves:
+            break
+    assert reserves
+    world.settle()
+    assert attempt not in node.tables
+
+
+def test_a_rank_that_was_told_of_a_grant_stays_until_it_was_asked():
+    """It adopted while the decode worker could not be reached, gave up, and has nothing more to do there."""
+    world = World(Options(prefill_tp=2, lane="shm"))
+    attempt = world.reserve("p0", "d0", "r", 5)
+    world.deliver_all()
+    node = world.decodes["d0"]
+    node.grant(node.wanted[0])
+    world.deliver_all()
+    world.prefills["p0"].share()
+    world.crash_receiver("d0")
+    for _ in range(int(CONFIG.lease_s * 8 / 0.1)):
+        world.advance(0.1)
+        take(world, lambda message: True)  # nobody hears anybody
+    world.settle()
+    assert attempt not in node.tables
+
+
 def test_a_grant_that_is_passed_on_too_late_is_not_used():
     """Rank 1 said that it writes nothing before it knew of the incoming transfer."""
     world = World(Options(prefill_tp=2, lane="shm"))
