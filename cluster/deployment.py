@@ -50,7 +50,7 @@ from baton.core.errors import BatonError, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
 from baton.proto.secure_channel import SecureChannels
 from baton.router.access.api_keys import digest_of, new_key
-from baton.router.access.security_flags import security_of
+from baton.router.access.flags import security_of
 
 END_GRACE_S = 2.0
 CHECK_INTERVAL_S = 0.5

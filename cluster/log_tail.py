@@ -13,7 +13,7 @@ from pathlib import Path
 POLL_S = 0.3
 MAX_LINES = 100  # of one file at a time; a process that logs without end must not bury the others
 MAX_LINE_LEN = 2000
-REQUEST_LOGGER = "baton.router.request_log"
+REQUEST_LOGGER = "baton.router.inference"
 _PATTERNS = ("router.err", "ray/session_*/logs/worker-*.err")
 _HEAD = re.compile(r"\d{4}-\d\d-\d\d \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (\S+): ")
 _SHOWN = ("WARNING", "ERROR", "CRITICAL")

@@ -20,7 +20,7 @@ from baton.cluster.resolve import ModelDirectory, served_names
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, MalformedMessage, RouterLost, WorkerStartFailed, from_wire
 from baton.core.inside import ENVIRONMENT, DeploymentSecret
-from baton.router.access.config_flags import flags_of
+from baton.router.access.flags import flags_of
 
 STOP_GRACE_S = 3.0
 EXIT_PRECONDITION = 3  # its last line on stderr is then an error as `to_wire` writes it

@@ -26,11 +26,9 @@ from baton.core.errors import BatonError
 from baton.core.file_numbers import raise_file_limit
 from baton.core.telemetry.logs import configure_logging
 from baton.core.telemetry.telemetry import Telemetry, TelemetryConfig
-from baton.router.access.config_flags import add_flags
-from baton.router.access.flag_values import count, port
+from baton.router.access.flags import add_flags, count, port, security_of
 from baton.router.access.metrics_port import serve_metrics
-from baton.router.access.security_flags import security_of
-from baton.router.admission import shed_report
+from baton.router.admission import admission
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.metrics import SpanCollector
 from baton.router.openai.chat_template import ChatTemplate
@@ -103,7 +101,7 @@ async def serve(options: argparse.Namespace, ending: "Ending") -> None:
     if telemetry.tracer is not None:
         router.metrics.registry.register(SpanCollector(lambda: telemetry.num_dropped))
     await router.start()
-    shed = asyncio.create_task(shed_report.watch(router.metrics))
+    shed = asyncio.create_task(admission.watch(router.metrics))
     # A stream is a few hundred objects: as many as there are streams would be looked at again and again.
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 20)

@@ -7,15 +7,43 @@ the message and goes on with it, but for what an operator has asked of it since,
 might not outlive its host; wishes are lost only if all workers end together with the router.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 from baton.core.clock import Clock
+from baton.core.errors import InvalidRequest
 from baton.proto import admin_pb2, worker_pb2
 from baton.router.admission.admission import Admission
 from baton.router.attempt.migration import Migration
 from baton.router.attempt.poison_detector import MAX_BLAMED
 from baton.router.placement.members import MAX_WORKERS, Incarnation
-from baton.router.speculation import DesiredSpeculation
+
+
+class DesiredSpeculation:
+    """The mode that decode workers should be in; None until an operator sets one."""
+
+    def __init__(self) -> None:
+        self.mode: worker_pb2.SpeculationMode | None = None
+
+    def set_mode(self, mode: worker_pb2.SpeculationMode, limits: Sequence[int]) -> None:
+        """Wish for `mode`.
+
+        Args:
+            mode: a number of drafts, or auto.
+            limits: the most drafts that each decode worker can make.
+
+        Raises:
+            InvalidRequest: it names no mode, or more drafts than one of them can make.
+        """
+        kind = mode.WhichOneof("mode")
+        if kind is None or (kind == "auto" and not mode.auto):
+            raise InvalidRequest("neither a number of draft tokens nor auto", field="mode")
+        if kind == "num_draft_tokens" and mode.num_draft_tokens > min(limits):
+            message = f"{mode.num_draft_tokens} draft tokens: this deployment was started with at most {min(limits)}"
+            raise InvalidRequest(message, field="num_draft_tokens", value=mode.num_draft_tokens, limit=min(limits))
+        self.mode = worker_pb2.SpeculationMode()
+        self.mode.CopyFrom(mode)
+
 
 WAIT_S: Final = 60.0  # for workers that were being emptied to be heard of again
 _PARTS: Final = (

@@ -1,10 +1,12 @@
 """`baton.v1.Inference`: what clients call. Everything is checked here before anything is allocated anywhere."""
 
 import asyncio
+import logging
 import secrets
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -20,35 +22,118 @@ from baton.core.errors import (
     InternalError,
     InvalidRequest,
     ModelNotFound,
+    Overloaded,
     PromptTooLong,
+    RequestCancelled,
     as_internal,
 )
 from baton.core.requests.answer_text import AnswerText
 from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.sampling import MAX_CHOICES, SamplingParams
 from baton.core.requests.validate import RequestLimits, validate_request
+from baton.core.telemetry.logs import shown
 from baton.core.telemetry.span import Tracer
 from baton.core.telemetry.trace_context import INCOMING, from_metadata
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.access.message_limits import check_message, check_num_answers
 from baton.router.access.quota import CURRENT
-from baton.router.admission.admission import Admission
+from baton.router.admission.admission import HIGH, NORMAL, PRIORITIES, Admission, Settling
 from baton.router.admission.gate import Gate
-from baton.router.admission.settling import Settling
-from baton.router.admission.work import HIGH, NORMAL, PRIORITIES
-from baton.router.attempt.answers import Answers
 from baton.router.attempt.attempts import Attempts, AttemptsContext
-from baton.router.attempt.checked_sampling import CheckedSampling, check_sampling, num_choices
-from baton.router.attempt.choices import Choices
-from baton.router.attempt.prompt_end import end_of
-from baton.router.attempt.stats import StreamStats
-from baton.router.attempt.tracing import RequestTracing
+from baton.router.attempt.choices import Answers, Choices
+from baton.router.attempt.stats import RequestTracing, StreamStats
 from baton.router.metrics import RouterMetrics
 from baton.router.placement.members import DECODE, PREFILL, Members
 from baton.router.placement.policy import Pair, require
-from baton.router.request_log import log_end, log_request
 from baton.router.served_model import ServedModel
 from baton.router.shutdown import Shutdown
+
+ANY_ROOM: Final = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSampling:
+    """Values that are in range; a seed, and a length that was left open, are each prompt's own."""
+
+    params: SamplingParams
+    has_seed: bool
+    has_max_tokens: bool
+
+    def complete(self, room_len: int) -> SamplingParams:
+        """For a prompt that leaves so much room: everything large is shared, nothing is copied."""
+        seed = self.params.seed if self.has_seed else _draw_seed()
+        max_tokens = self.params.max_tokens if self.has_max_tokens else max(1, min(self.params.max_tokens, room_len))
+        return replace(self.params, seed=seed, max_tokens=max_tokens)
+
+
+def check_sampling(asked: inference_pb2.Sampling, vocab_size: int, default_max_tokens: int) -> CheckedSampling:
+    """Check values without the workers: a bad one is named even when nobody is there to serve a good one.
+
+    Raises:
+        InvalidRequest: too many of something, or a value out of range.
+    """
+    check_message(asked, "sampling.")
+    params = wire.sampling_from_client(
+        asked, room_len=ANY_ROOM, draw_seed=_draw_seed, default_max_tokens=default_max_tokens
+    )
+    params.validate(vocab_size)
+    return CheckedSampling(params, asked.HasField("seed"), asked.HasField("max_tokens"))
+
+
+def num_choices(sampling: inference_pb2.Sampling) -> int:
+    """Answers to each prompt, within what a request may ask for."""
+    return min(max(sampling.n, 1), MAX_CHOICES)
+
+
+def _draw_seed() -> int:
+    return secrets.randbits(63)
+
+
+def end_of(token_ids: Sequence[int], num_tokens: int, room_len: int) -> Sequence[int]:
+    """The last tokens of a prompt: so many, or with -1 as many as leave room for the answer.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if num_tokens == 0 or num_tokens < -1:
+        message = f"truncate_prompt_tokens = {num_tokens}: a number of tokens, or -1 for as many as fit"
+        raise InvalidRequest(message, field="truncate_prompt_tokens")
+    return token_ids[-max(1, room_len if num_tokens == -1 else num_tokens) :]
+
+
+log = logging.getLogger(__name__)
+
+
+def log_request(shown_id: str, tenant: str, times: str, error: BaseException | None) -> None:
+    """One line for a request that ended, well or not.
+
+    Args:
+        shown_id: its name to the client.
+        tenant: who asked; empty if nobody said.
+        times: counts and times, as `StreamStats.line` writes them.
+        error: None if it ended well.
+    """
+    how = "ok" if error is None else type(error).__name__
+    log.info("request %r%s: %s, %s", shown_id, f" of {tenant!r}" if tenant else "", how, times)
+
+
+def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_sent: bool) -> None:
+    """One line for a request that ended by an error of ours; clients that go away are none.
+
+    Args:
+        key: of its first attempt.
+        shown_id: its name to the client.
+        error: None if it ended well.
+        was_sent: whether any worker was asked.
+    """
+    if isinstance(error, Overloaded) and not was_sent:
+        return
+    if isinstance(error, BatonError) and not isinstance(error, RequestCancelled):
+        log.warning("request %s failed at the workers as %s: %s", shown_id, key, shown(error))
+    elif error is not None:
+        log.debug("request %s, at the workers %s, was given up by its client", shown_id, key)
+
 
 THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thread, so that other streams go on
 # A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for

@@ -1,18 +1,60 @@
-"""What the router counts itself, under public names; each instance owns its registry, so tests run several.
+"""What the router counts itself, under public names, and how late its event loop runs.
 
-Names keep vLLM's meanings under `baton_`. What workers report is in `worker_metrics`.
+Each instance owns its registry, so tests run several.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from baton.router.loop_metrics import LoopCounter, LoopHistogram
+from baton.core.distribution import Buckets
+
+
+class LoopHistogram(Collector):
+    """A histogram without labels; `observe` is for one thread."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name = name
+        self._text = text
+        self._buckets = Buckets(buckets)
+        self.observe = self._buckets.observe
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """As of now."""
+        found = self._buckets.read()
+        family = HistogramMetricFamily(self._name, self._text)
+        num = 0
+        rows: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, map(float, found.bounds)), "+Inf"), found.counts, strict=True):
+            num += count
+            rows.append((bound, num))
+        family.add_metric((), rows, found.total)
+        yield family
+
+
+class LoopCounter(Collector):
+    """A counter without labels; `inc` is for one thread."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._text = text
+        self._num = 0
+        registry.register(self)
+
+    def inc(self, num: int = 1) -> None:
+        """So many more."""
+        self._num += num
+
+    def collect(self) -> Iterator[Metric]:
+        """As of now."""
+        yield CounterMetricFamily(self._name, self._text, value=self._num)
+
 
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 ITL_BUCKETS_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048)

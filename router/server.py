@@ -8,6 +8,7 @@ import logging
 import random
 import secrets
 import time
+from collections.abc import Coroutine
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Final
 
@@ -23,44 +24,62 @@ from baton.core.telemetry.span import Tracer
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.proto.secure_channel import SecureChannels
 from baton.router.access.listener import NUM_DOORS, Listener, why_not_bound
-from baton.router.access.security import ClientLimits, RouterSecurity
-from baton.router.access.security_metrics import SecurityMetrics
+from baton.router.access.security import ClientLimits, RouterSecurity, SecurityMetrics
 from baton.router.admin import AdminService
-from baton.router.admission.admission import Admission
-from baton.router.admission.admission_metrics import AdmissionCollector
-from baton.router.admission.fair_queue import QueueLimits
+from baton.router.admission.admission import Admission, Settling
+from baton.router.admission.fair_queue import AdmissionCollector, QueueLimits
 from baton.router.admission.gate import Gate
-from baton.router.admission.settling import Settling
 from baton.router.attempt.attempts import AttemptsContext
 from baton.router.attempt.channels import Channels
-from baton.router.attempt.migration import Migration, MigrationConfig
-from baton.router.attempt.retry_budget import RetryBudget, RetryLimits
-from baton.router.background import Background
-from baton.router.desired_state import DesiredScale, DesiredState
+from baton.router.attempt.migration import Migration, MigrationConfig, RetryBudget, RetryLimits
+from baton.router.desired_state import DesiredScale, DesiredSpeculation, DesiredState
 from baton.router.inference import InferenceService
 from baton.router.metrics import RouterMetrics
 from baton.router.openai.app import make_app
 from baton.router.openai.body_reader import BodyReader
-from baton.router.openai.connection import ConnectionLimits, Connections
+from baton.router.openai.connection import ConnectionLimits, Connections, HttpServer
 from baton.router.openai.front import Front, HttpConfig
-from baton.router.openai.server import HttpServer
-from baton.router.placement.canaries import Canaries
+from baton.router.placement.canaries import Canaries, CanaryCollector
 from baton.router.placement.canary import CanaryConfig, CanaryWatch
-from baton.router.placement.canary_metrics import CanaryCollector
 from baton.router.placement.least_cost import LeastCost
-from baton.router.placement.local_metrics import LocalPrefillCollector
-from baton.router.placement.local_prefill import ALWAYS, NEVER, LocalPrefill
+from baton.router.placement.local_prefill import ALWAYS, NEVER, LocalPrefill, LocalPrefillCollector
 from baton.router.placement.members import ALIVE_S, DECODE, PREFILL, Incarnation, Members
 from baton.router.placement.membership import MembershipService
-from baton.router.placement.prefix_feed import PrefixFeed
-from baton.router.placement.prefix_index import PrefixIndex
-from baton.router.placement.prefix_metrics import PrefixCollector
+from baton.router.placement.prefix_index import PrefixCollector, PrefixFeed, PrefixIndex
 from baton.router.placement.refusals import Refusals
 from baton.router.placement.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.served_model import ServedModel
 from baton.router.shutdown import Shutdown
-from baton.router.speculation import DesiredSpeculation
 from baton.router.worker_metrics import WorkerCollector
+
+log = logging.getLogger(__name__)
+
+
+class Background:
+    """A set of tasks."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` as a task; an error in it is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Cancel what still runs and wait until it has ended."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+
 
 SERVICES: Final = {
     name: service.full_name
@@ -75,8 +94,6 @@ SETTLE_S: Final = 2.5  # at most
 NOTICE_S: Final = 2.0  # new requests hear why they are refused, before connections are
 
 __all__ = ["RouterConfig", "RouterServer", "why_not_bound"]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

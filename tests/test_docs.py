@@ -17,14 +17,13 @@ from baton.cluster.resolve import read_config
 from baton.cluster.runbooks import runbook_names
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
-from baton.router.access.security_metrics import SecurityMetrics
-from baton.router.admission.admission_metrics import AdmissionCollector
+from baton.router.access.security import SecurityMetrics
+from baton.router.admission.fair_queue import AdmissionCollector
 from baton.router.metrics import RouterMetrics, SpanCollector
 from baton.router.openai.connection import ConnectionLimits, Connections
-from baton.router.placement.canary_metrics import CanaryCollector
-from baton.router.placement.local_metrics import LocalPrefillCollector
-from baton.router.placement.prefix_index import PrefixIndex
-from baton.router.placement.prefix_metrics import PrefixCollector
+from baton.router.placement.canaries import CanaryCollector
+from baton.router.placement.local_prefill import LocalPrefillCollector
+from baton.router.placement.prefix_index import PrefixCollector, PrefixIndex
 from baton.router.worker_metrics import WorkerCollector
 from baton.runbook.common import command
 

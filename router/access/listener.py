@@ -22,10 +22,8 @@ from baton.proto.roles import ALLOWED, RequireRole
 from baton.proto.secure_channel import server_credentials
 from baton.proto.unreadable import RefuseUnreadable
 from baton.router.access.api_keys import KeyEntry
-from baton.router.access.auth_interceptor import OPEN, AuthInterceptor
-from baton.router.access.authenticator import Authenticator
-from baton.router.access.security import IDLE_S, ClientLimits
-from baton.router.access.security_metrics import SecurityMetrics
+from baton.router.access.authenticator import OPEN, Authenticator, AuthInterceptor
+from baton.router.access.security import IDLE_S, ClientLimits, SecurityMetrics
 
 MAX_SEND_BYTES: Final = 16 << 20
 STREAM_HEADROOM: Final = 32  # streams of a connection beyond its limit that are answered with a refusal, not held back

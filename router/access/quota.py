@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from baton.core.errors import Overloaded, PermissionDenied
-from baton.router.admission.work import HIGH, NORMAL
+from baton.router.admission.admission import HIGH, NORMAL
 
 RETRY_AFTER_S: Final = 1.0
 PRIORITY_NAMES: Final = {"low": 0, "normal": NORMAL, "high": HIGH}

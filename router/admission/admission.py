@@ -1,9 +1,152 @@
-"""How many answers the router holds at once, if that is limited. Requests beyond are refused at once."""
+"""What a request costs, and how many answers the router holds at once; requests beyond are refused at once."""
 
-from collections.abc import Iterator
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
+from baton.core import errors
 from baton.core.errors import Overloaded
+from baton.router.metrics import RouterMetrics
+
+
+class Settling:
+    """One router's beginning.
+
+    Args:
+        until_s: of the clock that `look` is given; then it is over in any case.
+        is_whole: whether everything is known.
+    """
+
+    def __init__(self, until_s: float, is_whole: Callable[[], bool]) -> None:
+        self._until_s = until_s
+        self._is_whole = is_whole
+        self._over = asyncio.Event()
+
+    def look(self, now_s: float) -> None:
+        """Called several times a second."""
+        if not self._over.is_set() and (now_s >= self._until_s or self._is_whole()):
+            self._over.set()
+
+    async def wait(self) -> None:
+        """Until it is over."""
+        await self._over.wait()
+
+
+LOW: Final = 0
+NORMAL: Final = 1
+HIGH: Final = 2
+KV_FILL: Final = 0.9  # part of all KV that is in use when the next request does not fit
+PRIORITIES: Final = (HIGH, NORMAL, LOW)  # in the order they are served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One request.
+
+    Attributes:
+        tenant: whose it is.
+        num_tokens: of its prompt, to be computed.
+        num_positions: of KV that it may come to hold.
+        num_bytes: of the router's memory that it takes as long as it is here.
+        deadline_s: when its first token must be there.
+        priority: LOW, NORMAL or HIGH.
+    """
+
+    tenant: str
+    num_tokens: int
+    num_positions: int
+    deadline_s: float
+    priority: int = NORMAL
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What all workers together do. A 0 is not known, and limits nothing.
+
+    Attributes:
+        tokens_per_s: of prompts computed.
+        num_workers: prefill workers, >= 1; one prompt is computed by one of them.
+        num_pairs: while fewer requests than this run, some prefill and some decode worker have nothing to do.
+        num_positions: of KV in all decode workers.
+        residence_s: for which a request holds its KV, lately.
+    """
+
+    tokens_per_s: float = 0.0
+    num_workers: int = 1
+    num_pairs: int = 1
+    num_positions: int = 0
+    residence_s: float = 0.0
+
+    def share_s(self, work: Work) -> float:
+        """Seconds of everybody's time that a request takes: of the prefill workers, or of the KV if that is scarcer."""
+        prefill_s = work.num_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
+        return max(prefill_s, self.kv_s(work.num_positions))
+
+    def kv_s(self, num_positions: int) -> float:
+        """Seconds in which so many positions come free, if all are in use."""
+        budget = KV_FILL * self.num_positions
+        return num_positions * self.residence_s / budget if budget else 0.0
+
+    def own_s(self, work: Work) -> float:
+        """Seconds from its start to its first token, on one worker."""
+        return work.num_tokens * self.num_workers / self.tokens_per_s if self.tokens_per_s else 0.0
+
+
+INTERVAL_S = 10.0
+log = logging.getLogger(__name__)
+
+
+class ShedReport:
+    """What has ended with an error since the last look.
+
+    Args:
+        metrics: the router's.
+    """
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._told: Counter[str] = Counter()
+
+    def line(self) -> str:
+        """The sentence for the log; empty if there is nothing to say."""
+        now = self._counts()
+        new = now - self._told
+        self._told = now
+        if not new:
+            return ""
+        kinds = ", ".join(f"{kind} {num}" for kind, num in new.most_common())
+        return f"{new.total()} requests were refused or failed in the last {INTERVAL_S:.0f} s: {kinds}"
+
+    def _counts(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for family in self._metrics.requests_failed.collect():
+            for sample in family.samples:
+                kind = sample.labels.get("error", "")
+                if sample.name.endswith("_total") and not _is_clients(kind):
+                    counts[kind] += int(sample.value)
+        return counts
+
+
+def _is_clients(kind: str) -> bool:
+    own = (errors.InvalidRequest, errors.AccessRefused, errors.RequestCancelled)
+    found = getattr(errors, kind, None)
+    return isinstance(found, type) and issubclass(found, own)
+
+
+async def watch(metrics: RouterMetrics) -> None:
+    """Log it until cancelled."""
+    report = ShedReport(metrics)
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        line = report.line()
+        if line:
+            log.warning("%s", line)
+
 
 RETRY_AFTER_S = 1.0
 

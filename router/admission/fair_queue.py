@@ -14,15 +14,101 @@ A tenant's part of the queue is its share among the tenants that have asked late
 A priority may fill only a part of the queue, so that higher ones find room. Refusals say when to try again.
 """
 
+import math
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
 from baton.core.errors import Overloaded
-from baton.router.admission.fair_ring import FairRing, Ticket
-from baton.router.admission.work import HIGH, LOW, NORMAL, Capacity, Work
+from baton.router.admission.admission import HIGH, LOW, NORMAL, PRIORITIES, Capacity, Work
+
+QUANTUM: Final = 512  # tokens
+
+
+class Ticket:
+    """One request's place."""
+
+    __slots__ = ("expected_s", "granted", "work")
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.granted = False
+        self.expected_s = 0.0  # from the grant to the first token
+
+
+class FairRing:
+    """Tickets by priority and tenant.
+
+    Args:
+        quantum: tokens that a turn is worth.
+    """
+
+    def __init__(self, quantum: int = QUANTUM) -> None:
+        assert quantum > 0
+        self._quantum = quantum
+        self._queues: dict[tuple[int, str], deque[Ticket]] = {}
+        self._turns: dict[int, deque[str]] = {priority: deque() for priority in PRIORITIES}
+        self._deficits: dict[tuple[int, str], float] = {}
+
+    def add(self, ticket: Ticket) -> None:
+        """Behind the others of its tenant and priority."""
+        key = (ticket.work.priority, ticket.work.tenant)
+        if key not in self._queues:
+            self._queues[key] = deque()
+            self._deficits[key] = 0.0
+            self._turns[ticket.work.priority].append(ticket.work.tenant)
+        self._queues[key].append(ticket)
+
+    def next(self) -> Ticket | None:
+        """Whose turn it is; it stays until it is taken."""
+        for priority in PRIORITIES:
+            turns = self._turns[priority]
+            if not turns:
+                continue
+            if self._lacks(priority, turns[0]) > 0:
+                self._skip_rounds(priority)
+            while self._lacks(priority, turns[0]) > 0:
+                turns.rotate(-1)
+                self._deficits[priority, turns[0]] += self._quantum
+            return self._queues[priority, turns[0]][0]
+        return None
+
+    def take(self, ticket: Ticket) -> None:
+        """Remove a ticket, and charge its tenant."""
+        key = self._remove(ticket)
+        if key in self._deficits:
+            self._deficits[key] -= ticket.work.num_tokens
+
+    def drop(self, ticket: Ticket) -> None:
+        """Remove a ticket that is not served."""
+        self._remove(ticket)
+
+    def _lacks(self, priority: int, tenant: str) -> float:
+        """Tokens that a tenant's next request needs beyond what the tenant may have."""
+        return self._queues[priority, tenant][0].work.num_tokens - self._deficits[priority, tenant]
+
+    def _skip_rounds(self, priority: int) -> None:
+        """Give everybody at once the rounds in which nobody would be served."""
+        turns = self._turns[priority]
+        rounds = min(math.ceil(self._lacks(priority, tenant) / self._quantum) for tenant in turns) - 1
+        if rounds > 0:
+            for tenant in turns:
+                self._deficits[priority, tenant] += rounds * self._quantum
+
+    def _remove(self, ticket: Ticket) -> tuple[int, str]:
+        key = (ticket.work.priority, ticket.work.tenant)
+        self._queues[key].remove(ticket)
+        if not self._queues[key]:
+            del self._queues[key], self._deficits[key]
+            self._turns[ticket.work.priority].remove(ticket.work.tenant)
+        return key
+
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 30.0
@@ -351,3 +437,22 @@ class FairQueue:
         self.num_refused[reason] += 1
         retry_after_s = round(min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S), 2)
         return Overloaded(f"{message}; try again in {retry_after_s:g} s", reason=reason, retry_after_s=retry_after_s)
+
+
+class AdmissionCollector(Collector):
+    """Shows one queue."""
+
+    def __init__(self, queue: FairQueue) -> None:
+        self._queue = queue
+
+    def collect(self) -> Iterator[Metric]:
+        """As of now."""
+        waiting = GaugeMetricFamily("baton_router_requests_waiting", "Requests that wait at the router for their turn")
+        waiting.add_metric((), self._queue.num_waiting)
+        yield waiting
+        refused = CounterMetricFamily(
+            "baton_router_requests_refused", "Requests that were refused a place, by the reason", labels=("reason",)
+        )
+        for reason, count in tuple(self._queue.num_refused.items()):
+            refused.add_metric((reason,), count)
+        yield refused

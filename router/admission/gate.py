@@ -17,11 +17,59 @@ from typing import Final
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
 from baton.core.requests.request import GenerationRequest
-from baton.router.admission.fair_queue import FairQueue, QueueLimits
-from baton.router.admission.fair_ring import Ticket
-from baton.router.admission.work import Capacity, Work
-from baton.router.placement.estimate import Estimate
+from baton.router.admission.admission import Capacity, Work
+from baton.router.admission.fair_queue import FairQueue, QueueLimits, Ticket
 from baton.router.placement.members import DECODE, PREFILL, Members
+
+WEIGHT: Final = 0.05  # of the newest, at least
+HALF_LIFE_S: Final = 5.0
+NUM_DEVIATIONS: Final = 2.0
+CLIP: Final = 4.0  # times what is seldom exceeded: one request must not tell for all
+FLOOR_S: Final = 0.05  # less is never clipped
+
+
+class Estimate:
+    """A running mean and mean deviation, of TCP's retransmission timer (RFC 6298); 0 before anything is measured.
+
+    Args:
+        half_life_s: of a measurement.
+    """
+
+    def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
+        assert half_life_s > 0
+        self._half_life_s = half_life_s
+        self.latest = 0.0  # the mean as of the last measurement
+        self._deviation = 0.0
+        self._added_s = 0.0
+        self._is_empty = True
+
+    def mean(self, now_s: float) -> float:
+        """The mean; it fades."""
+        return self.latest * self._kept(now_s)
+
+    def high(self, now_s: float) -> float:
+        """Seldom exceeded; it fades."""
+        return self._high() * self._kept(now_s)
+
+    def add(self, value: float, now_s: float) -> None:
+        """A new measurement."""
+        if self._is_empty:
+            self._is_empty = False
+            self.latest, self._added_s = value, now_s
+            return
+        value = min(value, max(CLIP * self._high(), FLOOR_S))
+        weight = max(WEIGHT, 1.0 - self._kept(now_s))
+        self._deviation += weight * (abs(value - self.latest) - self._deviation)
+        self.latest += weight * (value - self.latest)
+        self._added_s = now_s
+
+    def _high(self) -> float:
+        return self.latest + NUM_DEVIATIONS * self._deviation
+
+    def _kept(self, now_s: float) -> float:
+        kept: float = 0.5 ** (max(0.0, now_s - self._added_s) / self._half_life_s)
+        return kept
+
 
 REQUEST_BYTES: Final = 32 << 10  # that a request takes beside its prompt: its stream, tasks, answer
 TOKEN_BYTES: Final = 40  # that a token of a prompt takes: an int, a reference to it, its part of messages

@@ -7,25 +7,72 @@ attempt is `request_run`'s. The client's stream goes on: it sees a pause, no tok
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Set
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, HandoffTooLong, NoWorker, TransferFailed, WorkersIncompatible, as_internal
+from baton.core.kv_transports import is_one_sided
 from baton.core.requests.request import GenerationRequest
 from baton.proto import worker_pb2
 from baton.router.attempt.channels import Channels
 from baton.router.attempt.continuation import Again, Cause, Continuation, MigrationLimits, cause_of
-from baton.router.attempt.in_flight_tracker import InFlightTracker, Visitor
-from baton.router.attempt.local_run import LocalRun
-from baton.router.attempt.request_run import Emitted, RequestRun
-from baton.router.attempt.retry_budget import RetryBudget
-from baton.router.placement.handoff import Incarnations, refusal, too_long
-from baton.router.placement.members import DECODE, PREFILL, Member
-from baton.router.placement.outcasts import Outcasts, fits
+from baton.router.attempt.in_flight_requests import InFlightTracker, Visitor
+from baton.router.attempt.migration import RetryBudget
+from baton.router.attempt.request_run import Emitted, LocalRun, RequestRun
+from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member
 from baton.router.placement.policy import Pair, Policy
-from baton.router.placement.refusals import Refusals
+from baton.router.placement.refusals import Outcasts, Refusals, fits
+
+Incarnations = tuple[Incarnation, Incarnation]
+
+
+@dataclass(slots=True)
+class TooLong:
+    """Pairs that a request is too long for.
+
+    Attributes:
+        surely: they report so, or have refused it.
+        perhaps: they do if the lane that they have not used yet is not one-sided.
+    """
+
+    surely: set[Incarnations] = field(default_factory=set)
+    perhaps: set[Incarnations] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.surely or self.perhaps)
+
+
+def too_long(prefill: Sequence[Member], decode: Sequence[Member], prompt_len: int) -> TooLong:
+    """Pairs that cannot hand so long a prompt over."""
+    found = TooLong()
+    for receiver in decode:
+        if not 0 < receiver.state.inventory.max_handoff_len < prompt_len:
+            continue
+        for sender in prefill:
+            lane = _lane(sender, receiver)
+            if not is_one_sided(lane):
+                (found.surely if lane else found.perhaps).add((sender.incarnation, receiver.incarnation))
+    return found
+
+
+def refusal(prompt_len: int, decode: Sequence[Member]) -> HandoffTooLong:
+    """The error of a request that no pair can hand over, where no decode worker may compute it."""
+    limit_len = max((member.state.inventory.max_handoff_len for member in decode), default=0)
+    message = (
+        f"no hand-off can carry {prompt_len} tokens, of at most {limit_len}: a larger kv_staging_mib would, or"
+        " local_prefill: auto, with which decode workers compute such prompts"
+    )
+    return HandoffTooLong(message, num_tokens=prompt_len, limit=limit_len, keys=["kv_staging_mib", "local_prefill"])
+
+
+def _lane(sender: Member, receiver: Member) -> str:
+    """The last one that these two took; empty if they have taken none."""
+    address, epoch = receiver.state.kv_address, receiver.state.kv_epoch or receiver.incarnation.epoch
+    paths = sender.state.inventory.transfer.paths
+    return next((path.lane for path in paths if path.kv_address == address and path.epoch == epoch), "")
+
 
 SETTLE_S = 0.05  # between looks whether a worker died
 SETTLE_LOOKS = 40

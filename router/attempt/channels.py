@@ -1,18 +1,195 @@
-"""One gRPC channel to each incarnation of each worker, opened when first needed and closed when that is lost.
+"""One gRPC channel to each incarnation of each worker, and the one stream on it that carries every request."""
 
-On it, where the worker serves that, one call for all streams (`stream_mux`), begun anew after it has ended.
-"""
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final, Protocol
 
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+import grpc.aio
 
+from baton.core.errors import BatonError, ProtocolError, WorkerLost, as_internal
 from baton.core.inside import ROUTER, Caller, DeploymentSecret, incarnation_name, worker_name
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.inside import InsideChannel
 from baton.proto.secure_channel import SecureChannels
-from baton.proto.stream_mux_wire import read_decode_frame, read_prefill_frame
-from baton.router.attempt.stream_mux import StreamMux
+from baton.proto.stream_mux_wire import End, read_decode_frame, read_prefill_frame
+from baton.router.attempt.continuation import Cause
 from baton.router.placement.members import PREFILL, Incarnation, Member, Members
+
+MAX_OPEN_BYTES: Final = 4 << 20  # of the requests in one message, unless it is a single one
+
+
+class Reader(Protocol):
+    """One stream's."""
+
+    @property
+    def on_said(self) -> Callable[[Any], None]:
+        """Called with each thing that the worker says, in order.
+
+        Raises:
+            BatonError: it cannot be; the stream ends with this.
+        """
+        ...
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Nothing follows: called once, unless the stream was cancelled here."""
+        ...
+
+
+class StreamMux:
+    """One call, from the first stream on.
+
+    Args:
+        call: not begun yet.
+        commands: the class of messages to the worker.
+        read: what a frame says, stream by stream.
+        worker_id: whose.
+        role: its part in every stream.
+        epoch: of the incarnation that is meant.
+    """
+
+    def __init__(
+        self,
+        call: Any,
+        commands: Callable[..., Any],
+        read: Callable[[Any], Iterator[tuple[int, Any]]],
+        *,
+        worker_id: str,
+        role: str,
+        epoch: int,
+    ) -> None:
+        self._call = call
+        self._commands = commands
+        self._read_frame = read
+        self._name = f"{role} worker {worker_id}"
+        self._about = {"worker_id": worker_id, "role": role}
+        self._epoch = epoch
+        self._readers: dict[int, Reader] = {}
+        self._last = 0
+        self._opening: dict[int, Any] = {}  # not sent yet
+        self._cancelled: list[int] = []  # likewise
+        self._wake = asyncio.Event()
+        self._retired = False
+        self.over = False
+        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
+
+    @property
+    def num_open(self) -> int:
+        """Streams that have not ended."""
+        return len(self._readers)
+
+    def open(self, message: Any, reader: Reader) -> Callable[[], None]:
+        """Begin a stream; what is returned cancels it, and `reader` is not called again then."""
+        assert not self.over
+        self._last += 1
+        number = self._last
+        self._readers[number] = reader
+        self._opening[number] = message
+        self._wake.set()
+        return lambda: self._cancel(number)
+
+    def retire(self) -> None:
+        """No stream is opened any more: the call ends with the last one."""
+        self._retired = True
+        self._end_if_idle()
+
+    def close(self) -> None:
+        """End the call; streams that are open end as if the connection had closed."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _cancel(self, number: int) -> None:
+        if self._readers.pop(number, None) is None:
+            return
+        if self._opening.pop(number, None) is None:
+            self._cancelled.append(number)
+            self._wake.set()
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._retired and not self._readers and not self._cancelled:
+            self.close()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._opening or self._cancelled:
+                    await self._call.write(self._take())
+                self._end_if_idle()
+        except grpc.aio.AioRpcError:
+            pass  # the reader finds the same, and says it to everybody
+        except asyncio.InvalidStateError:
+            pass  # the call has ended: likewise
+        except Exception as error:  # noqa: BLE001  the task's boundary: without it streams would be opened and never sent
+            self._end(as_internal(f"writing to {self._name}", error))
+            self._tasks[1].cancel()
+
+    def _take(self) -> Any:
+        commands = self._commands(cancelled=self._cancelled)
+        self._cancelled.clear()
+        num_bytes = 0
+        for number, message in tuple(self._opening.items()):
+            num_bytes += message.ByteSize()
+            if num_bytes > MAX_OPEN_BYTES and commands.open:
+                break
+            commands.open.add(stream=number, request=message)
+            del self._opening[number]
+        return commands
+
+    async def _read(self) -> None:
+        error: BaseException = asyncio.CancelledError()
+        try:
+            while (frame := await self._call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                if frame.epoch and frame.epoch != self._epoch:
+                    raise WorkerLost(f"{self._name} was restarted", **self._about)
+                readers = self._readers
+                for number, said in self._read_frame(frame):
+                    reader = readers.get(number)
+                    if reader is not None:  # else it was cancelled
+                        self._say(number, reader, said)
+            error = self._broken("ended the call of all streams")
+        except ProtocolError as found:
+            error = self._broken(f"sent {found.message}")
+        except (grpc.aio.AioRpcError, BatonError) as found:
+            error = found
+        except Exception as found:  # noqa: BLE001  the task's boundary: all its streams end with it
+            error = as_internal(f"reading from {self._name}", found)
+        finally:
+            self._end(error)
+
+    def _broken(self, what: str) -> ProtocolError:
+        return ProtocolError(f"{self._name} {what}", cause=Cause.STREAM.value, **self._about)
+
+    def _say(self, number: int, reader: Reader, said: Any) -> None:
+        if type(said) is End:
+            del self._readers[number]
+            self._tell_end(reader, said.error)
+            self._end_if_idle()
+            return
+        try:
+            reader.on_said(said)
+        except Exception as error:  # noqa: BLE001  a fault in what one stream says must not end the others
+            if number in self._readers:
+                self._cancel(number)
+                self._tell_end(reader, error)
+
+    def _end(self, error: BaseException) -> None:
+        self.over = True
+        self._tasks[0].cancel()
+        self._call.cancel()
+        self._opening.clear()
+        readers, self._readers = self._readers, {}
+        for reader in readers.values():
+            self._tell_end(reader, error)
+
+    def _tell_end(self, reader: Reader, error: BaseException | None) -> None:
+        """One that cannot hear it does not keep it from the others; it is told once more, why."""
+        try:
+            reader.on_end(error)
+        except Exception as found:  # noqa: BLE001  a reader's boundary
+            reader.on_end(as_internal(f"ending a stream of {self._name}", found))
+
 
 OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 10_000),

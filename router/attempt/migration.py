@@ -7,15 +7,65 @@ from baton.core.clock import Clock
 from baton.core.errors import RequestQuarantined
 from baton.core.requests.request import GenerationRequest
 from baton.router.attempt.continuation import Cause, MigrationLimits
-from baton.router.attempt.fingerprint import fingerprint
-from baton.router.attempt.in_flight_requests import InFlightRequests
-from baton.router.attempt.in_flight_tracker import InFlightTracker
+from baton.router.attempt.in_flight_requests import InFlightRequests, InFlightTracker, fingerprint
 from baton.router.attempt.poison_detector import HOLD_S, NUM_DEATHS, Blamed, PoisonDetector
 from baton.router.metrics import RouterMetrics
 from baton.router.placement.canary import CanaryWatch
 from baton.router.placement.drains import Drains
 from baton.router.placement.local_prefill import LocalPrefill
 from baton.router.placement.members import DECODE, PREFILL, Members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryLimits:
+    """Of the bucket.
+
+    Attributes:
+        share: of a token that each request puts in.
+        per_s: tokens that come by themselves.
+        burst: tokens that the bucket holds.
+    """
+
+    share: float = 0.2
+    per_s: float = 1.0
+    burst: float = 50.0
+
+
+class RetryBudget:
+    """One router's."""
+
+    def __init__(self, limits: RetryLimits, now_s: float) -> None:
+        self._limits = limits
+        self._tokens = limits.burst
+        self._filled_s = now_s
+        self.num_refused = 0
+
+    def tokens(self, now_s: float) -> float:
+        """Retries that could be made now."""
+        self._fill(now_s)
+        return self._tokens
+
+    def request(self, now_s: float) -> None:
+        """A request has come: its first attempt is no retry."""
+        self._fill(now_s)
+        self._add(self._limits.share)
+
+    def retry(self, now_s: float) -> float:
+        """Take a retry; 0, or where there is none to take, the seconds after which there will be one."""
+        self._fill(now_s)
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
+            return 0.0
+        self.num_refused += 1
+        return (1.0 - self._tokens) / self._limits.per_s
+
+    def _fill(self, now_s: float) -> None:
+        self._add(max(0.0, now_s - self._filled_s) * self._limits.per_s)
+        self._filled_s = max(now_s, self._filled_s)
+
+    def _add(self, tokens: float) -> None:
+        self._tokens = min(self._limits.burst, self._tokens + tokens)
+
 
 log = logging.getLogger(__name__)
 

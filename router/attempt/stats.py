@@ -1,14 +1,104 @@
 """What one stream's last chunk says of its time and tokens, measured where the client's tokens leave: here."""
 
+import functools
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.core.clock import Clock
-from baton.core.telemetry.waterfall import RouterTimes
-from baton.proto import inference_pb2
+from baton.core.errors import BatonError
+from baton.core.requests.request import GenerationRequest
+from baton.core.telemetry.span import SERVER, Attribute, SpanBatch, Tracer
+from baton.core.telemetry.trace_context import CURRENT_TRACE, INCOMING, TraceContext, attempt_of, new_trace, parse
+from baton.core.telemetry.waterfall import DecodeTimes, PrefillTimes, RouterTimes, first_token, second_token
+from baton.proto import inference_pb2, worker_pb2
 from baton.router.attempt.attempts import Attempts
-from baton.router.attempt.timing import add_timing
+from baton.router.attempt.request_run import RequestRun
 from baton.router.metrics import RouterMetrics
+from baton.router.placement.policy import Pair
 from baton.router.placement.routing import lane_of, path_of
+
+
+def prefill_times(first: worker_pb2.FirstToken) -> PrefillTimes:
+    """From the message."""
+    return PrefillTimes(
+        received_s=first.received_ns / 1e9,
+        queue_s=first.queue_ms / 1e3,
+        incoming_s=first.grant_wait_ms / 1e3,
+        prefill_s=first.prefill_ms / 1e3,
+        first_s=first.sent_ns / 1e9,
+    )
+
+
+def decode_times(runs: Sequence[RequestRun], prompt_len: int) -> DecodeTimes | None:
+    """Of the attempt that gave the second token; None if none did.
+
+    A later attempt may have prefilled the first token behind the prompt, and then its prefill worker gave the second.
+    """
+    for run in runs:
+        start, first, num_before = run.decode_start, run.first, run.request.prompt_len - prompt_len
+        if first is None:
+            continue
+        first_s = first.sent_ns / 1e9
+        if num_before == 1:
+            return DecodeTimes(
+                first_s=first_s,
+                draft_s=0.0,
+                transfer_s=0.0,
+                landed_s=first_s,
+                verification_s=0.0,
+                admission_s=0.0,
+                step_s=0.0,
+            )
+        if num_before == 0 and start is not None:
+            return DecodeTimes(
+                first_s=first_s,
+                draft_s=start.draft_ms / 1e3,
+                transfer_s=start.transfer_ms / 1e3,
+                landed_s=start.landed_ns / 1e9,
+                verification_s=start.verification_ms / 1e3,
+                admission_s=start.admission_ms / 1e3,
+                step_s=start.step_ms / 1e3,
+            )
+    return None
+
+
+def add_timing(
+    stats: inference_pb2.RequestStats,
+    router: RouterTimes,
+    first: worker_pb2.FirstToken,
+    runs: Sequence[RequestRun],
+    *,
+    shared_clock: bool,
+) -> None:
+    """Fill in the parts of the times to the first and the second token.
+
+    Args:
+        stats: filled in place.
+        router: readings of this process.
+        first: of the attempt whose first token left.
+        runs: all attempts, in order; `stats.prompt_len` is the request's own.
+        shared_clock: this process and the workers read one clock.
+    """
+    prefill = prefill_times(first)
+    parts = first_token(router, prefill, shared_clock=shared_clock)
+    stats.shared_clock = shared_clock
+    stats.router_ms = 1e3 * parts.router_s
+    stats.queue_ms, stats.grant_wait_ms, stats.prefill_ms = first.queue_ms, first.grant_wait_ms, first.prefill_ms
+    stats.publish_ms = 1e3 * parts.publish_s
+    decode = decode_times(runs, stats.prompt_len)
+    if decode is None or router.second_s is None:
+        return
+    second = second_token(router, prefill, decode, shared_clock=shared_clock)
+    assert second is not None
+    stats.second.total_ms = 1e3 * (router.second_s - router.received_s)
+    stats.second.retry_ms = 1e3 * second.retry_s
+    stats.second.draft_ms = 1e3 * second.draft_s
+    stats.second.transfer_ms = 1e3 * second.transfer_s
+    stats.second.verification_ms = 1e3 * second.verification_s
+    stats.second.admission_ms = 1e3 * second.admission_s
+    stats.second.step_ms = 1e3 * second.step_s
+    stats.second.publish_ms = 1e3 * second.publish_s
 
 
 @dataclass(slots=True)
@@ -127,3 +217,93 @@ class StreamStats:
             metrics.prompt_tokens.inc(stats.prompt_len)
             metrics.cached_tokens.inc(stats.num_cached_tokens)
             metrics.expected_cached_tokens.inc(stats.num_expected_cached_tokens)
+
+
+class RequestTracing:
+    """Begins and ends the trace of each request.
+
+    Args:
+        tracer: of this process.
+        clock: of the router.
+        is_near: whether a pair's clocks are ours.
+    """
+
+    def __init__(self, tracer: Tracer, clock: Clock, is_near: Callable[[Pair | None], bool]) -> None:
+        self._tracer = tracer
+        self._clock = clock
+        self._is_near = is_near
+
+    def begin(self) -> TraceContext | None:
+        """The span of the request that runs now; None if its client wants none recorded, or by chance."""
+        header = INCOMING.get()
+        incoming = parse(header) if header else None
+        if incoming is None and self._tracer.share < 1.0 and random.random() >= self._tracer.share:
+            CURRENT_TRACE.set("")
+            return None
+        context = new_trace() if incoming is None else incoming.child()
+        CURRENT_TRACE.set(context.trace_id)
+        return context if context.is_sampled else None
+
+    def end(
+        self,
+        request: GenerationRequest,
+        shown_id: str,
+        answers: Sequence[Attempts],
+        stats: StreamStats,
+        error: BaseException | None,
+    ) -> None:
+        """The request has ended, well or by `error`; its spans will be made. None of these changes any more."""
+        if request.trace is not None:
+            why = "" if error is None else _why(error)
+            self._tracer.put(
+                functools.partial(
+                    self._make, request.trace, request, shown_id, answers, stats, why, self._clock.now_s()
+                )
+            )
+
+    def _make(
+        self,
+        context: TraceContext,
+        request: GenerationRequest,
+        shown_id: str,
+        answers: Sequence[Attempts],
+        stats: StreamStats,
+        error: str,
+        end_s: float,
+        batch: SpanBatch,
+    ) -> None:
+        about: dict[str, Attribute] = {
+            "request_id": shown_id,
+            "worker_request_id": request.key.request_id,
+            "prompt_len": request.prompt_len,
+            "num_answers": len(answers),
+        }
+        batch.add(context, "request", stats.received_s, end_s, kind=SERVER, error=error, attributes=about)
+        started = [attempts.runs[0].started_s for attempts in answers if attempts.runs]
+        if started:
+            batch.child(context, "router.queue", stats.received_s, min(started))
+        for choice, attempts in enumerate(answers):
+            self._attempts(batch, context, choice, attempts, stats, end_s)
+
+    def _attempts(
+        self, batch: SpanBatch, root: TraceContext, choice: int, attempts: Attempts, stats: StreamStats, end_s: float
+    ) -> None:
+        for at, run in enumerate(attempts.runs):
+            key = run.request.key
+            context = attempt_of(root, key.request_id, key.attempt)
+            later = attempts.runs[at + 1 :]
+            about: dict[str, Attribute] = {
+                "attempt": key.attempt,
+                "choice": choice,
+                "prefill_worker": run.prefill_worker,
+                "decode_worker": run.decode_worker,
+            }
+            error = "it was tried again" if later else ""
+            run_end_s = later[0].started_s if later else end_s
+            batch.add(context, "attempt", run.started_s, run_end_s, error=error, attributes=about)
+            if run.first is not None and run.first is attempts.first and self._is_near(attempts.first_pair):
+                batch.child(context, "first_token.publish", run.first.sent_ns / 1e9, stats.first_s(choice))
+
+
+def _why(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error.message}" if isinstance(error, BatonError) else "RequestCancelled"

@@ -20,13 +20,12 @@ from baton.core.errors import BatonError, InternalError, NoWorker
 from baton.router.openai.batches import Batches
 from baton.router.openai.chats import Chats
 from baton.router.openai.completions import Completions
-from baton.router.openai.docs_page import docs_page
-from baton.router.openai.document import openapi_document
+from baton.router.openai.document import docs_page, openapi_document
 from baton.router.openai.entrance import Entrance
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
-from baton.router.openai.json_response import JsonResponse
 from baton.router.openai.messages import CountTokens, Messages
+from baton.router.openai.reply import JsonResponse
 from baton.router.openai.responses import Responses
 from baton.router.openai.tokens import Tokens
 

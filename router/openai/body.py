@@ -1,4 +1,4 @@
-"""A request's body: read within a limit, and parsed into what it should be."""
+"""A request's body: read within a limit, parsed into what it should be, or translated into a chat's."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import InvalidGrammar, InvalidRequest, InvalidSampling, RequestCancelled
+from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.errors import HttpRefusal
+from baton.router.openai.options import Wire
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_SHOWN_PROBLEMS = 3
@@ -105,3 +107,33 @@ def too_large(max_bytes: int) -> HttpRefusal:
 
 def _path(loc: tuple[int | str, ...]) -> str:
     return ".".join(map(str, loc)) + ": " if loc else ""
+
+
+_ONE_ANSWER = (None, 1)
+
+
+class Translated(Wire):
+    """One of them. Fields that it does not name are those of a chat, and are read, refused or ignored as there."""
+
+    def data(self) -> dict[str, Any]:
+        """The chat's body.
+
+        Raises:
+            InvalidRequest: it asks for what no chat can be.
+        """
+        raise NotImplementedError
+
+    def echoed(self) -> dict[str, Any]:
+        """What the reply repeats of it."""
+        return {}
+
+    def as_chat(self) -> ChatRequest:
+        """The chat.
+
+        Raises:
+            InvalidRequest: it is none.
+        """
+        more = self.model_extra or {}
+        if more.get("n") not in _ONE_ANSWER:
+            raise InvalidRequest("n is not supported: there is one answer", field="n")
+        return as_model(more | {name: value for name, value in self.data().items() if value is not None}, ChatRequest)

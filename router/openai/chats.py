@@ -1,27 +1,325 @@
-"""`/v1/chat/completions`."""
+"""`/v1/chat/completions`: choices of a chat and their replies, streamed or whole."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel
 
-from baton.core.errors import ConflictingOptions, InvalidRequest
-from baton.core.requests.answer_structure import Calls, Thought
+from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidText
+from baton.core.requests.answer_structure import END_THINK, THINK, AnswerStructure, CallableTool, Calls, Thought
+from baton.core.requests.grammar_check import JSON_OBJECT
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.proto import inference_pb2
 from baton.router.access.message_limits import check_num_answers
-from baton.router.openai.answer_form import bind, is_open, thought_of, tool_use
-from baton.router.openai.call_reader import CallReader
-from baton.router.openai.chat_choice import ChatChoice
-from baton.router.openai.chat_request import ChatRequest, NamedToolChoice
+from baton.router.openai.chat_request import AllowedToolsChoice, ChatRequest, Function, NamedToolChoice
+from baton.router.openai.chat_template import ChatTemplate
+from baton.router.openai.completions import stop_reason_of
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.generation import Call, GenerationEndpoint
-from baton.router.openai.reasoning import ReasoningSplitter
-from baton.router.openai.tagged_call_reader import EitherCallReader
+from baton.router.openai.reasoning import ReasoningCount, ReasoningSplitter
 from baton.router.openai.token_names import TokenNames
-from baton.router.openai.tool_calls import TaggedCalls
+from baton.router.openai.tool_calls import CallReader, EitherCallReader, Parts, Splitter, TaggedCalls
 from baton.router.openai.understood import Job, Understood
+
+_FIELD: Final = "tool_choice"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """What `tools` and `tool_choice` say together.
+
+    Attributes:
+        calls: whether the answer may or must hold calls.
+        functions: which may be called.
+        is_restricted: some of the tools may not.
+        parallel: more than one call.
+    """
+
+    calls: Calls
+    functions: Sequence[Function] = ()
+    is_restricted: bool = False
+    parallel: bool = True
+
+
+def tool_use(asked: ChatRequest) -> ToolUse:
+    """Which calls a request allows.
+
+    Raises:
+        InvalidRequest: a choice among no tools, or of one that is not there.
+    """
+    choice, functions = asked.tool_choice, [tool.function for tool in asked.tools or ()]
+    parallel = asked.parallel_tool_calls is not False
+    if isinstance(choice, NamedToolChoice):
+        named = _named(functions, [choice.function.name])
+        return ToolUse(calls=Calls.REQUIRED, functions=named[:1], parallel=False)
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = _named(functions, [tool.function.name for tool in choice.allowed_tools.tools])
+        return ToolUse(
+            calls=Calls(choice.allowed_tools.mode),
+            functions=allowed,
+            is_restricted=len(allowed) < len(functions),
+            parallel=parallel,
+        )
+    if choice == "required" and not functions:
+        raise InvalidRequest("tool_choice is required, and there are no tools", field=_FIELD)
+    if choice == "none" or not functions:
+        return ToolUse(calls=Calls.NONE)
+    calls = Calls.REQUIRED if choice == "required" else Calls.AUTO
+    return ToolUse(calls=calls, functions=functions, parallel=parallel)
+
+
+def thought_of(asked: ChatRequest, prompt: str, template: ChatTemplate | None) -> Thought:
+    """Whether the answer to a prompt begins with a thought."""
+    if template is None or not template.thinks:
+        return Thought.NONE
+    if is_open(prompt):
+        return Thought.OPEN
+    is_over = asked.continue_final_message or prompt.rstrip().endswith(END_THINK)
+    return Thought.NONE if is_over else Thought.OPTIONAL
+
+
+def is_open(prompt: str) -> bool:
+    """Whether a prompt ends with the beginning of a thought."""
+    return prompt.rstrip().endswith(THINK)
+
+
+def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, *, tagged: bool) -> inference_pb2.Sampling:
+    """Bind an answer to calls of the tools or a text of the format, if any of them is binding; thoughts are free.
+
+    Args:
+        sampling: its grammar is the format.
+        use: of the tools.
+        thought: whether one comes first.
+        tagged: the model writes arguments as tags.
+
+    Raises:
+        InvalidText: a tool's schema is not Unicode text.
+    """
+    has_format = sampling.HasField("grammar")
+    is_strict = any(function.strict for function in use.functions)
+    if use.calls is Calls.NONE and (not has_format or thought is Thought.NONE):
+        return sampling
+    if use.calls is Calls.AUTO and not (has_format or use.is_restricted or is_strict):
+        return sampling
+    is_required = use.calls is Calls.REQUIRED
+    structure = AnswerStructure(
+        thought=thought,
+        calls=use.calls,
+        tools=tuple(
+            CallableTool(function.name, function.parameters if function.strict or is_required else None)
+            for function in use.functions
+        ),
+        parallel=use.parallel,
+        tagged=tagged,
+        text=_format(sampling.grammar) if has_format and not is_required else None,
+    )
+    try:
+        sampling.grammar.structure = structure.to_json()
+    except UnicodeEncodeError as error:
+        raise InvalidText(f"tools: not valid UTF-8 at character {error.start}", field="tools") from error
+    return sampling
+
+
+def _format(grammar: inference_pb2.Grammar) -> tuple[str, str]:
+    kind = grammar.WhichOneof("form") or JSON_OBJECT
+    return kind, "" if kind == JSON_OBJECT else getattr(grammar, kind)
+
+
+def _named(functions: Sequence[Function], names: Sequence[str]) -> list[Function]:
+    known = {function.name for function in functions}
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None:
+        raise InvalidRequest(f"tool_choice: no tool is named {missing[:64]!r}", field=_FIELD)
+    return [function for function in functions if function.name in names]
+
+
+Delta = dict[str, Any]
+THOUGHTS: Final = ("reasoning", "reasoning_content")  # vLLM's name, and the older one
+_NOTHING_ELSE: Final[Delta] = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+
+
+class ChatChoice:
+    """One of `choices`.
+
+    Args:
+        index: its number in the reply.
+        asked: the call.
+        names: of tokens.
+        reasoning: splits off thinking; None leaves it in the text.
+        tools: splits off calls; None leaves them in the text.
+        calls_finish: whether a call that ends the answer is its reason (`tool_calls`).
+        make_id: of a call.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        asked: ChatRequest,
+        names: TokenNames,
+        *,
+        reasoning: ReasoningSplitter | None = None,
+        tools: Splitter | None = None,
+        calls_finish: bool = True,
+        make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
+    ) -> None:
+        self._index = index
+        self._asked = asked
+        self._names = names
+        self._reasoning = reasoning
+        self._count = None if reasoning is None else ReasoningCount(names.stream(), is_open=reasoning.is_open)
+        self._tools = tools
+        self._calls_finish = calls_finish
+        self._make_id = make_id
+        self._has_calls = False
+        self._content = ""
+        self._thoughts = ""
+        self._calls: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._token_ids: list[int] = []
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the thoughts so far; None where none are split off."""
+        return None if self._count is None else self._count.num_tokens
+
+    def first(self) -> dict[str, Any]:
+        """The choice of the first event of a stream."""
+        return self._piece({"role": "assistant", "content": ""}, None, None)
+
+    def push(self, chunk: inference_pb2.GenerateChunk) -> dict[str, Any] | None:
+        """What a chunk adds; None where there is nothing to say of it."""
+        is_last = chunk.HasField("finish")
+        if self._count is not None:
+            self._count.push(chunk.token_ids)
+        delta = self._delta(chunk.text, is_last=is_last)
+        logprobs = None
+        if self._asked.logprobs:
+            num_top = self._asked.top_logprobs or 0
+            logprobs = {"content": [self._names.report(report, num_top) for report in chunk.logprobs], "refusal": None}
+        finish_reason = self._reason(chunk.finish.reason) if is_last else None
+        says_ids = self._asked.return_token_ids and chunk.token_ids
+        if not (delta or finish_reason or says_ids or (logprobs and logprobs["content"])):
+            return None
+        piece = self._piece(delta, logprobs, finish_reason)
+        if is_last:
+            piece["stop_reason"] = stop_reason_of(chunk)
+        if self._asked.return_token_ids:
+            piece["token_ids"] = list(chunk.token_ids)
+        return piece
+
+    def add(self, chunk: inference_pb2.GenerateChunk) -> None:
+        """Take a chunk for `whole`."""
+        piece = self.push(chunk)
+        if piece is None:
+            return
+        delta = piece["delta"]
+        self._content += delta.get("content", "")
+        self._thoughts += delta.get("reasoning", "")
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(self._calls):
+                self._calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+            else:
+                self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        if piece["logprobs"] is not None:
+            self._logprobs += piece["logprobs"]["content"]
+        self._token_ids += piece.get("token_ids", ())
+        self._finish_reason = piece["finish_reason"]
+        self._stop_reason = piece.get("stop_reason")
+
+    def whole(self) -> dict[str, Any]:
+        """All that was added, as one choice."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._content, **_NOTHING_ELSE}
+        if self._calls:
+            message |= {"tool_calls": self._calls, "content": self._content or None}
+        if self._reasoning is not None and self._asked.include_reasoning is not False:
+            message |= dict.fromkeys(THOUGHTS, self._thoughts or None)
+        logprobs = {"content": self._logprobs, "refusal": None} if self._asked.logprobs else None
+        return {
+            "index": self._index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reason,
+            "stop_reason": self._stop_reason,
+            "token_ids": self._token_ids if self._asked.return_token_ids else None,
+        }
+
+    def _delta(self, text: str, *, is_last: bool) -> Delta:
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.push(text)
+            if is_last:
+                more_reasoning, more_text = self._reasoning.finish()
+                reasoning, text = reasoning + more_reasoning, text + more_text
+        delta: Delta = {}
+        if reasoning and self._asked.include_reasoning is not False:
+            delta |= dict.fromkeys(THOUGHTS, reasoning)
+        if self._tools is None:
+            return delta | ({"content": text} if text else {})
+        self._merge(self._tools.push(text), delta)
+        if is_last:
+            self._merge(self._tools.finish(), delta)
+        return delta
+
+    def _merge(self, parts: Parts, delta: Delta) -> None:
+        if parts.content:
+            delta["content"] = delta.get("content", "") + parts.content
+        only_first = self._asked.parallel_tool_calls is False
+        calls: dict[int, dict[str, Any]] = {call["index"]: call for call in delta.get("tool_calls", ())}
+        for at, name in parts.begun:
+            if at == 0 or not only_first:
+                function = {"name": name, "arguments": ""}
+                calls[at] = {"index": at, "id": self._make_id(), "type": "function", "function": function}
+        for at, arguments in parts.arguments:
+            if at == 0 or not only_first:
+                call = calls.setdefault(at, {"index": at, "function": {"arguments": ""}})
+                call["function"]["arguments"] += arguments
+        if calls:
+            self._has_calls = True
+            delta["tool_calls"] = list(calls.values())
+
+    def _reason(self, reason: str) -> str:
+        return "tool_calls" if reason == "stop" and self._has_calls and self._calls_finish else reason
+
+    def _piece(self, delta: Delta, logprobs: dict[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """More of the answer.
+
+    Attributes:
+        kind: of what: a thought, text, a call that begins, or the arguments of the one that began last.
+        text: that is added.
+        call: its id and name, of one that begins.
+    """
+
+    kind: Literal["thought", "text", "call", "arguments"]
+    text: str
+    call: tuple[str, str] = ("", "")
+
+
+def steps(delta: dict[str, Any]) -> Iterator[Step]:
+    """What a choice's delta holds. A call is complete before text follows it."""
+    if delta.get("reasoning"):
+        yield Step("thought", delta["reasoning"])
+    calls = delta.get("tool_calls", ())
+    for call in calls:
+        if "id" not in call:
+            yield Step("arguments", call["function"]["arguments"])
+    if delta.get("content"):
+        yield Step("text", delta["content"])
+    for call in calls:
+        if "id" in call:
+            yield Step("call", "", (call["id"], call["function"]["name"]))
+            if call["function"]["arguments"]:
+                yield Step("arguments", call["function"]["arguments"])
+
 
 ALL_THAT_FIT: Final = (1 << 31) - 1
 

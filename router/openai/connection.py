@@ -6,20 +6,61 @@ is idle makes room for it. What is closed is counted, and said no more often tha
 
 import asyncio
 import logging
+import socket
+import ssl
 import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+import uvicorn
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as MetricCounter
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from baton.core.errors import Overloaded
+from baton.core.errors import BatonError, Overloaded
 from baton.proto.roles import roles_in
 from baton.router.access.quota import ConnectionsHeld
+from baton.router.access.security import IDLE_S
 from baton.router.openai.errors import HttpRefusal
-from baton.router.openai.json_response import error_bytes
+from baton.router.openai.reply import error_bytes
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it when the connection closes. The body must have been read.
+
+    Raises:
+        Exception: whatever `work` raises, or `receive`.
+    """
+    try:
+        gone = asyncio.create_task(_disconnected(receive))  # it ends with the connection, whatever follows
+        task = asyncio.create_task(work)
+    except BaseException:
+        work.close()  # it has not begun
+        raise
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_done = task.done()
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.wait({task, gone})
+        if not task.cancelled() and not is_done:
+            task.exception()  # of work that nobody waits for any more
+    try:
+        (task if is_done else gone).result()  # a `receive` that failed does not say that the client is gone
+    finally:
+        # An error knows this frame: with the frame knowing the task, and so the error, neither would be freed.
+        del task, gone, one
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 MAX_HEADER_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
@@ -254,3 +295,85 @@ class Connection(HttpToolsProtocol):
             return
         self._all.note("slow_headers")
         self._refuse(HttpRefusal(408, "the headers were not whole in time", "request_timeout"))
+
+
+BACKLOG: Final = 2048
+
+
+class _Server(uvicorn.Server):
+    """Signals are the process's business."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None are."""
+        yield
+
+
+class HttpServer:
+    """Serves from `start` to `stop`.
+
+    Args:
+        app: what is served.
+        connections: those that are open, and their limits.
+        tls: its certificates; None for no encryption.
+    """
+
+    def __init__(self, app: ASGIApp, connections: Connections, tls: ssl.SSLContext | None = None) -> None:
+        self._connections = connections
+        self.port = 0
+        self._tls = tls
+        self._app = app
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; port 0 picks a free one.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        listener = _bound(host, port)
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self._app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            backlog=BACKLOG,
+            timeout_keep_alive=IDLE_S,
+            http=partial(Connection, connections=self._connections),  # type: ignore[arg-type]
+        )
+        config.load()
+        config.ssl = self._tls  # uvicorn's own would not follow files that change
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve([listener]))
+        while not self._server.started:
+            if self._task.done():
+                raise BatonError("the HTTP server ended while it started") from self._task.exception()
+            await asyncio.sleep(0)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connection, give open replies a grace, then end them."""
+        if self._server is None or self._task is None:
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
+        self._server.should_exit = True
+        await self._task
+        left = set(self._server.server_state.tasks)
+        if left:
+            await asyncio.wait(left)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, number)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener

@@ -11,7 +11,7 @@ from baton.router.access.api_keys import Principal
 from baton.router.access.authenticator import ANYBODY, Authenticator
 from baton.router.metrics import RouterMetrics
 from baton.router.openai.connection import PLACE
-from baton.router.openai.json_response import JsonResponse
+from baton.router.openai.reply import JsonResponse
 
 OPEN: Final = ("/health", "/ping", "/ready")  # they say nothing of any tenant
 OPERATORS: Final = ("/metrics",)  # it says something of every tenant

@@ -14,14 +14,13 @@ from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.core.telemetry.trace_context import HEADER, INCOMING
 from baton.proto import inference_pb2
-from baton.router.openai.disconnect import until_disconnect
+from baton.router.openai.connection import until_disconnect
 from baton.router.openai.entrance import connection_of, num_header_bytes, principal_of
 from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.options import Options
-from baton.router.openai.reply import OPENAI, Manner, Reply
+from baton.router.openai.reply import OPENAI, Manner, Reply, Usage
 from baton.router.openai.understood import Understood
-from baton.router.openai.usage import Usage
 
 # What vLLM may write beside an answer, and what is never known here.
 UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))

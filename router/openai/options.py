@@ -16,7 +16,7 @@ from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.requests.sampling import MAX_STOP_STRING_LEN, SCALAR_FIELDS
 from baton.proto import inference_pb2
 from baton.router.access.message_limits import MAX_TENANT_LEN
-from baton.router.admission.work import HIGH, LOW, NORMAL
+from baton.router.admission.admission import HIGH, LOW, NORMAL
 from baton.router.openai.limits import (
     MAX_UNKNOWN,
     AllowedTokenIds,

@@ -9,7 +9,7 @@ from typing import Final
 
 from baton.core.requests.answer_structure import END_THINK, THINK
 from baton.core.requests.tokenizer import TokenStream
-from baton.router.openai.tags import MAX_SPACE, certain_len, stripped_len
+from baton.router.openai.tool_calls import MAX_SPACE, certain_len, stripped_len
 
 OPEN: Final = THINK
 CLOSE: Final = END_THINK

@@ -1,16 +1,54 @@
-"""What goes back to one client: one JSON document, or server-sent events. Knows what has been sent already."""
+"""What goes back to one client: a JSON document or server-sent events, and the usage in it."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Final
 
+from starlette.responses import Response
 from starlette.types import Send
 
 from baton.core.errors import BatonError
+from baton.core.requests.request import GenerationRequest
+from baton.proto import inference_pb2
 from baton.router.openai.errors import HttpRefusal, error_data, error_headers, error_status
+
+
+class Usage:
+    """Counts the tokens of a call as its chunks pass.
+
+    Args:
+        requests: of the call; a prompt counts once, however many answers it has.
+        reasoning_tokens: those of the answers that are thoughts; None where none are split off.
+    """
+
+    def __init__(self, requests: Sequence[GenerationRequest], reasoning_tokens: Callable[[], int | None]) -> None:
+        self._reasoning_tokens = reasoning_tokens
+        self._prompt_tokens = sum(request.prompt_len for request in requests)
+        self._cached = [0] * len(requests)
+        self.completion_tokens = 0
+
+    def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
+        """A chunk of the `at`-th request."""
+        self.completion_tokens += len(chunk.token_ids)
+        if chunk.HasField("finish"):
+            self._cached[at] = max(self._cached[at], chunk.finish.stats.num_cached_tokens)
+
+    def as_data(self) -> dict[str, Any]:
+        """As of now. Cached tokens are known at the end: those whose KV a prefill worker had already."""
+        num_reasoning = self._reasoning_tokens()
+        details = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self._prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            **details,
+        }
+
 
 HEADERS_WITHIN_S: Final = 5.0  # a proxy gives up on a server that says nothing at all
 DONE: Final = b"data: [DONE]\n\n"
@@ -117,3 +155,33 @@ class Reply:
 def json_bytes(data: Any) -> bytes:
     """Compact JSON. Text is escaped to ASCII, so that no reader can split a character or a line of it."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+class JsonResponse(Response):
+    """JSON in ASCII.
+
+    Args:
+        data: to be shown.
+        status: HTTP's.
+        headers: further ones.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(json_bytes(data), status, headers)
+
+    @classmethod
+    def of_error(
+        cls, error: BatonError | HttpRefusal, headers: Mapping[str, str] | None = None, manner: Manner = OPENAI
+    ) -> "JsonResponse":
+        """An error, with the headers that belong to it."""
+        return cls(manner.error(error), error_status(error), error_headers(error) | dict(headers or {}))
+
+
+def error_bytes(refusal: HttpRefusal) -> bytes:
+    """A whole HTTP reply, behind which the connection is closed: for where there is no request to reply to."""
+    body = json_bytes(error_data(refusal))
+    status = HTTPStatus(refusal.status)
+    fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+    return f"HTTP/1.1 {status.value} {status.phrase}\r\n{fields}\r\n".encode("ascii") + body

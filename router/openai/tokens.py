@@ -15,10 +15,9 @@ from baton.router.openai.chat_request import ChatRequest, Message
 from baton.router.openai.chat_template import SPECIAL_TOKENS
 from baton.router.openai.chats import chat_prompt
 from baton.router.openai.front import Forms, Front
-from baton.router.openai.json_response import JsonResponse
 from baton.router.openai.limits import MAX_MESSAGES, Name, Text
 from baton.router.openai.options import Wire
-from baton.router.openai.reply import json_bytes
+from baton.router.openai.reply import JsonResponse, json_bytes
 from baton.router.openai.token_names import TokenNames
 from baton.router.openai.understood import Job, Understood
 

@@ -4,13 +4,365 @@ Qwen's models write calls as `<tool_call>` JSON `</tool_call>` among their text 
 functions and parameters as further tags.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from enum import Enum
+from typing import Any, Final, Protocol
 
 from baton.core.requests.answer_structure import CALL, END_CALL
-from baton.router.openai.call_reader import CallReader
-from baton.router.openai.tags import certain_len, stripped_len
+
+NAME: Final = "name"
+ARGUMENTS: Final = ("arguments", "parameters")
+MAX_NAME_LEN: Final = 256
+_SPACE: Final = " \t\r\n"
+
+
+class _State(Enum):
+    BEFORE = "before"  # the object
+    MEMBER = "member"  # a key, a comma or the end
+    KEY = "key"
+    COLON = "colon"
+    BEFORE_VALUE = "before value"
+    VALUE = "value"
+    DONE = "done"
+    BROKEN = "broken"
+
+
+class CallReader:
+    """Reads one object. Feed it characters until it has ended."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._state = _State.BEFORE
+        self._text = ""  # of the key or the value that is being read
+        self._key = ""
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._arguments: list[str] = []
+        self._has_arguments = False
+        self._is_of_arguments = False  # the value that is being read
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the object is closed."""
+        return self._state is _State.DONE
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is no such object."""
+        return self._state is _State.BROKEN
+
+    def arguments(self) -> str:
+        """The arguments read since the last time; nothing before the name is known. Without any, `{}`."""
+        if self.name is None:
+            return ""
+        if self.is_done and not self._has_arguments:
+            self._has_arguments = True
+            return "{}"
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        return text
+
+    def take_unread(self) -> str:
+        """Characters that were taken and turned out to be no part of the call: none here."""
+        return ""
+
+    def feed(self, character: str) -> bool:
+        """Take one character; False if it does not belong to the object, which has then ended or is broken."""
+        match self._state:
+            case _State.BEFORE:
+                self._expect(character, "{", _State.MEMBER)
+            case _State.MEMBER:
+                if character == "}":
+                    self._state = _State.DONE if self.name is not None else _State.BROKEN
+                elif character == '"':
+                    self._text, self._in_string, self._state = character, True, _State.KEY
+                elif character != ",":
+                    self._expect(character, "", _State.MEMBER)
+            case _State.KEY:
+                self._take(character)
+                if self._ends_string(character) and not self.is_broken:
+                    self._key, self._state = self._string(), _State.COLON
+            case _State.COLON:
+                self._expect(character, ":", _State.BEFORE_VALUE)
+            case _State.BEFORE_VALUE:
+                if character not in _SPACE:
+                    self._text, self._state = "", _State.VALUE
+                    self._is_of_arguments = self._key in ARGUMENTS and not self._has_arguments  # the first counts
+                    self._read_value(character)
+            case _State.VALUE:
+                self._read_value(character)
+            case _:
+                return False
+        return not self.is_broken
+
+    def _expect(self, character: str, wanted: str, then: _State) -> None:
+        if character and character == wanted:
+            self._state = then
+        elif character not in _SPACE:
+            self._state = _State.BROKEN
+
+    def _read_value(self, character: str) -> None:
+        if self._in_string:
+            self._keep(character)
+            if self._ends_string(character) and self._depth == 0:
+                self._end_value()
+        elif character == '"':
+            self._in_string = True
+            self._keep(character)
+        elif character in "{[":
+            self._depth += 1
+            self._keep(character)
+        elif character in "}]" and self._depth:
+            self._depth -= 1
+            self._keep(character)
+            if self._depth == 0:
+                self._end_value()
+        elif self._depth == 0 and character in ",}" + _SPACE:  # after a number or a word
+            self._end_value()
+            if not self.is_broken:
+                self.feed(character)
+        elif character == "<":  # never outside a string: the call has been left
+            self._state = _State.BROKEN
+        else:
+            self._keep(character)
+
+    def _keep(self, character: str) -> None:
+        if self._is_of_arguments:
+            self._arguments.append(character)
+            self._has_arguments = True
+        elif self._key == NAME and self.name is None:
+            self._take(character)
+
+    def _take(self, character: str) -> None:
+        self._text += character
+        if len(self._text) > MAX_NAME_LEN:
+            self._state = _State.BROKEN
+
+    def _end_value(self) -> None:
+        if self.is_broken:
+            return
+        self._state = _State.MEMBER
+        if self._key == NAME and self.name is None:
+            self.name = self._string() or None
+            if self.name is None:
+                self._state = _State.BROKEN
+
+    def _ends_string(self, character: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_string = False
+            return True
+        return False
+
+    def _string(self) -> str:
+        try:
+            value = json.loads(self._text, strict=False)
+        except ValueError:
+            return ""
+        return value if isinstance(value, str) else ""
+
+
+FUNCTION: Final = "<function="
+PARAMETER: Final = "<parameter="
+END_PARAMETER: Final = "</parameter>"
+END_FUNCTION: Final = "</function>"
+
+
+class _TagState(Enum):
+    BEFORE = "before"  # the function's tag
+    NAME = "name"
+    BODY = "body"  # a parameter's tag, or the end
+    KEY = "key"
+    VALUE = "value"
+    DONE = "done"
+    BROKEN = "broken"
+
+
+class TaggedCallReader:
+    """Reads one function. Feed it characters until it has ended.
+
+    Args:
+        schemas: of the parameters, by function.
+    """
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self.name: str | None = None
+        self._unread = ""
+        self._schemas = schemas
+        self._state = _TagState.BEFORE
+        self._text = ""  # of what is being read
+        self._key = ""
+        self._value: list[str] = []
+        self._keys: set[str] = set()
+        self._arguments = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the function is closed."""
+        return self._state is _TagState.DONE
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is no such thing; its arguments are closed then all the same."""
+        return self._state is _TagState.BROKEN
+
+    def arguments(self) -> str:
+        """The arguments read since the last time, as parts of a JSON object."""
+        text, self._arguments = self._arguments, ""
+        return text
+
+    def take_unread(self) -> str:
+        """Characters that were taken and turned out to be no part of the call; once."""
+        text, self._unread = self._unread, ""
+        return text
+
+    def feed(self, character: str) -> bool:
+        """Take one character; False if it does not belong to the call, which has then ended or is broken."""
+        match self._state:
+            case _TagState.BEFORE:
+                return self._tag(character, {FUNCTION: _TagState.NAME})
+            case _TagState.BODY:
+                return self._tag(character, {PARAMETER: _TagState.KEY, END_FUNCTION: _TagState.DONE})
+            case _TagState.NAME | _TagState.KEY:
+                return self._name(character)
+            case _TagState.VALUE:
+                self._value.append(character)
+                if character == ">" and "".join(self._value[-len(END_PARAMETER) :]) == END_PARAMETER:
+                    self._argument("".join(self._value[: -len(END_PARAMETER)]))
+                    self._value.clear()
+                    self._state = _TagState.BODY
+                return True
+        return False
+
+    def _tag(self, character: str, tags: Mapping[str, _TagState]) -> bool:
+        text = (self._text + character).lstrip()
+        if text in tags:
+            self._text, self._state = "", tags[text]
+            if self.is_done:
+                self._close()
+        elif any(tag.startswith(text) for tag in tags):
+            self._text = text
+        else:
+            return self._break()
+        return True
+
+    def _name(self, character: str) -> bool:
+        if character in "\r\n<" or len(self._text) >= MAX_NAME_LEN:
+            return self._break()
+        if character != ">":
+            self._text += character
+            return True
+        name = self._text.strip()
+        if not name or (self._state is _TagState.KEY and name in self._keys):
+            return self._break()
+        if self._state is _TagState.NAME:
+            self.name, self._state = name, _TagState.BODY
+        else:
+            self._key, self._state = name, _TagState.VALUE
+        self._text = ""
+        return True
+
+    def _break(self) -> bool:
+        self._state, self._unread = _TagState.BROKEN, self._text
+        if self.name is not None:
+            self._close()
+        return False
+
+    def _argument(self, text: str) -> None:
+        text = text.removeprefix("\n").removesuffix("\n")
+        self._arguments += ", " if self._keys else "{"
+        self._arguments += f"{json.dumps(self._key, ensure_ascii=False)}: {self._json(text)}"
+        self._keys.add(self._key)
+
+    def _json(self, text: str) -> str:
+        schema = self._schemas.get(self.name or "", {}).get("properties")
+        kind = schema.get(self._key) if isinstance(schema, Mapping) else None
+        if not (isinstance(kind, Mapping) and kind.get("type") == "string"):
+            try:
+                return json.dumps(json.loads(text, parse_constant=_no_number), ensure_ascii=False)
+            except (ValueError, RecursionError):
+                pass  # bare text
+        return json.dumps(text, ensure_ascii=False)
+
+    def _close(self) -> None:
+        self._arguments += "}" if self._keys else "{}"
+
+
+class EitherCallReader:
+    """Reads a call in tags, or in JSON if it begins with a brace: what tags cannot say a grammar leaves to JSON.
+
+    Args:
+        schemas: as for `TaggedCallReader`.
+    """
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self._reader: CallReader | TaggedCallReader = TaggedCallReader(schemas)
+        self._has_begun = False
+
+    @property
+    def name(self) -> str | None:
+        """The function's, once it is known."""
+        return self._reader.name
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call is complete."""
+        return self._reader.is_done
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is none."""
+        return self._reader.is_broken
+
+    def arguments(self) -> str:
+        """The arguments read since the last time."""
+        return self._reader.arguments()
+
+    def take_unread(self) -> str:
+        """What it took and does not belong to the call; once."""
+        return self._reader.take_unread()
+
+    def feed(self, character: str) -> bool:
+        """Take one character; False if it does not belong to the call."""
+        if not self._has_begun and not character.isspace():
+            self._has_begun = True
+            self._reader = CallReader() if character == "{" else self._reader
+        return self._reader.feed(character)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+MAX_SPACE: Final = (
+    256  # characters of white space that go with a tag; a longer run is text, so that little is held back
+)
+
+
+def certain_len(text: str, *tags: str) -> int:
+    """How much of `text`, which holds none of `tags` in full, is certain to stay outside them.
+
+    What might begin a tag is not, and neither is white space before it, which goes with the tag.
+    """
+    keep = len(text)
+    for tag in tags:
+        for size in range(min(len(tag) - 1, len(text)), 0, -1):
+            if text.endswith(tag[:size]):
+                keep = min(keep, len(text) - size)
+                break
+    return stripped_len(text[:keep])
+
+
+def stripped_len(text: str) -> int:
+    """The length without the white space at its end, of which at most `MAX_SPACE` characters go."""
+    return max(len(text.rstrip()), len(text) - MAX_SPACE)
+
 
 OPEN: Final = CALL
 CLOSE: Final = END_CALL

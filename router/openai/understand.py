@@ -10,19 +10,16 @@ from pydantic import BaseModel
 
 from baton.core.errors import InvalidRequest
 from baton.router.openai.batches import BatchRequest, understand_batch
-from baton.router.openai.body import parse_body
+from baton.router.openai.body import Translated, parse_body
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chats import understand_chat
-from baton.router.openai.completion_request import CompletionRequest
-from baton.router.openai.completions import understand_completion
+from baton.router.openai.completions import CompletionRequest, understand_completion
 from baton.router.openai.front import Forms
 from baton.router.openai.limits import check_shape
-from baton.router.openai.messages import understand_count
-from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
+from baton.router.openai.messages import CountTokensRequest, MessagesRequest, understand_count
 from baton.router.openai.options import Options
-from baton.router.openai.responses_request import ResponsesRequest
+from baton.router.openai.responses import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest, understand_detokenize, understand_tokenize
-from baton.router.openai.translated import Translated
 from baton.router.openai.understood import Job, Understood
 
 _ID: Final = re.compile("[!-~]{1,128}")

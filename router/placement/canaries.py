@@ -9,20 +9,22 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, Overloaded, TransferFailed, WorkerLost
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.router.attempt.channels import Channels
-from baton.router.attempt.in_flight_requests import BROKEN_S, HEARD_S
-from baton.router.attempt.in_flight_tracker import InFlightTracker, Inspector
-from baton.router.attempt.local_run import LocalRun
-from baton.router.attempt.request_run import RequestRun
-from baton.router.placement.canary import Outcome, Probe, Roster
-from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member
+from baton.router.attempt.in_flight_requests import BROKEN_S, HEARD_S, InFlightTracker, Inspector
+from baton.router.attempt.request_run import LocalRun, RequestRun
+from baton.router.placement.canary import CanaryWatch, Outcome, Probe, Roster
+from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member, Members
 from baton.router.placement.policy import Pair
 from baton.router.placement.refusals import Refusals
 
@@ -182,3 +184,31 @@ class Canaries:
         known = {member.state.worker_id for member in self._in_flight_tracker.members.all()}
         for key in [key for key in self.counts if key[0] not in known]:
             del self.counts[key]
+
+
+class CanaryCollector(Collector):
+    """Shows one router's."""
+
+    def __init__(self, canaries: Canaries, watch: CanaryWatch, members: Members) -> None:
+        self._canaries = canaries
+        self._watch = watch
+        self._members = members
+
+    def collect(self) -> Iterator[Metric]:
+        """As of now; a canary counts for each worker that it was sent to."""
+        sent = CounterMetricFamily(
+            "baton_canaries",
+            "The router's own requests to idle workers, by how they ended",
+            labels=("worker", "role", "outcome"),
+        )
+        for labels, count in tuple(self._canaries.counts.items()):
+            sent.add_metric(labels, count)
+        unfit = GaugeMetricFamily(
+            "baton_worker_unfit",
+            "1 while a live worker answers neither canaries nor clients, else 0",
+            labels=("worker", "role"),
+        )
+        for member in self._members.all():
+            if member.alive:
+                unfit.add_metric((member.state.worker_id, member.state.role), self._watch.is_unfit(member.incarnation))
+        yield from (sent, unfit)

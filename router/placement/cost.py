@@ -7,10 +7,156 @@
 Rates are the workers' own measurements. Someone who has not been measured yet is taken as the mean of those who have.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Final
 
-from baton.router.placement.load import Edge, Load
+from baton.proto import worker_pb2
+from baton.router.placement.members import Incarnation, Member
+
+LAG_S: Final = 0.02  # between a request's leaving here and its being counted there
+STEP_WEIGHT: Final = 0.5  # of what came since the last heartbeat in a mean time
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """How one prefill worker reaches one decode worker, as measured; 0 where nothing was."""
+
+    usable: bool
+    bytes_per_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a step over prompts takes: a fixed time, and one for each token; the MTP head's part of it."""
+
+    fixed_s: float
+    per_token_s: float
+    draft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request on its way."""
+
+    sent_s: float
+    num_tokens: int  # to prefill
+    num_blocks: int  # that it takes
+
+
+@dataclass(slots=True)
+class Load:
+    """Of one incarnation, from its heartbeat and the requests since.
+
+    Attributes:
+        heartbeat_s: when it was heard.
+        tokens_queued: prompt tokens to compute, then.
+        tokens_per_s: that it computes; 0 not measured.
+        num_blocks: of its pool.
+        num_blocks_free: then.
+        num_blocks_cached: that have names, then.
+        num_sequences: there, waiting or running, then.
+        max_num_seqs: that it runs at once; 0 not said.
+        step_s: of a decode step, lately; 0 not measured.
+        num_running: sequences that decode, or compute, then.
+        pace: of prompts that it computes; None not measured.
+        local_chunk_len: of a prompt between two decode steps; 0 not said.
+        exposed_s: from the end of a prefill to the seal, lately; 0 not measured.
+        bytes_per_position: of KV.
+        edges: by address and incarnation of the decode worker's incoming transfer.
+        sent: since then.
+    """
+
+    heartbeat_s: float = float("-inf")
+    tokens_queued: int = 0
+    tokens_per_s: float = 0.0
+    num_blocks: int = 0
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+    num_sequences: int = 0
+    max_num_seqs: int = 0
+    step_s: float = 0.0
+    num_running: int = 0
+    pace: Pace | None = None
+    local_chunk_len: int = 0
+    exposed_s: float = 0.0
+    bytes_per_position: float = 0.0
+    edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
+    sent: deque[Sent] = field(default_factory=deque)
+    _steps: tuple[int, float] = (0, 0.0)  # count and seconds, at the last heartbeat
+    _exposed: tuple[int, float] = (0, 0.0)  # likewise
+    _state: worker_pb2.WorkerState | None = None  # the last heartbeat itself
+
+    @property
+    def tokens_sent(self) -> int:
+        """Prompt tokens of the requests since."""
+        return sum(item.num_tokens for item in self.sent)
+
+    @property
+    def blocks_sent(self) -> int:
+        """Blocks of the requests since."""
+        return sum(item.num_blocks for item in self.sent)
+
+    def hear(self, member: Member) -> None:
+        """Take the member's last heartbeat, if it is a new one."""
+        if member.state is self._state:
+            return
+        self._state = member.state
+        held = member.state.inventory
+        self.heartbeat_s = member.heartbeat_s
+        self.tokens_queued = held.num_prefill_tokens_queued
+        self.tokens_per_s = held.prefill_tokens_per_s
+        self.num_blocks, self.num_blocks_free = held.num_blocks, held.num_blocks_free
+        self.num_blocks_cached = held.num_blocks_cached
+        self.num_sequences = held.num_requests_held
+        self.max_num_seqs = member.state.max_num_seqs
+        self.bytes_per_position = member.state.kv_bytes_per_position
+        self.num_running = held.num_requests_running
+        pace = held.prefill_pace
+        self.pace = Pace(pace.fixed_s, pace.per_token_s, pace.draft_s) if held.HasField("prefill_pace") else None
+        self.local_chunk_len = held.local_chunk_len
+        self.edges = {
+            (path.kv_address, path.epoch): Edge(path.lane != "", path.gbps * 1e9, path.round_trip_ms / 1e3)
+            for path in held.transfer.paths
+        }
+        seconds = held.steps.step_seconds
+        self.step_s, self._steps = _newer(self.step_s, self._steps, (sum(seconds.counts), seconds.total))
+        exposed = (held.transfer.transfers, held.transfer.exposed_seconds)
+        self.exposed_s, self._exposed = _newer(self.exposed_s, self._exposed, exposed)
+        while self.sent and self.sent[0].sent_s < self.heartbeat_s - LAG_S:
+            self.sent.popleft()
+
+
+def _newer(mean_s: float, seen: tuple[int, float], now: tuple[int, float]) -> tuple[float, tuple[int, float]]:
+    """The mean of durations lately, from their count and sum then and now; and what is seen now."""
+    num, seconds = now[0] - seen[0], now[1] - seen[1]
+    if num <= 0 or seconds <= 0:
+        return mean_s, now
+    new_s = seconds / num
+    return (mean_s + STEP_WEIGHT * (new_s - mean_s) if mean_s else new_s), now
+
+
+class Loads:
+    """Loads by incarnation, of those that were asked for lately."""
+
+    def __init__(self) -> None:
+        self._loads: dict[Incarnation, Load] = {}
+
+    def of(self, member: Member) -> Load:
+        """The member's load, its last heartbeat taken."""
+        load = self._loads.setdefault(member.incarnation, Load())
+        load.hear(member)
+        return load
+
+    def keep(self, members: list[Member]) -> None:
+        """Forget everybody else."""
+        if len(self._loads) > len(members):
+            incarnations = {member.incarnation for member in members}
+            self._loads = {
+                incarnation: load for incarnation, load in self._loads.items() if incarnation in incarnations
+            }
+
 
 NO_EDGE_S: Final = 1e6  # of a pair between which no lane works
 
@@ -147,3 +293,96 @@ def edge_cost(
     rate = edge.bytes_per_s if edge is not None and edge.bytes_per_s else bytes_per_s
     transfer_s = asked.prompt_len * bytes_per_position / rate if rate else 0.0
     return max(0.0, transfer_s - compute_s) + (edge.round_trip_s if edge is not None else 0.0)
+
+
+CAUTIOUS_LEN: Final = 64  # prompt tokens for a decode worker that has measured nothing
+CAUTION: Final = 2.0  # times what the others take
+INTERFERENCE: Final = 0.25  # seconds charged for each second in which a sequence that runs has to wait
+FIRST_CHUNK_LEN: Final = 32  # where the worker has not said yet
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCost:
+    """Seconds at a decode worker.
+
+    Attributes:
+        queue_s: until the prompt's turn.
+        compute_s: for the prompt.
+        steps_s: of decode steps between its chunks.
+        charged_s: for others.
+    """
+
+    queue_s: float
+    compute_s: float
+    steps_s: float
+    charged_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.queue_s + self.compute_s + self.steps_s + self.charged_s
+
+
+def local_cost(
+    load: Load,
+    asked: Asked,
+    *,
+    assumed: Pace | None,
+    cached_len: int = 0,
+    step_s: float,
+    now_s: float,
+    is_must: bool = False,
+    weights: CostWeights = WEIGHTS,
+) -> LocalCost | None:
+    """What a decode worker would take; None if it is not known and must not be tried.
+
+    Args:
+        load: its own.
+        asked: by the request.
+        assumed: the pace of others, where it has measured none.
+        cached_len: prompt tokens that it need not compute.
+        step_s: of its decode steps, measured or assumed.
+        now_s: on the clock of `load.heartbeat_s`.
+        is_must: a decode worker computes it in any case, so one that has measured nothing is taken for one like others.
+        weights: of what is not measured.
+    """
+    pace = load.pace
+    own_len = asked.prompt_len - cached_len
+    queued = float(load.tokens_queued + load.tokens_sent)
+    if pace is None and is_must:
+        pace = assumed or Pace(0.0, 1.0 / weights.tokens_per_s, 0.0)
+    elif pace is None:
+        if assumed is None or own_len > CAUTIOUS_LEN or queued:
+            return None
+        pace = Pace(CAUTION * assumed.fixed_s, CAUTION * assumed.per_token_s, CAUTION * assumed.draft_s)
+    if pace.per_token_s:
+        queued = max(0.0, queued - max(0.0, now_s - load.heartbeat_s) / pace.per_token_s)
+    num_running = load.num_running + sum(item.num_tokens == 0 for item in load.sent)
+    num_chunks = -(-own_len // (load.local_chunk_len or FIRST_CHUNK_LEN)) if num_running else 1
+    compute_s = num_chunks * pace.fixed_s + own_len * pace.per_token_s
+    return LocalCost(
+        queue_s=pace.fixed_s + queued * pace.per_token_s if queued else 0.0,
+        compute_s=compute_s,
+        steps_s=num_chunks * step_s if num_running else 0.0,
+        charged_s=(weights.work + INTERFERENCE * num_running) * compute_s,
+    )
+
+
+def split_cost(
+    load: Load, cost: PrefillCost, asked: Asked, *, cached_len: int, edge_s: float, round_trip_s: float
+) -> float:
+    """What the best prefill worker would take, in the same terms.
+
+    Args:
+        load: its own.
+        cost: its own.
+        asked: by the request.
+        cached_len: prompt tokens that it need not compute.
+        edge_s: what its lane to the decode worker is expected to add.
+        round_trip_s: of that lane; 0 not measured.
+    """
+    if load.pace is None:
+        return cost.total_s + edge_s
+    compute_s = load.pace.fixed_s + (asked.prompt_len - cached_len) * load.pace.per_token_s
+    hand_over_s = max(edge_s, max(0.0, load.exposed_s - load.pace.draft_s) + round_trip_s)
+    return cost.queue_s + compute_s + cost.charged_s + hand_over_s

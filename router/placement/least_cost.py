@@ -16,13 +16,17 @@ from baton.router.placement.cost import (
     WEIGHTS,
     Asked,
     CostWeights,
+    Load,
+    Loads,
+    Pace,
     PrefillCost,
+    Sent,
     decode_cost,
     edge_cost,
+    local_cost,
     prefill_cost,
+    split_cost,
 )
-from baton.router.placement.load import Load, Loads, Pace, Sent
-from baton.router.placement.local_cost import local_cost, split_cost
 from baton.router.placement.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member
 from baton.router.placement.policy import NOBODY, Incarnations, Pair, require

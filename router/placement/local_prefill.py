@@ -7,8 +7,12 @@ that is never wanted.
 
 import logging
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Final
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from baton.core.requests.request import GenerationRequest
 from baton.router.placement.members import Incarnation, Member
@@ -98,3 +102,21 @@ class LocalPrefill:
 
 def _is_split_only(request: GenerationRequest | None) -> bool:
     return request is not None and request.split_only
+
+
+class LocalPrefillCollector(Collector):
+    """Shows one router's choices."""
+
+    def __init__(self, local: LocalPrefill) -> None:
+        self._local = local
+
+    def collect(self) -> Iterator[Metric]:
+        """As of now."""
+        chosen = CounterMetricFamily(
+            "baton_prefill_choices",
+            "Attempts whose prompt went to a prefill worker (split) or to the decode worker (local), by the reason",
+            labels=("path", "reason"),
+        )
+        for (path, reason), count in tuple(self._local.choices.items()):
+            chosen.add_metric((path, reason), count)
+        yield chosen

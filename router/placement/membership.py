@@ -12,9 +12,8 @@ from baton.core.inside import worker_name
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
 from baton.proto.inside import caller_name
 from baton.proto.roles import roles_of
-from baton.router.desired_state import DesiredState
+from baton.router.desired_state import DesiredSpeculation, DesiredState
 from baton.router.placement.members import DECODE, Members
-from baton.router.speculation import DesiredSpeculation
 
 log = logging.getLogger(__name__)
 

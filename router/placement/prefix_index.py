@@ -8,13 +8,25 @@ Beside what was heard there is what is expected: names that a request now on its
 count until they are heard of, or for a time.
 """
 
+import asyncio
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from baton.core.block_change import BlockChange
-from baton.router.placement.members import Incarnation
+from baton.core.errors import MalformedMessage
+from baton.proto import worker_pb2, worker_pb2_grpc
+from baton.proto.block_wire import change_from_proto
+from baton.router.attempt.channels import Channels
+from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member, Members
 
 MAX_NAMES: Final = 1 << 20  # of all incarnations; some 200 bytes each
 MAX_EXPECTED: Final = 1 << 16
@@ -168,3 +180,124 @@ class PrefixIndex:
         for name in tuple(held.names):
             self._remove(held, name)
         held.version = 0
+
+
+PAUSE_S: Final = 0.2
+MAX_PAUSE_S: Final = 5.0
+_HOPELESS: Final = (grpc.StatusCode.UNIMPLEMENTED,)  # an older worker: it is routed to by its load alone
+
+log = logging.getLogger(__name__)
+
+
+class PrefixFeed:
+    """Call `follow` now and then; new incarnations are watched from then on.
+
+    Args:
+        index: what is fed.
+        members: who lives.
+        channels: to them.
+        spawn: runs a coroutine in the background and keeps hold of it.
+        roles: whose workers may compute prompts.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        members: Members,
+        channels: Channels,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        roles: Sequence[str] = (PREFILL, DECODE),
+    ) -> None:
+        self._index = index
+        self._members = members
+        self._channels = channels
+        self._spawn = spawn
+        self._roles = roles
+        self._known: set[Incarnation] = set()
+        self._unheard: set[Incarnation] = set()  # of those
+
+    def follow(self) -> None:
+        """Watch every live worker that keeps prefixes and is not watched yet."""
+        for member in (member for role in self._roles for member in self._members.live(role)):
+            if member.incarnation not in self._known and member.state.HasField("prefix_naming"):
+                self._known.add(member.incarnation)
+                self._unheard.add(member.incarnation)
+                self._spawn(self._watch(member, member.incarnation))
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether every worker that is watched has told what it holds, or cannot."""
+        return not self._unheard
+
+    async def _watch(self, member: Member, incarnation: Incarnation) -> None:
+        lost = asyncio.Event()
+        self._index.join(incarnation)
+        unwatch = self._members.watch(incarnation, lost.set)
+        reading = asyncio.create_task(self._read(member, incarnation))
+        losing = asyncio.create_task(lost.wait())
+        try:
+            await asyncio.wait({reading, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()  # raises what should not have happened
+                await losing
+        finally:
+            unwatch()
+            for task in (reading, losing):
+                task.cancel()
+            self._index.drop(incarnation)
+            self._unheard.discard(incarnation)
+            self._known.discard(incarnation)
+
+    async def _read(self, member: Member, incarnation: Incarnation) -> None:
+        pause_s = PAUSE_S
+        while member.alive and member.incarnation == incarnation:  # else the watch is about to end this
+            before = self._index.version(incarnation)
+            try:
+                await self._read_once(member, incarnation)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _HOPELESS:
+                    self._unheard.discard(incarnation)
+                    log.warning("%s does not say what prefixes it holds: %s", incarnation.worker_id, error.details())
+                    return
+                log.info("the prefixes of %s are not heard of now: %s", incarnation.worker_id, error.code())
+            except MalformedMessage as error:
+                log.warning("%s names prefixes otherwise than this router: %s", incarnation.worker_id, error.message)
+                return
+            pause_s = PAUSE_S if self._index.version(incarnation) != before else min(2 * pause_s, MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _read_once(self, member: Member, incarnation: Incarnation) -> None:
+        request = worker_pb2.WatchPrefixesRequest(epoch=incarnation.epoch, version=self._index.version(incarnation))
+        stub = worker_pb2_grpc.DecodeStub if member.state.role == DECODE else worker_pb2_grpc.PrefillStub
+        call = stub(self._channels.to(member)).WatchPrefixes(request)
+        try:
+            async for message in call:
+                self._unheard.discard(incarnation)
+                if not self._index.apply(incarnation, change_from_proto(message)):
+                    return  # something was missed
+        finally:
+            call.cancel()
+
+
+class PrefixCollector(Collector):
+    """Shows one index."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    def collect(self) -> Iterator[Metric]:
+        """As of now."""
+        blocks = GaugeMetricFamily(
+            "baton_prefix_index_blocks", "Cached blocks that the router has heard of", labels=("worker",)
+        )
+        for incarnation in self._index.incarnations():
+            blocks.add_metric((incarnation.worker_id,), self._index.num_names_of(incarnation))
+        yield blocks
+        counts = (
+            ("gaps", "Changes of a prefix cache that the router has missed and asked for", self._index.num_gaps),
+            ("ignored", "Cached blocks that the router's index had no room for", self._index.num_ignored),
+        )
+        for name, text, count in counts:
+            counter = CounterMetricFamily(f"baton_prefix_index_{name}", text)
+            counter.add_metric((), count)
+            yield counter

@@ -17,7 +17,7 @@ from baton.prefill_worker.node import PrefillNode
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.block_wire import change_from_proto
 from baton.proto.wire import error_from_rpc
-from baton.router.placement.load import LAG_S, Load, Pace
+from baton.router.placement.cost import LAG_S, Load, Pace
 from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.core.errors import Overloaded
+from baton.router.admission.admission import NORMAL, Capacity, Work
 from baton.router.admission.fair_queue import FairQueue, QueueLimits
-from baton.router.admission.work import NORMAL, Capacity, Work
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 
 from baton.core.config import ServeConfig
 from baton.router.__main__ import parse
-from baton.router.access.config_flags import KEYS, flags_of
+from baton.router.access.flags import KEYS, flags_of
 
 pytestmark = pytest.mark.fast
 OWN = ["--model-name", "m", "--model-path", "p"]

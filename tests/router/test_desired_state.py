@@ -9,10 +9,9 @@ from baton.core.clock import VirtualClock
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
 from baton.router.admission.admission import Admission
 from baton.router.attempt.migration import Migration, MigrationConfig
-from baton.router.desired_state import WAIT_S, DesiredScale, DesiredState
+from baton.router.desired_state import WAIT_S, DesiredScale, DesiredSpeculation, DesiredState
 from baton.router.metrics import RouterMetrics
 from baton.router.placement.members import Incarnation, Members
-from baton.router.speculation import DesiredSpeculation
 from baton.tests.router.fakes import cluster
 from baton.worker.host import WorkerHost
 

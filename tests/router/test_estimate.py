@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.router.placement.estimate import CLIP, HALF_LIFE_S, Estimate
+from baton.router.admission.gate import CLIP, HALF_LIFE_S, Estimate
 
 pytestmark = pytest.mark.fast
 STEP_S = 0.01  # between two measurements

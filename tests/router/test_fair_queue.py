@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Overloaded
-from baton.router.admission.fair_queue import MIN_RETRY_S, FairQueue, QueueLimits
-from baton.router.admission.fair_ring import FairRing, Ticket
-from baton.router.admission.work import HIGH, LOW, NORMAL, Capacity, Work
+from baton.router.admission.admission import HIGH, LOW, NORMAL, Capacity, Work
+from baton.router.admission.fair_queue import MIN_RETRY_S, FairQueue, FairRing, QueueLimits, Ticket
 from baton.tests.router.load_simulation import Simulation
 
 SECONDS = 10.0

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from baton.core.rate import FullStepRate, RateMeter
+from baton.router.admission.admission import Capacity, Work
 from baton.router.admission.fair_queue import FairQueue, QueueLimits
 from baton.router.admission.gate import REQUEST_BYTES, TOKEN_BYTES
-from baton.router.admission.work import Capacity, Work
 from baton.tests.router.gate_simulation import GateSimulation
 
 pytestmark, long = pytest.mark.fast, pytest.mark.long

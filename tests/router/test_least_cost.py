@@ -13,9 +13,20 @@ from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import worker_pb2
 from baton.router.placement import least_cost
-from baton.router.placement.cost import NO_EDGE_S, Asked, CostWeights, decode_cost, edge_cost, prefill_cost
+from baton.router.placement.cost import (
+    LAG_S,
+    NO_EDGE_S,
+    Asked,
+    CostWeights,
+    Edge,
+    Load,
+    Loads,
+    Sent,
+    decode_cost,
+    edge_cost,
+    prefill_cost,
+)
 from baton.router.placement.least_cost import LeastCost
-from baton.router.placement.load import LAG_S, Edge, Load, Loads, Sent
 from baton.router.placement.members import Members
 from baton.router.placement.policy import Pair
 from baton.router.placement.prefix_index import PrefixIndex

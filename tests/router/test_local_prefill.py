@@ -12,9 +12,7 @@ from baton.core.clock import VirtualClock
 from baton.core.errors import NoWorker, Overloaded, RequestDeadlineExceeded
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
-from baton.router.placement.cost import Asked
-from baton.router.placement.load import Load, Loads, Pace, Sent
-from baton.router.placement.local_cost import CAUTIOUS_LEN, local_cost
+from baton.router.placement.cost import CAUTIOUS_LEN, Asked, Load, Loads, Pace, Sent, local_cost
 from baton.router.placement.local_prefill import ALWAYS, AUTO, MODES, NEVER, ONLY_WAY, LocalPrefill
 from baton.router.placement.members import Members
 from baton.router.placement.policy import RoundRobin

@@ -6,7 +6,7 @@ from baton.core.clock import VirtualClock
 from baton.core.errors import InvalidRequest, NoWorker, Overloaded, ProtocolError
 from baton.proto import worker_pb2
 from baton.router.admission.admission import Admission
-from baton.router.attempt.token_order import TokenOrder
+from baton.router.attempt.continuation import TokenOrder
 from baton.router.placement.members import ALIVE_S, FORGET_S, MAX_GAP_S, MAX_WORKERS, Incarnation, Members
 from baton.router.placement.policy import RoundRobin
 

@@ -89,7 +89,7 @@ def test_what_one_thread_feeds_reads_as_prometheus_own():
     from prometheus_client import CollectorRegistry, Counter, Histogram
     from prometheus_client.exposition import generate_latest
 
-    from baton.router.loop_metrics import LoopCounter, LoopHistogram
+    from baton.router.metrics import LoopCounter, LoopHistogram
 
     values, bounds = (0.0, 0.005, 0.0051, 0.4, 7.0, 1e9), (0.005, 0.01, 1.28)
     own, theirs = CollectorRegistry(), CollectorRegistry()

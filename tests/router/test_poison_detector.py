@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.router.attempt import poison_detector as module
-from baton.router.attempt.fingerprint import fingerprint
+from baton.router.attempt.in_flight_requests import fingerprint
 from baton.router.attempt.poison_detector import PoisonDetector, Stay
 
 pytestmark = pytest.mark.fast

@@ -9,7 +9,7 @@ from baton.core.block_change import BlockChange
 from baton.kvcache.block_log import BlockLog
 from baton.proto import worker_pb2
 from baton.proto.block_wire import change_to_proto
-from baton.router.placement import prefix_feed
+from baton.router.placement import prefix_index
 from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.tests.router.fakes import EPOCHS, cluster
 
@@ -67,8 +67,8 @@ def held(running, worker):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(prefix_feed, "PAUSE_S", 0.02)
-    monkeypatch.setattr(prefix_feed, "MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(prefix_index, "PAUSE_S", 0.02)
+    monkeypatch.setattr(prefix_index, "MAX_PAUSE_S", 0.05)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

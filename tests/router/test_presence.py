@@ -7,14 +7,20 @@ from baton.core.errors import InvalidRequest
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import worker_pb2
-from baton.router.attempt.fingerprint import fingerprint
-from baton.router.attempt.in_flight_requests import BROKEN_S, HEARD_S, InFlightRequests, Leaving
-from baton.router.attempt.in_flight_tracker import InFlightTracker, Visitor
+from baton.router.attempt.in_flight_requests import (
+    BROKEN_S,
+    HEARD_S,
+    InFlightRequests,
+    InFlightTracker,
+    Leaving,
+    Visitor,
+    fingerprint,
+)
 from baton.router.attempt.poison_detector import PoisonDetector
 from baton.router.placement.drains import Drains
 from baton.router.placement.members import Incarnation, Members
-from baton.router.placement.outcasts import Outcasts, fits
 from baton.router.placement.policy import Pair
+from baton.router.placement.refusals import Outcasts, fits
 
 pytestmark = pytest.mark.fast
 

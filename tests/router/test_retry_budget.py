@@ -12,8 +12,7 @@ from baton.core.errors import TransferFailed
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc
 from baton.proto.retry_info import DETAILS_KEY, retry_after_s
-from baton.router.attempt.migration import MigrationConfig
-from baton.router.attempt.retry_budget import RetryBudget, RetryLimits
+from baton.router.attempt.migration import MigrationConfig, RetryBudget, RetryLimits
 from baton.tests.router.fakes import cluster
 
 pytestmark = pytest.mark.fast

@@ -7,7 +7,7 @@ import pytest
 from baton.client import AsyncBatonClient
 from baton.core.requests.sampling import SamplingParams
 from baton.router import server
-from baton.router.admission.settling import Settling
+from baton.router.admission.admission import Settling
 from baton.tests.router.fakes import cluster
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]

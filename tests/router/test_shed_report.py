@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from baton.router.admission.shed_report import ShedReport
+from baton.router.admission.admission import ShedReport
+from baton.router.inference import log_request
 from baton.router.metrics import RouterMetrics
-from baton.router.request_log import log_request
 
 pytestmark = pytest.mark.fast
 

@@ -7,7 +7,7 @@ import pytest
 from baton.cluster.commands.waterfall import waterfall_data
 from baton.core.telemetry.waterfall import RouterTimes
 from baton.proto import inference_pb2, worker_pb2
-from baton.router.attempt.timing import add_timing
+from baton.router.attempt.stats import add_timing
 
 pytestmark = pytest.mark.fast
 

@@ -9,7 +9,7 @@ from baton.client import AsyncBatonClient
 from baton.core.errors import Overloaded, TransferFailed, WorkerLost
 from baton.core.requests.sampling import SamplingParams
 from baton.core.telemetry.span import SpanBatch
-from baton.router.attempt import tracing
+from baton.router.attempt import stats
 from baton.tests.router import fakes
 from baton.tests.router.fakes import MODEL, cluster
 from baton.tests.router.openai.served import served
@@ -100,7 +100,7 @@ async def test_a_request_that_is_refused_has_no_span(kept):
 async def test_of_requests_that_leave_it_open_only_a_share_is_traced(kept, monkeypatch):
     kept.share = 0.25
     draws = iter((0.3, 0.2, 0.25, 0.0))
-    monkeypatch.setattr(tracing.random, "random", lambda: next(draws))
+    monkeypatch.setattr(stats.random, "random", lambda: next(draws))
     async with cluster() as running:
         for _ in range(4):
             await ask(running)
@@ -178,4 +178,4 @@ async def test_a_request_that_is_refused_its_turn_is_in_no_log(kept, caplog):
         with pytest.raises(Overloaded):
             await ask(running)
     assert [span.error for span in kept.spans] == ["Overloaded: it would wait too long"]
-    assert not [record for record in caplog.records if record.name == "baton.router.request_log"]
+    assert not [record for record in caplog.records if record.name == "baton.router.inference"]

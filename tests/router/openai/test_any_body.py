@@ -6,10 +6,10 @@ import pytest
 
 from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.completion_request import CompletionRequest
-from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
+from baton.router.openai.completions import CompletionRequest
+from baton.router.openai.messages import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, REFUSED
-from baton.router.openai.responses_request import ResponsesRequest
+from baton.router.openai.responses import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest
 from baton.tests.router.openai.served import served
 from baton.tests.router.openai.test_chat import report

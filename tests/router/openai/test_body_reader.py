@@ -16,7 +16,7 @@ from baton.core.inside import ENVIRONMENT
 from baton.router.openai import body_reader, reader_process
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chat_template import ChatTemplate
-from baton.router.openai.completion_request import CompletionRequest
+from baton.router.openai.completions import CompletionRequest
 from baton.router.openai.front import Forms
 from baton.router.openai.understood import SPENT, Job, Understood
 from baton.tests.router.fakes import TOKENIZER

@@ -212,8 +212,8 @@ async def test_a_call_that_ends_the_answer_is_its_reason():
     async with served() as (running, client):
         running.script.answer, running.script.finish_at_first, running.script.events = "x", "stop", []
         assert (await chat(client, tools=[WEATHER])).choices[0].finish_reason == "stop"
-    from baton.router.openai.chat_choice import ChatChoice
     from baton.router.openai.chat_request import ChatRequest
+    from baton.router.openai.chats import ChatChoice
     from baton.router.openai.token_names import TokenNames
     from baton.router.openai.tool_calls import TaggedCalls
 

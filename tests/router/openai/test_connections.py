@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.router.openai import connection
-from baton.router.openai.connection import ConnectionLimits, Connections
-from baton.router.openai.server import HttpServer
+from baton.router.openai.connection import ConnectionLimits, Connections, HttpServer
 
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
 

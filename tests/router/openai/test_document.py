@@ -14,10 +14,10 @@ from baton.core.requests import sampling
 from baton.core.requests.sampling import SamplingParams
 from baton.router import inference
 from baton.router.access.message_limits import MAX_REQUEST_ID_LEN, MAX_TENANT_LEN
-from baton.router.admission.work import HIGH, LOW, NORMAL
+from baton.router.admission.admission import HIGH, LOW, NORMAL
 from baton.router.openai.app import make_app
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
+from baton.router.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from baton.router.openai.document import LIMITS, openapi_document
 from baton.router.openai.front import HttpConfig
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED

@@ -8,9 +8,8 @@ from baton.core.errors import BatonError
 from baton.core.requests.sampling import SamplingParams
 from baton.proto.wire import sampling_from_proto
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.completion_request import CompletionRequest
-from baton.router.openai.docs_page import docs_page
-from baton.router.openai.document import openapi_document
+from baton.router.openai.completions import CompletionRequest
+from baton.router.openai.document import docs_page, openapi_document
 from baton.router.openai.reasoning import ReasoningCount
 from baton.tests.core.byte_tokenizers import byte_tokenizer
 from baton.tests.router.fakes import TOKENIZER

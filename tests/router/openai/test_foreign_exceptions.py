@@ -6,8 +6,8 @@ import httpx2
 import psutil
 import pytest
 
+from baton.router.openai.connection import HttpServer  # noqa: F401  the modules below are loaded with it
 from baton.router.openai.limits import LIGHT_ITEMS
-from baton.router.openai.server import HttpServer  # noqa: F401  the modules below are loaded with it
 from baton.tests.e2e.foreign import Injection
 from baton.tests.router.openai.served import served
 

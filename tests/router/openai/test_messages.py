@@ -10,9 +10,8 @@ from baton.proto import worker_pb2
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import limits
 from baton.router.openai.body import parse_body
-from baton.router.openai.chat_steps import steps
-from baton.router.openai.messages import usage_data
-from baton.router.openai.messages_request import CountTokensRequest, MessagesRequest
+from baton.router.openai.chats import steps
+from baton.router.openai.messages import CountTokensRequest, MessagesRequest, usage_data
 from baton.tests.router.fakes import TOKENIZER, decode_tokens, finished
 from baton.tests.router.openai.served import MODEL, prompt_of, sent_to, served
 from baton.tests.router.openai.test_chat import THINKING

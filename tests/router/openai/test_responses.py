@@ -8,7 +8,7 @@ import pytest
 from baton.core.errors import WorkerLost
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import limits
-from baton.router.openai.responses_request import ResponsesRequest
+from baton.router.openai.responses import ResponsesRequest
 from baton.tests.router.fakes import TOKENIZER, decode_tokens, finished
 from baton.tests.router.openai.served import MODEL, prompt_of, sent_to, served
 from baton.tests.router.openai.test_chat import THINKING, report

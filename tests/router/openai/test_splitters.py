@@ -7,8 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.router.openai.reasoning import ReasoningSplitter
-from baton.router.openai.tagged_call_reader import EitherCallReader
-from baton.router.openai.tool_calls import TaggedCalls
+from baton.router.openai.tool_calls import EitherCallReader, TaggedCalls
 
 pytestmark = pytest.mark.fast
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</", "think>", "tool_call>")
