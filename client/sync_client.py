@@ -8,15 +8,17 @@ import grpc
 
 from baton.client.access import Access
 from baton.client.messages import (
+    NO_RETRY,
     OPTIONS,
+    CallAttempts,
     ChunkCheck,
+    RetryPolicy,
     Sampling,
     checked_text,
     checked_timeout_s,
     generate_request,
     pause_after,
 )
-from baton.client.retries import NO_RETRY, CallAttempts, RetryPolicy
 from baton.core.errors import ProtocolError, RequestCancelled
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
 

@@ -11,8 +11,8 @@ from baton.client.messages import checked_text
 from baton.cluster.access import current_access, open_with
 from baton.core.errors import BatonError, MalformedMessage, StartupError, from_wire
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
-from baton.proto.held import held
 from baton.proto.secure_channel import is_refused_certificate
+from baton.proto.wire import held
 
 ERROR_KEY = "baton-error"
 TIMEOUT_S = 5.0

@@ -4,18 +4,77 @@ Exit codes: 0 ok, 1 failed, 2 usage (flags, configuration values, invalid reques
 124 timeout. A ConfigInvalid is usage: the caller typed it.
 """
 
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from baton.cluster.cli_types import Count, Json, Text
-from baton.cluster.cli_types import option as _option
+import baton
 from baton.cluster.commands import bench_cli, keys_cli
-from baton.cluster.config_flags import with_every_key, with_keys
-from baton.cluster.outcome import ExitCode, Output, run_command
-from baton.cluster.security_flags import with_access
+from baton.cluster.flags import Count, Json, Text, with_access, with_every_key, with_keys
+from baton.cluster.flags import option as _option
+from baton.cluster.outcome import ExitCode, Output, format_table, run_command
+from baton.core.errors import ConfigInvalid, FeatureNotBuilt
+
+COMMANDS = {
+    "plan": "`baton plan` comes in a later version; choose --prefill and --decode by hand.",
+}
+
+
+def refuse_command(name: str) -> None:
+    """Refuse a command of a later version.
+
+    Raises:
+        FeatureNotBuilt: always.
+    """
+    raise FeatureNotBuilt(COMMANDS[name], command=name)
+
+
+ROOM = Path(baton.__file__).resolve().parent / "runbook"
+
+
+def runbook_names() -> list[str]:
+    """What can be run."""
+    return sorted(path.stem.replace("_", "-") for path in ROOM.glob("*.py") if path.name != "__init__.py")
+
+
+def run_runbook(name: str | None, arguments: Sequence[str]) -> int:
+    """Become the program that is named; without a name (or with flags alone) list them, and return an exit code."""
+    if name is None or name.startswith("-"):
+        return _list(flags=[name, *arguments] if name else arguments)
+    if name not in runbook_names():
+
+        def refuse(output: Output) -> ExitCode:
+            raise ConfigInvalid(f"no runbook {name!r}; there are {', '.join(runbook_names())}", keys=["name"])
+
+        return run_command("--json" in arguments, refuse)
+    script = ROOM / f"{name.replace('-', '_')}.py"
+    os.execv(sys.executable, [sys.executable, "-P", str(script), *arguments])
+
+
+def _list(flags: Sequence[str]) -> int:
+    def body(output: Output) -> ExitCode:
+        unknown = set(flags) - {"--json", "--help"}
+        if unknown:
+            raise ConfigInvalid(f"{', '.join(sorted(unknown))}: a runbook's flags come after its name", keys=["name"])
+        rows = [(name, about(name)) for name in runbook_names()]
+        output.emit({"runbooks": [{"name": name, "about": text} for name, text in rows]}, format_table(HEADER, rows))
+        return ExitCode.OK
+
+    return run_command("--json" in flags, body)
+
+
+HEADER = ("runbook", "what for")
+
+
+def about(name: str) -> str:
+    """The sentence its file opens with."""
+    source = (ROOM / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
+    return source.split('"""')[1].strip().splitlines()[0]
+
 
 app = typer.Typer(
     add_completion=False,
@@ -158,8 +217,7 @@ def generate(
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s
         from baton.cluster.commands.completion import Asked
-        from baton.cluster.commands.generate import check_place, generate, more_sampling, read_prompt
-        from baton.cluster.commands.grammar import read_grammar
+        from baton.cluster.commands.generate import check_place, generate, more_sampling, read_grammar, read_prompt
 
         check_place(local, address, local_options)
         asked = Asked(
@@ -286,8 +344,6 @@ def demo(json: Json = False) -> int:
 
 def _refuse(name: str, as_json: bool) -> int:
     def body(output: Output) -> ExitCode:
-        from baton.cluster.commands.features import refuse_command
-
         refuse_command(name)
         return ExitCode.PRECONDITION
 
@@ -307,8 +363,6 @@ def runbook(
     context: typer.Context, name: Annotated[Text, typer.Argument(help="which; without it, list them")] = None
 ) -> int:
     """Run a runbook: `baton runbook NAME --help` tells its flags. Without a name, list them."""
-    from baton.cluster.runbooks import run_runbook
-
     return run_runbook(name, context.args)
 
 

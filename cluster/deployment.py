@@ -27,11 +27,17 @@ from baton.cluster import leftovers, private_files, processes
 from baton.cluster.access import using
 from baton.cluster.admin import as_data, fetch_status
 from baton.cluster.log_tail import LogTail
-from baton.cluster.progress import OnProgress, no_progress
-from baton.cluster.ray.actors import ShellLoader, decode_shell, prefill_shell
+from baton.cluster.outcome import OnProgress, no_progress
+from baton.cluster.ray.actors import (
+    RankShell,
+    ShellLoader,
+    decode_rank_shell,
+    decode_shell,
+    prefill_rank_shell,
+    prefill_shell,
+)
 from baton.cluster.ray.crew import MAX_RESTARTS, Crew, CrewPlan
 from baton.cluster.ray.session import RaySession
-from baton.cluster.ray.tp_group_actors import RankShell, decode_rank_shell, prefill_rank_shell
 from baton.cluster.resolve import (
     ModelDirectory,
     find_model,

@@ -5,9 +5,11 @@ Results go to stdout, everything else to stderr. With `--json` stdout holds exac
 
 import contextlib
 import json
+import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -42,6 +44,62 @@ from baton.core.errors import (
     WorkerStartFailed,
 )
 from baton.core.telemetry.logs import default_format, head
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their content, two spaces apart; columns of numbers are flushed right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    numeric = [bool(rows) and all(cell[:1].isdigit() for cell in column) for column in zip(*rows, strict=True)]
+    numeric = numeric or [False] * len(header)
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), *map(line, rows)])
+
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int, str], None]
+
+
+def no_progress(num_done: int, num_total: int, text: str) -> None:
+    """Show nothing."""
+
+
+def _print_line(num_done: int, num_total: int, text: str) -> None:
+    print(f"[{num_done}/{num_total}] {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def show_progress(*, as_log: bool = False) -> Iterator[OnProgress]:
+    """A callback `(num_done, num_total, text)` that shows how far starting has come, or logs it.
+
+    With the last step the bar is gone, also while the body goes on.
+    """
+    if as_log:
+        yield lambda num_done, num_total, text: log.info("[%d/%d] %s", num_done, num_total, text)
+        return
+    if not sys.stderr.isatty():
+        yield _print_line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def update(num_done: int, num_total: int, text: str) -> None:
+            progress.update(task, description=text, completed=num_done, total=num_total)
+            if num_done >= num_total:  # what follows has the terminal for itself
+                progress.stop()
+
+        yield update
 
 
 class ExitCode(IntEnum):

@@ -20,10 +20,9 @@ from typing import Any
 
 from baton.client.access import Access
 from baton.cluster.access import using
-from baton.cluster.ray.actors import decode_shell, prefill_shell
+from baton.cluster.ray.actors import decode_rank_shell, decode_shell, prefill_rank_shell, prefill_shell
 from baton.cluster.ray.crew import Crew, CrewPlan, Roster
 from baton.cluster.ray.session import RaySession
-from baton.cluster.ray.tp_group_actors import decode_rank_shell, prefill_rank_shell
 from baton.cluster.resolve import find_model, reachable_host, resolve_device
 from baton.cluster.supervisor_process import STOP
 from baton.core.config import ServeConfig

@@ -9,6 +9,29 @@ nobody can find out by timing what another tenant has asked.
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockChange:
+    """See the module.
+
+    Attributes:
+        after: the version that this changes.
+        version: the one that it makes.
+        part: of a whole, counted from 0; other changes have one part.
+        cleared: all names are forgotten first.
+        stored: names that are there now.
+        removed: names that are not; nothing is in both.
+    """
+
+    after: int
+    version: int
+    part: int = 0
+    cleared: bool = False
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
 
 HASH_BYTES = 16
 _TOKEN_BYTES = 4

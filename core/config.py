@@ -19,10 +19,8 @@ from baton.core.config_key import config_key
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
 from baton.core.inside import DeploymentSecret
-from baton.core.kv_dtype import KVDtype
 from baton.core.kv_transports import TRANSPORT_NAMES
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.core.requests.key_spellings import RENAMED, expanded
 from baton.core.telemetry.telemetry import LogFormat, TelemetryConfig
 from baton.core.tls_files import TlsFiles

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.core.errors import ConfigInvalid
-from baton.core.file_state import file_state
+from baton.core.files import file_state
 
 CHECK_S = 0.5  # files are looked at no more often
 

@@ -32,9 +32,8 @@ from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
-from baton.worker.rank_place import RankPlace, RankStarter
-from baton.worker.runner import decode_runner
-from baton.worker.tp_group import closed_if_it_fails, follow, lead_worker, watch_tp_group
+from baton.worker.rank import RankPlace, RankStarter
+from baton.worker.tp_group import closed_if_it_fails, decode_runner, follow, lead_worker, watch_tp_group
 
 
 class DecodeNode:

@@ -1,13 +1,74 @@
 """What a decode worker knows of a request beside its sequence."""
 
+import functools
 from dataclasses import dataclass
+from typing import Final
 
-from baton.core.requests.request import AttemptKey
-from baton.decode_worker.times import DecodeTimes
+from baton.core.requests.request import AttemptKey, TokenLogprobs
+from baton.core.telemetry.span import SERVER, Attribute, SpanBatch, TraceContext, Tracer
+from baton.engine.engine import Published
 from baton.engine.sequence import Sequence
 from baton.kvtransfer.receiver.service import Completed
 from baton.proto import worker_pb2
-from baton.worker.stream import EventSink
+from baton.proto.wire import logprobs_to_proto
+from baton.worker.stream_mux import EventSink
+
+MAX_DRAFT_MS: Final = 1e9
+
+
+@dataclass(slots=True)
+class DecodeTimes:
+    """Readings of the worker's clock, in seconds; 0 for what has not happened.
+
+    Attributes:
+        attended_s: the router's stream was opened.
+        granted_s: blocks were granted.
+        computing_s: of a prompt that is computed here, its first chunk was begun.
+        first_token_s: likewise, its first token was known.
+        admitted_s: it took part in steps from here on.
+        first_s: the first step's tokens were ready.
+    """
+
+    attended_s: float = 0.0
+    granted_s: float = 0.0
+    computing_s: float = 0.0
+    first_token_s: float = 0.0
+    admitted_s: float = 0.0
+    first_s: float = 0.0
+
+
+def landed_s(complete: Completed) -> float:
+    """When everything that the seal rests on was there; the seal itself where an incoming transfer does not say."""
+    return complete.complete_s or complete.completed_s
+
+
+def draft_s(complete: Completed) -> float:
+    """From the first token to the hand-over, as the prefill worker says; 0 if that is no duration."""
+    draft_ms = complete.state.draft_ms
+    return draft_ms / 1e3 if 0 <= draft_ms < MAX_DRAFT_MS else 0.0  # nor is a NaN
+
+
+def decode_start(times: DecodeTimes, complete: Completed) -> worker_pb2.DecodeStart:
+    """The parts of the way to the first decoded tokens."""
+    here_s, draft = landed_s(complete), draft_s(complete)
+    return worker_pb2.DecodeStart(
+        draft_ms=1e3 * draft,
+        transfer_ms=1e3 * (here_s - complete.prefill_end_s - draft),
+        landed_ns=int(1e9 * here_s),
+        verification_ms=1e3 * (complete.completed_s - here_s),
+        admission_ms=1e3 * (times.admitted_s - complete.completed_s),
+        step_ms=1e3 * (times.first_s - times.admitted_s),
+    )
+
+
+def local_start(times: DecodeTimes) -> worker_pb2.DecodeStart:
+    """The same where the prompt was computed here: nothing was handed over."""
+    return worker_pb2.DecodeStart(
+        draft_ms=1e3 * (times.admitted_s - times.first_token_s),
+        landed_ns=int(1e9 * times.admitted_s),
+        step_ms=1e3 * (times.first_s - times.admitted_s),
+    )
+
 
 DecodeStream = EventSink[worker_pb2.DecodeEvent]
 
@@ -66,3 +127,102 @@ class DecodeRequest:
         if self.complete is None:
             return 0.0
         return 1e3 * max(0.0, (times.admitted_s or self.complete.completed_s) - self.complete.prefill_end_s)
+
+
+def trace_decode(tracer: Tracer, request: DecodeRequest, now_s: float, error: str) -> None:
+    """Have them made; nothing for a request that is not traced. What they tell does not change any more.
+
+    `error` is empty if the sequence finished.
+    """
+    parent = request.sequence.request.trace
+    if parent is not None:
+        tracer.put(functools.partial(_make, parent.child(), request, now_s, error))
+
+
+def _make(context: TraceContext, request: DecodeRequest, now_s: float, error: str, batch: SpanBatch) -> None:
+    sequence, times, complete = request.sequence, request.times, request.complete
+    counts = sequence.counts
+    about: dict[str, Attribute] = {
+        "request_id": sequence.key.request_id,
+        "attempt": sequence.key.attempt,
+        "num_output": len(sequence.token_ids),
+        "num_preemptions": sequence.num_preemptions,
+    }
+    batch.add(context, "decode", times.attended_s, now_s, kind=SERVER, error=error, attributes=about)
+    if request.is_local:
+        batch.child(context, "decode.queue", times.attended_s, times.computing_s)
+        batch.child(context, "decode.prefill", times.computing_s, times.admitted_s)
+    elif complete is None:
+        batch.child(context, "incoming", times.granted_s, now_s)
+    else:
+        batch.child(context, "incoming", times.granted_s, landed_s(complete), {"bytes_landed": complete.bytes_landed})
+        batch.child(context, "transfer.verification", landed_s(complete), complete.completed_s)
+        batch.child(context, "decode.admission", complete.completed_s, times.admitted_s)
+    batch.child(context, "decode.first_step", times.admitted_s, times.first_s)
+    steps = {
+        "num_verify_steps": counts.num_verify_steps,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_accepted_tokens": counts.num_accepted_tokens,
+        "num_emitted_tokens": counts.num_emitted_tokens,
+    }
+    batch.child(context, "decode.steps", times.first_s, now_s, steps)
+
+
+def token_event(request: DecodeRequest, made: Published, now_s: float) -> worker_pb2.DecodeEvent:
+    """Decoded tokens; with the request's times if they are the first, its counts if they are the last."""
+    event = worker_pb2.DecodeEvent()  # filled in place, which takes half the time of the constructor
+    tokens = event.tokens
+    sequence = made.sequence
+    tokens.index = sequence.num_output - len(made.token_ids)
+    tokens.token_ids.extend(made.token_ids)
+    if made.logprobs:
+        tokens.logprobs.extend(logprobs_to_proto(report) for report in made.logprobs)
+    if not request.first_s:
+        request.first_s = now_s
+        tokens.start.CopyFrom(_start(request))
+    if made.reason is not None:
+        tokens.finish_reason = made.reason.value
+        tokens.stats.CopyFrom(_stats(request))
+    return event
+
+
+def first_token_event(request: DecodeRequest, made: Published) -> worker_pb2.DecodeEvent:
+    """The first token of a prompt that was computed here, as a prefill worker says it."""
+    sequence = request.sequence
+    first = worker_pb2.FirstToken(
+        token=made.token_ids[0],
+        finish_reason=made.reason.value if made.reason else "",
+        queue_ms=1e3 * (sequence.computing_s - sequence.submitted_s),
+        prefill_ms=1e3 * (sequence.first_token_s - sequence.computing_s),
+        received_ns=int(1e9 * sequence.submitted_s),
+        sent_ns=int(1e9 * sequence.first_token_s),
+        num_cached_tokens=sequence.num_cached,
+        logprobs=logprobs_to_proto(made.logprobs[0]) if made.logprobs else None,
+        index=sequence.request.num_forced,
+    )
+    return worker_pb2.DecodeEvent(first_token=first)
+
+
+def prompt_logprobs_event(reports: tuple[TokenLogprobs, ...]) -> worker_pb2.DecodeEvent:
+    """Reports on prompt tokens."""
+    tokens = [logprobs_to_proto(report) for report in reports]
+    return worker_pb2.DecodeEvent(prompt_logprobs=worker_pb2.PromptLogprobs(tokens=tokens))
+
+
+def _start(request: DecodeRequest) -> worker_pb2.DecodeStart:
+    if request.complete is None:
+        return local_start(request.times)
+    return decode_start(request.times, request.complete)
+
+
+def _stats(request: DecodeRequest) -> worker_pb2.DecodeStats:
+    counts, complete = request.sequence.counts, request.complete
+    return worker_pb2.DecodeStats(
+        num_verify_steps=counts.num_verify_steps,
+        num_draft_tokens=counts.num_draft_tokens,
+        num_accepted_tokens=counts.num_accepted_tokens,
+        num_emitted_tokens=counts.num_emitted_tokens - request.is_local,
+        kv_bytes_landed=0 if complete is None else complete.bytes_landed,
+        kv_bytes_landed_before_prefill_end=0 if complete is None else complete.bytes_landed_before_prefill_end,
+        handoff_ms=request.handoff_ms,
+    )

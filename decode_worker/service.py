@@ -10,9 +10,8 @@ from baton.decode_worker.worker import DecodeWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.stream_mux_wire import decode_frame
 from baton.proto.wire import request_from_attend
-from baton.worker.prefix_watch import serve_watch
-from baton.worker.send_queue import MuxedStream
-from baton.worker.stream_mux import StreamMux
+from baton.worker.prefixes import serve_watch
+from baton.worker.stream_mux import MuxedStream, StreamMux
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):

@@ -13,17 +13,20 @@ from collections.abc import Callable, Sequence
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestCancelled, TransferFailed, as_internal
-from baton.core.requests.logprobs import TokenLogprobs
-from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogprobs
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.requests.validate import RequestLimits, validate_attempt
 from baton.core.telemetry.logs import shown
 from baton.core.telemetry.span import Tracer
-from baton.decode_worker.events import first_token_event, prompt_logprobs_event, token_event
-from baton.decode_worker.handover import check_reserve, resume_of
 from baton.decode_worker.inventory import decode_inventory
-from baton.decode_worker.request import DecodeRequest, DecodeStream
-from baton.decode_worker.tracing import trace_decode
+from baton.decode_worker.request import (
+    DecodeRequest,
+    DecodeStream,
+    first_token_event,
+    prompt_logprobs_event,
+    token_event,
+    trace_decode,
+)
 from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
 from baton.engine.grammar.grammar import check_compiles
@@ -31,6 +34,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.engine.speculation.speculation import Speculation
+from baton.engine.step.plan import Resume
 from baton.engine.step.result import HandoffState
 from baton.engine.step.runner import Runner
 from baton.engine.tp.rank_runners import Rank0Runner
@@ -40,10 +44,53 @@ from baton.kvcache.pool import KVPool
 from baton.kvcache.prefix_index import PrefixIndex
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReceiverService, ReserveWanted
 from baton.proto import kv_pb2, worker_pb2
-from baton.worker.gate import Gate
-from baton.worker.loop import LoopThread
-from baton.worker.prefix_names import PrefixNames
-from baton.worker.write_coalescer import WriteCoalescer
+from baton.worker.loop import Gate, LoopThread
+from baton.worker.prefixes import PrefixNames
+from baton.worker.stream_mux import WriteCoalescer
+
+
+def check_reserve(reserve: ReserveWanted, request: GenerationRequest) -> None:
+    """Both workers heard of the request from the router; they must have heard the same.
+
+    Raises:
+        TransferFailed: the lengths differ. An incoming transfer smaller than the sequence would silently lose its end.
+    """
+    wanted = (reserve.prompt_len, reserve.capacity_len)
+    own = (request.prompt_len, request.capacity_len)
+    if wanted != own:
+        raise TransferFailed(f"the prefill worker reserves (prompt, capacity) {wanted}; the router said {own}")
+
+
+def resume_of(
+    complete: Completed, request: GenerationRequest, *, vocab_size: int, hidden_bytes: int
+) -> tuple[int, Resume]:
+    """The first token, and where decoding begins, as a commit describes it.
+
+    Args:
+        complete: the transfer.
+        request: as the router sent it.
+        vocab_size: tokens of the model.
+        hidden_bytes: of a hidden state.
+
+    Raises:
+        TransferFailed: a value is missing, out of range or of the wrong size.
+    """
+    state = complete.state
+    _require(complete.prompt_len == request.prompt_len, f"a prompt of {complete.prompt_len} tokens")
+    _require(state.first_token < vocab_size, f"first token {state.first_token}")
+    if not state.draft_tokens:
+        _require(request.num_draft_tokens == 0, "no draft, and the request has drafts")
+        return state.first_token, Resume()
+    _require(len(state.draft_tokens) == 1, f"{len(state.draft_tokens)} drafts")
+    _require(state.draft_tokens[0] < vocab_size, f"draft token {state.draft_tokens[0]}")
+    _require(len(state.hidden) == hidden_bytes, f"a hidden state of {len(state.hidden)} bytes for {hidden_bytes}")
+    return state.first_token, Resume(state.draft_tokens[0], state.hidden)
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise TransferFailed(f"the commit of the prefill worker cannot be: {what}")
+
 
 MAX_ENDED = 4096  # attempts remembered after they ended, so that a late RESERVE is refused and not parked
 

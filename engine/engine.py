@@ -25,8 +25,7 @@ from baton.core.config import SchedulingName
 from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
 from baton.core.pace import PrefillPace
 from baton.core.rate import FullStepRate, RateMeter
-from baton.core.requests.logprobs import TokenLogprobs
-from baton.core.requests.request import FinishReason
+from baton.core.requests.request import FinishReason, TokenLogprobs
 from baton.core.telemetry.step_report import StepReport
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.preemption import Preemption, PreemptionCounts

@@ -7,9 +7,9 @@ stop strings, so a sequence without them is never decoded to text.
 from collections.abc import Iterable, Sequence
 
 from baton.core.errors import InvalidRequest
+from baton.core.requests.answer_text import StopMatcher
 from baton.core.requests.request import FinishReason, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
-from baton.core.requests.stop_matcher import StopMatcher
 from baton.core.requests.tokenizer import Tokenizer
 
 

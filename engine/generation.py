@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError
-from baton.core.requests.logprobs import TokenLogprobs
-from baton.core.requests.request import AttemptKey, FinishReason, SpeculationCounts
+from baton.core.requests.request import AttemptKey, FinishReason, SpeculationCounts, TokenLogprobs
 from baton.engine.sequence import Sequence
 
 

@@ -12,8 +12,7 @@ from baton.core.clock import Clock, MonotonicClock
 from baton.core.config import SchedulingName
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import BatonError, RequestCancelled
-from baton.core.requests.logprobs import TokenLogprobs
-from baton.core.requests.request import AttemptKey, GenerationRequest, choices_of
+from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogprobs, choices_of
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.requests.validate import RequestLimits, validate_request
 from baton.core.telemetry.step_report import StepReport

@@ -16,20 +16,20 @@ from baton.core.numerics import Numerics
 from baton.kernels.attention import invariant as attention_invariant
 from baton.kernels.attention import paged as attention
 from baton.kernels.attention.decode import attention_decode
+from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.attention.ordered import (
     attention_ordered_decode,
     attention_ordered_prefill,
     attention_ordered_prefill_lens,
 )
 from baton.kernels.attention.prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
-from baton.kernels.attention.shares import SplitKVPlans
 from baton.kernels.gemm import linear
 from baton.kernels.gemm.fp8 import linear_fp8
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.inner_sum import ALONE, InnerSum
-from baton.kernels.gemm.linear_ordered import linear_ordered
+from baton.kernels.gemm.linear import linear_ordered
 from baton.kernels.implementation import Implementation
-from baton.kernels.kv import float8 as float8_kv
+from baton.kernels.kv import dequantize as float8_kv
 from baton.kernels.kv.write import kv_write
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped

@@ -15,8 +15,7 @@ from functools import partial
 import torch
 
 from baton.core.errors import NumericsUnsupported
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import Numerics, Quantization
 from baton.kernels.gemm.fp8_weight import quantize_weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.implementation import Implementation

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from baton.core.block_change import BlockChange
+from baton.core.block_hash import BlockChange
 
 RING_LEN: Final = 1 << 16
 MAX_NAMES: Final = 1 << 15  # of one change in a message: half a MiB

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.kernels.attention.shares import SplitKVPlans
+from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kvcache.pool import KVPool

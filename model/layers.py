@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.core.errors import ModelUnsupported
-from baton.core.kv_dtype import KVDtype
-from baton.core.quantization import Quantization
+from baton.core.numerics import KVDtype, Quantization
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.moe.gemm import Fp8ExpertWeights

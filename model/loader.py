@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 
 from baton.core.errors import ModelUnsupported
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.kernels.implementation import Implementation
 from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
 from baton.kvcache.layout import WORD_BYTES

@@ -5,8 +5,7 @@ import os
 
 from baton.core.config import WorkerConfig
 from baton.prefill_worker.node import PrefillNode, PrefillRank
-from baton.worker.rank_place import RankPlace, RankStarter
-from baton.worker.rank_thread import RankThread
+from baton.worker.rank import RankPlace, RankStarter, RankThread
 
 EXIT_LOOP_FAILED = 70
 

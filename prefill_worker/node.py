@@ -20,16 +20,14 @@ from baton.kvtransfer.protocol.incarnation_file import sweep_incarnations
 from baton.kvtransfer.sender.service import PushService
 from baton.kvtransfer.transports.registry import connecting_transport
 from baton.prefill_worker.service import PrefillService
-from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush
-from baton.prefill_worker.tp_group_messages import prefill_codec
+from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush, prefill_codec
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
-from baton.worker.rank_place import RankPlace, RankStarter
-from baton.worker.runner import prefill_runner
-from baton.worker.tp_group import closed_if_it_fails, follow, lead_worker, watch_tp_group
+from baton.worker.rank import RankPlace, RankStarter
+from baton.worker.tp_group import closed_if_it_fails, follow, lead_worker, prefill_runner, watch_tp_group
 
 
 class PrefillNode:

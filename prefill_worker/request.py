@@ -1,12 +1,14 @@
 """What a prefill worker knows of a request beside its sequence."""
 
+import functools
 from dataclasses import dataclass, field
 
 from baton.core.requests.request import AttemptKey
+from baton.core.telemetry.span import SERVER, Attribute, SpanBatch, TraceContext, Tracer
 from baton.engine.sequence import Phase, Sequence
 from baton.kvtransfer.sender.service import DecodePeer
 from baton.proto import worker_pb2
-from baton.worker.stream import EventSink
+from baton.worker.stream_mux import EventSink
 
 PrefillStream = EventSink[worker_pb2.PrefillEvent]
 
@@ -50,3 +52,28 @@ class PrefillRequest:
     def waits_for_peer(self) -> bool:
         """Whether it is the decode worker that has to act next."""
         return self.sequence.phase not in (Phase.WAITING, Phase.READY, Phase.RUNNING)
+
+
+def trace_prefill(tracer: Tracer, request: PrefillRequest, now_s: float) -> None:
+    """Have them made; nothing for a request that is not traced. It does not change any more."""
+    parent = request.sequence.request.trace
+    if parent is not None:
+        tracer.put(functools.partial(_make, parent.child(), request, now_s))
+
+
+def _make(context: TraceContext, request: PrefillRequest, now_s: float, batch: SpanBatch) -> None:
+    sequence = request.sequence
+    about: dict[str, Attribute] = {
+        "request_id": sequence.key.request_id,
+        "attempt": sequence.key.attempt,
+        "decode_worker": request.peer.worker_id,
+        "prompt_len": sequence.request.prompt_len,
+        "num_cached_tokens": sequence.num_cached,
+    }
+    batch.add(context, "prefill", sequence.submitted_s, now_s, kind=SERVER, error=request.error, attributes=about)
+    batch.child(context, "prefill.queue", sequence.submitted_s, request.reserved_s or now_s)
+    batch.child(context, "grant.wait", request.reserved_s, request.granted_s or now_s)
+    for start_s, end_s, first, length in sequence.chunks:
+        batch.child(context, "prefill.chunk", start_s, end_s, {"first": first, "num_tokens": length})
+    batch.child(context, "prefill.mtp", sequence.first_token_s, request.handed_off_s)
+    batch.child(context, "push.exposed", request.handed_off_s, now_s)

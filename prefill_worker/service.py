@@ -11,10 +11,8 @@ from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.stream_mux_wire import prefill_frame
 from baton.proto.wire import request_from_prefill
-from baton.worker.prefix_watch import serve_watch
-from baton.worker.send_queue import MuxedStream
-from baton.worker.stream_mux import StreamMux
-from baton.worker.write_coalescer import WriteCoalescer
+from baton.worker.prefixes import serve_watch
+from baton.worker.stream_mux import MuxedStream, StreamMux, WriteCoalescer
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.requests.request import AttemptKey
-from baton.engine.tp.plan import PlanChannel
+from baton.engine.tp.plan import PlanChannel, plan_codec
+from baton.engine.tp.plan_codec import PlanCodec
 from baton.engine.tp.plan_messages import Stop
 from baton.engine.tp.rank_runners import RankRunner
 from baton.kvcache.allocator import BlockTable
@@ -21,14 +22,59 @@ from baton.kvtransfer.sender.service import (
     DecodePeer,
     Denied,
     Granted,
+    GrantInfo,
     PushDrained,
     PushEvent,
     PushFailed,
     PushService,
 )
 from baton.kvtransfer.sender.table import PathCounts
-from baton.prefill_worker.tp_group_messages import Abort, Adopt, Commit, PushCached
 from baton.proto import kv_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """`PushService.adopt`."""
+
+    attempt: AttemptKey
+    peer: DecodePeer
+    table: BlockTable
+    prompt_len: int
+    grant: GrantInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PushCached:
+    """`PushService.push_cached`."""
+
+    attempt: AttemptKey
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """`PushService.commit`, without the state, which is rank 0's."""
+
+    attempt: AttemptKey
+    prefill_end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """`PushService.abort`."""
+
+    attempt: AttemptKey
+    reason: str
+
+
+TOLD: dict[int, type] = {67: Adopt, 68: PushCached, 69: Commit, 70: Abort}
+REPORTED: dict[int, type] = {80: Acked, 81: PushFailed, 82: PushDrained}
+
+
+def prefill_codec() -> PlanCodec:
+    """The codec of a prefill worker's TP group."""
+    return plan_codec({**TOLD, **REPORTED})
 
 
 @dataclass(slots=True)

@@ -10,9 +10,17 @@ from collections.abc import Callable, Sequence
 
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
-from baton.core.errors import BatonError, RequestCancelled, RequestDeadlineExceeded, TransferFailed, as_internal
-from baton.core.requests.logprobs import TokenLogprobs
-from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.errors import (
+    BatonError,
+    HandoffTooLong,
+    Overloaded,
+    PromptTooLong,
+    RequestCancelled,
+    RequestDeadlineExceeded,
+    TransferFailed,
+    as_internal,
+)
+from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogprobs
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.requests.validate import RequestLimits, validate_attempt
 from baton.core.telemetry.logs import shown
@@ -31,18 +39,70 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.pool import KVPool
 from baton.kvcache.prefix_index import PrefixIndex
+from baton.kvtransfer.receiver.driver import STAGING_KEY
 from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
-from baton.prefill_worker.denial import error_of
-from baton.prefill_worker.inventory import prefill_inventory
 from baton.prefill_worker.push_line import PushLine
-from baton.prefill_worker.request import PrefillRequest, PrefillStream
+from baton.prefill_worker.request import PrefillRequest, PrefillStream, trace_prefill
 from baton.prefill_worker.tp_group import TPGroupPush
-from baton.prefill_worker.tracing import trace_prefill
 from baton.proto import kv_pb2, worker_pb2
 from baton.proto.wire import logprobs_to_proto
-from baton.worker.gate import Gate
-from baton.worker.loop import LoopThread
-from baton.worker.prefix_names import PrefixNames
+from baton.worker.inventory import engine_inventory, push_counts
+from baton.worker.loop import Gate, LoopThread
+from baton.worker.prefixes import PrefixNames
+
+
+def error_of(event: Denied) -> BatonError:
+    """The error that the request ends with."""
+    if event.reason == kv_pb2.Deny.BUSY:
+        return Overloaded(f"the decode worker has no room: {event.detail}")
+    if event.reason == kv_pb2.Deny.TOO_LONG and event.detail.startswith(STAGING_KEY):
+        return HandoffTooLong(f"the decode worker cannot take the hand-off: {event.detail}")
+    if event.reason == kv_pb2.Deny.TOO_LONG:
+        return PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
+    error = TransferFailed(f"the decode worker refused the incoming transfer: {event.detail}")
+    if event.reason == kv_pb2.Deny.LAYOUT:
+        error.fields["pair_refused"] = event.detail  # the router pairs these two no more
+    return error
+
+
+def prefill_inventory(
+    engine: Engine,
+    line: PushLine,
+    push: PushService | TPGroupPush,
+    *,
+    full_tokens_per_s: float,
+    num_requests: int,
+    num_finished: int,
+    num_failed: int,
+) -> worker_pb2.Inventory:
+    """The message.
+
+    Args:
+        engine: of the worker.
+        line: requests, and which of them may ask for room.
+        push: its side of the hand-off.
+        full_tokens_per_s: prompt tokens computed in full steps; 0 is not known.
+        num_requests: that are here.
+        num_finished: that ended well.
+        num_failed: that did not.
+    """
+    pushes, num_waiting = push.inventory(), line.num_waiting()
+    held = engine_inventory(
+        engine,
+        num_requests=num_requests,
+        num_running=num_requests - num_waiting,
+        waiting={"turn": num_waiting},
+        num_finished=num_finished,
+        num_failed=num_failed,
+    )
+    held.num_kv_receives = pushes["num_pushes"]
+    held.kv_bytes = pushes["bytes_pushed"]
+    held.transfer.CopyFrom(push_counts(pushes, push.paths(), push.lanes()))
+    held.num_prefill_tokens_queued = line.num_tokens_queued()
+    held.prefill_tokens_per_s = engine.rate.per_s
+    held.full_prefill_tokens_per_s = full_tokens_per_s
+    return held
+
 
 MAX_RESERVE_WAIT_S = 3600.0
 

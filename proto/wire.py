@@ -7,12 +7,17 @@ all (no request id, no deadline, a number too wide for its field) is refused her
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
 
+from baton.core.block_hash import HASH_BYTES, BlockChange
+from baton.core.distribution import Distribution
 from baton.core.errors import (
     BatonError,
     InvalidGrammar,
@@ -30,13 +35,182 @@ from baton.core.errors import (
     WorkerLost,
     from_wire,
 )
-from baton.core.requests.grammar_check import GRAMMAR_KINDS, JSON_OBJECT
-from baton.core.requests.logprobs import TokenLogprobs
-from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.answer_structure import GRAMMAR_KINDS, JSON_OBJECT
+from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogprobs
 from baton.core.requests.sampling import SCALAR_FIELDS, GrammarSpec, SamplingParams
-from baton.core.telemetry.trace_context import of_attempt, parse_sampled
+from baton.core.telemetry.span import of_attempt, parse_sampled
+from baton.core.telemetry.step_report import RowCounts, StepReport
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
-from baton.proto.retry_info import DETAILS_KEY, retry_after_s, retry_details
+
+
+def change_to_proto(change: BlockChange) -> worker_pb2.PrefixChange:
+    """A change as a message; all its names have HASH_BYTES bytes."""
+    assert all(len(name) == HASH_BYTES for name in (*change.stored[:1], *change.removed[:1]))
+    return worker_pb2.PrefixChange(
+        after=change.after,
+        version=change.version,
+        part=change.part,
+        cleared=change.cleared,
+        stored=b"".join(change.stored),
+        removed=b"".join(change.removed),
+        name_bytes=HASH_BYTES,
+    )
+
+
+def change_from_proto(message: worker_pb2.PrefixChange) -> BlockChange:
+    """The change in a message.
+
+    Raises:
+        MalformedMessage: names of another length than this build makes, or half a name.
+    """
+    if message.name_bytes != HASH_BYTES:
+        raise MalformedMessage(f"names of {message.name_bytes} bytes, not {HASH_BYTES}", field="name_bytes")
+    return BlockChange(
+        after=message.after,
+        version=message.version,
+        part=message.part,
+        cleared=message.cleared,
+        stored=_names(message.stored, "stored"),
+        removed=_names(message.removed, "removed"),
+    )
+
+
+def _names(packed: bytes, field: str) -> tuple[bytes, ...]:
+    if len(packed) % HASH_BYTES:
+        raise MalformedMessage(f"{field} has {len(packed)} bytes, no multiple of {HASH_BYTES}", field=field)
+    return tuple(packed[first : first + HASH_BYTES] for first in range(0, len(packed), HASH_BYTES))
+
+
+def report_to_proto(report: StepReport) -> worker_pb2.StepCounts:
+    """For a heartbeat."""
+    return worker_pb2.StepCounts(
+        num_steps=report.num_steps,
+        computed=_rows_to_proto(report.computed),
+        kept=_rows_to_proto(report.kept),
+        cut=_rows_to_proto(report.cut),
+        late=_rows_to_proto(report.late),
+        failed=_rows_to_proto(report.failed),
+        step_seconds=distribution_to_proto(report.step_s),
+        host_gap_seconds=distribution_to_proto(report.host_gap_s),
+        step_tokens=distribution_to_proto(report.step_tokens),
+        step_sequences=distribution_to_proto(report.step_sequences),
+    )
+
+
+def report_from_proto(message: worker_pb2.StepCounts) -> StepReport:
+    """From a heartbeat.
+
+    Raises:
+        MalformedMessage: numbers in it do not fit together.
+    """
+    rows = [_rows_from_proto(item) for item in (message.computed, message.kept, message.cut)]
+    rows += [_rows_from_proto(item) for item in (message.late, message.failed)]
+    if len({len(item.proposed_at) for item in rows} | {len(item.accepted_at) for item in rows}) > 1:
+        raise MalformedMessage("counts of decode steps with different numbers of drafts")
+    computed, kept, cut, late, failed = rows
+    return StepReport(
+        num_steps=message.num_steps,
+        computed=computed,
+        kept=kept,
+        cut=cut,
+        late=late,
+        failed=failed,
+        step_s=distribution_from_proto(message.step_seconds),
+        host_gap_s=distribution_from_proto(message.host_gap_seconds),
+        step_tokens=distribution_from_proto(message.step_tokens),
+        step_sequences=distribution_from_proto(message.step_sequences),
+    )
+
+
+def waiting_to_proto(waiting: Mapping[str, int]) -> list[worker_pb2.Waiting]:
+    """Requests by what they wait for."""
+    return [worker_pb2.Waiting(reason=reason, num_requests=num) for reason, num in waiting.items()]
+
+
+def _rows_to_proto(rows: RowCounts) -> worker_pb2.RowCounts:
+    return worker_pb2.RowCounts(
+        num_rows=rows.num_rows,
+        num_tokens=rows.num_tokens,
+        proposed_at=rows.proposed_at,
+        accepted_at=rows.accepted_at,
+    )
+
+
+def _rows_from_proto(message: worker_pb2.RowCounts) -> RowCounts:
+    return RowCounts(
+        num_rows=message.num_rows,
+        num_tokens=message.num_tokens,
+        proposed_at=tuple(message.proposed_at),
+        accepted_at=tuple(message.accepted_at),
+    )
+
+
+def distribution_to_proto(found: Distribution) -> worker_pb2.Distribution:
+    """A histogram as a message."""
+    return worker_pb2.Distribution(bounds=found.bounds, counts=found.counts, total=found.total)
+
+
+def distribution_from_proto(message: worker_pb2.Distribution) -> Distribution:
+    """The histogram in a message.
+
+    Raises:
+        MalformedMessage: its counts do not fit its bounds.
+    """
+    return Distribution.checked(message.bounds, message.counts, message.total)
+
+
+DETAILS_KEY: Final = "grpc-status-details-bin"
+NANOS: Final = 10**9
+
+
+def retry_details(error: BatonError, code: int, message: str) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata for an error that knows when to try again; none for others.
+
+    Args:
+        error: its field `retry_after_s`, if it is a number of seconds, says when.
+        code: of gRPC, the number.
+        message: of the status; the two must say the same.
+    """
+    after_s = error.fields.get("retry_after_s")
+    if not isinstance(after_s, int | float) or not math.isfinite(after_s) or after_s < 0:
+        return ()
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.seconds, info.retry_delay.nanos = divmod(round(after_s * NANOS), NANOS)
+    status = status_pb2.Status(code=code, message=message)
+    status.details.add().Pack(info)
+    return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def retry_after_s(details: bytes) -> float | None:
+    """Seconds in the details of a status; None if they say nothing of it, or are none."""
+    try:
+        status = status_pb2.Status.FromString(details)
+    except DecodeError:
+        return None
+    info = error_details_pb2.RetryInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            return info.retry_delay.seconds + info.retry_delay.nanos / NANOS
+    return None
+
+
+def held(inventory: worker_pb2.Inventory) -> dict[str, int]:
+    """How much of each countable resource; all zero when it holds nothing."""
+    return {
+        "blocks": inventory.num_blocks - inventory.num_blocks_free,
+        "quarantined_blocks": inventory.num_blocks_quarantined,
+        "incoming_transfers": inventory.num_kv_receives,
+        "slots": inventory.num_slots_in_use,
+        "attends": inventory.num_requests_held,
+        "waiting_requests": inventory.num_requests_waiting,
+        "running_requests": inventory.num_requests_running,
+    }
+
+
+def kv_cache_usage(inventory: worker_pb2.Inventory) -> float:
+    """Share of its KV blocks that are held, 0 ... 1."""
+    return held(inventory)["blocks"] / inventory.num_blocks if inventory.num_blocks else 0.0
+
 
 Reply = TypeVar("Reply")
 ERROR_KEY: Final = "baton-error"

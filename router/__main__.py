@@ -23,7 +23,7 @@ import uvloop
 
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError
-from baton.core.file_numbers import raise_file_limit
+from baton.core.files import raise_file_limit
 from baton.core.telemetry.logs import configure_logging
 from baton.core.telemetry.telemetry import Telemetry, TelemetryConfig
 from baton.router.access.flags import add_flags, count, port, security_of

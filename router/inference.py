@@ -14,8 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from baton.core.clock import Clock
-from baton.core.clock_id import clock_id
+from baton.core.clock import Clock, clock_id
 from baton.core.errors import (
     BatonError,
     EmptyPrompt,
@@ -27,14 +26,13 @@ from baton.core.errors import (
     RequestCancelled,
     as_internal,
 )
+from baton.core.requests.answer_structure import MAX_GRAMMAR_BYTES
 from baton.core.requests.answer_text import AnswerText
-from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES, SamplingParams
 from baton.core.requests.validate import RequestLimits, validate_request
 from baton.core.telemetry.logs import shown
-from baton.core.telemetry.span import Tracer
-from baton.core.telemetry.trace_context import INCOMING, from_metadata
+from baton.core.telemetry.span import INCOMING, Tracer, from_metadata
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.access.message_limits import check_message, check_num_answers
 from baton.router.access.quota import CURRENT

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.core.clock import Clock, MonotonicClock
 from baton.core.errors import as_internal
-from baton.core.file_numbers import share_of_clients
+from baton.core.files import share_of_clients
 from baton.core.inside import DeploymentSecret
 from baton.core.requests.request import GenerationRequest
 from baton.core.telemetry.span import Tracer

@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 from baton.core.distribution import Distribution
 from baton.core.telemetry.step_report import RowCounts, StepReport
 from baton.proto import worker_pb2
-from baton.proto.held import kv_cache_usage
-from baton.proto.step_wire import distribution_from_proto, report_from_proto
+from baton.proto.wire import distribution_from_proto, kv_cache_usage, report_from_proto
 from baton.router.placement.members import DECODE, Member, Members
 
 Value = float | Distribution

@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from baton.cluster.doctor.paths import paths
+from baton.cluster.doctor.wires import paths
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
 from baton.runbook.common.canary import Canaries

@@ -12,7 +12,7 @@ SERVING = ("core", "proto", "engine", "kvcache", "kvtransfer", "worker", "prefil
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
 # What is about dates: until when a key or certificate is good, and what is shown to people.
 ABOUT_DATES = {
-    "core/telemetry/span_queue.py",
+    "core/telemetry/telemetry.py",
     # A proof of the deployment's secret holds for a minute; hosts share no other clock than the wall's.
     "proto/inside.py",
     "router/server.py",

@@ -13,8 +13,8 @@ import typer
 from prometheus_client import CollectorRegistry
 
 from baton.cluster import cli
+from baton.cluster.cli import runbook_names
 from baton.cluster.resolve import read_config
-from baton.cluster.runbooks import runbook_names
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
 from baton.router.access.security import SecurityMetrics

@@ -1,15 +1,108 @@
 """What the heartbeat of a worker of either role says it holds; any thread, counts may be a step apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from baton.core.clock_id import clock_id
+import torch
+
+from baton.core.clock import clock_id
 from baton.core.config import WorkerConfig
+from baton.core.numerics import Numerics, Quantization
+from baton.core.pace import PrefillPace
 from baton.engine.engine import Engine
+from baton.kernels import tuning
+from baton.kernels.compiles import COMPILES
+from baton.kernels.gemm.scaled_mm import LIBRARY
+from baton.kernels.implementation import Implementation
+from baton.kvtransfer.protocol.transfer_times import EXPOSED, TRANSFER, distribution_of
+from baton.kvtransfer.sender.lane_choice import LaneChoice
+from baton.kvtransfer.sender.table import PathCounts
+from baton.model.model import Model
 from baton.proto import worker_pb2
-from baton.proto.step_wire import waiting_to_proto
-from baton.worker.compute_form import compute_report
+from baton.proto.wire import distribution_to_proto, waiting_to_proto
 from baton.worker.loading import LoadedWorker
-from baton.worker.prefill_pace import pace_to_proto
+
+
+def form_of(model: Model) -> str:
+    """The word for what computes it: triton or reference; in invariant numerics ordered (by Triton) or invariant."""
+    is_invariant = model.numerics is Numerics.INVARIANT
+    if model.implementation is Implementation.TRITON:
+        return "ordered" if is_invariant else "triton"
+    return "invariant" if is_invariant else "reference"
+
+
+def compute_report(model: Model, quantization: Quantization, chosen: Sequence[str] = ()) -> worker_pb2.Compute:
+    """For a heartbeat; `chosen` says what was chosen at start, and why. Any thread."""
+    device = model.device
+    return worker_pb2.Compute(
+        form=form_of(model),
+        why=model.why_no_triton,
+        quantization=quantization.value,
+        num_library_refused=LIBRARY.num_refused,
+        library_refused=[f"{outputs}x{inputs}" for outputs, inputs in sorted(LIBRARY.refused)],
+        untuned=tuning.untuned(),
+        num_kernels_starting=COMPILES.num_starting,
+        num_kernels_serving=COMPILES.num_serving,
+        late_kernels=COMPILES.late,
+        chosen=chosen,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+
+
+def pace_to_proto(pace: PrefillPace) -> worker_pb2.PrefillPace | None:
+    """The message; None before anything was measured. Any thread; its numbers may be of two steps."""
+    if not pace.is_known:
+        return None
+    return worker_pb2.PrefillPace(fixed_s=pace.fixed_s, per_token_s=pace.per_token_s, draft_s=pace.draft_s)
+
+
+def push_counts(
+    counts: Mapping[str, int], paths: Iterable[PathCounts], lanes: Mapping[str, LaneChoice]
+) -> worker_pb2.TransferCounts:
+    """Of a prefill worker: `PushService.inventory`, `paths` and `lanes`."""
+    found = worker_pb2.TransferCounts(
+        transfers=counts["num_acked"],
+        bytes=counts["bytes_pushed"],
+        seconds=counts["transfer_us"] / 1e6,
+        exposed_seconds=counts["exposed_us"] / 1e6,
+        transfer_times=distribution_to_proto(distribution_of(counts, TRANSFER)),
+        exposed_times=distribution_to_proto(distribution_of(counts, EXPOSED)),
+        frames=counts["frames_pushed"],
+        resent=counts["frames_resent"],
+        fallbacks=counts["lane_fallbacks"],
+        credit_stall_seconds=counts["credit_stall_us"] / 1e6,
+    )
+    for path in paths:
+        choice = lanes.get(path.address)
+        if choice is None:
+            continue  # no HELLO was answered yet
+        found.paths.add(
+            kv_address=path.address,
+            epoch=choice.epoch,
+            lane=choice.lane,
+            why=choice.why,
+            bytes=path.bytes_pushed,
+            transfers=path.num_acked,
+            gbps=path.bytes_per_s / 1e9,
+            round_trip_ms=path.round_trip_s * 1e3,
+        )
+    return found
+
+
+def receiver_counts(counts: Mapping[str, int], num_quarantined: int) -> worker_pb2.TransferCounts:
+    """Of a decode worker: `ReceiverService.inventory`, and the blocks its allocator holds back."""
+    return worker_pb2.TransferCounts(
+        transfers=counts["transfers_complete"],
+        bytes=counts["bytes_landed"],
+        seconds=counts["transfer_us"] / 1e6,
+        exposed_seconds=counts["exposed_us"] / 1e6,
+        transfer_times=distribution_to_proto(distribution_of(counts, TRANSFER)),
+        exposed_times=distribution_to_proto(distribution_of(counts, EXPOSED)),
+        frames=counts["frames_landed"],
+        late_dropped=counts["frames_late_dropped"],
+        corrupt=counts["frames_corrupt"],
+        refused=counts["hellos_unproved"] + counts["transport_connections_refused"],
+        quarantined_blocks=num_quarantined,
+    )
 
 
 def engine_inventory(

@@ -12,7 +12,6 @@ from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.requests.validate import RequestLimits
-from baton.core.step_sizes import DeviceFacts, StepSizes, choose
 from baton.engine.chunk_budget import MIN_LEN
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.kernel_warm_up import Reach
@@ -27,7 +26,128 @@ from baton.model.loader import load_model
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 from baton.model.random_weights import RANDOM_SEED
-from baton.worker import kv_budget
+
+CONTEXT_BYTES = 1 << 30  # of a process: the CUDA context, libraries' workspaces, loaded kernels, captured graphs
+_ACTIVATION_BYTES = 2  # of an element; kernels compute bfloat16
+_LOGIT_COPIES = 4  # in float32: as computed, penalized, sorted, and their probabilities
+
+
+def step_bytes(*, num_tokens: int, num_rows: int, hidden_size: int, inner_size: int, vocab_size: int) -> int:
+    """What the largest step holds beside weights and KV.
+
+    Args:
+        num_tokens: of the largest step.
+        num_rows: whose logits are computed together.
+        hidden_size: of the model.
+        inner_size: the widest activation inside a layer, of one token.
+        vocab_size: of the model.
+    """
+    activations = num_tokens * (6 * hidden_size + 3 * inner_size) * _ACTIVATION_BYTES
+    return activations + num_rows * vocab_size * 4 * _LOGIT_COPIES
+
+
+def kv_bytes(*, total: int, free: int, share: float, own: int, steps: int) -> int:
+    """Bytes for the KV pool of one process; 0 if there are none left.
+
+    Args:
+        total: the GPU's memory.
+        free: of it now.
+        share: the part of `total` that this process may use in all.
+        own: what it uses already.
+        steps: what its largest step will hold.
+    """
+    return max(0, min(int(total * share) - own, free) - steps)
+
+
+CPU_NUM_SEQS = 16
+CPU_NUM_TOKENS = 256
+GPU_NUM_SEQS = 256  # a decode step of so many is bound by reading KV, no longer by reading weights
+GPU_NUM_TOKENS = 4096  # measured: 8B prompts beside 64 streams, first token and tok/s as with 2048 or better
+MIN_GPU_NUM_SEQS = 8
+TYPICAL_LEN = 1024  # positions that a sequence is expected to hold
+_LOGIT_SHARE = 0.1  # of a worker's memory, at most, for the logits of a step
+_LOGIT_BYTES = 16  # float32: as computed, penalized, sorted, and their probabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What a worker computes on.
+
+    Attributes:
+        kind: `cpu` or `cuda`.
+        num_bytes: this worker's part of a GPU's memory; 0 on a CPU.
+    """
+
+    kind: str
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """What was chosen, and why.
+
+    Attributes:
+        max_num_seqs: sequences at once.
+        max_num_batched_tokens: prompt tokens of a prefill step.
+        why: a sentence for each; `worker.loading` adds one for the KV pool.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    why: tuple[str, ...]
+
+    def fitted(self, *, asked_seqs: int, kind: str, pool_len: int, max_model_len: int) -> "StepSizes":
+        """The same with no more sequences than a GPU's pool holds at a typical length; a number asked for stays.
+
+        Args:
+            asked_seqs: by the operator; 0: not at all.
+            kind: of the device.
+            pool_len: positions of the pool.
+            max_model_len: of a sequence.
+        """
+        if asked_seqs or kind != "cuda":
+            return self
+        length = min(max_model_len, TYPICAL_LEN)
+        held = max(MIN_GPU_NUM_SEQS, pool_len // length // 8 * 8)
+        if held >= self.max_num_seqs:
+            return self
+        why = f"max_num_seqs {held}: the KV pool holds {pool_len} positions, {length} for each"
+        return StepSizes(max_num_seqs=held, max_num_batched_tokens=self.max_num_batched_tokens, why=(why, self.why[1]))
+
+
+def choose(
+    *, asked_seqs: int, asked_tokens: int, device: DeviceFacts, vocab_size: int, num_rows_per_seq: int
+) -> StepSizes:
+    """Sizes before there is a pool; see `StepSizes.fitted` for those after.
+
+    Args:
+        asked_seqs: max_num_seqs by the operator; 0: not at all.
+        asked_tokens: max_num_batched_tokens likewise.
+        device: of the worker.
+        vocab_size: of the model.
+        num_rows_per_seq: whose logits a step computes, of each sequence.
+    """
+    seqs, why_seqs = _num_seqs(asked_seqs, device, vocab_size * num_rows_per_seq * _LOGIT_BYTES)
+    tokens = asked_tokens or (GPU_NUM_TOKENS if device.kind == "cuda" else CPU_NUM_TOKENS)
+    why_tokens = "asked for" if asked_tokens else f"the default of a {'GPU' if device.kind == 'cuda' else 'CPU'}"
+    return StepSizes(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        why=(f"max_num_seqs {seqs}: {why_seqs}", f"max_num_batched_tokens {tokens}: {why_tokens}"),
+    )
+
+
+def _num_seqs(asked: int, device: DeviceFacts, logit_bytes: int) -> tuple[int, str]:
+    if asked:
+        return asked, "asked for"
+    if device.kind != "cuda":
+        return CPU_NUM_SEQS, "the default of a CPU"
+    fitting = int(device.num_bytes * _LOGIT_SHARE) // logit_bytes // 8 * 8
+    if fitting >= GPU_NUM_SEQS:
+        return GPU_NUM_SEQS, "the default of a GPU"
+    seqs = max(MIN_GPU_NUM_SEQS, fitting)
+    return seqs, f"logits of a step may take {_LOGIT_SHARE:.0%} of {device.num_bytes / (1 << 30):.1f} GiB"
+
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +341,7 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     least = PoolGeometry(layout, 1, group.rank, group.size, num_state_slots=num_state_slots)
     block_bytes = sum(layer.block_bytes for layer in least.layers if not layer.blocks_per_slot)
     sizes = model.config
-    steps = kv_budget.step_bytes(
+    steps = step_bytes(
         num_tokens=step.max_num_batched_tokens,
         num_rows=step.max_num_seqs * (config.num_draft_tokens + 1),
         hidden_size=sizes.hidden_size,
@@ -231,8 +351,8 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
         kv_dtype = TORCH_DTYPES[layout.dtype]  # a layer's, and what torch keeps of another size
         steps += 2 * kv_dequantize.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
-    own = torch.cuda.memory_reserved(device) + kv_budget.CONTEXT_BYTES
+    own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES
     share = config.gpu_memory_utilization
-    room = kv_budget.kv_bytes(total=total_bytes, free=free_bytes, share=share, own=own, steps=steps)
+    room = kv_bytes(total=total_bytes, free=free_bytes, share=share, own=own, steps=steps)
     num_blocks = (room - least.num_bytes) // block_bytes + 1
     return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))

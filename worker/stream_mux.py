@@ -5,21 +5,147 @@ reads any of them any more, and all are cancelled.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc.aio
 
-from baton.core.errors import MalformedMessage, as_internal
+from baton.core.errors import BatonError, MalformedMessage, as_internal
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.proto.stream_mux_wire import MAX_FRAME_BYTES, MAX_ITEMS, End
 from baton.proto.unreadable import read_of
 from baton.proto.wire import abort_with
-from baton.worker.send_queue import MuxedStream, SendQueue
-from baton.worker.write_coalescer import WriteCoalescer
+
+EventIn = TypeVar("EventIn", contravariant=True)
+
+
+class EventSink(Protocol[EventIn]):
+    """Where a worker puts one request's events; `worker.send_queue` and tests each have their own."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether `end` was called."""
+        ...
+
+    def emit(self, event: EventIn) -> None:
+        """Add an event."""
+        ...
+
+    def end(self, error: BatonError | None = None) -> None:
+        """No event follows; `error` says why there are no more."""
+        ...
+
+
+class WriteCoalescer:
+    """Held by one thread at a time; other threads' wake-ups pass."""
+
+    def __init__(self) -> None:
+        self._holder: int | None = None
+        self._held: dict[Callable[[], None], None] = {}
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Until the end of the block; not to be nested."""
+        assert self._holder is None
+        self._holder = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._holder = None
+            held, self._held = self._held, {}
+            with contextlib.ExitStack() as stack:  # each, whatever another raises
+                for wake in reversed(held):
+                    stack.callback(wake)
+
+    def call(self, wake: Callable[[], None]) -> None:
+        """Call `wake` now, or once at the release of a write coalescer that this thread holds."""
+        if self._holder == threading.get_ident():
+            self._held[wake] = None
+        else:
+            wake()
+
+
+Event = TypeVar("Event")
+
+
+class SendQueue(Generic[Event]):
+    """Of one call.
+
+    Args:
+        loop: the reader's.
+        write_coalescer: what is said while it is held is taken in one piece.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, write_coalescer: WriteCoalescer) -> None:
+        self._loop = loop
+        self._write_coalescer = write_coalescer
+        self._lock = threading.Lock()
+        self._items: list[tuple[int, Event | End]] = []
+        self._is_waking = False
+        self._ready = asyncio.Event()
+
+    def put(self, number: int, item: Event | End) -> None:
+        """A stream says something. Any thread."""
+        with self._lock:
+            self._items.append((number, item))
+            if self._is_waking:
+                return
+            self._is_waking = True
+        try:
+            self._write_coalescer.call(self._wake)
+        except BaseException:  # it may not have come to `_wake`
+            with self._lock:
+                self._is_waking = False
+            raise
+
+    async def take(self) -> list[tuple[int, Event | End]]:
+        """All that was said since, at least one item."""
+        await self._ready.wait()
+        self._ready.clear()
+        with self._lock:
+            items, self._items = self._items, []
+            self._is_waking = False
+        return items
+
+    def _wake(self) -> None:
+        # A closed event loop has no reader left, and closing may come between a check and the call.
+        try:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ready.set)
+        except BaseException:  # the next to say something wakes the reader, who else would sleep for ever
+            with self._lock:
+                self._is_waking = False
+            raise
+
+
+class MuxedStream(Generic[Event]):
+    """One stream of a call: an `EventSink`."""
+
+    def __init__(self, number: int, send_queue: SendQueue[Event]) -> None:
+        self._number = number
+        self._send_queue = send_queue
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether `end` was called."""
+        return self._ended
+
+    def emit(self, event: Event) -> None:
+        """Add an event. Any thread."""
+        self._send_queue.put(self._number, event)
+
+    def end(self, error: BatonError | None = None) -> None:
+        """No event follows; `error` says why there are no more. Any thread; later calls change nothing."""
+        if not self._ended:
+            self._ended = True
+            self._send_queue.put(self._number, End(error))
+
 
 Message = TypeVar("Message")
-Event = TypeVar("Event")
+
 MessageIn = TypeVar("MessageIn", contravariant=True)
 
 

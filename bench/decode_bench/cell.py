@@ -7,16 +7,19 @@ of a sequence, so that what is measured is the step. KV is random numbers in sca
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from baton.bench.decode_bench.options import BLOCK_SIZE, WARM_STEPS, DecodeOptions
-from baton.bench.decode_bench.stamped_lane import StampedLane
+from baton.bench.kernel_bench.case import Call
 from baton.core.config import SchedulingName
 from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.host_future import HostFuture
+from baton.engine.step.lane import Ending, Lane
 from baton.engine.step.length_bounds import LaunchedLengths, LengthBounds
 from baton.engine.step.plan import Chunk, Place, Release, Resume, Step
 from baton.engine.step.result import StepTicket
@@ -24,6 +27,113 @@ from baton.engine.step.runner import Runner
 from baton.engine.tp.rank_runners import Rank0Runner
 from baton.kvcache.allocator import BlockTable
 from baton.model.model import Model
+
+
+def kept(function: Callable[[], object]) -> Call:
+    """The function, as a call that keeps its last result."""
+    results: list[object] = [None]
+
+    def call() -> None:
+        results[0] = function()
+
+    return call
+
+
+class _Stamp(Protocol):
+    """A point in the order of work."""
+
+    def record(self) -> None:
+        """It is here."""
+        ...
+
+
+class _HostStamp:
+    """On a CPU: work happens where it is called."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def record(self) -> None:
+        """See `_Stamp`."""
+        self.time_s = time.perf_counter()
+
+
+class _DeviceStamp:
+    """On the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.event = torch.cuda.Event(enable_timing=True)
+
+    def record(self) -> None:
+        """See `_Stamp`."""
+        self.event.record(torch.cuda.current_stream(self._device))
+
+
+class StampedLane:
+    """`lane` for a runner; `take` says what was noted.
+
+    Args:
+        lane: does the work.
+        device: whose lane it is.
+    """
+
+    def __init__(self, lane: Lane, device: torch.device) -> None:
+        self._lane = lane
+        self._device = device
+        self._steps: list[tuple[_Stamp, _Stamp]] = []
+        self._end: _Stamp | None = None  # of the step whose second piece comes next
+
+    def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
+        """See `Lane`."""
+        begin, end = self._stamp(), self._stamp()
+        self._steps.append((begin, end))
+        self._end = end
+
+        def stamped() -> torch.Tensor:
+            begin.record()
+            return work()
+
+        return self._lane.submit(stamped, target)
+
+    def run(self, work: Callable[[], None]) -> Ending:
+        """See `Lane`."""
+        end, self._end = self._end, None
+        if end is None:
+            return self._lane.run(work)
+
+        def stamped() -> None:
+            work()
+            end.record()
+
+        return self._lane.run(stamped)
+
+    def drain(self) -> None:
+        """See `Lane`."""
+        self._lane.drain()
+
+    def close(self) -> None:
+        """See `Lane`."""
+        self._lane.close()
+
+    def take(self) -> tuple[list[float], list[float]]:
+        """Milliseconds of each step noted since the last call, and between each and the one before; all are over."""
+        self.drain()
+        steps, self._steps = self._steps, []
+        within = [_ms_between(begin, end) for begin, end in steps]
+        between = [_ms_between(steps[at - 1][1], steps[at][0]) for at in range(1, len(steps))]
+        return within, between
+
+    def _stamp(self) -> _Stamp:
+        return _DeviceStamp(self._device) if self._device.type == "cuda" else _HostStamp()
+
+
+def _ms_between(first: _Stamp, second: _Stamp) -> float:
+    if isinstance(first, _DeviceStamp) and isinstance(second, _DeviceStamp):
+        return float(first.event.elapsed_time(second.event))
+    assert isinstance(first, _HostStamp)
+    assert isinstance(second, _HostStamp)
+    return 1e3 * (second.time_s - first.time_s)
 
 
 @dataclass(frozen=True, slots=True, order=True)

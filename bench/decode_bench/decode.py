@@ -17,10 +17,9 @@ from typing import Any
 import psutil
 import torch
 
-from baton.bench.decode_bench.cell import Cell, DecodeCells, DeviceWork, Turn, blocks_each, measure_ttft_ms
+from baton.bench.decode_bench.cell import Cell, DecodeCells, DeviceWork, StampedLane, Turn, blocks_each, measure_ttft_ms
 from baton.bench.decode_bench.floor import copy_gbps, step_bytes
 from baton.bench.decode_bench.options import BLOCK_SIZE, DecodeOptions
-from baton.bench.decode_bench.stamped_lane import StampedLane
 from baton.bench.model_shapes import write_shape
 from baton.bench.result import result, spread
 from baton.core.cuda_graphs import CudaGraphConfig

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from baton.core.quantization import Quantization
+from baton.core.numerics import Quantization
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
 

@@ -8,9 +8,7 @@ import torch
 from baton.bench.model_shapes import full_name
 from baton.core.config import SchedulingName
 from baton.core.errors import ConfigInvalid
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.core.requests.sampling import MAX_TEMPERATURE
 from baton.core.verification import VerificationConfig
 from baton.kernels.implementation import Implementation

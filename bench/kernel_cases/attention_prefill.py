@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from baton.bench.kernel_bench.baselines_attention import PagedAttention, fa3, vllm_attention
+from baton.bench.kernel_bench.baselines import PagedAttention, fa3, vllm_attention
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.attention import paged as attention
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton

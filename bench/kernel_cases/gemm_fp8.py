@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from baton.bench.kernel_bench.baselines_gemm import BlockScaled, deep_gemm
+from baton.bench.kernel_bench.baselines import BlockScaled, deep_gemm
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.gemm.fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
 from baton.kernels.gemm.fp8_hopper_triton import is_form

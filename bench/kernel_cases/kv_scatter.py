@@ -9,8 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems
-from baton.kernels.kv.reference import kv_scatter_reference
-from baton.kernels.kv.scatter import MAX_LAYERS, Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.scatter import (
+    MAX_LAYERS,
+    Completion,
+    Piece,
+    PoolAddress,
+    Tuning,
+    Workspace,
+    kv_scatter,
+    kv_scatter_reference,
+)
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 

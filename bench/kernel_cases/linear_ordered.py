@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels.gemm.linear_ordered import linear_ordered
+from baton.kernels.gemm.linear import linear_ordered
 from baton.kernels.gemm.linear_ordered_triton import NAME
 
 # Outputs, inputs and slices: of an 8B model with Q, K and V, of their output, gate and up, down, the head; of a 30B's

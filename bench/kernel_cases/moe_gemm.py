@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from baton.bench.kernel_bench.baselines_gemm import BlockScaled, Experts, deep_gemm_masked, vllm_moe
+from baton.bench.kernel_bench.baselines import BlockScaled, Experts, deep_gemm_masked, vllm_moe
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.gemm.inner_sum import ALONE
 from baton.kernels.moe import gemm as moe_gemm

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from baton.bench.decode_bench.kept_result import kept
+from baton.bench.decode_bench.cell import kept
 from baton.bench.kernel_bench.baselines import torch_compiled
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.kv.write import kv_write

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from baton.bench.decode_bench.kept_result import kept
+from baton.bench.decode_bench.cell import kept
 from baton.bench.kernel_bench.baselines import torch_compiled
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels.gemm.fp8_groups import GROUP_LEN, quantize_groups
+from baton.kernels.gemm.fp8_plan import GROUP_LEN, quantize_groups
 from baton.kernels.pointwise import rms_norm_triton
 from baton.kernels.pointwise.rms_norm import rms_norm_fused
 

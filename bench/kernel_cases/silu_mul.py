@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from baton.bench.decode_bench.kept_result import kept
+from baton.bench.decode_bench.cell import kept
 from baton.bench.kernel_bench.baselines import torch_compiled
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels.gemm.fp8_groups import GROUP_LEN, quantize_groups
+from baton.kernels.gemm.fp8_plan import GROUP_LEN, quantize_groups
 from baton.kernels.pointwise import silu_mul_triton
 from baton.kernels.pointwise.silu_mul import silu_mul_fused
 

@@ -12,8 +12,8 @@ from collections import deque
 import numpy as np
 import torch
 
-from baton.bench.kv_bench.faults import FaultyTransport
 from baton.bench.kv_bench.memory import Blocks
+from baton.bench.kv_bench.side import FaultyTransport
 from baton.bench.kv_bench.workloads import POOL_BLOCKS, Workload
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
 from baton.core.clock import MonotonicClock

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from baton.proto import inference_pb2
-from baton.proto.retry_info import DETAILS_KEY
+from baton.proto.wire import DETAILS_KEY
 
 METHOD: Final = "/baton.v1.Inference/Generate"
 STREAMS_PER_CHANNEL: Final = 500

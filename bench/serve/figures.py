@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from baton.bench.result import spread
-from baton.bench.serve.record import Record
+from baton.bench.serve.drive import Record
 from baton.bench.serve.workload import Slo
 
 SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from baton.bench.serve.record import Record
+from baton.bench.serve.drive import Record
 from baton.bench.serve.schedule import Planned
 from baton.bench.serve.workload import Load
 from baton.core.clock import Clock

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from baton.bench.serve.drive import Driver, beat
+from baton.bench.serve.drive import Driver, Record, beat
 from baton.bench.serve.figures import percentile
 from baton.bench.serve.http import CompletionsClient, System, body_of
-from baton.bench.serve.record import Record
 from baton.bench.serve.schedule import Key, Planned, schedule, steady, tokens_of
 from baton.bench.serve.workload import Load
 from baton.core.clock import MonotonicClock

@@ -1,12 +1,179 @@
-"""What `baton bench` runs: a measurement of the bench room, and its rows in print."""
+"""What `baton bench` runs: a measurement of the bench package, and its rows in print."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from baton.cluster.outcome import ExitCode, Output
-from baton.cluster.table import format_table
+from baton.cluster.outcome import ExitCode, Output, format_table
+from baton.core.errors import ConfigInvalid
 
-_COLUMNS = (
+_MAX_JOBS = 8
+
+
+def bench_kernels(output: Output, *, plot: Path | None, device: str, jobs: int | None, **asked: Any) -> ExitCode:
+    """Measure kernels. PARTIAL when a system failed or a row was left out.
+
+    Raises:
+        ConfigInvalid: a value that does not exist, or no row has what was asked for.
+        PackageMissing: `plot` without matplotlib.
+    """
+    from baton.bench.kernel_bench.kernels import bench_kernels as measure
+    from baton.bench.kernel_bench.kernels import read_options
+    from baton.bench.plot import plot_kernels, require_plot
+    from baton.cluster.resolve import resolve_device
+
+    device = resolve_device(device)
+    jobs = min(_MAX_JOBS, len(os.sched_getaffinity(0))) if jobs is None else jobs
+    options = read_options(device=device, jobs=jobs, **asked)
+    if plot is not None:
+        require_plot(plot)
+    data = measure(options, output.note)
+    if plot is not None and data["rows"]:
+        plot_kernels(data["rows"], plot)
+    output.emit(data, format_kernels(data))
+    return ExitCode.PARTIAL if data["failures"] or data["skipped"] else ExitCode.OK
+
+
+def format_kernels(data: dict[str, Any]) -> str:
+    """What a person reads: microseconds, the fraction of the floor, and how much longer others take."""
+    rates = data["rates"]
+    lines = []
+    if rates:
+        lines.append(
+            f"{rates['device']}: copies {rates['copy_gbps']:g} GB/s, reads {rates['read_gbps']:g} GB/s, "
+            f"bf16 {rates['bf16_tflops']:g} and fp8 {rates['fp8_tflops']:g} TFLOP/s, "
+            f"a launch {rates['launch_ms'] * 1e3:g} us"
+        )
+    lines += [f"no {name}: {why}" for name, why in data["baselines"].items() if why != "available"]
+    rows = [
+        (
+            row["kernel"],
+            row["shape"],
+            _us(row, "ms"),
+            _us(row, "floor_ms"),
+            f"{row['fraction']:.2f}" if "fraction" in row else "",
+            f"{row['gbps']:.0f}" if "gbps" in row else "",
+            ", ".join(_others(row)),
+        )
+        for row in data["rows"]
+    ]
+    lines.append(format_table(("kernel", "shape", "us", "floor us", "of floor", "GB/s", "others us (x ours)"), rows))
+    lines += [
+        f"failed: {one['kernel']} {one['shape']}: {one['system']}: {one['error']}: {_first_line(one['message'])}"
+        for one in data["failures"]
+    ]
+    return "\n".join(lines + [f"left out: {name}" for name in data["skipped"]])
+
+
+def _others(row: dict[str, Any]) -> list[str]:
+    from baton.bench.plot import others_of
+
+    return [
+        f"{name} {_us(row, f'{name}_ms')}" + (f" ({row[f'vs_{name}']:.2f})" if f"vs_{name}" in row else "")
+        for name in others_of(row)
+    ]
+
+
+def _us(row: dict[str, Any], key: str) -> str:
+    return f"{row[key] * 1e3:.4g}" if key in row else ""
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")[:200]
+
+
+_COLUMNS: Final = (
+    ("out tok/s", "output_tokens_per_s"),
+    ("TTFT", "ttft_p50_ms"),
+    ("p99", "ttft_p99_ms"),
+    ("TPOT", "tpot_p50_ms"),
+    ("ITL", "itl_p50_ms"),
+    ("p99", "itl_p99_ms"),
+    ("E2E", "e2e_p50_ms"),
+    ("p99", "e2e_p99_ms"),
+    ("good", "goodput_share"),
+)
+_STEADY: Final = (
+    ("chunks/s", "steady_chunks_per_s"),
+    ("ITL", "steady_itl_p50_ms"),
+    ("p90", "steady_itl_p90_ms"),
+    ("p99", "steady_itl_p99_ms"),
+    ("max", "steady_itl_max_ms"),
+)
+
+
+def bench_serve(output: Output, *, out: Path | None, plot: Path | None, **asked: Any) -> ExitCode:
+    """Measure. PARTIAL when requests failed or the clients were the limit.
+
+    Raises:
+        ConfigInvalid: a workload or value that is wrong, or that a system refuses.
+        PackageMissing: aiohttp is not installed, or `plot` without matplotlib.
+        StartupError: a system does not answer.
+        StepFailed: a client process ended.
+    """
+    from baton.bench.plot import plot_serve, require_plot
+    from baton.bench.serve.run import bench_serve as measure
+    from baton.bench.serve.run import read_options, write_result
+
+    options = read_options(**asked)
+    if plot is not None:
+        require_plot(plot)
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigInvalid(f"--out {out}: no file can be written there", keys=["out"])
+    save = (lambda data: None) if out is None else (lambda data: write_result(out, data))
+    data = measure(options, output.note, save)
+    if plot is not None:
+        plot_serve(data["rows"], plot)
+    output.emit(data, format_serve(data))
+    return ExitCode.OK if all(_is_valid(row) for row in data["rows"]) else ExitCode.PARTIAL
+
+
+def format_serve(data: dict[str, Any]) -> str:
+    """What a person reads, within 100 columns for names of usual length."""
+    rows = data["rows"]
+    header = ("load", "at", "system", "ok", "fail", *(title for title, _ in _COLUMNS))
+    cells = [(*_place(row), str(row["num_ok"]), str(row["num_failed"]), *_numbers(row, _COLUMNS)) for row in rows]
+    head = f"latencies in ms, p50 unless named; medians of {data['rounds']} rounds, seed {data['seed']}"
+    lines = [head, format_table(header, cells)]
+    if steady := [row for row in rows if "steady_chunks_per_s" in row]:
+        header = ("steady streams", "at", "system", "fail", *(title for title, _ in _STEADY))
+        cells = [(*_place(row), str(row["steady_num_failed"]), *_numbers(row, _STEADY)) for row in steady]
+        lines += ["", format_table(header, cells)]
+    lines += [line for row in rows for line in _remarks(row)]
+    if any(row["client_limited"] for row in rows):
+        lines.append("the clients were the limit: raise --processes, or run them on another or a less busy machine")
+    return "\n".join(lines)
+
+
+def _place(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["load"], row["point"].partition(" ")[0], row["system"]
+
+
+def _numbers(row: dict[str, Any], columns: Sequence[tuple[str, str]]) -> list[str]:
+    return [_short(row[key]) if key in row else "-" for _, key in columns]
+
+
+def _short(value: float) -> str:
+    """Three digits, never as a power of ten."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _is_valid(row: dict[str, Any]) -> bool:
+    return not (row["num_failed"] or row.get("steady_num_failed") or row["client_limited"])
+
+
+def _remarks(row: dict[str, Any]) -> list[str]:
+    name = f"{row['load']}, {row['point']}, {row['system']}"
+    lines = []
+    if row["client_limited"]:
+        lag_ms = max(row.get("send_lag_p99_ms_max", 0.0), row["client_loop_lag_p99_ms_max"])
+        busy = f"up to {_short(lag_ms)} ms late (p99), {row['client_cpu_max_max']:.0%} CPU"
+        lines.append(f"NOT VALID  {name}: clients {busy}")
+    return lines + [f"FAILED     {name}: {kind}: {text}" for kind, text in row["examples"].items()]
+
+
+_KV_COLUMNS = (
     ("GB/s", "gbps"),
     ("exposed p50 ms", "exposed_p50_ms"),
     ("p99 ms", "exposed_p99_ms"),
@@ -101,8 +268,7 @@ def bench_crossover(output: Output, *, plot: Path | None, **asked: Any) -> ExitC
     """
     from baton.bench.crossover import bench_crossover as measure
     from baton.bench.crossover import read_options
-    from baton.bench.plot import require_plot
-    from baton.bench.plot_crossover import plot_crossover
+    from baton.bench.plot import plot_crossover, require_plot
     from baton.cluster.resolve import find_model
 
     options = read_options(**asked)
@@ -165,12 +331,12 @@ def format_kv(data: dict[str, Any]) -> str:
     """What a person reads."""
     if any(row.get("what") == "step" for row in data["rows"]):
         return _format_steps(data)
-    header = ("workload", "system", *(title for title, _ in (*_COLUMNS, *_SINGLE)))
+    header = ("workload", "system", *(title for title, _ in (*_KV_COLUMNS, *_SINGLE)))
     rows = [
         (
             row["workload"],
             _label(row),
-            *(_range(row, key) for _, key in _COLUMNS),
+            *(_range(row, key) for _, key in _KV_COLUMNS),
             *(str(row.get(key, "")) for _, key in _SINGLE),
         )
         for row in sorted(data["rows"], key=lambda row: (row["workload"], row["gil_load"], -row["gbps"]))
@@ -205,3 +371,47 @@ def _label(row: dict[str, Any]) -> str:
     from baton.bench.plot import label
 
     return label(row)
+
+
+_COST = ("cpu_ms_per_request", "cpu_us_per_token", "requests_per_s", "tokens_per_s", "tokens_per_chunk")
+_TIMES = ("ttft_p50_ms", "ttft_p99_ms", "added_p50_ms", "idle_rss_mb")
+_OVERLOAD = ("capacity_requests_per_s", "offered_requests_per_s", "goodput_requests_per_s", "goodput_ratio", "num_late")
+_REFUSALS = ("refusal_p50_ms", "refusal_p99_ms", "router_cpu", "client_cpu_max", "client_behind_p99_ms")
+
+
+def bench_router(output: Output, **asked: Any) -> ExitCode:
+    """Measure the router's process. PARTIAL when a promise is broken.
+
+    Raises:
+        ConfigInvalid: a number that is too small.
+        WorkerStartFailed: a process did not come up.
+        StepFailed: a request failed that should not.
+    """
+    from baton.bench.router_bench.router_cost import RouterCostOptions
+    from baton.bench.router_bench.router_cost import bench_router as measure
+    from baton.cluster.resolve import find_model
+
+    data = measure(RouterCostOptions(**asked), find_model("tiny").path, output.note)
+    return _show(output, data, (*_COST, *_TIMES))
+
+
+def bench_overload(output: Output, **asked: Any) -> ExitCode:
+    """Measure admission. PARTIAL when a promise is broken.
+
+    Raises:
+        ConfigInvalid: a number that is too small.
+        WorkerStartFailed: a process did not come up.
+        StepFailed: nothing was finished in time even without overload.
+    """
+    from baton.bench.router_bench.overload import OverloadOptions
+    from baton.bench.router_bench.overload import bench_overload as measure
+    from baton.cluster.resolve import find_model
+
+    data = measure(OverloadOptions(**asked), find_model("tiny").path, output.note)
+    return _show(output, data, (*_OVERLOAD, *_REFUSALS))
+
+
+def _show(output: Output, data: dict[str, Any], keys: tuple[str, ...]) -> ExitCode:
+    rows = [(row["system"], *(str(row.get(key, "")) for key in keys)) for row in data["rows"]]
+    output.emit(data, "\n".join([format_table(("system", *keys), rows), *format_verdicts(data)]))
+    return ExitCode.OK if all(check["holds"] for check in data["checks"]) else ExitCode.PARTIAL

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from baton.cluster.cli_types import Count, Json, Text
-from baton.cluster.cli_types import option as _option
+from baton.cluster.flags import Count, Json, Text
+from baton.cluster.flags import option as _option
 from baton.cluster.outcome import ExitCode, Output, run_command
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed.", rich_markup_mode="rich")
@@ -95,7 +95,7 @@ def bench_kernels(
     asked = {name: value for name, value in locals().items() if name not in ("json", "plot")}
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.commands.bench_kernels import bench_kernels
+        from baton.cluster.commands.bench import bench_kernels
 
         return bench_kernels(output, plot=plot, **asked)
 
@@ -159,7 +159,7 @@ def bench_router(
     asked = {name: value for name, value in locals().items() if name != "json"}
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.commands.bench_router import bench_router
+        from baton.cluster.commands.bench import bench_router
 
         return bench_router(output, **asked)
 
@@ -179,7 +179,7 @@ def bench_overload(
     asked = {name: value for name, value in locals().items() if name != "json"}
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.commands.bench_router import bench_overload
+        from baton.cluster.commands.bench import bench_overload
 
         return bench_overload(output, **asked)
 
@@ -206,7 +206,7 @@ def bench_serve(
     asked = {name: value for name, value in locals().items() if name not in ("json", "out", "plot")}
 
     def body(output: Output) -> ExitCode:
-        from baton.cluster.commands.bench_serve import bench_serve
+        from baton.cluster.commands.bench import bench_serve
 
         return bench_serve(output, out=out, plot=plot, **asked)
 

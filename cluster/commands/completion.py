@@ -9,11 +9,31 @@ import grpc
 
 from baton.client.messages import generate_request
 from baton.cluster.admin import error_from_rpc, open_channel
-from baton.cluster.commands.waterfall import waterfall_data
 from baton.core.errors import BatonError, RequestDeadlineExceeded, StartupError, TransferFailed
-from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import TokenLogprobs
 from baton.core.requests.sampling import MAX_CHOICES, GrammarSpec, SamplingParams
+from baton.core.telemetry.waterfall import gap
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
+
+FIRST = ("router_ms", "queue_ms", "grant_wait_ms", "prefill_ms", "publish_ms")
+SECOND = ("retry_ms", "draft_ms", "transfer_ms", "verification_ms", "admission_ms", "step_ms", "publish_ms")
+
+
+def waterfall_data(stats: inference_pb2.RequestStats) -> dict[str, Any]:
+    """JSON-able: `first` and, if there was one, `second`; each with `parts`, `sum_ms`, `total_ms` and `gap`."""
+    parts = {name: getattr(stats, name) for name in FIRST}
+    data: dict[str, Any] = {"shared_clock": stats.shared_clock, "first": _closed(parts, stats.ttft_ms)}
+    if stats.HasField("second"):
+        before = {name: value for name, value in parts.items() if name != "publish_ms"}
+        later = {name: getattr(stats.second, name) for name in SECOND}
+        data["second"] = _closed(before | later, stats.second.total_ms)
+    return data
+
+
+def _closed(parts: dict[str, float], total_ms: float) -> dict[str, Any]:
+    sum_ms = sum(parts.values())
+    return {"parts": parts, "sum_ms": sum_ms, "total_ms": total_ms, "gap": gap(sum_ms, total_ms)}
+
 
 OnText = Callable[[str], None]
 RANDOM_SEED_BITS = 62
@@ -97,7 +117,7 @@ class Completion:
     decode_worker: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    waterfall: dict[str, Any] | None = None  # of a deployment: cluster/commands/waterfall.py
+    waterfall: dict[str, Any] | None = None  # of a deployment: cluster/commands/completion.py
     others: tuple["Completion", ...] = ()
 
     def as_data(self) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from baton.cluster.outcome import ExitCode, Output
-from baton.cluster.table import format_table
+from baton.cluster.outcome import ExitCode, Output, format_table
 from baton.core.errors import ConfigInvalid
 from baton.router.access.api_keys import QUOTAS, KeyEntry, digest_of, new_key, parse_keys, read_keys
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cluster.cli_types import option
+from baton.cluster.flags import option
 from baton.cluster.outcome import ExitCode, Output, run_command
 
 app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.", rich_markup_mode="rich")

@@ -3,8 +3,7 @@
 import grpc
 
 from baton.cluster.admin import TIMEOUT_S, as_data, error_from_rpc, fetch_status, open_channel
-from baton.cluster.outcome import ExitCode, Output
-from baton.cluster.table import format_table
+from baton.cluster.outcome import ExitCode, Output, format_table
 from baton.proto import admin_pb2, admin_pb2_grpc
 
 ALL = "all"

@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 from baton.cluster.admin import as_data, fetch_status, set_speculation
-from baton.cluster.outcome import ExitCode, Output
-from baton.cluster.table import format_table
+from baton.cluster.outcome import ExitCode, Output, format_table
 from baton.core.errors import ConfigInvalid
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 from baton.cluster.admin import as_data, fetch_status
 from baton.cluster.doctor.decode_report import decode_data, format_decode
-from baton.cluster.outcome import ExitCode, Output
-from baton.cluster.table import format_table
+from baton.cluster.outcome import ExitCode, Output, format_table
 
 
 def status(address: str, output: Output) -> ExitCode:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from baton.cluster.table import format_table
+from baton.cluster.outcome import format_table
 from baton.core.distribution import Distribution
 from baton.core.telemetry.step_report import RowCounts, StepReport
 from baton.proto import admin_pb2
-from baton.proto.step_wire import report_from_proto
+from baton.proto.wire import report_from_proto
 
 NO_STEPS = "-"
 

@@ -16,16 +16,17 @@ from baton.cluster.ray.actors import (
     NODE_ADDRESS,
     SEE_ALL_GPUS,
     DecodeActor,
+    PlacementGroups,
     PrefillActor,
+    RankShell,
     ShellLoader,
+    TPGroupPlace,
     error_from_ray,
 )
 from baton.cluster.ray.restarts import Restarts
 from baton.cluster.ray.scaling import Scaling
 from baton.cluster.ray.session import RaySession
-from baton.cluster.ray.silence import SilenceWatch
-from baton.cluster.ray.tp_group_actors import PlacementGroups, RankShell, TPGroupPlace
-from baton.cluster.ray.worker_watch import WorkerWatch
+from baton.cluster.ray.worker_watch import SilenceWatch, WorkerWatch
 from baton.cluster.resolve import ModelDirectory, resolve_worker, tp_size, worker_ids
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, WorkerStartFailed

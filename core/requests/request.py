@@ -9,7 +9,25 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.requests.sampling import SamplingParams
-from baton.core.telemetry.trace_context import TraceContext
+from baton.core.telemetry.span import TraceContext
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One chosen (or prompt) token, judged by the model's raw logits: before penalties, masks and temperature.
+
+    Attributes:
+        token_id: the token.
+        logprob: its log-probability; always finite.
+        rank: 1 + the number of tokens that are likelier.
+        top: (token id, log-probability) of the likeliest tokens, the likeliest first, equals by id; the token itself
+            is among them only if it is one of them.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, order=True)

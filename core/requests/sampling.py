@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from baton.core.errors import InvalidSampling
-from baton.core.requests.grammar_check import check_grammar
+from baton.core.requests.answer_structure import check_grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256

@@ -20,8 +20,8 @@ from typing import Any, Final, TextIO
 
 from baton.core.errors import InvalidRequest
 from baton.core.requests.request import AttemptKey
+from baton.core.telemetry.span import CURRENT_TRACE
 from baton.core.telemetry.telemetry import LogFormat
-from baton.core.telemetry.trace_context import CURRENT_TRACE
 
 FORMAT_VARIABLE: Final = "BATON_LOG_FORMAT"  # read where no flag is given; set for processes that this one starts
 ABOUT_VARIABLE: Final = "BATON_LOG_ABOUT"  # set likewise: who started them, as JSON

@@ -26,7 +26,7 @@ import numpy as np
 
 from baton.core.errors import BatonError, InvalidGrammar
 from baton.core.fair_turns import Share
-from baton.core.requests.grammar_check import check_grammar
+from baton.core.requests.answer_structure import check_grammar
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar.compiled import CompiledGrammar, GrammarBudget

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from baton.core.errors import InvalidGrammar
-from baton.core.requests.answer_structure import STRUCTURE, AnswerStructure
-from baton.core.requests.grammar_check import LIBRARY_KEY
+from baton.core.requests.answer_structure import LIBRARY_KEY, STRUCTURE, AnswerStructure
 from baton.engine.grammar.structure import structure_text
 from baton.engine.grammar.unique_items import without_unique_items
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import TokenLogprobs
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling.choice import settled
 from baton.kernels.sampling.logprobs import finite_logprobs, logprobs_reference, logprobs_topk, top_ids

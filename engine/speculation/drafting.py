@@ -29,7 +29,7 @@ from baton.engine.sampling.sampler import (
 from baton.engine.speculation.rejection import pick_among_ranks, probabilities
 from baton.engine.speculation.verify import DraftLaw, DraftProbs
 from baton.kernels.sampling.choice import ChoiceRows
-from baton.kernels.sampling.draft_chances import pick
+from baton.kernels.sampling.draft_rows import pick
 from baton.kernels.sampling.noise import Purpose, uniform
 from baton.model.draft_head import HeadIds
 from baton.model.model import Model

@@ -37,7 +37,7 @@ from baton.engine.speculation.verify import (
     emit,
     usable_drafts,
 )
-from baton.kernels.sampling.draft_chances import (
+from baton.kernels.sampling.draft_rows import (
     accept_chances,
     block_chances,
     block_reach,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from baton.core.errors import BatonError
-from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import TokenLogprobs
 from baton.engine.sampling.logprobs import num_packed, unpack, unpack_step
 from baton.engine.step.counters import IDLE
 from baton.engine.step.host_future import HostFuture

@@ -18,14 +18,13 @@ import torch
 from baton.kernels import tuning
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.attention import decode_plan as attention_plan
+from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import decode_triton as attention_decode_triton
 from baton.kernels.attention import invariant as attention_invariant
 from baton.kernels.attention import paged as attention
-from baton.kernels.attention import shares as attention_split_kv
 from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
 from baton.kernels.attention.block_tables import within
-from baton.kernels.attention.decode_plan import Launch, Options
-from baton.kernels.attention.shares import SplitKVPlans
+from baton.kernels.attention.decode_plan import Launch, Options, SplitKVPlans
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 

@@ -28,8 +28,8 @@ from baton.kernels.attention import prefill_hopper_triton as attention_prefill_h
 from baton.kernels.attention import prefill_triton as attention_prefill_triton
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.block_tables import require_columns, require_lens, within
+from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.attention.invariant import attention_prefill_invariant
-from baton.kernels.attention.shares import SplitKVPlans
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.kv import dequantize as kv_dequantize

@@ -16,12 +16,11 @@ import torch
 from baton.kernels import tuning
 from baton.kernels.arguments import require
 from baton.kernels.attention import decode_plan as attention_plan
+from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
-from baton.kernels.attention import shares as attention_split_kv
 from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
-from baton.kernels.attention.decode_plan import Options
+from baton.kernels.attention.decode_plan import Options, SplitKVPlans
 from baton.kernels.attention.decode_triton import STRIDE_UNIT
-from baton.kernels.attention.shares import SplitKVPlans
 
 NAME = "attention_prefill_shares"  # in the tuned table
 _FP8 = torch.float8_e4m3fn

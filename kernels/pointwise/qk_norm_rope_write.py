@@ -19,7 +19,7 @@ import torch
 
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.kv.float8 import as_bytes, in_float8
+from baton.kernels.kv.dequantize import as_bytes, in_float8
 from baton.kernels.kv.write import kv_write
 from baton.kernels.memo import Memo, signature
 from baton.kernels.pointwise import qk_norm_rope_write_triton as in_triton

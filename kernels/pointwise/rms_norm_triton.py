@@ -18,7 +18,7 @@ import triton.language as tl
 
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
-from baton.kernels.gemm.fp8_groups import DTYPE, GROUP_LEN, LARGEST, SMALLEST
+from baton.kernels.gemm.fp8_plan import DTYPE, GROUP_LEN, LARGEST, SMALLEST
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.prefetch_triton import prefetch_vector
 from baton.kernels.variant import Variant

@@ -14,7 +14,7 @@ import torch
 from baton.kernels.arguments import require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.sampling.choice import LOGITS, ChoiceRows, EditedRows, require_logits
-from baton.kernels.sampling.verify_reference import verify_reference
+from baton.kernels.sampling.verify import verify_reference
 
 
 def sample(

@@ -17,7 +17,7 @@ import zmq.auth
 import zmq.utils.z85
 
 from baton.core.errors import ConfigInvalid
-from baton.core.file_state import file_state
+from baton.core.files import file_state
 
 _ADDRESS = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"

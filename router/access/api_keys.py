@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.core.errors import ConfigInvalid, Unauthenticated
-from baton.core.file_state import file_state
+from baton.core.files import file_state
 from baton.router.access.quota import NO_LIMITS, PRIORITY_NAMES, Quota
 
 CHECK_S: Final = 0.5  # the file is looked at no more often

@@ -13,7 +13,7 @@ import grpc.aio
 
 from baton.core.config import LOOPBACK
 from baton.core.errors import BatonError, ConfigInvalid, PortInUse
-from baton.core.file_numbers import share_of_clients
+from baton.core.files import share_of_clients
 from baton.core.handshakes import Handshakes
 from baton.core.inside import Verifier
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context

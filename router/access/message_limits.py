@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from baton.core.errors import InvalidGrammar, InvalidRequest, InvalidSampling, PromptTooLong
-from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
+from baton.core.requests.answer_structure import MAX_GRAMMAR_BYTES
 from baton.core.requests.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LEN,

@@ -8,8 +8,18 @@ from dataclasses import dataclass
 from baton.core.clock import Clock
 from baton.core.errors import BatonError
 from baton.core.requests.request import GenerationRequest
-from baton.core.telemetry.span import SERVER, Attribute, SpanBatch, Tracer
-from baton.core.telemetry.trace_context import CURRENT_TRACE, INCOMING, TraceContext, attempt_of, new_trace, parse
+from baton.core.telemetry.span import (
+    CURRENT_TRACE,
+    INCOMING,
+    SERVER,
+    Attribute,
+    SpanBatch,
+    TraceContext,
+    Tracer,
+    attempt_of,
+    new_trace,
+    parse,
+)
 from baton.core.telemetry.waterfall import DecodeTimes, PrefillTimes, RouterTimes, first_token, second_token
 from baton.proto import inference_pb2, worker_pb2
 from baton.router.attempt.attempts import Attempts

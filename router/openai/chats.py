@@ -8,8 +8,15 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import BaseModel
 
 from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidText
-from baton.core.requests.answer_structure import END_THINK, THINK, AnswerStructure, CallableTool, Calls, Thought
-from baton.core.requests.grammar_check import JSON_OBJECT
+from baton.core.requests.answer_structure import (
+    END_THINK,
+    JSON_OBJECT,
+    THINK,
+    AnswerStructure,
+    CallableTool,
+    Calls,
+    Thought,
+)
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.proto import inference_pb2

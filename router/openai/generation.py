@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import BatonError, as_internal
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
-from baton.core.telemetry.trace_context import HEADER, INCOMING
+from baton.core.telemetry.span import HEADER, INCOMING
 from baton.proto import inference_pb2
 from baton.router.openai.connection import until_disconnect
 from baton.router.openai.entrance import connection_of, num_header_bytes, principal_of

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from baton.core.errors import InvalidRequest
-from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
+from baton.core.requests.answer_structure import MAX_GRAMMAR_BYTES
 from baton.core.requests.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,

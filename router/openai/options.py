@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.core.errors import ConflictingOptions, InvalidGrammar, InvalidRequest, InvalidSampling, InvalidText
-from baton.core.requests.grammar_check import MAX_GRAMMAR_BYTES
+from baton.core.requests.answer_structure import MAX_GRAMMAR_BYTES
 from baton.core.requests.sampling import MAX_STOP_STRING_LEN, SCALAR_FIELDS
 from baton.proto import inference_pb2
 from baton.router.access.message_limits import MAX_TENANT_LEN

@@ -14,7 +14,7 @@ from typing import Final
 from baton.core.clock import Clock
 from baton.core.errors import InvalidRequest, Overloaded
 from baton.proto import worker_pb2
-from baton.proto.step_wire import distribution_from_proto, report_from_proto
+from baton.proto.wire import distribution_from_proto, report_from_proto
 
 ALIVE_S: Final = 1.5
 MAX_GAP_S: Final = 0.25  # of the time between two looks at the table, no more than this counts as silence

@@ -21,10 +21,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from baton.core.block_change import BlockChange
+from baton.core.block_hash import BlockChange
 from baton.core.errors import MalformedMessage
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.proto.block_wire import change_from_proto
+from baton.proto.wire import change_from_proto
 from baton.router.attempt.channels import Channels
 from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member, Members
 

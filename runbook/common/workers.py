@@ -7,7 +7,7 @@ from baton.cluster.commands import operate
 from baton.cluster.ray.restarts import MAX_STARTS
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
-from baton.proto.held import held as held_by
+from baton.proto.wire import held as held_by
 from baton.runbook.common.canary import Canaries
 from baton.runbook.common.command import positive
 from baton.runbook.common.site import Site

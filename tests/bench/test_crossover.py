@@ -7,7 +7,7 @@ import pytest
 
 from baton.bench import crossover
 from baton.bench.crossover import Beside, CrossoverOptions, checks, crossovers, read_options
-from baton.bench.plot_crossover import plot_crossover
+from baton.bench.plot import plot_crossover
 from baton.cluster.commands.bench import bench_crossover, format_crossover
 from baton.cluster.outcome import ExitCode, Output
 from baton.core.errors import ConfigInvalid

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from baton.bench.decode_bench import cell, decode
 from baton.bench.decode_bench import cell as decode_cell
-from baton.bench.decode_bench import decode, stamped_lane
 from baton.bench.decode_bench import floor as decode_floor
 from baton.bench.decode_bench import tp_group as decode_tp_group
-from baton.bench.decode_bench.cell import Cell, DecodeCells
+from baton.bench.decode_bench.cell import Cell, DecodeCells, StampedLane
 from baton.bench.decode_bench.options import read_options
-from baton.bench.decode_bench.stamped_lane import StampedLane
 from baton.bench.model_shapes import write_shape
 from baton.cluster.commands.bench import format_decode
 from baton.core.errors import ConfigInvalid
@@ -103,7 +102,7 @@ def test_numbers_of_a_turn_belong_together(monkeypatch):
 @pytest.mark.fast
 def test_stamps_tell_steps_from_what_lies_between(monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr(stamped_lane, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(cell, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     lane = StampedLane(ThreadLane(), CPU)
     target = torch.zeros(1)
 

@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from baton.bench.kernel_bench import baselines as kernel_baselines
-from baton.bench.kernel_bench import baselines_attention as kernel_baselines_attention
-from baton.bench.kernel_bench import baselines_gemm as kernel_baselines_gemm
-from baton.bench.kernel_bench.baselines_attention import PagedAttention, fa3, vllm_attention
-from baton.bench.kernel_bench.baselines_gemm import BlockScaled, Experts, sorted_by_expert
+from baton.bench.kernel_bench import baselines as kernel_baselines_attention
+from baton.bench.kernel_bench import baselines as kernel_baselines_gemm
+from baton.bench.kernel_bench.baselines import (
+    BlockScaled,
+    Experts,
+    PagedAttention,
+    fa3,
+    sorted_by_expert,
+    vllm_attention,
+)
 
 pytestmark = pytest.mark.fast
 

@@ -18,12 +18,12 @@ from baton.bench.kernel_bench import row as kernel_row
 from baton.bench.kernel_bench import timing as kernel_timing
 from baton.bench.kernel_bench.case import KernelCase
 from baton.bench.kernel_bench.collection import Place, find_cases, find_points
-from baton.bench.kernel_bench.options import KernelOptions, read_options
-from baton.bench.kernel_bench.plot_kernels import others_of
+from baton.bench.kernel_bench.kernels import KernelOptions, read_options
 from baton.bench.kernel_bench.processes import Broken, Child, Lost, do_all
 from baton.bench.kernel_bench.row import RowTask, measure_row
-from baton.cluster.commands.bench_kernels import bench_kernels as command
-from baton.cluster.commands.bench_kernels import format_kernels
+from baton.bench.plot import others_of
+from baton.cluster.commands.bench import bench_kernels as command
+from baton.cluster.commands.bench import format_kernels
 from baton.cluster.outcome import ExitCode
 from baton.core.errors import ConfigInvalid
 from baton.tests.bench.kernel_work import work

@@ -13,7 +13,7 @@ from baton.bench.kv_bench import cell as kv_cell
 from baton.bench.kv_bench import kv
 from baton.bench.kv_bench import memory as kv_memory
 from baton.bench.kv_bench import step as kv_step
-from baton.bench.kv_bench.checks import checks
+from baton.bench.kv_bench.kv import checks
 from baton.bench.kv_bench.options import read_faults, read_options, read_pace_s
 from baton.bench.kv_bench.workloads import POOL_BLOCKS, WORKLOADS, Workload
 from baton.bench.kv_systems.faces import Cell

@@ -10,7 +10,7 @@ from baton.bench.router_bench.echo_load import Load, Outcome
 from baton.bench.router_bench.overload import OverloadOptions, figures, goodput
 from baton.bench.router_bench.router_cost import RouterCostOptions, checks, costs
 from baton.client import BatonClient
-from baton.cluster.commands.bench_router import bench_overload, bench_router
+from baton.cluster.commands.bench import bench_overload, bench_router
 from baton.cluster.outcome import Output
 from baton.core.errors import ConfigInvalid
 from baton.core.requests.sampling import SamplingParams

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.plot_serve import plot_serve
-from baton.bench.serve.drive import Driver
+from baton.bench.plot import plot_serve
+from baton.bench.serve.drive import Driver, Record
 from baton.bench.serve.figures import figures, holds, is_client_limited, percentile, row_of
-from baton.bench.serve.record import Record
 from baton.bench.serve.schedule import Key, schedule, steady
 from baton.bench.serve.workload import Slo
-from baton.cluster.commands.bench_serve import format_serve
+from baton.cluster.commands.bench import format_serve
 from baton.tests.bench.test_serve_workload import CLOSED, KEY, POISSON, load_of
 from baton.tests.bench.virtual_loop import run_virtually
 

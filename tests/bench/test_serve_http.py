@@ -9,14 +9,14 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 
 from baton.bench.serve import http, run
+from baton.bench.serve.drive import Record
 from baton.bench.serve.http import CompletionsClient, SseLines, System, body_of, judge, note_event
 from baton.bench.serve.process import ClientProcesses, Job, Report
-from baton.bench.serve.record import Record
 from baton.bench.serve.run import bench_serve, check_length, choose_model, read_options, read_systems, read_vocab
 from baton.bench.serve.schedule import schedule
 from baton.bench.serve.workload import check_workload
-from baton.cluster.commands.bench_serve import bench_serve as bench_command
-from baton.cluster.commands.bench_serve import format_serve
+from baton.cluster.commands.bench import bench_serve as bench_command
+from baton.cluster.commands.bench import format_serve
 from baton.cluster.outcome import ExitCode, Output
 from baton.core.clock import MonotonicClock
 from baton.core.errors import ConfigInvalid, PackageMissing, StartupError, StepFailed

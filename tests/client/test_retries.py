@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from baton.client import AsyncBatonClient, BatonClient, RetryPolicy
-from baton.client.retries import CallAttempts
+from baton.client.messages import CallAttempts
 from baton.core.errors import (
     BatonError,
     ConfigInvalid,
@@ -28,7 +28,7 @@ from baton.core.errors import (
 )
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc, wire
-from baton.proto.retry_info import retry_details
+from baton.proto.wire import retry_details
 
 pytestmark = pytest.mark.fast
 ANSWER = "seven cats"

@@ -8,7 +8,7 @@ from baton.cluster.admin import as_data
 from baton.cluster.commands.status import format_status
 from baton.cluster.doctor.decode_report import decode_data, format_decode
 from baton.proto import admin_pb2, worker_pb2
-from baton.proto.step_wire import report_to_proto, waiting_to_proto
+from baton.proto.wire import report_to_proto, waiting_to_proto
 from baton.tests.router.test_worker_metrics import report
 
 pytestmark = pytest.mark.fast

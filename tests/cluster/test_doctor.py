@@ -8,9 +8,8 @@ import pytest
 
 from baton.cluster import cli
 from baton.cluster.doctor import doctor
-from baton.cluster.outcome import ExitCode, Output, exit_code_of, next_step, run_command
+from baton.cluster.outcome import ExitCode, Output, exit_code_of, format_table, next_step, run_command
 from baton.cluster.ray.actors import error_from_ray
-from baton.cluster.table import format_table
 from baton.core import errors
 from baton.proto import admin_pb2, worker_pb2
 

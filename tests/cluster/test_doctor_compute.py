@@ -3,7 +3,7 @@
 import pytest
 
 from baton.cluster.doctor import doctor
-from baton.cluster.doctor.compute import compute_data, format_compute
+from baton.cluster.doctor.doctor import compute_data, format_compute
 from baton.proto import admin_pb2, worker_pb2
 
 pytestmark = pytest.mark.fast

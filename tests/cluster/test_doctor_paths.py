@@ -9,7 +9,7 @@ import pytest
 
 from baton.cluster import cli
 from baton.cluster.doctor import doctor
-from baton.cluster.doctor.paths import format_paths, paths
+from baton.cluster.doctor.wires import format_paths, paths
 from baton.proto import admin_pb2, worker_pb2
 
 pytestmark = pytest.mark.fast

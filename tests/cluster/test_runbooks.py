@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.runbooks import ROOM, runbook_names
+from baton.cluster.cli import ROOM, runbook_names
 
 pytestmark = pytest.mark.fast
 

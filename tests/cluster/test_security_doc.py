@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import access
-from baton.cluster import security_flags
+from baton.cluster import flags as access_flags
 from baton.core import inside
 from baton.core.config import ServeConfig
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
@@ -70,5 +70,5 @@ def test_every_flag_and_variable_exists():
         assert flags_of(command) >= COMMON
     variables = set(re.findall(r"BATON_[A-Z_]+", TEXT))
     assert variables == {*access.VARIABLES.values(), access.KEY_VARIABLE, inside.ENVIRONMENT}
-    assert security_flags.KEY_VARIABLE == access.KEY_VARIABLE
-    assert {f"BATON_{name.upper()}" for name in security_flags._ACCESS} == {*access.VARIABLES.values()}
+    assert access_flags.KEY_VARIABLE == access.KEY_VARIABLE
+    assert {f"BATON_{name.upper()}" for name in access_flags._ACCESS} == {*access.VARIABLES.values()}

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from baton.cluster.ray import silence
-from baton.cluster.ray.silence import AGAIN_S, INTERVAL_S, SILENT_S, SilenceWatch
+from baton.cluster.ray import worker_watch
+from baton.cluster.ray.worker_watch import AGAIN_S, INTERVAL_S, SILENT_S, SilenceWatch
 from baton.core.errors import StartupError
 from baton.proto import admin_pb2, worker_pb2
 
@@ -31,8 +31,8 @@ class World:
         self.now_s, self.session = 100.0, Session()
         self.age_s, self.alive, self.epoch, self.is_down = 2 * SILENT_S, False, 5, False
         self.watch = SilenceWatch(self.session, "router")
-        monkeypatch.setattr(silence, "time", types.SimpleNamespace(monotonic=lambda: self.now_s))
-        monkeypatch.setattr(silence, "fetch_status", self.status)
+        monkeypatch.setattr(worker_watch, "time", types.SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(worker_watch, "fetch_status", self.status)
 
     def status(self, address, timeout_s):
         if self.is_down:

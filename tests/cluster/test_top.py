@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from baton.cluster.commands import top as module
-from baton.cluster.commands.top import samples, text_of, top, view
-from baton.cluster.commands.top_data import top_data
+from baton.cluster.commands.top import samples, text_of, top, top_data, view
 from baton.cluster.outcome import ExitCode, Output
 from baton.core.errors import StartupError
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.core.requests.answer_text import AnswerText
+from baton.core.requests.answer_text import AnswerText, StopMatcher
 from baton.core.requests.request import FinishReason
 from baton.core.requests.sampling import SamplingParams
-from baton.core.requests.stop_matcher import StopMatcher
 from baton.engine.finish import FinishChecker
 from baton.tests.core.byte_tokenizers import EOS, NUM_TOKENS, SECOND_EOS, SPECIAL, byte_tokenizer, fallback_tokenizer
 

@@ -5,8 +5,7 @@ import pytest
 from baton.core.clock import MonotonicClock, VirtualClock
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
+from baton.core.numerics import KVDtype, Numerics
 from baton.core.requests.key_spellings import RENAMED
 from baton.core.requests.request import SpeculationCounts
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from baton.core.file_state import file_state
+from baton.core.files import file_state
 
 pytestmark = pytest.mark.fast
 

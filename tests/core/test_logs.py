@@ -14,7 +14,7 @@ from baton.core.errors import InvalidGrammar, WorkerLost
 from baton.core.requests.request import AttemptKey
 from baton.core.telemetry import logs
 from baton.core.telemetry.logs import configure_inherited, configure_logging, know
-from baton.core.telemetry.trace_context import CURRENT_TRACE
+from baton.core.telemetry.span import CURRENT_TRACE
 
 pytestmark = pytest.mark.fast
 

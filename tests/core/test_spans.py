@@ -8,11 +8,9 @@ import pytest
 
 from baton.core.clock import VirtualClock
 from baton.core.errors import ConfigInvalid
-from baton.core.telemetry import span_queue
-from baton.core.telemetry.span import SERVER, SpanBatch
-from baton.core.telemetry.span_queue import SpanQueue
-from baton.core.telemetry.telemetry import Telemetry, TelemetryConfig
-from baton.core.telemetry.trace_context import new_trace
+from baton.core.telemetry import telemetry as telemetry_module
+from baton.core.telemetry.span import SERVER, SpanBatch, new_trace
+from baton.core.telemetry.telemetry import SpanQueue, Telemetry, TelemetryConfig
 
 pytestmark = pytest.mark.fast
 
@@ -66,7 +64,7 @@ def test_an_end_before_the_begin_is_none():
 
 
 def test_a_full_queue_and_a_writer_that_refuses_lose_traces_and_say_so(monkeypatch, caplog):
-    monkeypatch.setattr(span_queue, "MAX_REQUESTS", 10)
+    monkeypatch.setattr(telemetry_module, "MAX_REQUESTS", 10)
     writer = Kept(takes=False)
     queue = SpanQueue(writer, VirtualClock())
     send(queue, 14)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.core.step_sizes import DeviceFacts, choose
 from baton.engine.graphs.key import GraphSizes, default_sizes, default_widths
+from baton.worker.loading import DeviceFacts, choose
 
 pytestmark = pytest.mark.fast
 CPU = DeviceFacts(kind="cpu")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.telemetry.trace_context import attempt_of, from_metadata, new_trace, of_attempt, parse, parse_sampled
+from baton.core.telemetry.span import attempt_of, from_metadata, new_trace, of_attempt, parse, parse_sampled
 
 pytestmark = pytest.mark.fast
 

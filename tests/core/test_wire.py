@@ -20,10 +20,9 @@ from baton.core.errors import (
     RequestDeadlineExceeded,
     WorkerLost,
 )
-from baton.core.requests.logprobs import TokenLogprobs
-from baton.core.requests.request import AttemptKey, GenerationRequest
+from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogprobs
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
-from baton.core.telemetry.trace_context import new_trace, of_attempt
+from baton.core.telemetry.span import new_trace, of_attempt
 from baton.proto import inference_pb2, inference_pb2_grpc, wire, worker_pb2
 
 pytestmark = pytest.mark.fast

@@ -7,7 +7,7 @@ import pytest
 from baton.core.errors import TransferFailed
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
-from baton.decode_worker.handover import check_reserve, resume_of
+from baton.decode_worker.worker import check_reserve, resume_of
 from baton.engine.step.plan import Resume
 from baton.kvtransfer.receiver.service import Completed, ReserveWanted
 from baton.proto import kv_pb2

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baton.core.requests.request import AttemptKey
-from baton.decode_worker.times import DecodeTimes, decode_start
+from baton.decode_worker.request import DecodeTimes, decode_start
 from baton.kvtransfer.receiver.service import Completed
 from baton.proto import kv_pb2
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
+from baton.core.numerics import KVDtype, Numerics
 from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model
 

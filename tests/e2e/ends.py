@@ -26,8 +26,7 @@ import torch
 from baton.bench.result import replace_file, result
 from baton.client import AsyncBatonClient
 from baton.core.errors import BatonError, WorkerLost
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
+from baton.core.numerics import KVDtype, Numerics
 from baton.core.requests.sampling import SamplingParams
 from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model

@@ -28,7 +28,7 @@ from baton.prefill_worker import node as prefill_node
 from baton.tests.e2e.frame_faults import FrameFaults
 from baton.tests.worker.test_nodes import worker_config
 from baton.worker import host
-from baton.worker.rank_place import RankPlace
+from baton.worker.rank import RankPlace
 
 EXIT_FATAL = 70
 PREFILL_STATES = {

@@ -15,7 +15,7 @@ import grpc.aio
 from baton.client import AsyncBatonClient
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
-from baton.core.requests.logprobs import TokenLogprobs
+from baton.core.requests.request import TokenLogprobs
 from baton.decode_worker.service import DecodeService, _Attends
 from baton.prefill_worker.service import PrefillService, _Runs
 from baton.proto import wire, worker_pb2, worker_pb2_grpc
@@ -23,8 +23,7 @@ from baton.proto.stream_mux_wire import End, decode_frame, prefill_frame
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.topology import DecodeSide, PrefillSide
-from baton.worker.stream_mux import StreamMux
-from baton.worker.write_coalescer import WriteCoalescer
+from baton.worker.stream_mux import StreamMux, WriteCoalescer
 
 MODEL = "tiny"
 HEARTBEAT_S = 0.1

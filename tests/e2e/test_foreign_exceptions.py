@@ -231,7 +231,7 @@ def test_a_sample_of_points_does_not_change_with_what_stands_elsewhere():
     few, more = Injection(["baton.core.requests.validate"]), None
     few.restore()
     try:
-        more = Injection(["baton.core.requests.stop_matcher", "baton.core.requests.validate"])
+        more = Injection(["baton.core.requests.answer_text", "baton.core.requests.validate"])
         chosen = [few.names[point] for point in few.sample(5)]
         kept = [name for name in map(more.names.__getitem__, more.sample(len(more.names))) if "validate" in name]
         assert kept[:5] == chosen

@@ -15,8 +15,7 @@ from baton.core.requests.sampling import SamplingParams
 from baton.decode_worker.node import DecodeNode
 from baton.prefill_worker.node import PrefillNode
 from baton.proto import worker_pb2, worker_pb2_grpc
-from baton.proto.block_wire import change_from_proto
-from baton.proto.wire import error_from_rpc
+from baton.proto.wire import change_from_proto, error_from_rpc
 from baton.router.placement.cost import LAG_S, Load, Pace
 from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.router.served_model import ServedModel

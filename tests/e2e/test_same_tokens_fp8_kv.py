@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from baton.core.errors import TransferFailed
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
+from baton.core.numerics import KVDtype, Numerics
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import PAIRWISE, SAMPLED, TOPOLOGIES, cell_id, local_tokens
 from baton.tests.e2e.topology import Topology

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from baton.core.telemetry.step_report import no_rows
-from baton.proto.step_wire import report_from_proto
+from baton.proto.wire import report_from_proto
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.client import BatonClient
-from baton.cluster.commands.waterfall import FIRST, SECOND, waterfall_data
+from baton.cluster.commands.completion import FIRST, SECOND, waterfall_data
 from baton.core.requests.sampling import SamplingParams
 from baton.core.telemetry.waterfall import CLOSED
 from baton.tests.e2e.test_metrics import Running, prompt_of

@@ -14,8 +14,7 @@ from typing import Any
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError
-from baton.core.requests.logprobs import TokenLogprobs
-from baton.core.requests.request import GenerationRequest
+from baton.core.requests.request import GenerationRequest, TokenLogprobs
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.step.runner import Runner

@@ -31,12 +31,10 @@ from baton.kvtransfer.shared_region import SharedRegion
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
-from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush
-from baton.prefill_worker.tp_group_messages import prefill_codec
+from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush, prefill_codec
 from baton.prefill_worker.worker import PrefillWorker
 from baton.worker.loading import request_limits
-from baton.worker.rank_place import RankPlace
-from baton.worker.rank_thread import RankThread
+from baton.worker.rank import RankPlace, RankThread
 from baton.worker.tp_group import end_tp_group, follow, lead
 
 CPU = torch.device("cpu")

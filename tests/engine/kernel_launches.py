@@ -24,9 +24,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine.graphs import kernel_warm_up

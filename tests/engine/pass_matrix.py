@@ -6,7 +6,7 @@ from baton.engine.graphs.key import GraphKey, GraphKind
 from baton.engine.graphs.static_pass import StaticPass
 from baton.engine.step.batch import DecodeRows
 from baton.engine.step.passes import EagerPasses
-from baton.kernels.kv.float8 import as_bytes
+from baton.kernels.kv.dequantize import as_bytes
 from baton.kvcache.pool import KVPool
 
 BLOCK_SIZE, WIDTH, SIZE = 16, 8, 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import BatonError, InvalidGrammar
-from baton.core.requests.grammar_check import check_grammar
+from baton.core.requests.answer_structure import check_grammar
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar import text as grammar_text

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from baton.core.errors import InvalidGrammar
-from baton.core.requests.answer_structure import STRUCTURE, AnswerStructure, CallableTool, Calls, Thought
-from baton.core.requests.grammar_check import check_grammar
+from baton.core.requests.answer_structure import STRUCTURE, AnswerStructure, CallableTool, Calls, Thought, check_grammar
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar.grammar import GrammarCompiler

@@ -18,7 +18,7 @@ from baton.engine.tp.plan_codec import FRAME_HEADER_BYTES, PlanCodec, payload_le
 from baton.engine.tp.plan_messages import CONTROL_KINDS, Beat
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.sender.service import DecodePeer, GrantInfo
-from baton.prefill_worker.tp_group_messages import REPORTED, TOLD, Adopt, prefill_codec
+from baton.prefill_worker.tp_group import REPORTED, TOLD, Adopt, prefill_codec
 
 pytestmark = pytest.mark.fast
 KINDS = {**CONTROL_KINDS, **PLAN_KINDS, **TOLD, **REPORTED}

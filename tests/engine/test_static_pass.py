@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
+from baton.core.numerics import KVDtype, Numerics
 from baton.engine.graphs.backend import CallBackend
 from baton.engine.graphs.key import GraphKind
 from baton.model.loader import load_model

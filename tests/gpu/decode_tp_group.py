@@ -16,7 +16,7 @@ from baton.decode_worker.node import DecodeNode, DecodeRank
 from baton.kvtransfer.sender.service import DecodePeer
 from baton.tests.e2e.topology import QueueSink
 from baton.tests.gpu.model_prefill import see_first
-from baton.worker.rank_thread import RankThread
+from baton.worker.rank import RankThread
 
 MODULE = "baton.tests.gpu.decode_tp_group"
 SIZE = 2

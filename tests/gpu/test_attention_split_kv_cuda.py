@@ -9,9 +9,8 @@ from baton.bench.kernel_cases.attention_decode import Shape, by_work, make
 from baton.bench.kernel_cases.attention_prefill import Batch, Work
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.decode import attention_decode
-from baton.kernels.attention.decode_plan import default_options
+from baton.kernels.attention.decode_plan import SplitKVPlans, default_options
 from baton.kernels.attention.prefill import attention_prefill
-from baton.kernels.attention.shares import SplitKVPlans
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from baton.bench.kernel_cases import linear_ordered as linear_ordered_cases
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import Numerics, Quantization
 from baton.kernels.attention.ordered import attention_ordered_decode, attention_ordered_prefill_lens
 from baton.kernels.gemm.fp8 import linear_fp8
 from baton.kernels.gemm.fp8_weight import quantize_weight
 from baton.kernels.gemm.inner_sum import InnerSum, tree_sum
-from baton.kernels.gemm.linear_ordered import linear_ordered
+from baton.kernels.gemm.linear import linear_ordered
 from baton.kernels.gemm.linear_ordered_triton import rule
 from baton.kernels.implementation import Implementation
 from baton.kernels.moe.gemm import Fp8ExpertWeights

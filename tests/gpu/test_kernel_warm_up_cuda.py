@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from baton.core.cuda_graphs import CudaGraphConfig
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.engine.local import LocalEngine
 from baton.kernels.compiles import Compiles
 from baton.model.loader import load_model

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from baton.kernels.kv.pool_digest import kv_digest
-from baton.kernels.kv.reference import kv_digest_reference
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_digest_reference, kv_scatter
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.cuda_ipc import PinnedMemory
 from baton.kvtransfer.pool_io import PoolIO

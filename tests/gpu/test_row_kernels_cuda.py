@@ -5,7 +5,7 @@ import torch
 
 from baton.kernels import fused_copy_triton
 from baton.kernels.fused_copy import fused_copy
-from baton.kernels.gemm.fp8_groups import quantize_groups
+from baton.kernels.gemm.fp8_plan import quantize_groups
 from baton.kernels.implementation import Implementation
 from baton.kernels.pointwise import qk_norm_rope_write_triton, rms_norm_triton, silu_mul_triton
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.kernels.implementation import Implementation
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
+from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import prefill as attention_prefill
-from baton.kernels.attention import shares as attention_split_kv
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention import split_kv_plan_triton as attention_split_kv_plan_triton
-from baton.kernels.attention.decode_plan import rows_of_program
-from baton.kernels.attention.shares import SplitKVPlans
+from baton.kernels.attention.decode_plan import SplitKVPlans, rows_of_program
 from baton.kernels.attention.split_kv_plan_triton import PIECE_LEN, begins_at, most_pieces
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize

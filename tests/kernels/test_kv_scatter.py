@@ -15,8 +15,16 @@ import triton.language as tl
 
 from baton.kernels.kv import scatter_triton as kv_scatter_triton
 from baton.kernels.kv.pool_digest import kv_digest
-from baton.kernels.kv.reference import kv_digest_reference, kv_scatter_reference
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.scatter import (
+    Completion,
+    Piece,
+    PoolAddress,
+    Tuning,
+    Workspace,
+    kv_digest_reference,
+    kv_scatter,
+    kv_scatter_reference,
+)
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer import device_stream, rank_kernels
 from baton.kvtransfer.pool_io import PoolIO

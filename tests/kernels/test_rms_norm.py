@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels.gemm.fp8_groups import quantize_groups
+from baton.kernels.gemm.fp8_plan import quantize_groups
 from baton.kernels.implementation import Implementation
 from baton.kernels.pointwise import rms_norm_triton
 from baton.kernels.pointwise.rms_norm import rms_norm, rms_norm_fused

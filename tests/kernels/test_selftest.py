@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.core.errors import NumericsUnsupported
-from baton.core.quantization import Quantization
+from baton.core.numerics import Quantization
 from baton.kernels import selftest
 from baton.kernels.gemm import linear
 from baton.kernels.implementation import Implementation

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels.gemm.fp8_groups import quantize_groups
+from baton.kernels.gemm.fp8_plan import quantize_groups
 from baton.kernels.implementation import Implementation
 from baton.kernels.pointwise import silu_mul_triton
 from baton.kernels.pointwise.silu_mul import silu_mul, silu_mul_fused

@@ -7,7 +7,7 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling import verify_reference
+from baton.kernels.sampling import verify as verify_module
 from baton.kernels.sampling.choice import Law
 from baton.kernels.sampling.draft_rows import DraftRows
 from baton.kernels.sampling.verify import Verdict, post_verify, verify
@@ -117,7 +117,7 @@ def test_the_law_of_one_draft_is_the_targets(monkeypatch):
     logits_BQV = torch.stack([p_V.log(), torch.zeros(4)])[None].float()
     rows = drawn_rows(torch.Generator(), [1.0])
     draws = {}
-    monkeypatch.setattr(verify_reference._Sequence, "_uniforms", lambda self, count, purpose: draws[purpose])
+    monkeypatch.setattr(verify_module._Sequence, "_uniforms", lambda self, count, purpose: draws[purpose])
     for law in (Law.REJECT, Law.BLOCK):
         mass_V = torch.zeros(4)
         for draft, first, second in itertools.product(range(4), grid, grid):

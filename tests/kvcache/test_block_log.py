@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from baton.core.block_change import BlockChange
+from baton.core.block_hash import BlockChange
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.prefix_index import PrefixIndex

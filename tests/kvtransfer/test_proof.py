@@ -19,7 +19,7 @@ from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import Pair, make_layout
 from baton.tests.kvtransfer.proving import OTHER_PROOFS, PROOFS, prove, prove_challenge, prove_reply
 from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
-from baton.worker.transfer_counts import receiver_counts
+from baton.worker.inventory import receiver_counts
 
 pytestmark = pytest.mark.fast
 

@@ -6,7 +6,7 @@ import pytest
 
 from baton.kvtransfer.receiver.service import Completed
 from baton.kvtransfer.sender.service import Acked
-from baton.worker.transfer_counts import push_counts, receiver_counts
+from baton.worker.inventory import push_counts, receiver_counts
 
 pytestmark = pytest.mark.fast
 

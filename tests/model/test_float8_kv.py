@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import ModelTensorMisshapen, ModelUnsupported
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
-from baton.kernels.kv.float8 import DTYPE
+from baton.core.numerics import KVDtype, Numerics
+from baton.kernels.kv.dequantize import DTYPE
 from baton.kvcache.pool import num_blocks_for_memory
 from baton.model.loader import load_model
 from baton.tests.model.harness import Paged, prompt

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import ModelUnsupported, WorkerLost
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
+from baton.core.numerics import KVDtype, Numerics
 from baton.engine.speculation.drafting import over_vocabulary
 from baton.engine.tp.gloo_group import GlooGroup, open_store
 from baton.kernels.gemm.linear import linear_invariant

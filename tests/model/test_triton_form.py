@@ -11,11 +11,9 @@ import torch
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import ModelUnsupported
-from baton.core.kv_dtype import KVDtype
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.kernels.attention import decode as attention_decode
-from baton.kernels.attention import shares as attention_split_kv
+from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.decode_plan import Options
 from baton.kernels.implementation import Implementation

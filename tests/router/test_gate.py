@@ -10,7 +10,7 @@ from baton.client import AsyncBatonClient
 from baton.core.errors import InvalidRequest, NoWorker, Overloaded, RequestCancelled, RequestDeadlineExceeded
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc
-from baton.proto.retry_info import DETAILS_KEY, retry_after_s, retry_details
+from baton.proto.wire import DETAILS_KEY, retry_after_s, retry_details
 from baton.router.admission.fair_queue import QueueLimits
 from baton.tests.router.fakes import cluster
 

@@ -6,7 +6,7 @@ import pytest
 from baton.core.errors import HandoffTooLong, InvalidRequest
 from baton.kvtransfer.receiver.driver import STAGING_KEY
 from baton.kvtransfer.sender.service import Denied
-from baton.prefill_worker.denial import error_of
+from baton.prefill_worker.worker import error_of
 from baton.proto import kv_pb2, worker_pb2
 from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.router.placement.routing import LEAST_COST, PREFIX, ROUND_ROBIN

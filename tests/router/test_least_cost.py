@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from baton.core.block_change import BlockChange
-from baton.core.block_hash import block_hashes
+from baton.core.block_hash import BlockChange, block_hashes
 from baton.core.clock import VirtualClock
 from baton.core.errors import ConfigInvalid, NoWorker, WorkersIncompatible
 from baton.core.requests.request import AttemptKey, GenerationRequest

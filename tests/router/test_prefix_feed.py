@@ -5,10 +5,10 @@ import asyncio
 import grpc
 import pytest
 
-from baton.core.block_change import BlockChange
+from baton.core.block_hash import BlockChange
 from baton.kvcache.block_log import BlockLog
 from baton.proto import worker_pb2
-from baton.proto.block_wire import change_to_proto
+from baton.proto.wire import change_to_proto
 from baton.router.placement import prefix_index
 from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.tests.router.fakes import EPOCHS, cluster

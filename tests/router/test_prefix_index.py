@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from baton.core.block_change import BlockChange
+from baton.core.block_hash import BlockChange
 from baton.core.errors import MalformedMessage
 from baton.kvcache.block_log import BlockLog
 from baton.proto import worker_pb2
-from baton.proto.block_wire import change_from_proto, change_to_proto
+from baton.proto.wire import change_from_proto, change_to_proto
 from baton.router.placement.members import Incarnation
 from baton.router.placement.prefix_index import PrefixIndex
 

@@ -11,7 +11,7 @@ from baton.client import AsyncBatonClient
 from baton.core.errors import TransferFailed
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2, inference_pb2_grpc
-from baton.proto.retry_info import DETAILS_KEY, retry_after_s
+from baton.proto.wire import DETAILS_KEY, retry_after_s
 from baton.router.attempt.migration import MigrationConfig, RetryBudget, RetryLimits
 from baton.tests.router.fakes import cluster
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.cluster.commands.waterfall import waterfall_data
+from baton.cluster.commands.completion import waterfall_data
 from baton.core.telemetry.waterfall import RouterTimes
 from baton.proto import inference_pb2, worker_pb2
 from baton.router.attempt.stats import add_timing

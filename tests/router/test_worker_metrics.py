@@ -10,7 +10,7 @@ from baton.core.distribution import Buckets
 from baton.core.errors import BatonError
 from baton.core.telemetry.step_report import COUNT_BOUNDS, GAP_BOUNDS_S, STEP_BOUNDS_S, RowCounts, StepReport, no_rows
 from baton.proto import worker_pb2
-from baton.proto.step_wire import report_from_proto, report_to_proto, waiting_to_proto
+from baton.proto.wire import report_from_proto, report_to_proto, waiting_to_proto
 from baton.router.metrics import RouterMetrics
 from baton.router.placement.members import ALIVE_S, MAX_GAP_S, Members
 from baton.router.worker_metrics import WorkerCollector

@@ -13,7 +13,7 @@ from baton.cluster.deployment import Deployment
 from baton.core.config import ServeConfig
 from baton.core.errors import PreconditionUnmet
 from baton.core.tls_files import TlsFiles
-from baton.runbook.common.certificates import Replacement, days_left, fingerprint_of, is_trusted, pair_fits
+from baton.runbook.rotate_certificates import Replacement, days_left, fingerprint_of, is_trusted, pair_fits
 from baton.tests.router.certificates import Authority
 from baton.tests.runbook.conftest import CONFIG, ROOM, Done, Load, answer
 

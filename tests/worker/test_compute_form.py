@@ -4,16 +4,15 @@ import pytest
 import torch
 from triton import knobs
 
-from baton.core.numerics import Numerics
-from baton.core.quantization import Quantization
+from baton.core.numerics import Numerics, Quantization
 from baton.kernels import tuning
 from baton.kernels.compiles import Compiles
 from baton.kernels.gemm import scaled_mm
 from baton.kernels.gemm.fp8_weight import quantize_weight
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8
 from baton.kernels.implementation import Implementation
-from baton.worker import compute_form
-from baton.worker.compute_form import compute_report, form_of
+from baton.worker import inventory
+from baton.worker.inventory import compute_report, form_of
 
 pytestmark = pytest.mark.fast
 
@@ -35,7 +34,7 @@ def test_the_form_is_one_of_four():
 
 def test_kernels_that_come_late_are_counted_and_logged_once_each(monkeypatch, caplog):
     compiles = Compiles()
-    monkeypatch.setattr(compute_form, "COMPILES", compiles)
+    monkeypatch.setattr(inventory, "COMPILES", compiles)
     for name in ("a", "b", "a"):
         compiles.loaded(None, 0, name, {}, "hash")
     model = Model(Implementation.REFERENCE)
@@ -64,7 +63,7 @@ def test_triton_tells_of_each_binary_once():
 
 def test_what_fell_back_is_counted(monkeypatch):
     library = scaled_mm.Library()
-    monkeypatch.setattr(compute_form, "LIBRARY", library)
+    monkeypatch.setattr(inventory, "LIBRARY", library)
     monkeypatch.setattr(tuning, "_UNTUNED", set())
     tuning.find.cache_clear()
     model = Model(Implementation.REFERENCE, why="device cpu")

@@ -16,8 +16,8 @@ from baton.proto.unreadable import read_of
 from baton.tests.inside import worker_channel
 from baton.tests.worker.streams import ATTEND_ALL, RUN_ALL, opening, raw_end
 from baton.worker import host as host_module
-from baton.worker.gate import Gate
 from baton.worker.host import WorkerHost
+from baton.worker.loop import Gate
 
 pytestmark = pytest.mark.fast
 

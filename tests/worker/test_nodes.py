@@ -33,8 +33,7 @@ from baton.decode_worker.node import DecodeNode
 from baton.engine.local import LocalEngine
 from baton.prefill_worker.node import PrefillNode
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
-from baton.proto.block_wire import change_from_proto
-from baton.proto.wire import attend_request, error_from_rpc, prefill_request
+from baton.proto.wire import attend_request, change_from_proto, error_from_rpc, prefill_request
 from baton.tests.e2e.conftest import TINY
 from baton.tests.inside import node_channel
 from baton.tests.worker.streams import attend, run

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.core.step_sizes import StepSizes
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kvcache.layout import KVLayout
 from baton.model.parallel import Alone
-from baton.worker import kv_budget, loading
+from baton.worker import loading
+from baton.worker.loading import StepSizes
 
 pytestmark = pytest.mark.fast
 TOTAL_BYTES = 20 << 30
@@ -37,10 +37,8 @@ def num_blocks(monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, f
 
 
 def room_of(share=0.5, chunk_len=256):
-    steps = kv_budget.step_bytes(
-        num_tokens=chunk_len, num_rows=48, hidden_size=1024, inner_size=4096, vocab_size=32_000
-    )
-    return int(TOTAL_BYTES * share) - WEIGHT_BYTES - kv_budget.CONTEXT_BYTES - steps
+    steps = loading.step_bytes(num_tokens=chunk_len, num_rows=48, hidden_size=1024, inner_size=4096, vocab_size=32_000)
+    return int(TOTAL_BYTES * share) - WEIGHT_BYTES - loading.CONTEXT_BYTES - steps
 
 
 def test_the_share_is_of_the_whole_card_and_weights_and_steps_are_in_it(monkeypatch):

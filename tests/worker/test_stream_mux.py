@@ -11,9 +11,7 @@ from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.proto import kv_pb2, worker_pb2
 from baton.proto.stream_mux_wire import MAX_FRAME_BYTES, End, decode_frame, read_decode_frame
-from baton.worker.send_queue import MuxedStream, SendQueue
-from baton.worker.stream_mux import StreamMux
-from baton.worker.write_coalescer import WriteCoalescer
+from baton.worker.stream_mux import MuxedStream, SendQueue, StreamMux, WriteCoalescer
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
 EPOCH = 77

@@ -6,7 +6,7 @@ from baton.kvtransfer.protocol.transfer_times import TIME_BOUNDS_S, TIME_NAMES, 
 from baton.kvtransfer.receiver.driver import COUNT_NAMES
 from baton.kvtransfer.sender.lane_choice import LaneChoice
 from baton.kvtransfer.sender.table import PathCounts, PushTotals
-from baton.worker.transfer_counts import push_counts, receiver_counts
+from baton.worker.inventory import push_counts, receiver_counts
 
 pytestmark = pytest.mark.fast
 

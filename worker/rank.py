@@ -1,11 +1,51 @@
-"""The thread on which a rank other than 0 follows its group, and its end: the group stops or this process does."""
+"""One rank of a worker: where it stands in its TP group, and the thread that serves it."""
 
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from baton.core.errors import BatonError, WorkerLost
 from baton.engine.tp.plan import PlanChannel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """What another rank needs to know to take its place.
+
+    Attributes:
+        rank: its own.
+        size: of the TP group.
+        epoch: of the worker, the same for all ranks.
+        store_port: of rank 0's store, on this host.
+        link_address: of rank 0's link.
+        link_token: for it.
+    """
+
+    rank: int
+    size: int
+    epoch: int
+    store_port: int
+    link_address: str
+    link_token: str = field(repr=False)
+
+
+class RankStarter(Protocol):
+    """Starts the processes of the other ranks, on rank 0's host."""
+
+    def start(self, rank_place: RankPlace) -> None:
+        """Have a process take this seat; returns at once."""
+        ...
+
+    def check(self) -> None:
+        """Look whether they could be started.
+
+        Raises:
+            BatonError: one of them could not.
+        """
+        ...
+
 
 log = logging.getLogger(__name__)
 

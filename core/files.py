@@ -1,7 +1,9 @@
-"""How many files and sockets this process may open: as many as the system lets it, and some kept for its own needs."""
+"""What the router and the keys watch about files: whether one has changed, and how many may be open."""
 
 import logging
+import os
 import resource
+from pathlib import Path
 from typing import Final
 
 RESERVED: Final = 256  # for workers' channels, logs, processes and files that are read again
@@ -29,3 +31,12 @@ def share_of_clients(num_doors: int) -> int:
     """Connections that one of so many doors may hold, so that the reserve is never touched."""
     limit = file_limit()
     return max(1, (limit - min(RESERVED, limit // 2)) // num_doors)
+
+
+def file_state(path: str | Path) -> object:
+    """Another one after each change; why it cannot be looked at is a state, too."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return error.errno
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,138 @@
+"""What flags of several commands have in common: their forms, keys of `ServeConfig`, and how to get in."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command
+
+Json = Annotated[bool, typer.Option("--json", help="print exactly one JSON object on stdout")]
+Text = str | None
+Count = int | None
+Command = Callable[..., int]
+
+
+def option(
+    text: str,
+    *names: str,
+    panel: str | None = None,
+    variable: str | None = None,
+    least: int | None = None,
+    metavar: str = "",
+) -> Any:
+    """A flag whose help says its default, in brackets; of other `names` than the parameter's, in a panel of --help."""
+    return typer.Option(
+        *names,
+        help=text.replace("[", r"\["),  # else rich takes a default in brackets for markup
+        show_default=False,
+        rich_help_panel=panel,
+        envvar=variable,
+        min=least,
+        metavar=f"<{metavar}>" if metavar else None,
+    )
+
+
+def parameter(name: str, kind: Any, flag: Any) -> inspect.Parameter:
+    """A parameter of a command that is None unless its flag is given."""
+    annotation = Annotated[kind | None, flag]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def extended(command: Command, added: Sequence[inspect.Parameter], *, before: str | None = None) -> Command:
+    """The command with more parameters, last or before one of its own; it gets them with its other keywords."""
+    signature = inspect.signature(command)
+    own = [item for item in signature.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+    own = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own]
+    at = [item.name for item in own].index(before) if before else len(own)
+    parameters = [*own[:at], *added, *own[at:]]
+
+    @functools.wraps(command)
+    def reach(**values: Any) -> int:
+        return command(**values)
+
+    reach.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    reach.__annotations__ = {item.name: item.annotation for item in parameters} | {"return": int}
+    return reach
+
+
+def with_every_key(app: typer.Typer) -> Callable[[Command], Command]:
+    """Register a command with a flag for each key, in the panel that it is declared in; one not given is None."""
+    return _registered(app, lambda: _flags(None, condition="", has_panels=True))
+
+
+def with_keys(app: typer.Typer, *names: str, condition: str = "") -> Callable[[Command], Command]:
+    """Register a command with flags for a few keys, in no panel; the condition goes before their help."""
+    return _registered(app, lambda: _flags(names, condition=condition, has_panels=False))
+
+
+def _flags(names: tuple[str, ...] | None, *, condition: str, has_panels: bool) -> Iterator[inspect.Parameter]:
+    from baton.core.config import ServeConfig
+    from baton.core.config_key import keys_of
+
+    keys = keys_of(ServeConfig)
+    for name in keys if names is None else names:
+        key = keys[name]
+        panel = key.panel if has_panels else None
+        yield parameter(name, key.kind, option(condition + key.help, panel=panel, metavar=key.metavar))
+
+
+def _registered(app: typer.Typer, flags: Callable[[], Iterator[inspect.Parameter]]) -> Callable[[Command], Command]:
+    def register(command: Command) -> Command:
+        class KeyedCommand(TyperCommand):
+            """The command; it has its flags from when they are first asked for."""
+
+            _has_flags = False
+
+            def get_params(self, ctx: Any) -> Any:
+                """Those of the function, with the flags before --json."""
+                if not self._has_flags:
+                    alone = typer.Typer(add_completion=False)
+                    alone.command()(extended(command, list(flags()), before="json"))
+                    made = get_command(alone)
+                    self.params, self.callback = made.params, made.callback
+                    self._has_flags = True
+                return super().get_params(ctx)
+
+        app.command(cls=KeyedCommand)(extended(command, []))
+        return command
+
+    return register
+
+
+KEY_VARIABLE = "BATON_API_KEY"
+_ACCESS = {
+    "tls_ca_file": "who signed the deployment's certificate; the connection is then encrypted",
+    "tls_cert_file": "own certificate, where the deployment asks for one",
+    "tls_key_file": "private key of --tls-cert-file",
+    "tls_server_name": "the name in the deployment's certificate, if it is not the address",
+    "api_key_file": f"file with an API key; or set {KEY_VARIABLE}",
+}
+
+
+def with_access(command: Command) -> Command:
+    """Add certificates and key of a client, or take them from `BATON_...`; what the command opens has them."""
+
+    @functools.wraps(command)
+    def reach(**values: Any) -> int:
+        from baton.client.access import Access
+        from baton.cluster.access import using
+        from baton.cluster.outcome import Output
+        from baton.core.errors import BatonError
+
+        given = {name: values.pop(name) or "" for name in _ACCESS}
+        try:
+            access = Access.of(given, os.environ.get(KEY_VARIABLE, ""))
+        except BatonError as error:
+            return Output(bool(values.get("json"))).fail(error)
+        with using(access):
+            return command(**values)
+
+    flags = [
+        parameter(name, str, option(text, panel="Access", variable=f"BATON_{name.upper()}"))
+        for name, text in _ACCESS.items()
+    ]
+    return extended(reach, flags)
