@@ -152,7 +152,7 @@ KV_TRANSPORTS: Final = {
             memory="host",
             is_clear=True,
             sender="baton.kvtransfer.transports.nixl_lane:sender_lane",
-            receiver="baton.kvtransfer.transports.nixl_pools:receiver_lane",
+            receiver="baton.kvtransfer.transports.nixl_lane:receiver_lane",
             package="nixl",
         ),
         KVTransport(

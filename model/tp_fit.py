@@ -2,7 +2,7 @@
 
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import Numerics
-from baton.kernels.gemm.inner_sum import num_slices
+from baton.kernels.gemm.slices import num_slices
 from baton.model.config import ModelConfig
 
 

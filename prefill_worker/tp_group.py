@@ -12,8 +12,7 @@ from typing import Any
 
 from baton.core.requests.request import AttemptKey
 from baton.engine.tp.plan import PlanChannel, plan_codec
-from baton.engine.tp.plan_codec import PlanCodec
-from baton.engine.tp.plan_messages import Stop
+from baton.engine.tp.plan_codec import PlanCodec, Stop
 from baton.engine.tp.rank_runners import RankRunner
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.sender.lane_choice import LaneChoice

@@ -1,3 +1,4 @@
+#!/usr/bin/env -S python3 -P
 """Start Ray's head again under a deployment that serves on, and show that it has found every worker again."""
 
 import argparse

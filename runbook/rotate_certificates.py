@@ -1,3 +1,4 @@
+#!/usr/bin/env -S python3 -P
 """Put new certificates, or another authority, into the files a deployment reads, and see its ports show them."""
 
 import argparse

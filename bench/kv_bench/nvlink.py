@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.actor import RayRemote, Remote, SpawnedRemote
-from baton.bench.kv_bench.nvlink_decode import DecodeSide
-from baton.bench.kv_bench.nvlink_prefill import COPY_BYTES, PrefillSide, gbps_of
 from baton.bench.kv_bench.nvlink_shape import BLOCK_BYTES, PUSH_BYTES, SET_BLOCKS
+from baton.bench.kv_bench.nvlink_sides import COPY_BYTES, DecodeSide, PrefillSide, gbps_of
 from baton.bench.result import result, spread
 
 Row = dict[str, Any]

@@ -4,14 +4,329 @@ Both the worker and the process that tries grammars first (`grammar_trial`) come
 that the library raises while it converts or compiles becomes `InvalidGrammar` here.
 """
 
+import itertools
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from baton.core.errors import InvalidGrammar
-from baton.core.requests.answer_structure import LIBRARY_KEY, STRUCTURE, AnswerStructure
-from baton.engine.grammar.structure import structure_text
-from baton.engine.grammar.unique_items import without_unique_items
+from baton.core.requests.answer_structure import (
+    CALL,
+    END_THINK,
+    LIBRARY_KEY,
+    STRUCTURE,
+    THINK,
+    AnswerStructure,
+    CallableTool,
+    Calls,
+    Thought,
+)
+
+MAX_GAP: Final = 2  # newlines between a thought and what follows
+# A parameter that is a string is written as it is, so that only these say nothing that its characters must follow.
+_NOTES: Final = frozenset(("type", "title", "description", "default", "examples", "deprecated"))
+_TOP: Final = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_DEFINITIONS: Final = ("$defs", "definitions")
+_KEY: Final = re.compile(r"[^\s<>][^\r\n<>]{0,126}[^\s<>]|[^\s<>]")
+_END_PARAMETER: Final = "</parameter>"
+
+
+def structure_text(structure: AnswerStructure, part_text: Callable[[str, str], str], options: str) -> str:
+    """A structure in the library's words: a list of grammars, of which the first refers to the others.
+
+    Args:
+        structure: what an answer is made of.
+        part_text: a grammar of one kind, in the library's words.
+        options: of each grammar.
+
+    Raises:
+        InvalidGrammar: a schema or grammar in it cannot be said.
+    """
+    return _Writer(structure, part_text).written(options)
+
+
+class _Writer:
+    def __init__(self, structure: AnswerStructure, part_text: Callable[[str, str], str]) -> None:
+        self._structure = structure
+        self._part_text = part_text
+        self._names: dict[str, str] = {}  # of grammars, by their text
+        self._rules: list[str] = []
+
+    def written(self, options: str) -> str:
+        """All grammars."""
+        structure = self._structure
+        thought = {
+            Thought.NONE: "",
+            Thought.OPEN: "thought GAP?",
+            Thought.OPTIONAL: f"({_quoted(THINK)} thought GAP?)?",
+        }[structure.thought]
+        if structure.thought is not Thought.NONE:
+            self._rules.append(f"thought[lazy]: /(?s:.*){_pattern(END_THINK)}/")
+        if structure.calls is not Calls.NONE:
+            self._add_calls()
+        if structure.calls is Calls.AUTO and structure.text is None:
+            start = self._free()
+        else:
+            if thought:
+                self._rules.append(f"GAP: /\\n{{1,{MAX_GAP}}}/")
+            bound = [] if structure.calls is Calls.NONE else ["calls"]
+            bound += [] if structure.text is None else [self._form(*structure.text)]
+            start = f"{thought} ({' | '.join(bound)})"
+        top = "\n".join([f"start: {start}", *self._rules, options])
+        named = [{"name": name, "lark_grammar": text} for text, name in self._names.items()]
+        return json.dumps({"grammars": [{"name": "answer", "lark_grammar": top}, *named]})
+
+    def _free(self) -> str:
+        """Calls among any text."""
+        has_tag = f"(?s:.*){_pattern(CALL)}"
+        self._rules += [f"opening[lazy]: /{has_tag}/", f"TEXT: /(?s:.+)/ & ~/{has_tag}(?s:.*)/"]
+        many = "(opening call)*" if self._structure.parallel else "(opening call)?"
+        if self._structure.thought is not Thought.OPTIONAL:
+            thought = "thought " if self._structure.thought is Thought.OPEN else ""
+            return f"{thought}{many} TEXT?"
+        thinks = f"~/{_pattern(THINK)}(?s:.*)/"
+        self._rules += [
+            "first_opening[lazy]: FIRST_OPENING",
+            f"FIRST_OPENING: /{has_tag}/ & {thinks}",
+            f"FIRST_TEXT: /(?s:.+)/ & ~/{has_tag}(?s:.*)/ & {thinks}",
+        ]
+        more = "(opening call)* " if self._structure.parallel else ""
+        return f"{_quoted(THINK)} thought {many} TEXT? | first_opening call {more}TEXT? | FIRST_TEXT?"
+
+    def _add_calls(self) -> None:
+        opened = f"{_quoted(CALL)} call"
+        more = f' ("\\n" {opened})*' if self._structure.parallel else ""
+        tools = [self._tool(at, tool) for at, tool in enumerate(self._structure.tools)]
+        self._rules += [
+            f"calls: {opened}{more}",
+            'call: "\\n"? tool "\\n"? "</tool_call>"',
+            f"tool: {' | '.join(f'tool{at}' for at in range(len(tools)))}",
+            *(f"tool{at}: {rule}" for at, rule in enumerate(tools)),
+        ]
+
+    def _tool(self, at: int, tool: CallableTool) -> str:
+        if self._structure.tagged:
+            rule = self._tagged(at, tool)
+            if rule is not None:
+                return rule
+        if tool.parameters is None:
+            arguments = self._named("json_object", "")
+        else:
+            arguments = self._named("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
+        begin = f'{{"name": {_quoted(tool.name)}, "arguments": '
+        return f'{_quoted(begin)} {arguments} "}}"'
+
+    def _tagged(self, at: int, tool: CallableTool) -> str | None:
+        """A call whose arguments are tags; None where these could not keep to the schema."""
+        begin = _quoted(f"<function={tool.name}>")
+        if tool.parameters is None:
+            self._rules.append(f"any{at}[lazy]: /(?s:.*)<\\/function>/")
+            return f"{begin} any{at}"
+        if not isinstance(tool.parameters, Mapping) or not _can_be_tagged(tool.parameters):
+            return None
+        rule = f'{begin} "\\n"'
+        required = tool.parameters.get("required", ())
+        for key, schema in tool.parameters.get("properties", {}).items():
+            value = self._value(schema, tool.parameters)
+            if value is None:
+                return None
+            parameter = f'{_quoted(f"<parameter={key}>")} "\\n" {value} "\\n"'
+            rule += f" {parameter}" if key in required else f" ({parameter})?"
+        return f'{rule} "</function>"'
+
+    def _value(self, schema: Any, root: Mapping[str, Any]) -> str | None:
+        """A parameter's value and the tag behind it."""
+        if isinstance(schema, Mapping) and schema.get("type") == "string":
+            options = schema.get("enum", [schema["const"]] if "const" in schema else None)
+            if not schema.keys() <= _NOTES | {"enum", "const"} or ("enum" in schema and "const" in schema):
+                return None
+            if options is None:
+                rule = f"value[lazy]: /(?s:.*){_pattern(_END_PARAMETER)}/"
+                self._rules += [] if rule in self._rules else [rule]
+                return "value"
+            if not all(isinstance(one, str) and one == one.strip() and _END_PARAMETER not in one for one in options):
+                return None
+            return f'({" | ".join(map(_quoted, options))}) "\\n" {_quoted(_END_PARAMETER)}'
+        references = list(_references(schema))
+        brought = tuple(f"#/{name}/" for name in _DEFINITIONS)
+        if not isinstance(schema, Mapping | bool) or not all(one.startswith(brought) for one in references):
+            return None  # in a grammar of its own it could not find them
+        definitions = {name: root[name] for name in _DEFINITIONS if references and name in root}
+        whole = schema if isinstance(schema, bool) else definitions | dict(schema)
+        named = self._named("json_schema", json.dumps(whole, ensure_ascii=False))
+        return f'{named} "\\n" {_quoted(_END_PARAMETER)}'
+
+    def _form(self, kind: str, text: str) -> str:
+        """What a text matches, where it is no call."""
+        if kind != "regex":
+            return self._named(kind, text)
+        written = self._part_text(kind, text).partition("\n")[0].removeprefix("start: ")
+        tags = [CALL] if self._structure.calls is not Calls.NONE else []
+        tags += [THINK] if self._structure.thought is Thought.OPTIONAL else []
+        excluded = "".join(f" & ~/{_pattern(tag)}(?s:.*)/" for tag in tags)
+        self._rules.append(f"FORM: {written}{excluded}")
+        return "FORM"
+
+    def _named(self, kind: str, text: str) -> str:
+        written = self._part_text(kind, text)
+        name = self._names.setdefault(written, f"part{len(self._names)}")
+        return f"@{name}"
+
+
+def _can_be_tagged(parameters: Mapping[str, Any]) -> bool:
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    return (
+        parameters.keys() <= _TOP
+        and parameters.get("type", "object") == "object"
+        and parameters.get("additionalProperties", False) in (False, True)
+        and isinstance(properties, Mapping)
+        and all(_KEY.fullmatch(key) for key in properties)
+        and isinstance(required, list)
+        and all(key in properties for key in required)
+    )
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """To whatever is elsewhere."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _references(one)
+    elif isinstance(schema, Mapping):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        yield from _references(list(schema.values()))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _pattern(tag: str) -> str:
+    """A tag in a regular expression between slashes."""
+    return tag.replace("/", "\\/")
+
+
+MAX_ARRAYS: Final = 128  # that one schema is replaced by
+KEYWORD: Final = "uniqueItems"
+_LITERAL: Final = frozenset(("const", "enum", "default", "examples"))  # what stands there is data, not a schema
+_NAMED: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_ITEM_NOTES: Final = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id", "$defs", "definitions")
+)
+_OF_ARRAY: Final = frozenset(("type", "items", "minItems", "maxItems", KEYWORD))
+_KINDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def without_unique_items(schema: Any) -> Any:
+    """A schema of the same values that does without the keyword.
+
+    Raises:
+        ValueError: there is none; it says where and why.
+    """
+    try:
+        return _rewritten(schema, schema, "#")
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"malformed beside {KEYWORD}: {error}") from error
+
+
+def _rewritten(schema: Any, root: Any, path: str, *, are_names: bool = False) -> Any:
+    if isinstance(schema, list):
+        return [_rewritten(item, root, f"{path}/{at}") for at, item in enumerate(schema)]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        key: value
+        if key in _LITERAL and not are_names
+        else _rewritten(value, root, f"{path}/{key}", are_names=key in _NAMED and not are_names)
+        for key, value in schema.items()
+    }
+    if are_names or KEYWORD not in found:
+        return found
+    is_unique = found.pop(KEYWORD)
+    if not isinstance(is_unique, bool):
+        raise ValueError(f"{path}: {KEYWORD} is neither true nor false")
+    return _listed(found, root, path) if is_unique else found
+
+
+def _listed(schema: dict[str, Any], root: Any, path: str) -> Any:
+    """An array of different items, by all that there are."""
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+    if (None not in kinds and "array" not in kinds) or most <= 1:
+        return schema
+    more = sorted(schema.keys() - _OF_ARRAY - _ITEM_NOTES)
+    if None in kinds or more:
+        why = f"beside {more[0]}" if more else "without a type"
+        raise ValueError(f"{path}: {KEYWORD} {why} cannot be followed")
+    values = _values(schema.get("items"), root)
+    if values is None:
+        why = "can be followed where the items are a few given values (enum, const, boolean, null); leave it out here"
+        raise ValueError(f"{path}: {KEYWORD} {why}")
+    if len(values) > MAX_ARRAYS:
+        raise ValueError(f"{path}: {KEYWORD} of {len(values)} values leaves more than {MAX_ARRAYS} different arrays")
+    sizes = range(least, int(min(most, len(values))) + 1)
+    num = sum(math.perm(len(values), size) for size in sizes)
+    if not 1 <= num <= MAX_ARRAYS:
+        raise ValueError(f"{path}: {KEYWORD} leaves {num} different arrays; at least 1 and at most {MAX_ARRAYS}")
+    arrays: list[dict[str, Any]] = [
+        {"type": "array", "prefixItems": [{"const": one} for one in chosen], "minItems": size, "maxItems": size}
+        for size in sizes
+        for chosen in itertools.permutations(values, size)
+    ]
+    others = [{"type": kind} for kind in kinds if kind != "array"]
+    return {key: value for key, value in schema.items() if key in _ITEM_NOTES} | {"anyOf": [*arrays, *others]}
+
+
+def _values(items: Any, root: Any) -> list[Any] | None:
+    """All values of a schema; None where they are not listed."""
+    if isinstance(items, dict) and isinstance(items.get("$ref"), str) and items.keys() <= _ITEM_NOTES | {"$ref"}:
+        where, _, name = items["$ref"].rpartition("/")
+        if where not in ("#/$defs", "#/definitions") or not isinstance(root, dict):
+            return None
+        items = root.get(where[2:], {}).get(name)
+    if not isinstance(items, dict) or not items.keys() <= _ITEM_NOTES | {"type", "enum", "const"}:
+        return None
+    kinds = items.get("type", list(_KINDS))
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "const" in items:
+        listed = [one for one in items.get("enum", [items["const"]]) if _key(one) == _key(items["const"])]
+    elif "enum" in items:
+        listed = items["enum"]
+    elif set(kinds) <= {"boolean", "null"}:
+        listed = [False, True] * ("boolean" in kinds) + [None] * ("null" in kinds)
+    else:
+        return None
+    return list({_key(one): one for one in listed if any(_is_of(one, kind) for kind in kinds)}.values())
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool):
+        return bool(kind == "boolean")
+    whole = isinstance(value, float) and value.is_integer() and kind == "integer"
+    return whole or isinstance(value, _KINDS.get(kind, ()))
+
+
+def _key(value: Any) -> str:
+    """The same for values that JSON Schema calls equal."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_key, value))}]"
+    if isinstance(value, dict):
+        return json.dumps({name: _key(one) for name, one in value.items()}, sort_keys=True)
+    return json.dumps(value)
+
 
 MAX_MESSAGE_LEN: Final = 300
 MAX_WRITTEN_LEN: Final = 1 << 20  # sixteen times the largest grammar that may be sent

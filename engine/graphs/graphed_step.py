@@ -6,18 +6,20 @@ over the real sequences alone, whatever the plan asks. A step that no graph fits
 and logged once. Which graphs there are is decided before the first step and is the same at every rank.
 """
 
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from baton.core.cuda_graphs import CudaGraphConfig
+from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed
 from baton.core.numerics import Numerics
-from baton.engine.graphs.backend import CudaBackend, GraphBackend
-from baton.engine.graphs.capture import capture_together
+from baton.engine.graphs.backend import CaptureRefused, CudaBackend, GraphBackend, Replay
 from baton.engine.graphs.key import (
     EagerReason,
     GraphKey,
@@ -27,13 +29,225 @@ from baton.engine.graphs.key import (
     default_widths,
     max_invariant_entries,
 )
-from baton.engine.graphs.static_pass import StaticPass
-from baton.engine.step.batch import DecodeRows
-from baton.engine.step.passes import EagerPasses, Hidden, Passes
+from baton.engine.step.batch import DecodeRows, decode_batch
+from baton.engine.step.passes import EagerPasses, Hidden, Passes, ignore_layer
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
+
+VERSION = 1
+_MAX_PROBLEM_LEN = 300
+
+
+class Candidate(Protocol):
+    """One graph that may be captured."""
+
+    @property
+    def name(self) -> str:
+        """The same at every rank, and no other graph's."""
+        ...
+
+    def require(self) -> None:
+        """Check that it may be captured at this rank.
+
+        Raises:
+            CaptureRefused: it may not.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Compute it once; the only call that adds over ranks.
+
+        Raises:
+            RuntimeError: whatever torch raises.
+        """
+        ...
+
+    def capture(self) -> None:
+        """Capture it.
+
+        Raises:
+            RuntimeError: whatever torch raises.
+        """
+        ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured(Generic[C]):
+    """What came of it, the same at every rank.
+
+    Attributes:
+        graphs: those that every rank has captured.
+        failed: why not, by the name of each other.
+    """
+
+    graphs: list[C] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def capture_together(group: Communicator, candidates: Iterable[C]) -> Captured[C]:
+    """Capture what every rank can, in this order, which is the same at all of them.
+
+    Raises:
+        WorkerStartFailed: this rank could not warm one up, and others wait for it.
+        WorkerLost: another rank is gone, or captures other graphs.
+    """
+    captured: Captured[C] = Captured()
+    for candidate in candidates:
+        problem = agree(group, f"may {candidate.name}", _problem_of(candidate.require))
+        if problem is None:
+            problem = _warm_up(group, candidate)
+        if problem is None:
+            problem = agree(group, f"has {candidate.name}", _problem_of(candidate.capture))
+        if problem is None:
+            captured.graphs.append(candidate)
+        else:
+            captured.failed[candidate.name] = problem
+    return captured
+
+
+def agree(group: Communicator, subject: str, problem: str | None) -> str | None:
+    """One rank's problem with the subject, the lowest rank's that has one; None if no rank has any.
+
+    Raises:
+        WorkerLost: a rank is gone, or speaks of another subject.
+    """
+    problem = None if problem is None else problem[:_MAX_PROBLEM_LEN]
+    votes = group.gather_bytes(json.dumps([VERSION, subject, problem]).encode())
+    found = None
+    for rank, vote in enumerate(votes):
+        version, other_subject, other_problem = _read(vote, rank, group.size)
+        if (version, other_subject) != (VERSION, subject):
+            message = f"rank {rank} of {group.size} is at {other_subject!r} where rank {group.rank} is at {subject!r}"
+            raise WorkerLost(message, rank=rank, size=group.size, how="diverged")
+        if found is None and other_problem is not None:
+            found = other_problem if group.size == 1 else f"rank {rank}: {other_problem}"
+    return found
+
+
+def _read(vote: bytes, rank: int, size: int) -> tuple[int, str, str | None]:
+    try:
+        version, subject, problem = json.loads(vote)
+    except (ValueError, TypeError) as error:
+        raise WorkerLost(f"rank {rank} of {size} votes in no known form", rank=rank, size=size) from error
+    return version, subject, problem
+
+
+def _warm_up(group: Communicator, candidate: Candidate) -> str | None:
+    problem = _problem_of(candidate.warm_up)
+    if problem is None or group.size == 1:
+        return problem
+    message = f"rank {group.rank} of {group.size} could not compute {candidate.name}: {problem}"
+    raise WorkerStartFailed(message, rank=group.rank, size=group.size)
+
+
+def _problem_of(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except (CaptureRefused, RuntimeError) as error:  # all that torch raises; a programmer's error is nobody's vote
+        assert not isinstance(error, BatonError)
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+_FIRST, _LIMIT, _TOKENS = 0, 1, 2
+
+
+class StaticPass:
+    """Buffers of one pass, and its graph once `capture` has been called.
+
+    Args:
+        key: kind and shapes.
+        model: that computes.
+        pool: its KV.
+    """
+
+    def __init__(self, key: GraphKey, model: Model, pool: KVPool) -> None:
+        self.key = key
+        self._model = model
+        self._pool = pool
+        self._tables = _TOKENS + key.num_rows
+        num_numbers, num_tokens = self._tables + key.width, key.num_sequences * key.num_rows
+        padding_C = torch.zeros(num_numbers, dtype=torch.int64, device=pool.device)
+        padding_C[_LIMIT] = 1
+        padding_C[self._tables :] = pool.num_blocks
+        self._padding_BC = padding_C.expand(key.num_sequences, -1)
+        self._numbers_BC = self._padding_BC.clone(memory_format=torch.contiguous_format)
+        shape = num_tokens, model.config.hidden_size
+        self._hidden_TD: torch.Tensor | None = None  # what an MTP entry joins its token with
+        if key.kind is not GraphKind.VERIFY:
+            self._hidden_TD = torch.zeros(shape, dtype=model.dtype, device=pool.device)
+        self._output_TD = torch.zeros(shape, dtype=model.dtype, device=pool.device)
+        self._replay: Replay | None = None
+        self._num_written = 0  # rows that a replay has put sequences into, and none has padded since
+
+    @property
+    def num_bytes(self) -> int:
+        """About what the pass holds at its peak, beside its buffers: K and V of all tables, and copies of them."""
+        layout = self._pool.layout
+        positions = self.key.num_sequences * self.key.width * layout.block_size
+        return 4 * 2 * positions * self._pool.num_kv_heads * layout.head_dim * self._model.dtype.itemsize
+
+    @torch.inference_mode()
+    def warm_up(self, backend: GraphBackend) -> None:
+        """Compute it once, of padding.
+
+        Raises:
+            Exception: what it raised.
+        """
+        backend.warm_up(self._compute)
+
+    @torch.inference_mode()
+    def capture(self, backend: GraphBackend) -> None:
+        """Make it replayable.
+
+        Raises:
+            Exception: what capturing it raised.
+        """
+        self._replay = backend.capture(self._compute)
+
+    def replay(
+        self, token_ids_BQ: torch.Tensor, first_B: torch.Tensor, rows: DecodeRows, hidden_TD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The pass over a batch that is not larger -> [T, D] of that batch; valid until the next replay."""
+        key = self.key
+        num_sequences, num_blocks = rows.block_tables_BM.shape
+        num_tokens = num_sequences * key.num_rows
+        assert self._replay is not None
+        assert num_sequences <= key.num_sequences
+        assert num_blocks <= key.width
+        assert token_ids_BQ.shape == (num_sequences, key.num_rows)
+        parts = [first_B[:, None], rows.limit_B[:, None], token_ids_BQ, rows.block_tables_BM]
+        if num_blocks < key.width:
+            parts.append(self._padding_BC[:num_sequences, self._tables + num_blocks :])
+        num_before, self._num_written = self._num_written, max(self._num_written, num_sequences)
+        torch.cat(parts, dim=1, out=self._numbers_BC[:num_sequences])
+        if num_sequences < num_before:
+            self._numbers_BC[num_sequences:num_before].copy_(self._padding_BC[num_sequences:num_before])
+            self._num_written = num_sequences
+        if self._hidden_TD is not None:
+            assert hidden_TD is not None
+            self._hidden_TD[:num_tokens].copy_(hidden_TD)
+        self._replay()
+        return self._output_TD[:num_tokens]
+
+    def _compute(self) -> None:
+        """From the buffers to the output: what is captured."""
+        numbers_BC, key, pool = self._numbers_BC, self.key, self._pool
+        limit_B, tables_BW = numbers_BC[:, _LIMIT], numbers_BC[:, self._tables :]
+        rows = DecodeRows(block_tables_BM=tables_BW, limit_B=limit_B, draft_cap_B=limit_B)
+        max_context_len = key.width * pool.layout.block_size
+        batch = decode_batch(numbers_BC[:, _FIRST], key.num_rows, rows, max_context_len, pool, self._model.around)
+        token_ids_T = numbers_BC[:, _TOKENS : self._tables].flatten()
+        if self._hidden_TD is None:
+            self._output_TD.copy_(self._model.trunk(token_ids_T, batch, pool, ignore_layer))
+        else:
+            self._output_TD.copy_(self._model.mtp(token_ids_T, self._hidden_TD, batch, pool, ignore_layer))
+
 
 _MAX_TOLD = 8  # one line for each graph that failed, up to so many; `GraphCounts` has them all
 _ENTRIES_PER_BLOCK = (

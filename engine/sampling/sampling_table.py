@@ -15,8 +15,7 @@ from baton.core.requests.sampling import SamplingParams
 from baton.engine.sampling.history import SampledSequence
 from baton.engine.sampling.logit_edits import LogitEditTables, edits_logits
 from baton.engine.sampling.logprobs import LogprobRows
-from baton.engine.sampling.sampler import SamplingRows, sampling_rows
-from baton.engine.sampling.truncation import Limits, truncates
+from baton.engine.sampling.sampler import Limits, SamplingRows, sampling_rows, truncates
 from baton.engine.speculation.verify import Verified
 from baton.kernels.copies import to_device
 from baton.kernels.sampling.choice import MIN_TEMPERATURE

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.engine.sampling.kernel_choice import with_every_cut
-from baton.engine.sampling.kernel_edits import edit
+from baton.engine.sampling.kernel_choice import edit, with_every_cut
 from baton.engine.speculation.verify import DraftLaw, DraftProbs, Verified, VerifyInputs
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling.choice import Law, settled

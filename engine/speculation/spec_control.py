@@ -17,8 +17,270 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.speculation.acceptance_model import AcceptanceModel, AcceptanceOptions
-from baton.engine.step.time_model import StepTimeModel, TimeOptions
+import numpy as np
+import numpy.typing as npt
+
+LEAST_VAR = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceOptions:
+    """Constants.
+
+    Attributes:
+        mean: of every position, before anything is known,
+        var: and its variance.
+        likeness: correlation of what moves two positions next to each other.
+        drift: growth of the variance per step.
+        doubt: the same of a position that was not tested, beside that,
+        shared_doubt: and of what moves all of those together.
+        most_var: no variance is larger; nothing at all is known then.
+        lean: mean error, in standard deviations, that is taken for a jump.
+    """
+
+    mean: float = 0.6
+    var: float = 0.08
+    likeness: float = 0.8
+    drift: float = 4e-6
+    doubt: float = 1e-4
+    shared_doubt: float = 1e-4
+    most_var: float = 0.12
+    lean: float = 3.0
+
+
+class AcceptanceModel:
+    """Acceptance of up to `max_drafts` drafts."""
+
+    def __init__(self, max_drafts: int, options: AcceptanceOptions | None = None) -> None:
+        self._options = options = options or AcceptanceOptions()
+        places = range(max_drafts)
+        self._likeness = [[options.likeness ** abs(i - j) for j in places] for i in places]
+        self.mean = [options.mean for _ in places]
+        self.var = [[options.var * value for value in row] for row in self._likeness]
+        self._error = [0.0 for _ in places]  # recent mean of errors, in standard deviations
+
+    def observe(self, tested: Sequence[int], accepted: Sequence[int]) -> bool:
+        """Learn from a step; returns whether some acceptance seems to have jumped.
+
+        Args:
+            tested: of each position, sequences in which it was proposed and all before it stood.
+            accepted: of those, where it stood.
+        """
+        num_tested = 0
+        while num_tested < min(len(tested), len(self.mean)) and tested[num_tested] > 0:
+            num_tested += 1
+        self._doubt(num_tested)
+        jumped = False
+        for place in range(num_tested):
+            jumped |= self._learn(place, tested[place], accepted[place])
+        return jumped
+
+    def _doubt(self, num_tested: int) -> None:
+        options = self._options
+        size = len(self.mean)
+        doubted = [place for place in range(num_tested, size) if self.var[place][place] < options.most_var]
+        for i, row in enumerate(self.var):
+            likeness = self._likeness[i]
+            for j in range(size):
+                row[j] += options.drift * likeness[j]
+        for i in doubted:
+            row, likeness = self.var[i], self._likeness[i]
+            row[i] += options.doubt
+            for j in doubted:
+                row[j] += options.shared_doubt * likeness[j]
+
+    def _learn(self, place: int, num_tested: int, num_accepted: int) -> bool:
+        options, mean = self._options, self.mean[place]
+        spread = max(mean * (1.0 - mean), 0.03)
+        error = num_accepted / num_tested - mean
+        # A step weighs in the detector by what it saw, at most as 8 trials do.
+        weight = math.sqrt(min(num_tested, 8) / 32.0)
+        scaled = error * math.sqrt(num_tested / spread)
+        self._error[place] += weight * (max(-4.0, min(4.0, scaled)) - self._error[place] * weight)
+        jumped = abs(self._error[place]) > options.lean
+        if jumped:
+            added = min(error * error + 0.01, options.most_var)
+            for row, likeness in zip(self.var, self._likeness, strict=True):
+                for j, value in enumerate(likeness):
+                    row[j] += added * value
+            self._error[place] = 0.0
+        column = [row[place] for row in self.var]
+        gain = 1.0 / (column[place] + spread / num_tested)
+        for i, value in enumerate(column):
+            self.mean[i] = max(0.001, min(0.999, self.mean[i] + gain * value * error))
+            row = self.var[i]
+            for j, other in enumerate(column):
+                row[j] -= gain * value * other
+            row[i] = max(row[i], LEAST_VAR)
+        return jumped
+
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeOptions:
+    """Constants; variances are of logarithms.
+
+    Attributes:
+        slope: of the logarithm with each draft, before anything is known,
+        slope_var: and how much that may vary from one draft to the next,
+        own_var: and what any time may differ beside.
+        level_drift: growth of the variance of what all times share, per step.
+        walk_doubt: growth of the variance of ratios between neighbours among the k, per step that shows neither,
+        own_doubt: and of each time beside that.
+        local_share: of these doubts, what belongs to each size of batch alone.
+        size_var: variance of a ratio between sizes of batch next to each other.
+        jump_share: of the square of a jump, what other times are doubted by; the rest moves all of them.
+        most_jump: but by no more than this.
+        strays: how many times are stray,
+        stray_width: and over how wide a range of logarithms.
+        lean: mean error, in standard deviations, that is taken for a jump;
+        sure: or one, if the time was shorter than it should be.
+    """
+
+    slope: float = 0.13
+    slope_var: float = 0.12
+    own_var: float = 0.02
+    level_drift: float = 3e-5
+    walk_doubt: float = 1e-5
+    own_doubt: float = 1e-5
+    local_share: float = 0.1
+    size_var: float = 0.006
+    jump_share: float = 0.4
+    most_jump: float = 1.0
+    strays: float = 0.01
+    stray_width: float = 2.0
+    lean: float = 1.0
+    sure: float = 5.0
+
+
+class StepTimeModel:
+    """Times of steps with 0 to `max_drafts` drafts."""
+
+    def __init__(self, max_drafts: int, options: TimeOptions | None = None) -> None:
+        self._options = options or TimeOptions()
+        self._num_arms = max_drafts + 1
+        self._places: dict[int, int] = {}  # of each size of batch
+        self._mean_X: Floats = np.zeros(0)
+        self._var_XX: Floats = np.zeros((0, 0))
+        self._doubts_AXX: list[Floats] = []  # what a step adds, by the number of drafts it had
+        self._error_X: list[float] = []  # recent mean errors, in standard deviations
+        self._num_outliers_X: list[int] = []  # in a row
+        self.noise_var = 0.07**2
+
+    def knows(self, size: int) -> bool:
+        """Whether anything was measured at this size of batch."""
+        return size in self._places
+
+    def times(self, size: int) -> tuple[list[float], list[list[float]]]:
+        """Logarithms of the times at a size that is known, by number of drafts, and their covariance."""
+        at = self._places[size]
+        end = at + self._num_arms
+        mean: list[float] = self._mean_X[at:end].tolist()
+        var: list[list[float]] = self._var_XX[at:end, at:end].tolist()
+        return mean, var
+
+    def observe(self, size: int, num_drafts: int, step_s: float) -> bool:
+        """Learn from a step; returns whether something seems to have jumped."""
+        options, log_s = self._options, math.log(step_s)
+        if size not in self._places:
+            self._add(size, num_drafts, log_s)
+        self._var_XX += self._doubts_AXX[num_drafts]
+        at = self._places[size] + num_drafts
+        var = float(self._var_XX[at, at])
+        error = log_s - float(self._mean_X[at])
+        spread = math.sqrt(var + self.noise_var)
+        jumped = False
+        trust = self._trust(error, spread)
+        if trust < 0.5:
+            # One stray step says nothing; three in a row are the new truth.
+            self._num_outliers_X[at] += 1
+            jumped = self._num_outliers_X[at] >= 3
+        else:
+            self._num_outliers_X[at] = 0
+            bounded = min(error * error, 9.0 * self.noise_var)
+            if var < 4.0 * self.noise_var:
+                self.noise_var = min(max(self.noise_var + 0.02 * (bounded - self.noise_var), 1e-6), 0.09)
+            scaled = max(-4.0, min(4.0, error / spread))
+            self._error_X[at] += 0.125 * (scaled - self._error_X[at])
+            jumped = abs(self._error_X[at]) > options.lean or error < -options.sure * spread
+        if jumped:
+            self._jump(num_drafts, error)
+            self._error_X[at], self._num_outliers_X[at], trust = 0.0, 0, 1.0
+            var = float(self._var_XX[at, at])
+        column_X = self._var_XX[:, at].copy()
+        weight = trust / (var + self.noise_var)
+        self._mean_X += (weight * error) * column_X
+        self._var_XX -= np.outer(weight * column_X, column_X)
+        return jumped
+
+    def _trust(self, error: float, spread: float) -> float:
+        """Chance that a time with this error is none of the stray ones, which are all too long."""
+        options = self._options
+        scaled = error / spread
+        if scaled < 2.0:
+            return 1.0
+        usual = (1.0 - options.strays) * math.exp(-0.5 * min(scaled * scaled, 1000.0)) / (spread * 2.5066)
+        return usual / (usual + options.strays / options.stray_width)
+
+    def _jump(self, num_drafts: int, error: float) -> None:
+        square, share = error * error, self._options.jump_share
+        num_sizes = len(self._places)
+        self._var_XX += square
+        apart_AA = np.minimum(_apart(self._num_arms, num_drafts), 1.0) * 0.5 + _others(self._num_arms, num_drafts) * 0.5
+        self._var_XX += np.tile(min(square * share, self._options.most_jump) * apart_AA, (num_sizes, num_sizes))
+
+    def _add(self, size: int, num_drafts: int, log_s: float) -> None:
+        """A new size of batch: like the nearest that is known, with doubt; the first by what is known beforehand."""
+        options, num_arms = self._options, self._num_arms
+        place = len(self._places) * num_arms
+        drafts_A = np.arange(num_arms)
+        ramp_AA = np.minimum.outer(drafts_A, drafts_A).astype(np.float64)
+        if not self._places:
+            mean_A = options.slope * drafts_A
+            self._mean_X = mean_A + (log_s - mean_A[num_drafts])
+            self._var_XX = 0.01 + options.slope_var * ramp_AA + options.own_var * np.eye(num_arms)
+        else:
+            nearest = min(self._places, key=lambda other: (abs(other - size), other))
+            at, distance = self._places[nearest], abs(nearest - size)
+            old_mean_A, old_XA = self._mean_X[at : at + num_arms], self._var_XX[:, at : at + num_arms]
+            level_var = min(0.05 * (1 + distance), 0.5)  # how long it takes is soon known; the ratios are what matters
+            doubt_AA = level_var + min(distance, 8) * options.size_var * (0.5 * ramp_AA + 0.5 * np.eye(num_arms))
+            var_XX = np.zeros((place + num_arms, place + num_arms))
+            var_XX[:place, :place] = self._var_XX
+            var_XX[:place, place:] = old_XA
+            var_XX[place:, :place] = old_XA.T
+            var_XX[place:, place:] = old_XA[at : at + num_arms] + doubt_AA
+            self._mean_X = np.concatenate([self._mean_X, old_mean_A])
+            self._var_XX = var_XX
+        self._places[size] = place
+        self._error_X += [0.0] * num_arms
+        self._num_outliers_X += [0] * num_arms
+        num_sizes = len(self._places)
+        sizes_NN = (1.0 - options.local_share) * np.ones((num_sizes, num_sizes)) + options.local_share * np.eye(
+            num_sizes
+        )
+        self._doubts_AXX = []
+        for arm in range(num_arms):
+            doubt_AA = options.walk_doubt * _apart(num_arms, arm) + options.own_doubt * _others(num_arms, arm)
+            doubts_XX: Floats = (np.kron(sizes_NN, doubt_AA) + options.level_drift).astype(np.float64)
+            self._doubts_AXX.append(doubts_XX)
+
+
+def _apart(num_arms: int, arm: int) -> Floats:
+    """Covariance of a walk that starts at `arm` and goes both ways."""
+    steps_A = np.abs(np.arange(num_arms) - arm).astype(np.float64)
+    is_above_A = np.arange(num_arms) > arm
+    same_side_AA = np.equal.outer(is_above_A, is_above_A)
+    result: Floats = np.where(same_side_AA, np.minimum.outer(steps_A, steps_A), 0.0)
+    return result
+
+
+def _others(num_arms: int, arm: int) -> Floats:
+    """The identity without `arm`."""
+    return np.diag((np.arange(num_arms) != arm).astype(np.float64))
+
 
 MAX_TIME_S = 1e6  # a step longer than this is a broken clock,
 MIN_TIME_S = 1e-9  # and one shorter, too

@@ -8,15 +8,29 @@ did not happen.
 
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from baton.engine.step.carried_error import without_frames
 from baton.engine.step.host_future import HostFuture
 from baton.kernels.copies import copy_to_host
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The same error with its traceback as a note: frames keep alive whatever the failed work had captured."""
+    text = "".join(traceback.format_exception(error))
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        following.__traceback__ = None
+        seen.append(following)
+        following = following.__cause__ or following.__context__
+    error.add_note(f"Where it happened:\n{text}")
+    return error
+
 
 CLOSE_TIMEOUT_S = 30.0
 

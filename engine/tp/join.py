@@ -15,10 +15,8 @@ from collections.abc import Callable
 from typing import Final
 
 from baton.core.errors import ProtocolError, WorkerLost
-from baton.engine.tp.link import TPGroupLink
-from baton.engine.tp.peer import TPGroupPeer
-from baton.engine.tp.plan_codec import FRAME_HEADER_BYTES, PlanCodec, payload_len
-from baton.engine.tp.plan_messages import Join
+from baton.engine.tp.link import TPGroupLink, TPGroupPeer
+from baton.engine.tp.plan_codec import FRAME_HEADER_BYTES, Join, PlanCodec, payload_len
 
 _MAX_JOIN_BYTES: Final = 4096
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid

@@ -13,8 +13,7 @@ from typing import Any
 from baton.core.errors import BatonError
 from baton.engine.step.plan import PLAN_KINDS
 from baton.engine.tp.link import TPGroupLink
-from baton.engine.tp.plan_codec import PlanCodec
-from baton.engine.tp.plan_messages import CONTROL_KINDS, Ready
+from baton.engine.tp.plan_codec import CONTROL_KINDS, PlanCodec, Ready
 from baton.engine.tp.step_limit import StepLimit
 from baton.engine.tp.watch import STARVED_S
 from baton.model.parallel import Communicator

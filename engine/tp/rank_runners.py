@@ -18,7 +18,7 @@ from baton.engine.step.plan import Grow, Load, Operation, Place, Release, Save, 
 from baton.engine.step.result import StepTicket
 from baton.engine.step.runner import Runner
 from baton.engine.tp.plan import PlanChannel
-from baton.engine.tp.plan_messages import Stop
+from baton.engine.tp.plan_codec import Stop
 from baton.engine.tp.step_limit import StepLimit
 
 _LOOK_S = 0.02

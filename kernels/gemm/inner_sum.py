@@ -8,21 +8,14 @@ So 1, 2, 4 or 8 ranks round alike, bit for bit, and what ranks exchange is one t
 Legend: T rows, K inner size (of this rank), N outputs, C slices (of this rank).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from baton.kernels.gemm.slices import num_slices
 from baton.kernels.tiles import product_slices
-
-MAX_SLICES = 8  # of a whole inner dimension; the most ranks that can share it in invariant numerics
-
-
-def num_slices(inner_size: int) -> int:
-    """Slices of a whole inner dimension."""
-    return math.gcd(MAX_SLICES, inner_size)
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

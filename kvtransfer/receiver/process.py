@@ -22,7 +22,6 @@ import numpy as np
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError, PortInUse
 from baton.core.telemetry.logs import configure_inherited
-from baton.kvtransfer.malloc import tune_malloc
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.protocol.transport import Transport
 from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
@@ -32,7 +31,30 @@ from baton.kvtransfer.receiver.link import ReceiverLink
 from baton.kvtransfer.receiver.setup import ReceiverSetup
 from baton.kvtransfer.transports.registry import listening_transport
 
+M_TRIM_THRESHOLD: Final = -1
+M_TOP_PAD: Final = -2
+M_MMAP_THRESHOLD: Final = -3
+M_ARENA_MAX: Final = -8
+KEPT_BYTES: Final = 1 << 30
+TOP_PAD_BYTES: Final = 64 << 20
+MAX_MMAP_THRESHOLD_BYTES: Final = 32 << 20  # the most that older versions of glibc take
+
 log = logging.getLogger(__name__)
+
+
+def tune_malloc() -> bool:
+    """Tune it; False, and a line in the log, where the C library is not glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        log.warning("no mallopt in this C library; large messages cost more here")
+        return False
+    is_tuned = bool(mallopt(M_MMAP_THRESHOLD, KEPT_BYTES) or mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_BYTES))
+    for option, value in ((M_TRIM_THRESHOLD, KEPT_BYTES), (M_TOP_PAD, TOP_PAD_BYTES), (M_ARENA_MAX, 1)):
+        is_tuned = bool(mallopt(option, value)) and is_tuned
+    if not is_tuned:
+        log.warning("mallopt refused a setting; large messages cost more here")
+    return is_tuned
+
 
 PR_SET_PDEATHSIG: Final = 1
 EXIT_ORPHANED: Final = 3

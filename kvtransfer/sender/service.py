@@ -38,14 +38,12 @@ from baton.kvtransfer.sender.actions import (
     PushFailed,
 )
 from baton.kvtransfer.sender.async_writer import AsyncWriter, PushPart, WriterStep
-from baton.kvtransfer.sender.driver import PushDriver
-from baton.kvtransfer.sender.frames import FrameSender
+from baton.kvtransfer.sender.driver import FrameSender, PushDriver
 from baton.kvtransfer.sender.lane import LaneOpener, SenderSide, sender_lanes
 from baton.kvtransfer.sender.lane_choice import LaneChoice, LaneChooser
 from baton.kvtransfer.sender.messages import PushIdentity
 from baton.kvtransfer.sender.protocol import PushProtocol
-from baton.kvtransfer.sender.route import Route
-from baton.kvtransfer.sender.routes import PushRoutes
+from baton.kvtransfer.sender.route import PushRoutes, Route
 from baton.kvtransfer.sender.source import PushSource, SourcePool
 from baton.kvtransfer.sender.table import PathCounts
 from baton.proto import kv_pb2

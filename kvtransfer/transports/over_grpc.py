@@ -4,24 +4,377 @@ Payloads go inline, in packets of about 1 MiB (`over_grpc_packet`). A stream tha
 is made again, and the protocol asks for what is missing.
 """
 
+import hmac
 import logging
 import re
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from typing import Any
+
+import grpc
 
 from baton.core.config import KVTransferConfig
+from baton.core.errors import PermissionDenied, PortInUse, ProtocolError
+from baton.kvtransfer.protocol.proof import connection_pass
 from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts
-from baton.kvtransfer.transports.over_grpc_client import GrpcClient
-from baton.kvtransfer.transports.over_grpc_inbox import Inbox
-from baton.kvtransfer.transports.over_grpc_options import SCHEME, client_channels
-from baton.kvtransfer.transports.over_grpc_server import GrpcServer
+from baton.kvtransfer.transports.over_grpc_stream import (
+    BULK,
+    KIND_KEY,
+    MAX_NAME_LEN,
+    MAX_STREAMS,
+    METHOD,
+    NAME,
+    NAME_KEY,
+    PASS_KEY,
+    SCHEME,
+    SERVICE,
+    Inbox,
+    SendQueue,
+    StreamReader,
+    channel_options,
+    client_channels,
+    listener_credentials,
+)
 from baton.proto import kv_pb2
+from baton.proto.roles import ALLOWED, require_roles, roles_of
 from baton.proto.secure_channel import SecureChannels
+
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 1.0
+MAX_CHANNELS = 2  # the other stream may still use the one before
+
+log = logging.getLogger(__name__)
+
+
+class GrpcClient:
+    """What leads to one peer.
+
+    Args:
+        peer: its address.
+        name: under which it knows this side, over all connections.
+        config: limits and times.
+        channels: opens them; after the certificates have changed, streams that are made again use a new one.
+        inbox: where everything that arrives goes.
+        counts: of the transport.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        name: str,
+        config: KVTransferConfig,
+        channels: SecureChannels,
+        inbox: Inbox,
+        counts: TransportCounts,
+    ) -> None:
+        self._counts = counts
+        options = channel_options(config)
+        options += [
+            ("grpc.max_reconnect_backoff_ms", int(MAX_RETRY_S * 1e3)),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+        ]
+        self._secure = channels
+        self._target = peer.removeprefix(SCHEME)
+        self._options = options
+        self._version = channels.version
+        self._channels = [channels.open(self._target, options)]
+        shown = ((PASS_KEY, connection_pass(bytes.fromhex(config.key))), (NAME_KEY, name))
+
+        def open_control() -> _Stream:
+            reader = StreamReader(peer, inbox, 0, takes_frames=False)
+            return _Stream(self._newest(), shown, SendQueue(0), reader)
+
+        def open_bulk() -> _Stream:
+            return _Stream(self._newest(), (*shown, (KIND_KEY, BULK)), SendQueue(2 * config.window_bytes), None)
+
+        self._control = _Link(peer, open_control, counts)
+        self._bulk = _Link(peer, open_bulk, counts)
+
+    @property
+    def num_pinned(self) -> int:
+        """Frames whose memory may still be read."""
+        return self._bulk.send_queue.num_pinned
+
+    def send(self, message: bytes) -> None:
+        """Post a Control."""
+        self._counts.messages_lost += not self._control.send_queue.put(message)
+
+    def send_frame(self, header: bytes, payload: Sequence[memoryview]) -> None:
+        """Post a frame; beyond twice the window it is dropped."""
+        self._counts.frames_dropped += not self._bulk.send_queue.put_frame(header, payload)
+
+    def unpin(self, match: Callable[[bytes], bool]) -> None:
+        """See `Transport.unpin`."""
+        self._counts.frames_dropped += self._bulk.send_queue.unpin(match)
+
+    def tick(self) -> None:
+        """Make streams again that broke."""
+        self._control.tick()
+        self._bulk.tick()
+
+    def close(self) -> None:
+        """End both streams; no payload is read any more."""
+        self._control.close()
+        self._bulk.close()
+        for channel in self._channels:
+            channel.close()
+
+    def _newest(self) -> grpc.Channel:
+        version = self._secure.version
+        if version != self._version:
+            self._version = version
+            self._channels.append(self._secure.open(self._target, self._options))
+            for channel in self._channels[:-MAX_CHANNELS]:
+                channel.close()
+            del self._channels[:-MAX_CHANNELS]
+        return self._channels[-1]
+
+
+class _Link:
+    """A stream that is made again when it has ended."""
+
+    def __init__(self, peer: str, make: Callable[[], "_Stream"], counts: TransportCounts) -> None:
+        self._peer = peer
+        self._make = make
+        self._counts = counts
+        self._retry_s = MIN_RETRY_S
+        self._retry_at_s = 0.0
+        self._warned_of = ""
+        self._stream = make()
+
+    @property
+    def send_queue(self) -> SendQueue:
+        """Of the stream there is; closed if it has ended."""
+        return self._stream.send_queue
+
+    def tick(self) -> None:
+        """Note that the stream has ended, or make the next."""
+        now_s = time.monotonic()
+        if not self._stream.has_ended:
+            if now_s > self._retry_at_s + MAX_RETRY_S:
+                self._retry_s = MIN_RETRY_S
+        elif not self._stream.is_buried:
+            self._stream.is_buried = True
+            self._counts.frames_dropped += self.send_queue.close()
+            self._counts.lanes_failed += 1
+            self._retry_at_s = now_s + self._retry_s
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+            if self._stream.why != self._warned_of:
+                self._warned_of = self._stream.why
+                log.warning("the stream to %s ended: %s", self._peer, self._warned_of)
+        elif now_s >= self._retry_at_s:
+            self._stream = self._make()
+
+    def close(self) -> None:
+        """End it."""
+        self._counts.frames_dropped += self.send_queue.close()
+        self._stream.cancel()
+
+
+class _Stream:
+    """One life of a stream.
+
+    Attributes:
+        send_queue: what waits to be sent.
+        has_ended: it is over.
+        is_buried: and that was noted.
+        why: it ended.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        metadata: tuple[tuple[str, str], ...],
+        send_queue: SendQueue,
+        reader: StreamReader | None,
+    ) -> None:
+        self.send_queue = send_queue
+        self.has_ended = False
+        self.is_buried = False
+        self.why = ""
+        self._reader = reader
+        exchange = channel.stream_stream(METHOD, None, None)  # bytes as they are
+        self._call = exchange(iter(send_queue), metadata=metadata)
+        if reader is None:
+            assert isinstance(self._call, grpc.Future)
+            self._call.add_done_callback(self._ended)
+        else:
+            threading.Thread(target=self._read, args=(reader,), name="kv-grpc-read", daemon=True).start()
+
+    def cancel(self) -> None:
+        """End it."""
+        if self._reader is not None:
+            self._reader.stop()
+        self._call.cancel()  # type: ignore[no-untyped-call]
+
+    def _ended(self, _: object) -> None:
+        self.why = f"{self._call.code().name}: {self._call.details()}"
+        self.has_ended = True
+
+    def _read(self, reader: StreamReader) -> None:
+        try:
+            reader.run(self._call)
+            self.why = "the peer ended it"
+        except grpc.RpcError as error:
+            self.why = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+        except ProtocolError as error:
+            self.why = error.message
+            self._call.cancel()  # type: ignore[no-untyped-call]
+        finally:
+            self.has_ended = True
+
+
+STOP_S = 5.0
+_NAME = re.compile(f"[0-9a-zA-Z_.-]{{1,{MAX_NAME_LEN}}}")
+
+
+class GrpcServer:
+    """Serves `KvTransfer.Exchange`.
+
+    Args:
+        bind: `grpc://HOST:PORT`, PORT 0 for a free one.
+        config: limits, times and keys.
+        inbox: where everything that arrives goes.
+        counts: of the transport.
+
+    Attributes:
+        address: where it listens.
+
+    Raises:
+        PortInUse: the address cannot be bound.
+        ConfigInvalid: the certificates cannot be used.
+    """
+
+    def __init__(self, bind: str, config: KVTransferConfig, inbox: Inbox, counts: TransportCounts) -> None:
+        self._config = config
+        self._pass = connection_pass(bytes.fromhex(config.key)).encode()
+        self._inbox = inbox
+        self._counts = counts
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[str, bool], _ServedStream] = {}  # by name, and whether nothing is answered on it
+        self._is_closed = False
+        credentials = listener_credentials(config)
+        options = [*channel_options(config), ("grpc.so_reuseport", 0)]
+        self._pool = futures.ThreadPoolExecutor(MAX_STREAMS, "kv-grpc-send")
+        self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=MAX_STREAMS)
+        handler = grpc.stream_stream_rpc_method_handler(self._exchange)  # without serializers: bytes as they are
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
+        target = bind.removeprefix(SCHEME)
+        try:
+            port = (
+                self._server.add_insecure_port(target)
+                if credentials is None
+                else self._server.add_secure_port(target, credentials)
+            )
+        except RuntimeError as error:
+            self._server.stop(None)
+            raise PortInUse(f"cannot listen on {bind}", address=bind) from error
+        self.address = f"{SCHEME}{target.rpartition(':')[0]}:{port}"
+        self._server.start()
+
+    def send(self, peer: str, message: bytes) -> None:
+        """Post a Control; it is lost if the peer is not connected."""
+        with self._lock:
+            stream = self._streams.get((peer, False))
+        self._counts.messages_lost += stream is None or not stream.send_queue.put(message)
+
+    def drop(self, peer: str) -> None:
+        """End a peer's streams."""
+        with self._lock:
+            streams = [self._streams.pop((peer, is_bulk), None) for is_bulk in (False, True)]
+        for stream in streams:
+            if stream is not None:
+                stream.stop()
+
+    def close(self) -> None:
+        """End every stream; nothing is written any more."""
+        with self._lock:
+            self._is_closed = True
+            streams = list(self._streams.values())
+            self._streams.clear()
+        for stream in streams:
+            stream.stop()
+        self._server.stop(None).wait(STOP_S)
+        self._pool.shutdown(wait=False)
+
+    def _exchange(self, packets: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        metadata: dict[str, Any] = dict(context.invocation_metadata())
+        shown = str(metadata.get(PASS_KEY, "")).encode()
+        if not hmac.compare_digest(shown, self._pass):  # before a name is believed, which would end another's stream
+            self._refuse(context.peer(), "it does not know the deployment's secret")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the stream does not show that it is of this deployment")
+        name = str(metadata.get(NAME_KEY, ""))
+        if not _NAME.fullmatch(name):
+            self._refuse(context.peer(), "a stream without a name")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no {NAME_KEY} in the metadata")
+        try:
+            require_roles(roles_of(context), ALLOWED[SERVICE], SERVICE)
+        except PermissionDenied as error:
+            self._refuse(context.peer(), error.message)
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, error.message)
+        stream = _ServedStream(name, metadata.get(KIND_KEY) == BULK, context, self._inbox, self._config)
+        with self._lock:
+            before = self._streams.pop(stream.key, None)
+            if not self._is_closed:
+                self._streams[stream.key] = stream
+        if before is not None:
+            before.stop()
+        if not context.add_callback(stream.stop) or self._is_closed:
+            stream.stop()
+        if stream.is_bulk:
+            self._read(stream, packets)
+        else:
+            threading.Thread(target=self._read, args=(stream, packets), name="kv-grpc-read", daemon=True).start()
+            yield from stream.send_queue
+        if stream.refused:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, stream.refused)
+
+    def _read(self, stream: "_ServedStream", packets: Iterator[bytes]) -> None:
+        try:
+            stream.reader.run(packets)
+        except ProtocolError as error:
+            stream.refused = error.message
+            self._refuse(stream.name, error.message)
+        except grpc.RpcError as error:
+            log.debug("the stream of %s ended: %s", stream.name, error)
+        finally:
+            stream.stop()
+            with self._lock:
+                if self._streams.get(stream.key) is stream:
+                    del self._streams[stream.key]
+
+    def _refuse(self, name: str, why: str) -> None:
+        with self._lock:
+            self._counts.connections_refused += 1
+        log.warning("the stream of %s is ended: %s", name, why)
+
+
+class _ServedStream:
+    """One stream of a peer."""
+
+    def __init__(
+        self, name: str, is_bulk: bool, context: grpc.ServicerContext, inbox: Inbox, config: KVTransferConfig
+    ) -> None:
+        self.name = name
+        self.is_bulk = is_bulk
+        self.key = name, is_bulk
+        self.refused = ""
+        self.send_queue = SendQueue(0)
+        self.reader = StreamReader(name, inbox, config.max_frame_bytes, takes_frames=True)
+        self._context = context
+
+    def stop(self) -> None:
+        """End both directions. Any thread, any number of times."""
+        self.send_queue.close()
+        self.reader.stop()
+        if not self.refused:
+            self._context.cancel()  # type: ignore[no-untyped-call]
+
 
 MAX_BATCH = 64  # of what a `receive` returns, so that ticks and commands get their turn
 _ADDRESS = re.compile(SCHEME + r"[^\s/]{1,255}:\d{1,5}")
-
-log = logging.getLogger(__name__)
 
 
 class GrpcTransport:

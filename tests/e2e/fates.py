@@ -14,11 +14,11 @@ from enum import Enum
 
 from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header
 from baton.kvtransfer.receiver import driver as receiver_driver
-from baton.kvtransfer.transports import over_grpc_inbox, raw_lane_connection
+from baton.kvtransfer.transports import over_grpc_stream, raw_lane_receiver
 
 PATH_VARIABLE, FLIP_VARIABLE = "BATON_TEST_FATES", "BATON_TEST_HEADER_FLIPS"
 COUNTED = ("frames_landed", "frames_late_dropped", "frames_duplicate", "frames_corrupt", "frames_fenced")
-READS_HEADERS = (raw_lane_connection, over_grpc_inbox)
+READS_HEADERS = (raw_lane_receiver, over_grpc_stream)
 _RECORD = struct.Struct(f"<cQ{HEADER_BYTES}s")
 
 

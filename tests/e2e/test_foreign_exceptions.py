@@ -26,19 +26,16 @@ MODULES = [
     f"baton.{name}"
     for name in (
         *(f"router.{name}" for name in (
-            "inference", "attempt.answers", "attempt.choices", "attempt.attempts", "attempt.request_run",
-            "attempt.local_run", "attempt.leg", "attempt.stream_mux", "admission.gate", "admission.fair_queue",
-            "admission.fair_ring", "placement.estimate", "attempt.continuation", "placement.outcasts",
-            "attempt.stats", "placement.policy", "admission.admission", "attempt.token_order", "attempt.channels",
-            "attempt.in_flight_tracker", "attempt.in_flight_requests", "request_log", "attempt.retry_budget",
-            "placement.local_prefill",
+            "inference", "attempt.choices", "attempt.attempts", "attempt.request_run", "attempt.channels",
+            "admission.gate", "admission.fair_queue", "admission.admission", "attempt.continuation",
+            "attempt.stats", "attempt.migration", "attempt.in_flight_requests", "placement.refusals",
+            "placement.policy", "placement.local_prefill",
         )),
-        *(f"worker.{name}" for name in ("stream_mux", "send_queue", "stream", "write_coalescer", "gate")),
+        *(f"worker.{name}" for name in ("stream_mux", "loop")),
         *(f"prefill_worker.{name}" for name in ("service", "worker")),
-        *(f"decode_worker.{name}" for name in ("service", "worker", "handover", "events")),
+        *(f"decode_worker.{name}" for name in ("service", "worker", "request")),
         *(f"proto.{name}" for name in ("wire", "stream_mux_wire")),
         "core.requests.answer_text",
-        "core.requests.stop_matcher",
         "core.requests.validate",
         "engine.finish",
     )

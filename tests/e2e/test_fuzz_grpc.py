@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.protocol.messages import encode_control
 from baton.kvtransfer.protocol.proof import connection_pass
-from baton.kvtransfer.transports.over_grpc_options import METHOD as EXCHANGE
-from baton.kvtransfer.transports.over_grpc_options import NAME_KEY, PASS_KEY
-from baton.kvtransfer.transports.over_grpc_packet import encode_control_packet
+from baton.kvtransfer.transports.over_grpc_stream import METHOD as EXCHANGE
+from baton.kvtransfer.transports.over_grpc_stream import NAME_KEY, PASS_KEY, encode_control_packet
 from baton.proto import inference_pb2, kv_pb2, wire, worker_pb2
 from baton.tests.e2e.fuzz_fleet import FuzzFleet, duration_s, rounds
 from baton.tests.e2e.proto_fuzz import damaged, payloads

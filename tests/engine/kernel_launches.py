@@ -28,7 +28,7 @@ from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine.graphs import kernel_warm_up
-from baton.engine.graphs.pass_warm_up import Reach
+from baton.engine.graphs.kernel_warm_up import Reach
 from baton.engine.step import slots
 from baton.engine.step.plan import Chunk, Release, Resume
 from baton.engine.step.runner import Runner

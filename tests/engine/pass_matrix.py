@@ -2,8 +2,8 @@
 
 import torch
 
+from baton.engine.graphs.graphed_step import StaticPass
 from baton.engine.graphs.key import GraphKey, GraphKind
-from baton.engine.graphs.static_pass import StaticPass
 from baton.engine.step.batch import DecodeRows
 from baton.engine.step.passes import EagerPasses
 from baton.kernels.kv.dequantize import as_bytes

@@ -20,9 +20,8 @@ from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine.grammar.masks import apply_bitmask
 from baton.engine.sampling.history import SampledSequence
 from baton.engine.sampling.logprobs import logprobs_of
-from baton.engine.sampling.sampler import choose, draw_noise, process_logits
+from baton.engine.sampling.sampler import Limits, choose, draw_noise, order_keys, process_logits, truncate
 from baton.engine.sampling.sampling_table import SamplingTable, rows_of
-from baton.engine.sampling.truncation import Limits, order_keys, truncate
 from baton.engine.speculation.verifiers import make_verifier
 from baton.engine.speculation.verify import DraftProbs, Verified
 from baton.kernels.sampling.noise import Purpose, gumbel

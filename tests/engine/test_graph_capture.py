@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import WorkerLost, WorkerStartFailed
 from baton.engine.graphs.backend import CaptureRefused, wait_for
-from baton.engine.graphs.capture import agree, capture_together
+from baton.engine.graphs.graphed_step import agree, capture_together
 from baton.model.parallel import Alone
 from baton.tests.model.ranks import on_ranks
 

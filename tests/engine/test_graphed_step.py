@@ -10,7 +10,7 @@ from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
-from baton.engine.graphs import graphed_step, static_pass
+from baton.engine.graphs import graphed_step
 from baton.engine.graphs.backend import CallBackend, CaptureRefused
 from baton.engine.graphs.key import EagerReason
 from baton.engine.local import LocalEngine
@@ -193,7 +193,7 @@ def test_a_long_hunt_finds_no_race(monkeypatch):
 
 def padding_left_over(patch):
     """Rows past a batch are left as a larger batch had them."""
-    replay = static_pass.StaticPass.replay
+    replay = graphed_step.StaticPass.replay
 
     def replay_without_padding(self, token_ids_BQ, first_B, rows, hidden_TD):
         kept = self._numbers_BC.clone()
@@ -203,29 +203,29 @@ def padding_left_over(patch):
         finally:
             self._padding_BC = template
 
-    patch.setattr(static_pass.StaticPass, "replay", replay_without_padding)
+    patch.setattr(graphed_step.StaticPass, "replay", replay_without_padding)
 
 
 def hidden_not_copied(patch):
     """An MTP entry is joined with the hidden states of an earlier step."""
-    replay = static_pass.StaticPass.replay
+    replay = graphed_step.StaticPass.replay
 
     def replay_stale(self, token_ids_BQ, first_B, rows, hidden_TD):
         if hidden_TD is not None:
             hidden_TD = self._hidden_TD[: len(hidden_TD)].clone()
         return replay(self, token_ids_BQ, first_B, rows, hidden_TD)
 
-    patch.setattr(static_pass.StaticPass, "replay", replay_stale)
+    patch.setattr(graphed_step.StaticPass, "replay", replay_stale)
 
 
 def first_rows_of_another_order(patch):
     """Results are read from the end of the buffer."""
-    replay = static_pass.StaticPass.replay
+    replay = graphed_step.StaticPass.replay
 
     def replay_from_the_end(self, *arguments):
         return self._output_TD[-len(replay(self, *arguments)) :]
 
-    patch.setattr(static_pass.StaticPass, "replay", replay_from_the_end)
+    patch.setattr(graphed_step.StaticPass, "replay", replay_from_the_end)
 
 
 def shared_between_kinds(patch):

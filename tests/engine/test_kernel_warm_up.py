@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.engine.graphs.pass_warm_up import Reach, classes, decode_shapes, prefill_shapes
+from baton.engine.graphs.kernel_warm_up import Reach, classes, decode_shapes, prefill_shapes
 from baton.kernels.gemm.linear_ordered_triton import TOKENS, rule
 
 REACH = Reach(num_tokens=2048, num_sequences=12, context_len=8200)

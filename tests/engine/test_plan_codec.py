@@ -14,8 +14,7 @@ from baton.core.requests.request import AttemptKey
 from baton.core.requests.sampling import SamplingParams
 from baton.engine.step.plan import PLAN_KINDS, Chunk, Place, Release, Resume, Step
 from baton.engine.tp.plan import plan_codec
-from baton.engine.tp.plan_codec import FRAME_HEADER_BYTES, PlanCodec, payload_len
-from baton.engine.tp.plan_messages import CONTROL_KINDS, Beat
+from baton.engine.tp.plan_codec import CONTROL_KINDS, FRAME_HEADER_BYTES, Beat, PlanCodec, payload_len
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.sender.service import DecodePeer, GrantInfo
 from baton.prefill_worker.tp_group import REPORTED, TOLD, Adopt, prefill_codec

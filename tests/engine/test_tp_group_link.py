@@ -12,7 +12,7 @@ from baton.core.requests.sampling import SamplingParams
 from baton.engine.step.plan import Place, Release, Resume, Step
 from baton.engine.tp import join as tp_group_join
 from baton.engine.tp.plan import plan_codec
-from baton.engine.tp.plan_messages import Join, Ready, Stop
+from baton.engine.tp.plan_codec import Join, Ready, Stop
 
 pytestmark = pytest.mark.fast
 CODEC = plan_codec()

@@ -8,9 +8,8 @@ import time
 import pytest
 
 from baton.core.errors import ModelTensorMissing, WorkerLost
-from baton.engine.tp.process_state import CpuWatch, is_runnable
 from baton.engine.tp.step_limit import FIRST_S, MIN_LIMIT_S, StepLimit
-from baton.engine.tp.watch import GRACE_S, SILENCE_S, STARVED_S, TPGroupWatch
+from baton.engine.tp.watch import GRACE_S, SILENCE_S, STARVED_S, CpuWatch, TPGroupWatch, is_runnable
 
 pytestmark = pytest.mark.fast
 SIZE = 4

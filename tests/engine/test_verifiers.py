@@ -10,8 +10,7 @@ from baton.core.errors import ConfigInvalid
 from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.sampling.sampler import draw_noise, sampling_rows
-from baton.engine.speculation.synthetic import conditional_rates
-from baton.engine.speculation.verifiers import make_verifier
+from baton.engine.speculation.verifiers import conditional_rates, make_verifier
 from baton.engine.speculation.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
 from baton.kernels.sampling.noise import Purpose
 from baton.tests.engine import reference

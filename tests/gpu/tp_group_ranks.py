@@ -7,7 +7,7 @@ import traceback
 import torch
 
 from baton.core.errors import WorkerLost
-from baton.engine.sampling.truncation import truncate
+from baton.engine.sampling.sampler import truncate
 from baton.engine.tp import join as tp_group_join
 from baton.engine.tp.decision import Decisions
 from baton.engine.tp.gloo_group import open_store

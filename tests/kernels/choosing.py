@@ -5,7 +5,7 @@ import torch
 
 from baton.engine.sampling.sampler import SamplingRows, draw_noise
 from baton.engine.speculation.rejection import RejectionVerifier
-from baton.engine.speculation.synthetic import ForceVerifier, SyntheticVerifier
+from baton.engine.speculation.verifiers import ForceVerifier, SyntheticVerifier
 from baton.engine.speculation.verify import CoupledVerifier, DraftIds, DraftProbs, VerifyInputs
 from baton.kernels.sampling import bounds_triton, choose_triton, residual_triton
 from baton.kernels.sampling.choice import ChoiceRows, Law

@@ -11,9 +11,10 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.core.numerics import Numerics
-from baton.kernels.gemm.inner_sum import InnerSum, num_slices, tree_sum
+from baton.kernels.gemm.inner_sum import InnerSum, tree_sum
 from baton.kernels.gemm.linear import linear_ordered
 from baton.kernels.gemm.linear_ordered_triton import options_of, rule
+from baton.kernels.gemm.slices import num_slices
 from baton.kernels.implementation import Implementation
 from baton.kernels.ops import Ops
 from baton.tests.kernels.harness import assert_deterministic, relative_error, same_bits, strided

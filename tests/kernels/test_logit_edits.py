@@ -6,8 +6,7 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.engine.grammar.masks import apply_bitmask
 from baton.engine.sampling.history import Lookahead
-from baton.engine.sampling.logit_bias import LogitBias
-from baton.engine.sampling.penalties import Penalties
+from baton.engine.sampling.logit_edits import LogitBias, Penalties
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import logit_edits_triton
 from baton.kernels.sampling.logit_edits import Edits, edit_rows

@@ -412,7 +412,7 @@ def test_a_device_that_cannot_be_set_fails_the_step(monkeypatch):
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr("baton.kvtransfer.sender.writer_threads.WriterThreads.record", lambda self: None)
+    monkeypatch.setattr("baton.kvtransfer.sender.async_writer.WriterThreads.record", lambda self: None)
     writer = AsyncWriter(lambda part, layer: None, 2, 8, torch.device("cuda", 0))
     try:
         with pytest.raises(WriterDied, match="no such device"), writer.step(PARTS) as step:
@@ -574,7 +574,7 @@ def test_random_steps_with_errors_and_cancels(make_writer):
 
 @pytest.mark.fast
 def test_a_step_ends_at_once_though_its_tasks_woke_nobody(make_writer, monkeypatch):
-    monkeypatch.setattr("baton.kvtransfer.sender.writer_threads.LOOK_S", 60.0)
+    monkeypatch.setattr("baton.kvtransfer.sender.async_writer.LOOK_S", 60.0)
     for num_threads in (1, 2):
         done = []
         writer = make_writer(lambda part, layer, done=done: done.append((part, layer)), num_threads, queue_len=64)

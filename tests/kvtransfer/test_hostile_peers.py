@@ -27,7 +27,7 @@ from baton.kvtransfer.protocol.proof import connection_pass
 from baton.kvtransfer.receiver.records import decode_record, encode_record
 from baton.kvtransfer.receiver.service import Completed, IncomingFailed, ReserveWanted
 from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed
-from baton.kvtransfer.transports.zmq_authenticator import PlainAdmission
+from baton.kvtransfer.transports.zmq_sockets import PlainAdmission
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.proving import PROOFS, prove_challenge
 

@@ -6,13 +6,11 @@ import pytest
 
 from baton.kvtransfer.protocol import frame, messages
 from baton.kvtransfer.protocol.coverage import Coverage
-from baton.kvtransfer.receiver.frames import ReceiverFrames
-from baton.kvtransfer.receiver.inbox import ReceiverInbox
-from baton.kvtransfer.receiver.protocol import ReceiverProtocol
+from baton.kvtransfer.receiver.protocol import ReceiverFrames, ReceiverInbox, ReceiverProtocol
 from baton.kvtransfer.receiver.rules import ReceiverRules
 from baton.kvtransfer.receiver.table import IncomingState, IncomingTable, Part
 from baton.kvtransfer.sender.actions import Acked, PushDrained
-from baton.kvtransfer.sender.inbox import PushInbox
+from baton.kvtransfer.sender.protocol import PushInbox
 from baton.kvtransfer.sender.rules import PushRules
 from baton.kvtransfer.sender.table import Transfer
 from baton.proto import kv_pb2

@@ -10,7 +10,7 @@ import pytest
 import zmq.auth
 
 from baton.core.config import KVTransferConfig
-from baton.kvtransfer.transports import zmq_authenticator as zmq_curve
+from baton.kvtransfer.transports import zmq_sockets as zmq_curve
 from baton.kvtransfer.transports.over_grpc import GrpcTransport
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.tests.kvtransfer.transport_ends import Ends, make_certificates, make_curve_key

@@ -11,8 +11,7 @@ from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
 from baton.kvtransfer.transports import nixl_agent
-from baton.kvtransfer.transports.nixl_lane import NixlOpener, span_ranges
-from baton.kvtransfer.transports.nixl_pools import NixlPools, agent_name, read_offer
+from baton.kvtransfer.transports.nixl_lane import NixlOpener, NixlPools, agent_name, read_offer, span_ranges
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
@@ -187,7 +186,7 @@ def test_an_offer_of_another_life_or_with_wild_metadata_is_refused(loopback):
 
 STOPPED_PEER = """
 import sys, numpy as np
-from baton.kvtransfer.transports.nixl_pools import NixlPools
+from baton.kvtransfer.transports.nixl_lane import NixlPools
 from baton.tests.kvtransfer.test_nixl_lane import EPOCH, layout_of, place_of, pool_of
 memory, io = pool_of(layout_of())
 pools = NixlPools(EPOCH, [memory], [place_of(io)])

@@ -14,15 +14,18 @@ from baton.core.errors import ConfigInvalid, PortInUse, ProtocolError
 from baton.kvtransfer.protocol.proof import connection_pass
 from baton.kvtransfer.receiver.service import Completed
 from baton.kvtransfer.transports.over_grpc import GrpcTransport
-from baton.kvtransfer.transports.over_grpc_inbox import MAX_WAITING
-from baton.kvtransfer.transports.over_grpc_options import MAX_QUEUED, METHOD, NAME_KEY, PASS_KEY
-from baton.kvtransfer.transports.over_grpc_packet import (
+from baton.kvtransfer.transports.over_grpc_stream import (
+    MAX_QUEUED,
+    MAX_WAITING,
+    METHOD,
+    NAME_KEY,
     PART_BYTES,
+    PASS_KEY,
+    SendQueue,
     decode_packet,
     encode_control_packet,
     encode_frame_packet,
 )
-from baton.kvtransfer.transports.over_grpc_send_queue import SendQueue
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import rows
 from baton.tests.kvtransfer.transport_ends import Ends, make_certificates, make_header, threads_named

@@ -6,7 +6,7 @@ import pytest
 from baton.kernels.kv.digest import MASK
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
-from baton.kvtransfer.receiver.rank_digests import RankDigests
+from baton.kvtransfer.receiver.device_jobs import RankDigests
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
 

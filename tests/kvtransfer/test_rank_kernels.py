@@ -13,8 +13,7 @@ from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.rank_kernels import RankKernels
 from baton.kvtransfer.receiver.actions import DigestWanted
-from baton.kvtransfer.receiver.device_jobs import SLOT_WORDS, flag_bytes, flag_page
-from baton.kvtransfer.receiver.rank_digests import RankDigests
+from baton.kvtransfer.receiver.device_jobs import SLOT_WORDS, RankDigests, flag_bytes, flag_page
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.receiver.actions import DigestWanted
-from baton.kvtransfer.receiver.device_jobs import flag_page
-from baton.kvtransfer.receiver.rank_digests import RankDigests
+from baton.kvtransfer.receiver.device_jobs import RankDigests, flag_page
 from baton.tests.kvtransfer.conftest import make_layout
 
 CPU = torch.device("cpu")

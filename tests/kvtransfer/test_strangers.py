@@ -10,8 +10,8 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.protocol.proof import connection_pass
-from baton.kvtransfer.transports.over_grpc_options import METHOD, NAME_KEY, PASS_KEY
-from baton.kvtransfer.transports.zmq_authenticator import PlainAdmission
+from baton.kvtransfer.transports.over_grpc_stream import METHOD, NAME_KEY, PASS_KEY
+from baton.kvtransfer.transports.zmq_sockets import PlainAdmission
 from baton.tests.kvtransfer.transport_ends import Ends
 
 MIB = 1 << 20

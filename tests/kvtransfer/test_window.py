@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from baton.kvtransfer.protocol.seq_set import MAX_AHEAD, SeqSet
-from baton.kvtransfer.protocol.window import MAX_SAMPLES, RATE_MEMORY_S, Window
+from baton.kvtransfer.receiver.table import MAX_AHEAD, SeqSet
+from baton.kvtransfer.sender.table import MAX_SAMPLES, RATE_MEMORY_S, Window
 
 pytestmark = pytest.mark.fast
 MIB = 1 << 20

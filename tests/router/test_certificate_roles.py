@@ -12,7 +12,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import PermissionDenied
 from baton.kvtransfer.protocol.proof import connection_pass
 from baton.kvtransfer.transports.over_grpc import GrpcTransport
-from baton.kvtransfer.transports.over_grpc_options import METHOD, NAME_KEY, PASS_KEY
+from baton.kvtransfer.transports.over_grpc_stream import METHOD, NAME_KEY, PASS_KEY
 from baton.proto import admin_pb2, admin_pb2_grpc, wire, worker_pb2, worker_pb2_grpc
 from baton.proto.roles import ALLOWED, ROLES, roles_in
 from baton.proto.secure_channel import SecureChannels

@@ -23,9 +23,7 @@ MODULES = [
     for name in (
         "admission.gate",
         "admission.fair_queue",
-        "admission.fair_ring",
-        "placement.estimate",
-        "admission.work",
+        "admission.admission",
     )
 ]
 TURNS = 20  # of the event loop: more than any request here needs

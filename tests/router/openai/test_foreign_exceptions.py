@@ -15,9 +15,8 @@ pytestmark = pytest.mark.asyncio
 MODULES = [
     f"baton.router.openai.{name}"
     for name in (
-        "generation", "body", "body_reader", "understand", "understood", "limits",
-        "chat_choice", "chat_request", "chats", "completion_choice", "completions", "options",
-        "reply", "usage", "tool_calls", "tokens", "tags", "token_names", "disconnect", "entrance",
+        "generation", "body", "body_reader", "understand", "understood", "limits", "chat_request", "chats",
+        "completions", "options", "reply", "tool_calls", "tokens", "token_names", "connection", "entrance",
     )
 ]  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True, "top_logprobs": 1}
