@@ -36,7 +36,8 @@ def driver_of(model=None, *, k=2, num_blocks=40, **options):
 
 
 def gated(runner, name):
-    """That part of steps waits for an event."""
+    """That part of steps waits for an event, from the next step on."""
+    runner.drain()
     event, part = threading.Event(), getattr(runner, name)
 
     def wait(*arguments):
