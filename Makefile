@@ -4,6 +4,8 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 BIN := .venv/bin
+# One process more than the two cores of CI, because many tests wait for others. A file's tests share its servers.
+PYTEST := $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 # The machines with GPUs have torch and pytest, but no pip to build a .venv with.
 GPU_PYTHON := $(if $(wildcard .venv/.done),$(BIN)/python,$(PYTHON))
 
@@ -18,27 +20,27 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	types=$$(mktemp); $(BIN)/pyright >"$$types" 2>&1 & \
-	scripts/test_parts $(BIN)/pytest -q -m "fast and not long and not slow and not gpu"; tests=$$?; \
+	$(PYTEST) -m "fast and not long and not slow and not gpu"; tests=$$?; \
 	wait $$!; found=$$?; cat "$$types"; rm "$$types"; exit $$((tests | found))
 
 # The whole default suite (neither slow nor gpu).
 test: dev
-	scripts/test_parts $(BIN)/pytest -q
+	$(PYTEST)
 
 # What of it `check` has left out: CI runs each test once.
 rest: dev
-	scripts/test_parts $(BIN)/pytest -q -m "not slow and not gpu and not (fast and not long)"
+	$(PYTEST) -m "not slow and not gpu and not (fast and not long)"
 
 # With coverage of every room, of which the tests marked fast alone must reach most: half as long again as without.
 coverage: dev
-	scripts/test_parts --cov 80 $(BIN)/pytest -q -m "fast and not long and not slow and not gpu"
-	scripts/test_parts --cov 90 $(BIN)/pytest -q
+	$(PYTEST) --cov --cov-report=term:skip-covered --cov-fail-under=80 -m "fast and not long and not slow and not gpu"
+	$(PYTEST) --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 # Fuzzes HTTP and gRPC for 15 minutes each; without these variables, for seconds.
 test-all: export BATON_FUZZ_HTTP_S ?= 900
 test-all: export BATON_FUZZ_GRPC_S ?= 900
 test-all: dev
-	scripts/test_parts $(BIN)/pytest -q -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 # `baton` must be importable as the parent of this folder sees it; .gpu/baton is the checkout.
 test-gpu:
