@@ -356,7 +356,7 @@ HARD = {
 @pytest.mark.parametrize("spec", HARD.values(), ids=HARD)
 def test_hard_grammars_take_bounded_time_and_end_by_type(spec, tiny):
     rng = random.Random(0)
-    start_s = time.monotonic()
+    start_s = time.process_time()
     state = tiny.start(spec)
     for _ in range(40):
         mask_W = state.masks([rng.randrange(4096), 80])[0]
@@ -364,7 +364,7 @@ def test_hard_grammars_take_bounded_time_and_end_by_type(spec, tiny):
             break
         state.accept([rng.choice(sorted(allowed(mask_W, 4096)))])
     assert state.error is None or isinstance(state.error, GrammarBudgetExceeded)
-    assert time.monotonic() - start_s < 15
+    assert time.process_time() - start_s < 15, "of processors' time: others may have them meanwhile"
 
 
 @pytest.mark.parametrize("limit", [{"max_lexer_states": 60}, {"step_lexer_fuel": 500}])
