@@ -150,6 +150,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     if config.max_model_len is not None and config.max_model_len > sizes.max_model_len:
         message = f"max_model_len: {config.max_model_len} exceeds the model's own {sizes.max_model_len}"
         found.errors.append(ConfigInvalid(message, keys=["max_model_len"]))
+    _collect(found, sizes.require_full_attention, config.max_model_len)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         _collect(found, require_cut, sizes, size, config.numerics)
     spec = tensor_spec(sizes, with_mtp=drafts > 0)

@@ -136,7 +136,7 @@ class Ops:
     def qk_norm_rope_write(
         self,
         qkv_TX: torch.Tensor,
-        norms: HeadNorms,
+        norms: HeadNorms | None,
         angles: tuple[torch.Tensor, torch.Tensor],
         slots_T: torch.Tensor,
         pool: LayerPool,
@@ -145,23 +145,25 @@ class Ops:
 
         Args:
             qkv_TX: query, key and value heads side by side.
-            norms: of queries and keys.
+            norms: of queries and keys; None: they are not normalised, and torch turns and writes them.
             angles: cosines and sines of each token, [T, D / 2].
             slots_T: of each token; rows that pad a batch share the scratch block's.
             pool: of the layer.
         """
         _, num_kv, _, head_dim = pool.key_NHSD.shape
         num_query = qkv_TX.shape[1] // head_dim - 2 * num_kv
-        if self._is_fused:
+        if self._is_fused and norms is not None:
             rotation = Rotation(dim=head_dim, tables=angles)
             return qk_norm_rope_write(
                 qkv_TX, norms, rotation, slots_T, pool, num_query=num_query, implementation=self.implementation
             )
         heads_TXD = qkv_TX.unflatten(1, (-1, head_dim))
         query_TQD, key_THD, value_THD = heads_TXD.split([num_query, num_kv, num_kv], dim=1)
-        key_THD = rope(self.rms_norm(key_THD, norms.key_D, norms.eps), *angles)
-        self._write(key_THD, value_THD, slots_T, pool)
-        return rope(self.rms_norm(query_TQD, norms.query_D, norms.eps), *angles)
+        if norms is not None:
+            query_TQD = self.rms_norm(query_TQD, norms.query_D, norms.eps)
+            key_THD = self.rms_norm(key_THD, norms.key_D, norms.eps)
+        self._write(rope(key_THD, *angles), value_THD, slots_T, pool)
+        return rope(query_TQD, *angles)
 
     def attention_prefill(
         self,

@@ -1,1 +1,1 @@
-"""Qwen3 and Qwen3-MoE with their MTP head, readable for one device, cut over ranks from outside; and loading."""
+"""Llama, Mistral and Qwen models and the MTP head, readable for one device, cut over ranks from outside; loading."""

@@ -1,4 +1,4 @@
-"""Grouped-query attention with normalised queries and keys (Qwen3), over a paged KV pool.
+"""Grouped-query attention over a paged KV pool.
 
 Legend: T tokens, D hidden size, A query heads, H KV heads, E head size (head_dim), F = E / 2 rotary frequencies.
 """
@@ -51,11 +51,12 @@ class Attention:
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
         self.qkv_QD = source.take_product(*(f"{prefix}.{name}_proj.weight" for name in "qkv"))
         self.out_DQ = source.take_product(f"{prefix}.o_proj.weight")
-        self.norms = HeadNorms(
-            query_D=source.take(f"{prefix}.q_norm.weight"),
-            key_D=source.take(f"{prefix}.k_norm.weight"),
-            eps=config.rms_norm_eps,
-        )
+        names = [f"{prefix}.{name}_proj.bias" for name in "qkv"]
+        self.bias_Q = source.take(*names) if config.has_qkv_bias else None
+        self.norms: HeadNorms | None = None
+        if config.has_head_norms:
+            query_D, key_D = (source.take(f"{prefix}.{name}_norm.weight") for name in "qk")
+            self.norms = HeadNorms(query_D=query_D, key_D=key_D, eps=config.rms_norm_eps)
         self._scales = source.take_kv_scales(prefix)
         self._layer = layer
         self._ops = ops
@@ -64,8 +65,9 @@ class Attention:
         """Write the tokens' K and V, then attend -> [T, D]."""
         key_NHSE, value_NHSE = inputs.pool.layer(self._layer)
         key_scale, value_scale = (None, None) if self._scales is None else self._scales
+        qkv_TQ = self._ops.linear(x_TD, self.qkv_QD)
         query_TAE = self._ops.qk_norm_rope_write(
-            self._ops.linear(x_TD, self.qkv_QD),
+            qkv_TQ if self.bias_Q is None else qkv_TQ + self.bias_Q,
             self.norms,
             (inputs.cos_TF, inputs.sin_TF),
             inputs.slots_T,

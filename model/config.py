@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
+from baton.model.rope_scaling import RopeScaling, read_scaling
 from baton.model.weights import checkpoint_identity, shape_identity
 
 _MAX_LAYERS = 1000
@@ -18,7 +19,30 @@ _MAX_HEADS = 4096
 _MAX_EXPERTS = 4096
 _MAX_VOCAB_SIZE = 1 << 24
 _MAX_POSITIONS = 16 << 20
-_ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What an architecture's name says, and config.json does not.
+
+    Attributes:
+        has_head_norms: queries and keys are normalised.
+        has_qkv_bias: their projections and the values' have biases.
+        slides: `sliding_window` holds unless it is null; else only with `use_sliding_window`.
+    """
+
+    has_head_norms: bool = False
+    has_qkv_bias: bool = False
+    slides: bool = False
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(),
+    "MistralForCausalLM": _Family(slides=True),
+    "Qwen2ForCausalLM": _Family(has_qkv_bias=True),
+    "Qwen3ForCausalLM": _Family(has_head_norms=True),
+    "Qwen3MoeForCausalLM": _Family(has_head_norms=True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +58,10 @@ class ModelConfig:
         renormalise_experts: whether chosen probabilities are made to sum to 1 (norm_topk_prob).
         sparse_layers: trunk layers with experts.
         num_mtp_layers: MTP layers the checkpoint says it has.
+        has_head_norms: queries and keys are normalised head by head.
+        has_qkv_bias: the projections of queries, keys and values have biases.
+        rope: how rotary frequencies are scaled.
+        sliding_window: positions that attention looks back; None: all. Served only where it never bites.
         draft_vocab_size: columns of the draft head; None if the MTP head proposes from the whole vocabulary.
         d2t_form: how the draft head's table is written, if config.json says (model.draft_head).
         model_hash: identity of config and weights; equal for copies of one directory.
@@ -48,6 +76,10 @@ class ModelConfig:
     vocab_size: int
     max_model_len: int
     rope_theta: float
+    rope: RopeScaling
+    has_head_norms: bool
+    has_qkv_bias: bool
+    sliding_window: int | None
     rms_norm_eps: float
     tie_word_embeddings: bool
     intermediate_size: int
@@ -86,6 +118,18 @@ class ModelConfig:
             message = f"{path / 'config.json'} holds a value of the wrong kind: {error}"
             raise ModelFileDamaged(message, path=str(path)) from error
 
+    def require_full_attention(self, max_model_len: int | None = None) -> None:
+        """Check that no position within `max_model_len` (the model's own, if None) lies outside a sliding window.
+
+        Raises:
+            ModelUnsupported: one does.
+        """
+        wanted = self.max_model_len if max_model_len is None else max_model_len
+        if self.sliding_window is not None and wanted > self.sliding_window:
+            message = f"sliding_window = {self.sliding_window} is not implemented for {wanted} positions"
+            message += f"; --max-model-len {self.sliding_window} would serve it"
+            raise ModelUnsupported(message, option="sliding_window", value=self.sliding_window)
+
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts; the MTP layer (index num_layers) has them where the model has any."""
         return self.num_experts > 0 if layer == self.num_layers else layer in self.sparse_layers
@@ -111,21 +155,20 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
     architectures = values.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
+    if len(architectures) != 1 or architectures[0] not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
         message = f"{path} is of architecture {architectures or 'unknown'}; this version serves {known}"
         raise ModelUnsupported(message, option="architectures", value=architectures)
     quantized = values.get("quantization_config")
     if quantized is not None:
         raise ModelUnsupported(_quantized(quantized, path), option="quantization_config", value=quantized)
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = _rope_type(rope) if isinstance(rope, dict) else "unknown"
-    if kind != "default":
-        message = f"{path} scales its positions (rope_type {kind!r}); this version serves unscaled ones"
-        raise ModelUnsupported(message, option="rope_type", value=rope)
+    rope = values.get("rope_parameters")
+    rotary = (rope if isinstance(rope, dict) else values).get("partial_rotary_factor", 1)
     refused = {
         "use_sliding_window": bool(values.get("use_sliding_window")),
         "attention_bias": bool(values.get("attention_bias")),
+        "mlp_bias": bool(values.get("mlp_bias")),
+        "partial_rotary_factor": rotary not in (None, 1),
         "hidden_act": values.get("hidden_act", "silu") != "silu",
         "layer_types": any(kind != "full_attention" for kind in values.get("layer_types") or []),
     }
@@ -144,22 +187,18 @@ def _quantized(found: Any, path: Path) -> str:
     )
 
 
-def _rope_type(rope: dict[str, Any]) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
 def _fields(values: dict[str, Any]) -> dict[str, Any]:
     """Fields of ModelConfig by the names config.json uses. KeyError names a key that is missing."""
     architecture = values["architectures"][0]
     num_layers = _size(values, "num_hidden_layers", limit=_MAX_LAYERS)
     num_heads = _size(values, "num_attention_heads", limit=_MAX_HEADS)
     hidden_size = _size(values, "hidden_size")
+    family = _FAMILIES[architecture]
     is_moe = architecture == "Qwen3MoeForCausalLM"
     num_experts = _num_experts(values) if is_moe else 0
     dense_layers = values.get("mlp_only_layers") or []
     sparse_step = _size(values, "decoder_sparse_step", default=1)
     sparse = [i for i in range(num_layers) if num_experts and i not in dense_layers and (i + 1) % sparse_step == 0]
-    rope = values.get("rope_parameters") or {}
     num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
@@ -172,7 +211,11 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "head_dim": _size(values, "head_dim", default=hidden_size // num_heads),
         "vocab_size": _size(values, "vocab_size", limit=_MAX_VOCAB_SIZE),
         "max_model_len": _size(values, "max_position_embeddings", limit=_MAX_POSITIONS),
-        "rope_theta": _positive(rope if "rope_theta" in rope else values, "rope_theta"),
+        "rope_theta": _rope_theta(values, architecture),
+        "rope": read_scaling(values),
+        "has_head_norms": family.has_head_norms,
+        "has_qkv_bias": family.has_qkv_bias,
+        "sliding_window": _size(values, "sliding_window") if family.slides and values.get("sliding_window") else None,
         "rms_norm_eps": _positive(values, "rms_norm_eps"),
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
         "intermediate_size": _size(values, "intermediate_size"),
@@ -185,6 +228,13 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "d2t_form": None if values.get("d2t_form") is None else str(values["d2t_form"]),
         "num_mtp_layers": int(values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0),
     }
+
+
+def _rope_theta(values: dict[str, Any], architecture: str) -> float:
+    rope = values.get("rope_parameters") or {}
+    if values.get("rope_theta") is None and "rope_theta" not in rope and architecture == "LlamaForCausalLM":
+        return 10_000.0  # Llama 2 does not write it
+    return _positive(rope if "rope_theta" in rope else values, "rope_theta")
 
 
 def _draft_vocab_size(values: dict[str, Any]) -> int | None:

@@ -80,7 +80,9 @@ class Model:
         self.draft_columns_C: torch.Tensor | None = None
         self._draft_head_CD = self._lm_head_WD if d2t_C is None else self._take_draft_head(source, d2t_C)
         self._t2d_V: torch.Tensor | None = None
-        self._inverse_F = rope_inverse_frequencies(config.head_dim, config.rope_theta, self.dtype, self.device)
+        cpu = torch.device("cpu")  # where they are rounded alike for every device
+        inverse_F = rope_inverse_frequencies(config.head_dim, config.rope_theta, self.dtype, cpu)
+        self._inverse_F = config.rope.scale(inverse_F, config.rope_theta).to(self.device)
 
     def trunk(
         self, token_ids_T: torch.Tensor, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
@@ -174,4 +176,7 @@ class Model:
 
     def _inputs(self, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]) -> AttentionInputs:
         cos_TF, sin_TF = rope_angles(positions_of(batch), self._inverse_F)
+        factor = self.config.rope.attention_factor
+        if factor != 1:
+            cos_TF, sin_TF = cos_TF * factor, sin_TF * factor
         return AttentionInputs(batch, slots_of(batch), pool, cos_TF, sin_TF, on_layer)

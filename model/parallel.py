@@ -131,6 +131,8 @@ class ShardPlan:
             ".self_attn.v_proj.weight": self._cut(0, keys, config.head_dim),
             ".self_attn.o_proj.weight": self._cut(1, queries, config.head_dim),
         }
+        for part in "qkv":
+            self._parts[f".self_attn.{part}_proj.bias"] = self._parts[f".self_attn.{part}_proj.weight"]
         for infix, length in ((".mlp", config.intermediate_size), (".experts", config.moe_intermediate_size)):
             self._parts[f"{infix}.gate_proj.weight"] = self._cut(0, length, 1)
             self._parts[f"{infix}.up_proj.weight"] = self._cut(0, length, 1)

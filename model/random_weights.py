@@ -16,6 +16,7 @@ from baton.model.weights import Cut
 
 RANDOM_SEED = 0
 _NORM_SPREAD = 0.1
+_BIAS_SPREAD = 0.5
 _HEAD_NORM_MEAN = 1.5  # of queries and keys: attention that is neither uniform nor fixed on one token
 _LOGIT_SPREAD = 3.0
 _GAINS = {
@@ -47,6 +48,8 @@ class RandomTensor:
 
     def _law(self) -> tuple[float, float]:
         """Mean and standard deviation."""
+        if self.name.endswith(".bias"):
+            return 0.0, _BIAS_SPREAD
         if len(self.shape) == 1:
             return (_HEAD_NORM_MEAN if self.name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0), _NORM_SPREAD
         unit = self.shape[-1] ** -0.5  # keeps the size of what goes through

@@ -54,9 +54,12 @@ def _layer_spec(config: ModelConfig, prefix: str, layer: int) -> dict[str, Shape
         f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
         f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
         f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
-        f"{prefix}.self_attn.q_norm.weight": (head,),
-        f"{prefix}.self_attn.k_norm.weight": (head,),
     }
+    if config.has_head_norms:
+        spec |= {f"{prefix}.self_attn.{part}_norm.weight": (head,) for part in "qk"}
+    if config.has_qkv_bias:
+        sizes = {"q": queries, "k": keys, "v": keys}
+        spec |= {f"{prefix}.self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
     if not config.is_sparse(layer):
         return spec | _mlp_spec(f"{prefix}.mlp", hidden, config.intermediate_size)
     spec[f"{prefix}.mlp.gate.weight"] = (config.num_experts, hidden)

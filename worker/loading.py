@@ -208,6 +208,7 @@ def load_worker(
         kv_dtype=config.kv_dtype,
         implementation=Implementation(config.kernels),
     )
+    model.config.require_full_attention(config.max_model_len)
     if is_random and not (path / "tokenizer.json").exists():
         tokenizer = Tokenizer.byte_level(path, model.config.vocab_size)
     else:

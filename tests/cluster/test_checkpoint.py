@@ -66,10 +66,9 @@ def other(architecture, **more):
 
 
 REFUSED = [
-    ("llama", other("LlamaForCausalLM"), {}, "LlamaForCausalLM.*this version serves Qwen3ForCausalLM"),
-    ("qwen2.5", other("Qwen2ForCausalLM"), {}, "Qwen2ForCausalLM"),
-    ("mistral", other("MistralForCausalLM"), {}, "MistralForCausalLM"),
-    ("gemma2", other("Gemma2ForCausalLM", hidden_act="gelu"), {}, "Gemma2ForCausalLM"),
+    ("gemma2", other("Gemma2ForCausalLM"), {}, "Gemma2ForCausalLM.*this version serves LlamaForCausalLM"),
+    ("llama with biases", other("LlamaForCausalLM", attention_bias=True), {}, "attention_bias = True"),
+    ("mistral", other("MistralForCausalLM", sliding_window=64), {}, "sliding_window = 64.*--max-model-len 64 would"),
     ("deepseek_v3", other("DeepseekV3ForCausalLM", num_nextn_predict_layers=1), {}, "DeepseekV3ForCausalLM"),
     (
         "qwen3_5_moe",
@@ -81,7 +80,7 @@ REFUSED = [
     ("fp8", {"quantization_config": {"quant_method": "fp8"}}, {}, "quantized by 'fp8'.*--quantization fp8"),
     ("gptq", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "quantized by 'gptq'"),
     ("awq", {"quantization_config": {"quant_method": "awq"}}, {}, "quantized by 'awq'"),
-    ("yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type 'yarn'"),
+    ("longrope", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, {}, "rope_type 'longrope'"),
     ("no tokenizer", {"without": ["tokenizer.json"]}, {}, "tokenizer.json does not exist"),
     ("tp", {}, {"tensor_parallel_size": 8}, "num_attention_heads = 4 is no multiple"),
     ("tp of one role", {"num_attention_heads": 6}, {"tp_decode": 4}, "num_attention_heads = 6 is no multiple"),
@@ -139,6 +138,20 @@ def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch):
         errors = judged(model).errors
         with pytest.raises(type(errors[0]), match=sentence):
             raise errors[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        (other("LlamaForCausalLM"), {}),
+        (other("Qwen2ForCausalLM"), {}),
+        (other("MistralForCausalLM", sliding_window=None), {}),
+        (other("MistralForCausalLM", sliding_window=64), {"max_model_len": 64}),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, {}),
+    ],
+)
+def test_plain_families_can_be_served(tmp_path, changes, asked):
+    assert not judged(write_model(tmp_path / "m", **changes), **asked).errors
 
 
 @pytest.mark.parametrize(
@@ -201,10 +214,10 @@ def test_serve_refuses_before_anything_starts(tmp_path, capsys, monkeypatch):
     from baton.cluster.commands import serve
 
     monkeypatch.setattr(serve, "Deployment", None)  # it would fail otherwise
-    path = write_model(tmp_path / "m", architectures=["LlamaForCausalLM"])
+    path = write_model(tmp_path / "m", architectures=["GemmaForCausalLM"])
     code, _, err = run(["serve", "--model", str(path)], capsys, monkeypatch)
     assert code == 3
-    assert "LlamaForCausalLM" in err
+    assert "GemmaForCausalLM" in err
 
 
 def test_a_check_imports_no_torch_and_no_ray():

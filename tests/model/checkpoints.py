@@ -6,6 +6,13 @@ import torch
 from safetensors.torch import save_file
 
 VOCAB_SIZE = 96
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 def write_checkpoint(
@@ -28,7 +35,7 @@ def write_checkpoint(
     """Write config.json and model.safetensors into `path`; returns `path`."""
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["Qwen3ForCausalLM" if kind == "qwen3" else "Qwen3MoeForCausalLM"],
+        "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -120,8 +127,12 @@ class _RandomWeights:
         for part, rows in (("q", queries), ("k", keys), ("v", keys)):
             self.matrix(f"{name}.self_attn.{part}_proj", rows, hidden)
         self.matrix(f"{name}.self_attn.o_proj", hidden, queries)
-        self.norm(f"{name}.self_attn.q_norm", head, mean=1.5)
-        self.norm(f"{name}.self_attn.k_norm", head, mean=1.5)
+        if self.config["model_type"].startswith("qwen3"):
+            self.norm(f"{name}.self_attn.q_norm", head, mean=1.5)
+            self.norm(f"{name}.self_attn.k_norm", head, mean=1.5)
+        if self.config["model_type"] == "qwen2":
+            for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+                self.tensors[f"{name}.self_attn.{part}_proj.bias"] = self._draw(rows).to(self.dtype)
         if not is_sparse:
             self.mlp(f"{name}.mlp", self.config["intermediate_size"])
             return

@@ -83,10 +83,11 @@ def _dequantize(module):
             return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
 
         module.forward = norm
-    elif kind.endswith("RotaryEmbedding"):
+    elif kind.endswith("RotaryEmbedding") and module.rope_type == "default":
 
         def rotary(x, position_ids):
-            size = module.config.head_dim
+            config = module.config
+            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             theta = module.config.rope_parameters["rope_theta"]
             rates = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
             angles = position_ids[..., None].double() * rates

@@ -104,12 +104,12 @@ def test_config_without_a_key_or_with_nonsense(copy, key, value):
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({"architectures": ["GemmaForCausalLM"]}, "architectures"),
         ({"architectures": None}, "architectures"),
         ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}}, "rope_type"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
