@@ -44,7 +44,7 @@ from baton.kvcache.pool import KVPool
 from baton.kvcache.prefix_index import PrefixIndex
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReceiverService, ReserveWanted
 from baton.proto import kv_pb2, worker_pb2
-from baton.worker.loop import Gate, LoopThread
+from baton.worker.loop import LoopThread, RequestLimit
 from baton.worker.prefixes import PrefixNames
 from baton.worker.stream_mux import WriteCoalescer
 
@@ -147,7 +147,7 @@ class DecodeWorker:
             preempt_at=preempt_at,
         )
         self._limits = dataclasses.replace(limits, decode_capacity_len=pool.num_blocks * pool.layout.block_size)
-        self._gate = Gate("the decode worker is full", max_queue_len)
+        self._request_limit = RequestLimit("the decode worker is full", max_queue_len)
         self.write_coalescer = WriteCoalescer()  # held while a step is published
         self._requests: dict[AttemptKey, DecodeRequest] = {}
         self._reserves: deque[ReserveWanted] = deque()  # that are not answered, in order of arrival
@@ -193,11 +193,11 @@ class DecodeWorker:
             is_received=not prefill_here,
             block_hashes=self.names.of(request),
         )
-        self._gate.enter()
+        self._request_limit.enter()
         try:
             self._loop.post(lambda: self._add(DecodeRequest(sequence, stream)), always=True)
         except BaseException:  # it was not posted
-            self._gate.leave()
+            self._request_limit.leave()
             raise
 
     def check(self, request: GenerationRequest) -> None:
@@ -327,13 +327,13 @@ class DecodeWorker:
         self._ended[sequence.key] = None
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        self._gate.leave()
+        self._request_limit.leave()
 
     def _add(self, request: DecodeRequest) -> None:
         key = request.key
         if key in self._requests:
             request.stream.end(RequestCancelled(f"{key} is already here", key=str(key)))
-            self._gate.leave()
+            self._request_limit.leave()
             return
         self._requests[key] = request
         self.engine.add(request.sequence)

@@ -47,7 +47,7 @@ from baton.prefill_worker.tp_group import TPGroupPush
 from baton.proto import kv_pb2, worker_pb2
 from baton.proto.wire import logprobs_to_proto
 from baton.worker.inventory import engine_inventory, push_counts
-from baton.worker.loop import Gate, LoopThread
+from baton.worker.loop import LoopThread, RequestLimit
 from baton.worker.prefixes import PrefixNames
 
 
@@ -152,7 +152,7 @@ class PrefillWorker:
         )
         capacity_len = pool.num_blocks * pool.layout.block_size
         self._limits = dataclasses.replace(limits, prefill_capacity_len=capacity_len)
-        self._gate = Gate("the prefill worker is full", max_queue_len)
+        self._request_limit = RequestLimit("the prefill worker is full", max_queue_len)
         self._requests: dict[AttemptKey, PrefillRequest] = {}
         self._line = PushLine(self.engine.scheduler, max_num_batched_tokens)
         self._num_finished = 0
@@ -189,11 +189,11 @@ class PrefillWorker:
             is_pushed=True,
             block_hashes=self.names.of(request),
         )
-        self._gate.enter()
+        self._request_limit.enter()
         try:
             self._loop.post(lambda: self._add(PrefillRequest(sequence, peer, stream)), always=True)
         except BaseException:
-            self._gate.leave()
+            self._request_limit.leave()
             raise
 
     def check(self, request: GenerationRequest) -> None:
@@ -319,7 +319,7 @@ class PrefillWorker:
     def _add(self, request: PrefillRequest) -> None:
         if request.key in self._requests:
             request.stream.end(RequestCancelled(f"{request.key} is already here", key=str(request.key)))
-            self._gate.leave()
+            self._request_limit.leave()
             return
         self._requests[request.key] = request
         self.engine.add(request.sequence)
@@ -396,4 +396,4 @@ class PrefillWorker:
             trace_prefill(self._tracer, request, self._clock.now_s())
         del self._requests[request.key]
         self._line.remove(request)
-        self._gate.leave()
+        self._request_limit.leave()

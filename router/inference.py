@@ -37,7 +37,7 @@ from baton.proto import inference_pb2, inference_pb2_grpc, wire
 from baton.router.access.message_limits import check_message, check_num_answers
 from baton.router.access.quota import CURRENT
 from baton.router.admission.admission import HIGH, NORMAL, PRIORITIES, Admission, Settling
-from baton.router.admission.gate import Gate
+from baton.router.admission.admission_queue import AdmissionQueue
 from baton.router.attempt.attempts import Attempts, AttemptsContext
 from baton.router.attempt.choices import Answers, Choices
 from baton.router.attempt.stats import RequestTracing, StreamStats
@@ -159,7 +159,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         attempts: AttemptsContext,
         metrics: RouterMetrics,
         clock: Clock,
-        gate: Gate | None = None,
+        admission_queue: AdmissionQueue | None = None,
         max_prompt_len: int | None = None,
         tracer: Tracer | None = None,
         log_requests: bool = False,
@@ -168,7 +168,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         self._settling = settling
         self.shutdown = shutdown or Shutdown()
-        self._gate = gate
+        self._admission_queue = admission_queue
         self._log_requests = log_requests
         self._max_prompt_len = max_prompt_len
         self._tracing = None if tracer is None else RequestTracing(tracer, clock, self._is_near)
@@ -352,7 +352,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _stream(
         self, request: GenerationRequest, shown_id: str, stats: StreamStats
     ) -> AsyncGenerator[inference_pb2.GenerateChunk]:
-        choices = Choices(request, self._attempts, self._gate)
+        choices = Choices(request, self._attempts, self._admission_queue)
         sampling = request.sampling
         texts = [AnswerText(self._model.tokenizer, sampling) for _ in choices.attempts]
         try:

@@ -27,8 +27,8 @@ from baton.router.access.listener import NUM_DOORS, Listener, why_not_bound
 from baton.router.access.security import ClientLimits, RouterSecurity, SecurityMetrics
 from baton.router.admin import AdminService
 from baton.router.admission.admission import Admission, Settling
+from baton.router.admission.admission_queue import AdmissionQueue
 from baton.router.admission.fair_queue import AdmissionCollector, QueueLimits
-from baton.router.admission.gate import Gate
 from baton.router.attempt.attempts import AttemptsContext
 from baton.router.attempt.channels import Channels
 from baton.router.attempt.migration import Migration, MigrationConfig, RetryBudget, RetryLimits
@@ -152,7 +152,7 @@ class RouterServer:
         self.canaries = self._make_canaries()
         roles = (PREFILL,) if config.local_prefill == NEVER else (PREFILL, DECODE)
         self._feed = PrefixFeed(self.prefixes, self.members, self._channels, self._background.spawn, roles)
-        self._gate = self._make_gate()
+        self._admission_queue = self._make_admission_queue()
         security = config.security
         self.security_metrics = SecurityMetrics(self.metrics.registry)
         verifier = config.secret.router_verifier(secrets.randbits(64), time.time)
@@ -193,7 +193,7 @@ class RouterServer:
         self.metrics.registry.register(CanaryCollector(canaries, in_flight_tracker.canary, self.members))
         return canaries
 
-    def _make_gate(self) -> Gate | None:
+    def _make_admission_queue(self) -> AdmissionQueue | None:
         if self.config.max_wait_s == 0.0:
             return None
         policy = self._policy
@@ -207,9 +207,9 @@ class RouterServer:
         most = MAX_RUNNING if num is None else max(num, MAX_RUNNING)
         limits = QueueLimits(max_wait_s=self.config.max_wait_s, max_waiting=num, max_running=most)
         role = DECODE if self.config.local_prefill == ALWAYS else PREFILL
-        gate = Gate(limits, self.members, self._clock, cached_len, role)
-        self.metrics.registry.register(AdmissionCollector(gate.queue))
-        return gate
+        admission_queue = AdmissionQueue(limits, self.members, self._clock, cached_len, role)
+        self.metrics.registry.register(AdmissionCollector(admission_queue.queue))
+        return admission_queue
 
     async def start(self) -> None:
         """Listen.
@@ -309,7 +309,7 @@ class RouterServer:
             attempts=self._attempts(),
             metrics=self.metrics,
             clock=self._clock,
-            gate=self._gate,
+            admission_queue=self._admission_queue,
             max_prompt_len=self.config.security.limits.max_prompt_tokens,
             tracer=self._tracer,
             log_requests=self.config.log_requests,
@@ -362,8 +362,8 @@ class RouterServer:
 
     async def _tick(self) -> None:
         parts = [self._expire, self.migration.drains.tick, self.desired_state.tick, self.canaries.tick]
-        if self._gate is not None:
-            parts.append(self._gate.look)
+        if self._admission_queue is not None:
+            parts.append(self._admission_queue.look)
         if self._policy.name == PREFIX:
             parts.append(self._feed.follow)
         if self._settling is not None:

@@ -53,6 +53,9 @@ NAMES = {
     "PrefillFollower": "PrefillRankPush",
     "SharePlans": "SplitKVPlans",
     "num_attends": "num_requests",
+    "Gate": "AdmissionQueue, RequestLimit, WriteFence",
+    "FairRing": "DeficitRoundRobin",
+    "Gap": "LayerRange",
 }
 # Flags that had another name once; what stands there is what vLLM calls it, where the meaning is the same.
 FLAGS = {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from baton.core.errors import Overloaded
 
 
-class Gate:
+class RequestLimit:
     """A bounded count; any thread."""
 
     def __init__(self, what: str, limit: int) -> None:

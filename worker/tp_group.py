@@ -19,7 +19,7 @@ from baton.core.errors import BatonError, WorkerLost, WorkerStartFailed, from_wi
 from baton.engine.graphs.graphed_step import graphed_step
 from baton.engine.step.runner import OpenPush, Runner
 from baton.engine.tp import join as tp_group_join
-from baton.engine.tp.gloo_group import GlooGroup, open_store
+from baton.engine.tp.collectives import GlooGroup, open_store
 from baton.engine.tp.link import TPGroupLink
 from baton.engine.tp.plan import PlanChannel
 from baton.engine.tp.plan_codec import PlanCodec
@@ -186,7 +186,7 @@ def _channel(link: TPGroupLink, store: TCPStore, device: torch.device) -> PlanCh
     group: Communicator
     try:
         if device.type == "cuda":
-            from baton.engine.tp.nccl_group import NcclGroup  # CPUs have no use for it
+            from baton.engine.tp.collectives import NcclGroup  # CPUs have no use for it
 
             group = NcclGroup(link.rank, link.size, store, device)
         else:

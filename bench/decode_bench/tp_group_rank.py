@@ -26,8 +26,8 @@ from baton.bench.decode_bench.decode import (
 from baton.bench.decode_bench.floor import copy_gbps
 from baton.bench.decode_bench.options import DecodeOptions
 from baton.engine.tp import join as tp_group_join
+from baton.engine.tp.collectives import GlooGroup, open_store
 from baton.engine.tp.decision import Decisions
-from baton.engine.tp.gloo_group import GlooGroup, open_store
 from baton.engine.tp.plan import PlanChannel, plan_codec
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.model.parallel import Communicator
@@ -74,7 +74,7 @@ class TPGroupRank:
         assert self._store is not None
         group: Communicator
         if self._device.type == "cuda":
-            from baton.engine.tp.nccl_group import NcclGroup  # CPUs have no use for it
+            from baton.engine.tp.collectives import NcclGroup  # CPUs have no use for it
 
             group = NcclGroup(self._rank, self._size, self._store, self._device)
         else:

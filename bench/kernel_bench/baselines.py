@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from baton.bench.kernel_bench.case import Call
-from baton.bench.kernel_bench.failure import ERRORS
+from baton.bench.kernel_bench.case import ERRORS, Call
 
 TORCH_COMPILE = "torch_compile"  # the name of a system that `torch.compile` makes
 _MAX_SHAPES = 4096  # of one function that are compiled, in a process that measures many rows

@@ -4,10 +4,38 @@ Every system is a list of calls, one for each of several sets of buffers, all ca
 costs what it costs in a decode step, and no set is still in the L2 cache when its turn comes again.
 """
 
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from triton.errors import TritonError
+
+from baton.core.errors import BatonError
+
+ERRORS = (
+    BatonError,
+    TritonError,
+    RuntimeError,  # torch's own, of memory and of devices too
+    ValueError,
+    TypeError,
+    AssertionError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+    SyntaxError,
+    OSError,
+    subprocess.SubprocessError,
+)
+MAX_MESSAGE_LEN = 600
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Its type and the beginning of what it says."""
+    return {"error": type(error).__name__, "message": str(error)[:MAX_MESSAGE_LEN]}
+
 
 Call = Callable[[], object]
 Systems = Mapping[str, Sequence[Call]]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.bench import kernel_cases
-from baton.bench.kernel_bench.case import KernelCase, TuningPoint
-from baton.bench.kernel_bench.failure import ERRORS, failure_of
+from baton.bench.kernel_bench.case import ERRORS, KernelCase, TuningPoint, failure_of
 
 
 @dataclass(frozen=True, slots=True, order=True)

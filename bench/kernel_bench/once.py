@@ -13,9 +13,8 @@ import sys
 import torch
 
 from baton.bench.kernel_bench.baselines import TORCH_COMPILE
-from baton.bench.kernel_bench.case import KernelCase
+from baton.bench.kernel_bench.case import ERRORS, KernelCase
 from baton.bench.kernel_bench.collection import find_cases
-from baton.bench.kernel_bench.failure import ERRORS
 
 
 def small_cases(module: str, max_bytes: int, max_cases: int) -> list[KernelCase]:

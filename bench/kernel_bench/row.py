@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from baton.bench.kernel_bench.case import Call, KernelCase, Systems
+from baton.bench.kernel_bench.case import ERRORS, Call, KernelCase, Systems, failure_of
 from baton.bench.kernel_bench.collection import Place, case_at
-from baton.bench.kernel_bench.failure import ERRORS, failure_of
 from baton.bench.kernel_bench.floor import num_sets
 from baton.bench.kernel_bench.processes import Broken, Step
 from baton.bench.kernel_bench.timing import Timer, make_timer

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
-from baton.bench.kernel_bench.case import TuningPoint
+from baton.bench.kernel_bench.case import ERRORS, TuningPoint, failure_of
 from baton.bench.kernel_bench.collection import Place, point_at
-from baton.bench.kernel_bench.failure import ERRORS, failure_of
 from baton.bench.kernel_bench.floor import num_sets
 from baton.bench.kernel_bench.processes import Broken, Step
 from baton.bench.kernel_bench.row import is_alive

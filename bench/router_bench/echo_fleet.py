@@ -10,7 +10,7 @@ from typing import Final, Self
 
 import grpc
 
-from baton.bench.plain_process import PlainProcess
+from baton.bench.processes import PlainProcess
 from baton.core.errors import WorkerStartFailed
 from baton.proto import admin_pb2, admin_pb2_grpc
 

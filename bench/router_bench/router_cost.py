@@ -22,8 +22,7 @@ import numpy as np
 import psutil
 
 from baton.bench.actor import SpawnedRemote
-from baton.bench.plain_process import PlainProcess
-from baton.bench.processes import cpu_s
+from baton.bench.processes import PlainProcess, cpu_s
 from baton.bench.result import result, spread
 from baton.bench.router_bench.echo_fleet import MODEL, EchoFleet, wait_until
 from baton.bench.router_bench.echo_load import STREAMS_PER_CHANNEL, Load, LoadClient, Outcome

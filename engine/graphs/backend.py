@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch
 
 from baton.engine.step.host_future import Event
-from baton.engine.tp.gloo_group import lost_touch
+from baton.engine.tp.collectives import lost_touch
 from baton.model.parallel import Communicator
 
 _POLL_S: Final = 2e-4

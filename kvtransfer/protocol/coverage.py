@@ -7,7 +7,7 @@ from baton.kvcache.layout import Range
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class LayerRange:
     """Positions of one layer that at least one head lacks."""
 
     layer: int
@@ -52,15 +52,15 @@ class Coverage:
         """Forget what is there of a layer for these heads."""
         self._bits[layer][head_first : head_first + head_count] = [0] * head_count
 
-    def layer_gaps(self, layer: int, head_first: int, head_count: int) -> Iterator[Gap]:
+    def layer_gaps(self, layer: int, head_first: int, head_count: int) -> Iterator[LayerRange]:
         """What is missing of a layer for these heads, in order, as long ranges as possible."""
         missing = 0
         for bits in self._bits[layer][head_first : head_first + head_count]:
             missing |= self._full[layer] & ~bits
         for first, count in _runs(missing):
-            yield Gap(layer, first, count)
+            yield LayerRange(layer, first, count)
 
-    def gaps(self) -> Iterator[Gap]:
+    def gaps(self) -> Iterator[LayerRange]:
         """Everything that is missing."""
         for layer, heads in enumerate(self._bits):
             yield from self.layer_gaps(layer, 0, len(heads))

@@ -10,7 +10,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import INLINE, is_one_sided, is_same_host
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.layout import KVLayout, Range
-from baton.kvtransfer.protocol.coverage import Coverage, Gap
+from baton.kvtransfer.protocol.coverage import Coverage, LayerRange
 from baton.kvtransfer.protocol.frame import VERSION, FrameHeader
 from baton.kvtransfer.protocol.messages import DIGEST, control_of, layout_message, wire_attempt
 from baton.kvtransfer.protocol.proof import KvProofs
@@ -137,7 +137,7 @@ class ReceiverReplies:
         return [self.ack(name, incoming.epoch, incoming.incoming_id) for name in names if name]
 
     def nack(
-        self, incoming: IncomingTransfer, part: Part, gaps: Iterable[Gap], corrupt: Iterable[int]
+        self, incoming: IncomingTransfer, part: Part, gaps: Iterable[LayerRange], corrupt: Iterable[int]
     ) -> list[SendControl]:
         """COMMIT_NACK with everything that is missing of a rank's part, corrupt layers included."""
         assert part.commit is not None
@@ -152,7 +152,9 @@ class ReceiverReplies:
         name = self._peers.name_of(incoming.p_epoch, part.rank)
         return [SendControl(name, control_of(nack))] if name else []
 
-    def have(self, peer: str, incoming: IncomingTransfer, part: Part, gaps: Iterable[Gap], round: int) -> SendControl:
+    def have(
+        self, peer: str, incoming: IncomingTransfer, part: Part, gaps: Iterable[LayerRange], round: int
+    ) -> SendControl:
         """HAVE, for the RESUME with this round."""
         have = kv_pb2.Have(
             epoch=self._epoch,
@@ -214,7 +216,7 @@ class ReceiverReplies:
         return [SendControl(peer, control_of(credit)) for peer, credit in by_peer.items()]
 
 
-def _wire_gaps(gaps: Iterable[Gap]) -> list[kv_pb2.LayerGap]:
+def _wire_gaps(gaps: Iterable[LayerRange]) -> list[kv_pb2.LayerGap]:
     return [kv_pb2.LayerGap(layer=gap.layer, first=gap.first, count=gap.count) for gap in gaps]
 
 
@@ -291,7 +293,7 @@ class ReceiverRules:
             found = self._heads[rank, size] = [self.layout.pushed_heads(layer, rank, size) for layer in layers]
         return found
 
-    def gaps(self, incoming: IncomingTransfer, part: Part) -> list[Gap]:
+    def gaps(self, incoming: IncomingTransfer, part: Part) -> list[LayerRange]:
         """What is missing of a rank's part."""
         heads = enumerate(self.pushed_heads(part.rank, len(incoming.parts)))
         return [

@@ -56,8 +56,8 @@ class _Rewrite:
         self._written: Written | None = None
 
     def run(self) -> None:
-        """On a writer thread. A gate that was shut means: do not begin."""
-        if not self._route.gate.is_shut:
+        """On a writer thread. A fence that was shut means: do not begin."""
+        if not self._route.fence.is_shut:
             self._written = self._source.write(self._route, self.action.header.span, with_digest=self.action.has_digest)
 
     def end(self, error: BaseException | None) -> None:

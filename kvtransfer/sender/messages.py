@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.kvcache.layout import KVLayout, Range
-from baton.kvtransfer.protocol.coverage import Gap
+from baton.kvtransfer.protocol.coverage import LayerRange
 from baton.kvtransfer.protocol.frame import VERSION, FrameHeader, FrameShape
 from baton.kvtransfer.protocol.messages import DIGEST, control_of, layout_message, wire_attempt
 from baton.kvtransfer.protocol.proof import KvProofs
@@ -86,7 +86,7 @@ class PushMessages:
         )
         return control_of(reserve)
 
-    def frame(self, transfer: Transfer, gap: Gap) -> FrameHeader:
+    def frame(self, transfer: Transfer, gap: LayerRange) -> FrameHeader:
         """Header of the next frame, for positions that `FrameShape.split` gave."""
         heads = self.heads[gap.layer]
         return FrameHeader(

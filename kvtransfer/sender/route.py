@@ -1,6 +1,6 @@
-"""Where one transfer's frames come from and go to, as writer threads see it, and the gate before its incoming transfer.
+"""Where one transfer's frames come from and go to, as writer threads see it, and the fence before its blocks.
 
-The push thread decides: it fills in the lane and opens and closes the gate. Writer threads pass the gate, or not. Once
+The push thread decides: it fills in the lane and opens and closes the fence. Writer threads pass it, or not. Once
 it is closed and the last of them is out, nothing writes the incoming transfer any more, and that is said on the wire.
 """
 
@@ -43,7 +43,7 @@ class Frame:
     is_written: bool = False
 
 
-class Gate:
+class WriteFence:
     """Who is inside an incoming transfer. Any thread."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Gate:
             return True
 
     def leave(self) -> bool:
-        """Go out; whether the gate is shut and nobody is inside any more."""
+        """Go out; whether the fence is shut and nobody is inside any more."""
         with self._lock:
             self._num_inside -= 1
             return self._is_shut and not self._num_inside
@@ -96,7 +96,7 @@ class Route:
         opened: what to write with, on a one-sided lane.
         grant: the decode worker's blocks and state slot, on a one-sided lane.
         frames: read, or written, and not posted yet, by (layer, first position).
-        gate: before the incoming transfer.
+        fence: before the incoming transfer.
         is_held: the push thread holds the transfer in the protocol for as long as somebody may be inside.
         num_open: what was begun for it and has to be over before it may be committed. Of the push thread.
         commit: waits for that.
@@ -111,7 +111,7 @@ class Route:
     opened: PushLane | None = None
     grant: GrantInfo | None = None
     frames: dict[tuple[int, int], Frame] = field(default_factory=dict)
-    gate: Gate = field(default_factory=Gate)
+    fence: WriteFence = field(default_factory=WriteFence)
     is_held: bool = False
     num_open: int = 0
     commit: Callable[[float], list[PushAction]] | None = None
@@ -215,7 +215,7 @@ class PushRoutes:
         """The transfer has ended."""
         route = self._routes.pop(attempt, None)
         if route is not None:
-            route.gate.shut()
+            route.fence.shut()
             self._num_two_sided -= bool(route.lane) and not is_one_sided(route.lane)
         return route
 
@@ -266,7 +266,7 @@ class PushRoutes:
                 return problem
             self._protocol.hold(route.attempt)
             route.is_held = True
-            route.gate.open_until(self._protocol.write_deadline_s(route.attempt))
+            route.fence.open_until(self._protocol.write_deadline_s(route.attempt))
         else:
             self._num_two_sided += 1
         route.lane = lane  # last: with it writers begin
@@ -280,8 +280,8 @@ class PushRoutes:
     def renew(self) -> None:
         """Move the moments until which writers may go in."""
         for route in self._routes.values():
-            if route.is_held and not route.gate.is_shut:
-                route.gate.open_until(self._protocol.write_deadline_s(route.attempt))
+            if route.is_held and not route.fence.is_shut:
+                route.fence.open_until(self._protocol.write_deadline_s(route.attempt))
         self._chooser.sweep()
 
     def forget_peer(self, address: str) -> None:
@@ -291,7 +291,7 @@ class PushRoutes:
     def shut(self, attempt: AttemptKey) -> Actions:
         """Let no writer into an incoming transfer any more; when the last is out, the transfer may drain."""
         route = self._routes.get(attempt)
-        return self.release(route) if route is not None and route.gate.shut() else []
+        return self.release(route) if route is not None and route.fence.shut() else []
 
     def release(self, route: Route) -> Actions:
         """Nobody is inside the incoming transfer, nor ever will be."""

@@ -9,7 +9,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import INLINE, is_one_sided
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.protocol.coverage import Gap
+from baton.kvtransfer.protocol.coverage import LayerRange
 from baton.kvtransfer.protocol.frame import FRAME_OVERHEAD_BYTES, FrameShape
 from baton.kvtransfer.protocol.proof import KvProofs
 from baton.kvtransfer.sender.actions import (
@@ -110,7 +110,7 @@ class PushRules:
 
     def send_again(self, transfer: Transfer, missing: Iterable[kv_pb2.LayerGap], now_s: float) -> Actions:
         """Queue what the decode worker lacks of what was computed. What was posted before has landed or is lost."""
-        pieces: list[Gap] = []
+        pieces: list[LayerRange] = []
         for gap in missing:
             if gap.layer >= self.layout.num_layers:
                 return self.fail(transfer, f"the decode worker lacks layer {gap.layer}", now_s)
@@ -134,10 +134,10 @@ class PushRules:
         transfer.progress.renew(now_s)
         return self.pump(transfer.peer.kv_address, now_s)
 
-    def split(self, layer: int, first: int, count: int) -> list[Gap]:
+    def split(self, layer: int, first: int, count: int) -> list[LayerRange]:
         """Frames for these positions."""
         num_heads = self.messages.heads[layer].count
-        return [Gap(layer, *piece) for piece in self.shape.split(layer, first, count, num_heads)]
+        return [LayerRange(layer, *piece) for piece in self.shape.split(layer, first, count, num_heads)]
 
     def credit(self, transfer: Transfer, charged_bytes: int, now_s: float) -> None:
         """So much of what was posted has landed."""
@@ -304,6 +304,6 @@ class PushRules:
             return f"no progress for {self.config.commit_timeout_s} s"
         return ""
 
-    def _payload_bytes(self, pieces: Iterable[Gap]) -> int:
+    def _payload_bytes(self, pieces: Iterable[LayerRange]) -> int:
         heads = self.messages.heads
         return sum(self.shape.payload_bytes(piece.layer, piece.count, heads[piece.layer].count) for piece in pieces)

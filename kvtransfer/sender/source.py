@@ -1,6 +1,6 @@
 """What writer threads do with one part of a layer: digest it, and gather it or write it into the decode worker's pool.
 
-The raw lane sends from the pool itself, so for it nothing is copied. Whether a write may begin, the route's gate knows.
+The raw lane sends from the pool itself, so for it nothing is copied. The route's fence knows whether a write may begin.
 A transfer that has ended meanwhile is no error.
 """
 
@@ -83,7 +83,7 @@ class PushSource:
         size: of that group.
         config: limits.
         clock: the worker's.
-        on_left: told a route when its gate is shut and the last writer is out.
+        on_left: told a route when its fence is shut and the last writer is out.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class PushSource:
 
     def _frame(self, part: PushedPart, span: Span) -> None:
         route = part.route
-        if is_one_sided(route.lane) and route.gate.enter(self._clock.now_s()):
+        if is_one_sided(route.lane) and route.fence.enter(self._clock.now_s()):
             self._write(part, span)
             return
         data, digest = self._gather(route, span) if self._is_gathered(route) else (None, None)
@@ -184,7 +184,7 @@ class PushSource:
         return None, None
 
     def _write(self, part: PushedPart, span: Span) -> None:
-        """Inside the gate. What is not over when this returns stays inside until it is."""
+        """Inside the fence. What is not over when this returns stays inside until it is."""
         route = part.route
         try:
             written = self.write(route, span, with_digest=self._has_digest)
@@ -220,5 +220,5 @@ class PushSource:
         return not open_writes
 
     def _leave(self, route: Route) -> None:
-        if route.gate.leave():
+        if route.fence.leave():
             self._on_left(route)

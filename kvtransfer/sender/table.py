@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from baton.core.kv_transports import is_one_sided
 from baton.core.requests.request import AttemptKey
-from baton.kvtransfer.protocol.coverage import Coverage, Gap
+from baton.kvtransfer.protocol.coverage import Coverage, LayerRange
 from baton.kvtransfer.protocol.last_sign import LastSign
 from baton.kvtransfer.protocol.transfer_times import TransferTimes
 from baton.kvtransfer.sender.actions import DecodePeer, GrantInfo
@@ -118,7 +118,7 @@ class Transfer:
     lease_s: float = 0.0
     is_told: bool = False
     is_confirmed: bool = True
-    to_send: deque[Gap] = field(default_factory=deque)
+    to_send: deque[LayerRange] = field(default_factory=deque)
     next_seq: int = 0
     num_writes: int = 0
     num_holds: int = 0

@@ -42,7 +42,7 @@ class Ticket:
         self.expected_s = 0.0  # from the grant to the first token
 
 
-class FairRing:
+class DeficitRoundRobin:
     """Tickets by priority and tenant.
 
     Args:
@@ -159,7 +159,7 @@ class FairQueue:
         self.num_refused: Counter[str] = Counter()  # by reason
 
     def _clear(self) -> None:
-        self._ring = FairRing()
+        self._ring = DeficitRoundRobin()
         self._waiting: list[tuple[float, int, Ticket]] = []  # by deadline
         self._order: dict[Ticket, tuple[float, int, Ticket]] = {}
         self._num_offered = 0
@@ -410,7 +410,7 @@ class FairQueue:
                 break
             del self._asked_s[oldest]
 
-    # The gate.
+    # The admission queue.
 
     def _may_start(self) -> bool:
         has_room = len(self._ahead) < self._limits.ahead * self._capacity.num_workers

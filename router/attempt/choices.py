@@ -10,7 +10,7 @@ from typing import Self
 
 from baton.core.requests.request import GenerationRequest, choices_of
 from baton.proto import inference_pb2
-from baton.router.admission.gate import Gate, Turn
+from baton.router.admission.admission_queue import AdmissionQueue, Turn
 from baton.router.attempt.attempts import Attempts
 from baton.router.attempt.request_run import Emitted
 
@@ -109,16 +109,16 @@ class Choices:
     Args:
         request: checked.
         attempts_of: makes the attempts of one answer.
-        gate: where it waits for its turn, if there is one.
+        admission_queue: where it waits for its turn, if there is one.
     """
 
     def __init__(
         self,
         request: GenerationRequest,
         attempts_of: Callable[[GenerationRequest], Attempts],
-        gate: Gate | None = None,
+        admission_queue: AdmissionQueue | None = None,
     ) -> None:
-        self._request, self._gate = request, gate
+        self._request, self._admission_queue = request, admission_queue
         self._turn: Turn | None = None
         self.attempts = [attempts_of(_named(one)) for one in choices_of(request)]
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,8 +129,8 @@ class Choices:
         Raises:
             BatonError: what ended one of them, and with it the request; or it was refused its turn.
         """
-        if self._gate is not None:
-            self._turn = await self._gate.enter(self._request)
+        if self._admission_queue is not None:
+            self._turn = await self._admission_queue.enter(self._request)
             for attempts in self.attempts:
                 attempts.on_arrival = self._turn.arrived
         if len(self.attempts) == 1:

@@ -17,15 +17,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from baton.core.errors import BatonError, InternalError, NoWorker
-from baton.router.openai.batches import Batches
-from baton.router.openai.chats import Chats
+from baton.router.openai.chats import Batches, Chats
 from baton.router.openai.completions import Completions
 from baton.router.openai.document import docs_page, openapi_document
-from baton.router.openai.entrance import Entrance
-from baton.router.openai.errors import HttpRefusal
-from baton.router.openai.front import Front
+from baton.router.openai.front import Entrance, Front
 from baton.router.openai.messages import CountTokens, Messages
-from baton.router.openai.reply import JsonResponse
+from baton.router.openai.reply import HttpRefusal, JsonResponse
 from baton.router.openai.responses import Responses
 from baton.router.openai.tokens import Tokens
 

@@ -9,8 +9,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import InvalidGrammar, InvalidRequest, InvalidSampling, RequestCancelled
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.options import Wire
+from baton.router.openai.reply import HttpRefusal
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_SHOWN_PROBLEMS = 3

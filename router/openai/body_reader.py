@@ -13,10 +13,9 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from asyncio import StreamReader, StreamWriter
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Final, Self
 
@@ -24,86 +23,17 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from baton.core.errors import InternalError, NoWorker, Overloaded, from_wire
-from baton.core.fair_turns import FairTurns, Share
 from baton.core.inside import ENVIRONMENT
 from baton.router.inference import InferenceService
 from baton.router.openai.body import Translated, read_bytes, too_large
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.entrance import principal_of
-from baton.router.openai.front import Forms, HttpConfig
+from baton.router.openai.front import Forms, HttpConfig, principal_of
 from baton.router.openai.limits import is_light
 from baton.router.openai.reader_process import LAST, first_frame, job_frame
+from baton.router.openai.reading_turns import ReadingTurns
 from baton.router.openai.understand import understand
 from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
 from baton.router.served_model import ServedModel
-
-NUM_SPARE: Final = 1
-
-
-class ReadingTurns:
-    """Places, on one event loop.
-
-    Args:
-        num: of one tenant at most.
-        now_s: a clock.
-    """
-
-    def __init__(self, num: int, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._num = num
-        self._now_s = now_s
-        self._held: Counter[Share] = Counter()
-        self._shares: dict[str, Share] = {}  # of tenants, which keys name: not without bound
-        self._turns: FairTurns[_Waiting] = FairTurns()
-
-    @property
-    def num_held(self) -> int:
-        """Places that are taken."""
-        return self._held.total()
-
-    async def take(self, tenant: str) -> Callable[[], None]:
-        """Wait for a place; returns what gives it back, and charges the tenant with the time since."""
-        share = self._shares.setdefault(tenant, Share())
-        waiting = _Waiting(share)
-        self._turns.add(share, waiting)
-        self._give()
-        try:
-            await waiting.place
-        except BaseException:
-            if not waiting.place.cancelled():  # it was given up in the moment in which it had its turn
-                self._free(share)
-            raise
-        start_s = self._now_s()
-
-        def give_back() -> None:
-            share.charge(self._now_s() - start_s)
-            self._free(share)
-
-        return give_back
-
-    def _free(self, share: Share) -> None:
-        self._held[share] -= 1
-        if not self._held[share]:
-            del self._held[share]
-        self._give()
-
-    def _give(self) -> None:
-        while self.num_held < self._num + NUM_SPARE:
-            most = self._num if self.num_held < self._num else 1
-            waiting = self._turns.next(frozenset(share for share, num in self._held.items() if num >= most))
-            if waiting is None:
-                return
-            if not waiting.place.done():  # else it was given up
-                self._held[waiting.share] += 1
-                waiting.place.set_result(None)
-
-
-class _Waiting:
-    """One body's."""
-
-    def __init__(self, share: Share) -> None:
-        self.share = share
-        self.place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
 
 NUM_PROCESSES: Final = 2  # for one tenant; there is one more for a tenant whose bodies none of them reads
 MAX_WAITING_BYTES: Final = 256 << 20  # of bodies that wait or are being read

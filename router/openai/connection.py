@@ -25,8 +25,7 @@ from baton.core.errors import BatonError, Overloaded
 from baton.proto.roles import roles_in
 from baton.router.access.quota import ConnectionsHeld
 from baton.router.access.security import IDLE_S
-from baton.router.openai.errors import HttpRefusal
-from baton.router.openai.reply import error_bytes
+from baton.router.openai.reply import HttpRefusal, error_bytes
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -22,8 +22,8 @@ from baton.core.requests.sampling import (
     RANGES,
     SamplingParams,
 )
-from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
+from baton.router.openai.chats import BatchRequest
 from baton.router.openai.completions import CompletionRequest
 from baton.router.openai.messages import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, MAX_TOP_LOGPROBS, REFUSED

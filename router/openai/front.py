@@ -7,16 +7,105 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.core.errors import ModelFileDamaged
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.core.errors import ModelFileDamaged, PermissionDenied, as_internal
 from baton.proto import inference_pb2
-from baton.router.access.authenticator import Authenticator
+from baton.proto.roles import ALLOWED, require_roles
+from baton.router.access.api_keys import Principal
+from baton.router.access.authenticator import ANYBODY, Authenticator
 from baton.router.inference import InferenceService
 from baton.router.metrics import RouterMetrics
 from baton.router.openai.chat_template import ChatTemplate
+from baton.router.openai.connection import PLACE
+from baton.router.openai.reply import JsonResponse
 from baton.router.served_model import ServedModel
 
 if TYPE_CHECKING:
     from baton.router.openai.body_reader import BodyReader
+
+OPEN: Final = ("/health", "/ping", "/ready")  # they say nothing of any tenant
+OPERATORS: Final = ("/metrics",)  # it says something of every tenant
+_PRINCIPAL: Final = "baton.principal"
+
+
+class Entrance:
+    """An ASGI application around another.
+
+    Args:
+        app: for those who come in.
+        authenticator: decides.
+        operators: decides who may read metrics, which tell of all tenants, where clients need keys.
+        metrics: count what fails here that no caller is to blame for.
+    """
+
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, operators: Authenticator, metrics: RouterMetrics
+    ) -> None:
+        self._app = app
+        self._authenticator = authenticator
+        self._operators = operators
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse, or let in."""
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            try:
+                if PLACE in scope:
+                    self._require_role(scope["path"], scope[PLACE].roles)
+                principal = self._authenticate(scope["path"], _key_header(Headers(scope=scope)))
+                scope[_PRINCIPAL] = principal
+                if PLACE in scope:
+                    scope[PLACE].own(principal.tenant, self._authenticator.quota_of(principal).max_connections)
+            except Exception as error:  # noqa: BLE001  the boundary of what is before the applications
+                typed = as_internal("the request", error)
+                if typed is not error:
+                    self._metrics.requests_failed.labels(type(typed).__name__).inc()
+                await JsonResponse.of_error(typed)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _require_role(self, path: str, named: frozenset[str]) -> None:
+        service = "baton.v1.Admin" if path in OPERATORS else "baton.v1.Inference"
+        try:
+            require_roles(named, ALLOWED[service], path)
+        except PermissionDenied as error:
+            self._authenticator.count(error, "certificate_role")
+            raise
+
+    def _authenticate(self, path: str, header: str | None) -> Principal:
+        if path not in OPERATORS or self._authenticator.keys is None:
+            return self._authenticator.authenticate(header)
+        if self._operators.keys is None:
+            self._authenticator.authenticate(header)
+            raise PermissionDenied("metrics tell of all tenants: read them at --metrics-port, or name admin keys")
+        return self._operators.authenticate(header)
+
+
+def _key_header(headers: Headers) -> str | None:
+    """`Authorization`; where there is none, the header in which Anthropic's clients send a key."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")
+
+
+def principal_of(scope: Scope) -> Principal:
+    """Who came in."""
+    found: Principal = scope.get(_PRINCIPAL, ANYBODY)
+    return found
+
+
+def connection_of(scope: Scope) -> str:
+    """Over which connection, as streams are counted."""
+    host, port = scope.get("client") or ("", 0)
+    return f"{host}:{port}"
+
+
+def num_header_bytes(scope: Scope) -> int:
+    """Of a request's headers and of what it asks for."""
+    about = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    return about + sum(len(name) + len(value) for name, value in scope.get("headers", ()))
+
 
 MAX_BODY_BYTES: Final = 16 << 20
 _DEFAULTS: Final = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}

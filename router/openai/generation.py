@@ -15,11 +15,9 @@ from baton.core.requests.sampling import MAX_CHOICES
 from baton.core.telemetry.span import HEADER, INCOMING
 from baton.proto import inference_pb2
 from baton.router.openai.connection import until_disconnect
-from baton.router.openai.entrance import connection_of, num_header_bytes, principal_of
-from baton.router.openai.errors import HttpRefusal
-from baton.router.openai.front import Front
+from baton.router.openai.front import Front, connection_of, num_header_bytes, principal_of
 from baton.router.openai.options import Options
-from baton.router.openai.reply import OPENAI, Manner, Reply, Usage
+from baton.router.openai.reply import OPENAI, HttpRefusal, Manner, Reply, Usage
 from baton.router.openai.understood import Understood
 
 # What vLLM may write beside an answer, and what is never known here.

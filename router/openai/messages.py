@@ -14,11 +14,10 @@ from baton.proto import inference_pb2
 from baton.router.openai.body import Translated
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chats import ChatCall, Chats, Step, chat_prompt, steps
-from baton.router.openai.errors import HttpRefusal, error_status
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, JsonObject, Name, StopStrings, Text
 from baton.router.openai.options import Wire
-from baton.router.openai.reply import JsonResponse, Manner, Usage
+from baton.router.openai.reply import HttpRefusal, JsonResponse, Manner, Usage, error_status
 from baton.router.openai.understood import Job, Understood
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -9,11 +9,10 @@ from baton.proto import inference_pb2
 from baton.router.openai.body import Translated
 from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chats import ChatCall, Chats, Step, steps
-from baton.router.openai.errors import HttpRefusal
 from baton.router.openai.front import Front
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, JsonObject, Name, Text
 from baton.router.openai.options import Wire
-from baton.router.openai.reply import Manner, Usage
+from baton.router.openai.reply import HttpRefusal, Manner, Usage
 from baton.router.openai.understood import Understood
 
 MAX_INCLUDED: Final = 64

@@ -9,10 +9,9 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from baton.core.errors import InvalidRequest
-from baton.router.openai.batches import BatchRequest, understand_batch
 from baton.router.openai.body import Translated, parse_body
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.chats import understand_chat
+from baton.router.openai.chats import BatchRequest, understand_batch, understand_chat
 from baton.router.openai.completions import CompletionRequest, understand_completion
 from baton.router.openai.front import Forms
 from baton.router.openai.limits import check_shape

@@ -330,7 +330,7 @@ class Decode:
         left = (held.num_requests_held, held.num_slots_in_use, held.num_blocks_quarantined, held.num_host_blocks_used)
         assert left == (0, 0, 0, 0)
         assert held.num_requests_waiting == held.num_requests_running == held.num_prefill_tokens_queued == 0
-        assert self.worker._gate.num_inside == 0
+        assert self.worker._request_limit.num_inside == 0
         assert self.engine.is_idle
 
     def close(self):

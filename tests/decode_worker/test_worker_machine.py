@@ -240,7 +240,7 @@ class DecodeMachine(RuleBasedStateMachine):
         for key, sink in self.decode.sinks.items():
             assert sink.ended is (key not in self.decode.worker._requests)
             assert self.num_ends[key] == sink.ended
-        assert self.decode.worker._gate.num_inside == len(self.decode.worker._requests)
+        assert self.decode.worker._request_limit.num_inside == len(self.decode.worker._requests)
 
     def teardown(self):
         if not hasattr(self, "decode"):

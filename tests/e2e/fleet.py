@@ -284,7 +284,7 @@ class Fleet:
         if self.router is not None:
             for visits in self.router.migration.in_flight_requests._visits.values():
                 found |= {request_of(str(key), open_ids): "admitted" for key in visits}
-            if self.router._gate is not None and self.router._gate.queue.num_waiting:
+            if self.router._admission_queue is not None and self.router._admission_queue.queue.num_waiting:
                 found |= {name: "queued" for name in open_ids if name not in found}
         for report in reports.values():
             for key, state in report["states"].items():
@@ -314,7 +314,7 @@ class Fleet:
         router, in_flight_requests = self.router, self.router.migration.in_flight_requests
         counts = {
             "router streams": router.metrics.num_streams_open._value.get(),
-            "router queue": 0 if router._gate is None else router._gate.queue.num_waiting,
+            "router queue": 0 if router._admission_queue is None else router._admission_queue.queue.num_waiting,
             "router visits": sum(in_flight_requests.num_at(incarnation) for incarnation in in_flight_requests._visits),
             "router tasks": num_router_tasks(),
         }

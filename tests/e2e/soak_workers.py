@@ -102,7 +102,7 @@ class Prefill:
 
 
 class StandingOpener:
-    """Opens lanes whose writes stand still in the middle, with the gate passed, and look where they go then."""
+    """Opens lanes whose writes stand still in the middle, with the fence passed, and look where they go then."""
 
     def __init__(self, inner, side, soak):
         self._inner = inner

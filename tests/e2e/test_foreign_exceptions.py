@@ -27,11 +27,11 @@ MODULES = [
     for name in (
         *(f"router.{name}" for name in (
             "inference", "attempt.choices", "attempt.attempts", "attempt.request_run", "attempt.channels",
-            "admission.gate", "admission.fair_queue", "admission.admission", "attempt.continuation",
-            "attempt.stats", "attempt.migration", "attempt.in_flight_requests", "placement.refusals",
+            "admission.admission_queue", "admission.fair_queue", "admission.admission", "attempt.continuation",
+            "attempt.stats", "attempt.in_flight_requests", "placement.refusals",
             "placement.policy", "placement.local_prefill",
         )),
-        *(f"worker.{name}" for name in ("stream_mux", "loop")),
+        *(f"worker.{name}" for name in ("stream_mux",)),
         *(f"prefill_worker.{name}" for name in ("service", "worker")),
         *(f"decode_worker.{name}" for name in ("service", "worker", "request")),
         *(f"proto.{name}" for name in ("wire", "stream_mux_wire")),
@@ -108,13 +108,13 @@ class Way:
         router = self.running.router
         async with asyncio.timeout(WAIT_S):
             while True:
-                queue = router._gate.queue
+                queue = router._admission_queue.queue
                 held = {
                     "in flight": router.desired_state._admission.num_in_flight,
                     "waiting": queue.num_waiting,
                     "running": queue.num_running,
                     "bytes": queue.num_bytes,
-                } | {name: side.worker._gate.num_inside for name, side in self.running.sides.items()}
+                } | {name: side.worker._request_limit.num_inside for name, side in self.running.sides.items()}
                 if not any(held.values()):
                     break
                 await asyncio.sleep(0.02)

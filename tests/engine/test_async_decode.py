@@ -26,7 +26,7 @@ PROMPTS = ([5, 6], [7, 1, 4], [2, 9, 9, 3, 8])
 NUM_TOKENS = 12
 
 
-class Gate:
+class Held:
     """Steps that wait to be let through."""
 
     def __init__(self, runner):
@@ -47,7 +47,7 @@ class Side(Driver):
         self.model, self.k = ToyModel(), k
         pool = KVPool(self.model.kv_layout(4), 40, torch.device("cpu"))
         super().__init__(Runner(self.model, pool, max_num_seqs=4, num_draft_tokens=k), pool)
-        self.gate, self.bounds = Gate(self.runner), LengthBounds(4)
+        self.gate, self.bounds = Held(self.runner), LengthBounds(4)
         self.sampling = [
             SamplingParams(seed=at, max_tokens=max_tokens, temperature=at % 2, ignore_eos=True) for at in range(3)
         ]

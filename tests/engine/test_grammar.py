@@ -17,8 +17,7 @@ from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar import grammar as grammar_module
-from baton.engine.grammar.compiled import QUICK_LIMITS, GrammarBudget
-from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.grammar.grammar import QUICK_LIMITS, GrammarBudget, GrammarCompiler
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

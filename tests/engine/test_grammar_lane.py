@@ -14,8 +14,8 @@ from baton.core.errors import InvalidGrammar
 from baton.core.fair_turns import Share
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
-from baton.engine.grammar import compiled as compiled_grammar
 from baton.engine.grammar import grammar
+from baton.engine.grammar import grammar as compiled_grammar
 from baton.engine.grammar import lane as grammar_lane
 from baton.engine.grammar import trial as grammar_trial
 from baton.engine.grammar.grammar import GrammarCompiler
@@ -31,7 +31,7 @@ def tokenizer():
     return Tokenizer.from_directory(TINY)
 
 
-class Gate:
+class Held:
     """Work that has begun when it says so, and ends when it may."""
 
     def __init__(self, lane, share=None):
@@ -56,7 +56,7 @@ def test_the_step_keeps_half_of_the_cores(monkeypatch, num_cores, num):
 
 def test_no_more_work_at_once_than_threads_and_these_are_nice():
     lane = GrammarLane(2)
-    first, second, third = Gate(lane), Gate(lane), Gate(lane)
+    first, second, third = Held(lane), Held(lane), Held(lane)
     assert first.begun.wait(LIMIT_S)
     assert second.begun.wait(LIMIT_S)
     assert not third.begun.is_set()
@@ -71,7 +71,7 @@ def test_no_more_work_at_once_than_threads_and_these_are_nice():
 
 def test_who_has_spent_little_comes_before_who_has_spent_much():
     lane, heavy, light, order = GrammarLane(1), Share(), Share(), []
-    gate = Gate(lane, heavy)
+    gate = Held(lane, heavy)
     assert gate.begun.wait(LIMIT_S)
     heavy.charge(10.0)
     names = ["heavy 1", "heavy 2", "light 1", "light 2"]
@@ -108,7 +108,7 @@ def test_the_step_waits_for_no_look_that_is_under_way(tokenizer):
     compiler, spec = GrammarCompiler(tokenizer, 4096), GrammarSpec("regex", "[ab]+")
     compiled = compiler.compile(spec)
     compiler._lane = compiled._lane = GrammarLane(1)
-    gate = Gate(compiled._lane)
+    gate = Held(compiled._lane)
     assert gate.begun.wait(LIMIT_S)
     (token_id,) = tokenizer.encode("a")
     own = compiled.own([])
@@ -155,7 +155,7 @@ def test_looks_of_one_sequence_never_overlap(tokenizer):
     assert begun.wait(LIMIT_S)
     own.begin([token_id], [])
     own.begin([token_id] * 2, [])
-    Gate(compiled._lane).open()  # there are threads for them
+    Held(compiled._lane).open()  # there are threads for them
     may_end.set()
     assert own.found([token_id] * 2, [], LIMIT_S).num_rows == 1
 

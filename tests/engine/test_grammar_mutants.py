@@ -11,8 +11,7 @@ from baton.core.requests.answer_structure import check_grammar
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar import text as grammar_text
-from baton.engine.grammar.compiled import OWN_LIMITS
-from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.grammar.grammar import OWN_LIMITS, GrammarCompiler
 from baton.engine.grammar.trial import TRIAL_CPU_S, GrammarTrial
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"

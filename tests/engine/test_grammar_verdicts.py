@@ -16,8 +16,7 @@ from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
-from baton.engine.grammar.compiled import QUICK_LIMITS, GrammarBudget
-from baton.engine.grammar.grammar import GrammarCompiler, GrammarState
+from baton.engine.grammar.grammar import QUICK_LIMITS, GrammarBudget, GrammarCompiler, GrammarState
 from baton.engine.grammar.masks import GrammarMasks
 from baton.engine.grammar.walk import Lookahead
 from baton.engine.local import LocalEngine

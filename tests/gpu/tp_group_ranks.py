@@ -9,9 +9,8 @@ import torch
 from baton.core.errors import WorkerLost
 from baton.engine.sampling.sampler import truncate
 from baton.engine.tp import join as tp_group_join
+from baton.engine.tp.collectives import NcclGroup, open_store
 from baton.engine.tp.decision import Decisions
-from baton.engine.tp.gloo_group import open_store
-from baton.engine.tp.nccl_group import NcclGroup
 from baton.engine.tp.plan import PlanChannel, plan_codec
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kernels.sampling.decision import pack

@@ -9,7 +9,7 @@ from baton.core.errors import MalformedMessage, ProtocolError
 from baton.kvcache.layout import Range
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.protocol.coverage import Coverage, Gap
+from baton.kvtransfer.protocol.coverage import Coverage, LayerRange
 from baton.kvtransfer.protocol.frame import (
     HEADER_BYTES,
     FrameHeader,
@@ -145,7 +145,7 @@ def test_coverage_is_a_set(ranges):
         present = {p for f, c in coverage.present(layer, 0, 17) for p in range(f, f + c)}
         assert present == {p for p in range(17) if (layer, p) not in missing}
     coverage.reset_layer(0, 0, 2)
-    assert Gap(0, 0, 17) in coverage.gaps()
+    assert LayerRange(0, 0, 17) in coverage.gaps()
 
 
 SIZES = st.sampled_from([4, 16, 64])

@@ -13,7 +13,7 @@ import pytest
 from baton.core.errors import ConfigInvalid, TransferFailed
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed
 from baton.kvtransfer.sender.lane import LaneFailed
-from baton.kvtransfer.sender.route import Gate, KeptBytes
+from baton.kvtransfer.sender.route import KeptBytes, WriteFence
 from baton.kvtransfer.sender.service import Acked, Denied, Granted, PushDrained, PushFailed
 from baton.kvtransfer.transports.shm_lane import ShmOpener
 from baton.tests.kvtransfer.conftest import make_layout
@@ -520,19 +520,19 @@ def test_no_source_block_is_read_any_more_once_a_push_has_drained(make_prefill):
 
 @pytest.mark.fast
 def test_a_gate_lets_nobody_in_after_it_was_shut_or_its_time_is_over():
-    gate = Gate()
-    assert not gate.enter(0.0)
-    gate.open_until(5.0)
-    assert gate.enter(5.0)
-    assert not gate.enter(5.1)
-    gate.open_until(9.0)
-    assert gate.enter(5.1)
-    assert not gate.leave()
-    assert not gate.shut()
-    gate.open_until(99.0)
-    assert not gate.enter(6.0)
-    assert gate.leave(), "the last one out says so"
-    assert gate.is_shut
+    fence = WriteFence()
+    assert not fence.enter(0.0)
+    fence.open_until(5.0)
+    assert fence.enter(5.0)
+    assert not fence.enter(5.1)
+    fence.open_until(9.0)
+    assert fence.enter(5.1)
+    assert not fence.leave()
+    assert not fence.shut()
+    fence.open_until(99.0)
+    assert not fence.enter(6.0)
+    assert fence.leave(), "the last one out says so"
+    assert fence.is_shut
 
 
 @pytest.mark.fast

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from baton.engine.tp import join as tp_group_join
-from baton.engine.tp.gloo_group import GlooGroup, open_store
+from baton.engine.tp.collectives import GlooGroup, open_store
 from baton.engine.tp.plan import PlanChannel, plan_codec
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from baton.core.errors import ModelUnsupported, WorkerLost
 from baton.core.numerics import KVDtype, Numerics
 from baton.engine.speculation.drafting import over_vocabulary
-from baton.engine.tp.gloo_group import GlooGroup, open_store
+from baton.engine.tp.collectives import GlooGroup, open_store
 from baton.kernels.gemm.linear import linear_invariant
 from baton.kernels.selftest import check_invariance
 from baton.model.config import ModelConfig

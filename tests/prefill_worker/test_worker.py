@@ -62,7 +62,7 @@ def check_nothing_left(prefill):
     prefill.scheduler.check_empty()
     held = prefill.worker.inventory()
     assert (held.num_requests_held, held.num_blocks_free, held.num_blocks_reserved) == (0, 40, 0)
-    assert prefill.worker._gate.num_inside == 0
+    assert prefill.worker._request_limit.num_inside == 0
     assert prefill.worker._line.num_waiting() == 0
     prefill.close()
 
@@ -411,7 +411,7 @@ class Turns(RuleBasedStateMachine):
                 assert len(push.states) == sink.events[-1].done.handed_off
         prefill.scheduler.check_empty()
         assert prefill.scheduler.allocator.num_free == 12
-        assert prefill.worker._gate.num_inside == 0
+        assert prefill.worker._request_limit.num_inside == 0
         held = prefill.worker.inventory()
         assert held.num_requests_finished == sum(sink.error is None for sink in prefill.sinks.values())
         prefill.close()

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from baton.core.errors import Overloaded
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
+from baton.router.admission.admission_queue import AdmissionQueue, Turn
 from baton.router.admission.fair_queue import QueueLimits
-from baton.router.admission.gate import Gate, Turn
 from baton.router.placement.members import DECODE, PREFILL
 
 
@@ -72,7 +72,7 @@ class GateSimulation:
         self.fleet = Fleet(
             {PREFILL: num_prefill, DECODE: num_decode}, rate if reported is None else reported, num_positions
         )
-        self.gate = Gate(QueueLimits(**limits), self.fleet, self.clock, lambda request: 0)
+        self.admission_queue = AdmissionQueue(QueueLimits(**limits), self.fleet, self.clock, lambda request: 0)
         self.free_s = [0.0] * num_prefill
         self.refused, self.num_answered = Counter(), 0
         self.errors = []
@@ -93,17 +93,19 @@ class GateSimulation:
             num_draft_tokens=0,
             tenant=tenant,
         )
-        gate = self.gate
+        admission_queue = self.admission_queue
         try:
-            ticket = gate.queue.offer(gate._work(request, now_s), now_s)
+            ticket = admission_queue.queue.offer(admission_queue._work(request, now_s), now_s)
         except Overloaded as error:
             self.refused[error.fields["reason"]] += 1
             self.errors.append(error.message)
             if then is not None:
                 self.at(now_s + 0.001, then)
             return False
-        gate._waiting[ticket] = _Waiting(lambda: self._begin(Turn(gate, ticket, 1), request, then))
-        gate.look()
+        admission_queue._waiting[ticket] = _Waiting(
+            lambda: self._begin(Turn(admission_queue, ticket, 1), request, then)
+        )
+        admission_queue.look()
         return True
 
     def run(self):
@@ -112,8 +114,12 @@ class GateSimulation:
             time_s, _, what, arguments = heapq.heappop(self._events)
             self.clock.time_s = max(self.clock.time_s, time_s)
             what(*arguments)
-            self.gate.look()
-        assert (self.gate.queue.num_waiting, self.gate.queue.num_running, self.gate.queue.num_bytes) == (0, 0, 0)
+            self.admission_queue.look()
+        assert (
+            self.admission_queue.queue.num_waiting,
+            self.admission_queue.queue.num_running,
+            self.admission_queue.queue.num_bytes,
+        ) == (0, 0, 0)
 
     def _begin(self, turn, request, then):
         worker = min(range(len(self.free_s)), key=self.free_s.__getitem__)

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from baton.proto import inference_pb2
 from baton.router.access.message_limits import is_repeated
-from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
+from baton.router.openai.chats import BatchRequest
 from baton.router.openai.completions import CompletionRequest
 from baton.router.openai.messages import CountTokensRequest, MessagesRequest
 from baton.router.openai.responses import ResponsesRequest

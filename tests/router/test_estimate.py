@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.router.admission.gate import CLIP, HALF_LIFE_S, Estimate
+from baton.router.admission.admission_queue import CLIP, HALF_LIFE_S, Estimate
 
 pytestmark = pytest.mark.fast
 STEP_S = 0.01  # between two measurements

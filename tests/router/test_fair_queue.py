@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Overloaded
 from baton.router.admission.admission import HIGH, LOW, NORMAL, Capacity, Work
-from baton.router.admission.fair_queue import MIN_RETRY_S, FairQueue, FairRing, QueueLimits, Ticket
+from baton.router.admission.fair_queue import MIN_RETRY_S, DeficitRoundRobin, FairQueue, QueueLimits, Ticket
 from baton.tests.router.load_simulation import Simulation
 
 SECONDS = 10.0
@@ -191,7 +191,7 @@ def test_a_request_larger_than_all_kv_still_goes_when_it_is_alone():
 
 
 def ring_of(items, quantum=10):
-    ring = FairRing(quantum)
+    ring = DeficitRoundRobin(quantum)
     tickets = [Ticket(work(tenant, tokens, priority=priority)) for tenant, tokens, priority in items]
     for ticket in tickets:
         ring.add(ticket)

@@ -32,7 +32,7 @@ async def slow(running, tokens_per_s=10.0):
 
 
 def queue_of(running):
-    return running.router._gate.queue
+    return running.router._admission_queue.queue
 
 
 async def until(condition, timeout_s=10.0):
@@ -64,7 +64,7 @@ async def test_who_finds_room_waits_for_nothing():
         assert await text_of(running) == "hello world"
         assert await text_of(running, n=2) == "hello world"
         await until(lambda: is_empty(running))
-        assert running.router._gate.answer_len.latest > 0
+        assert running.router._admission_queue.answer_len.latest > 0
 
 
 async def test_requests_wait_here_and_not_at_the_worker():

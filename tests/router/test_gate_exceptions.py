@@ -11,8 +11,8 @@ import pytest
 
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
+from baton.router.admission.admission_queue import AdmissionQueue
 from baton.router.admission.fair_queue import QueueLimits
-from baton.router.admission.gate import Gate
 from baton.router.placement.members import DECODE, PREFILL
 from baton.tests.e2e.foreign import Foreign, Injection
 from baton.tests.router.gate_simulation import Clock, Fleet
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
 MODULES = [
     f"baton.router.{name}"
     for name in (
-        "admission.gate",
+        "admission.admission_queue",
         "admission.fair_queue",
         "admission.admission",
     )
@@ -39,9 +39,9 @@ def request(name):
     )
 
 
-async def serve(gate, name, go_on):
+async def serve(admission_queue, name, go_on):
     """What `Choices` does: whoever has a turn leaves it, whatever else happens."""
-    turn = await gate.enter(request(name))
+    turn = await admission_queue.enter(request(name))
     try:
         await go_on.wait()
         turn.arrived(1, False)
@@ -50,37 +50,45 @@ async def serve(gate, name, go_on):
         turn.leave()
 
 
-async def look(gate, until):
+async def look(admission_queue, until):
     for _ in range(TURNS):
         if until():
             return
         with suppress(Foreign):
-            gate.look()
+            admission_queue.look()
         await asyncio.sleep(0)
 
 
 async def one(injection, point):
     """What is wrong after the exception at a point; None: nothing."""
-    gate = Gate(QueueLimits(max_running=2), Fleet({PREFILL: 1, DECODE: 1}, 100.0, 10**6), Clock(), lambda request: 0)
+    admission_queue = AdmissionQueue(
+        QueueLimits(max_running=2), Fleet({PREFILL: 1, DECODE: 1}, 100.0, 10**6), Clock(), lambda request: 0
+    )
     events = {name: asyncio.Event() for name in ("runs", "injected", "waits")}
-    tasks = {"runs": asyncio.create_task(serve(gate, "runs", events["runs"]))}
-    await look(gate, lambda: gate.queue.num_running == 1)
+    tasks = {"runs": asyncio.create_task(serve(admission_queue, "runs", events["runs"]))}
+    await look(admission_queue, lambda: admission_queue.queue.num_running == 1)
     injection.arm(point)
     events["injected"].set()
-    tasks["injected"] = asyncio.create_task(serve(gate, "injected", events["injected"]))
+    tasks["injected"] = asyncio.create_task(serve(admission_queue, "injected", events["injected"]))
     await asyncio.sleep(0)
-    tasks["waits"] = asyncio.create_task(serve(gate, "waits", events["waits"]))
-    await look(gate, lambda: tasks["injected"].done())
+    tasks["waits"] = asyncio.create_task(serve(admission_queue, "waits", events["waits"]))
+    await look(admission_queue, lambda: tasks["injected"].done())
     for event in events.values():
         event.set()
-    await look(gate, lambda: all(task.done() for task in tasks.values()))
+    await look(admission_queue, lambda: all(task.done() for task in tasks.values()))
     injection.armed = None
     hung = [name for name, task in tasks.items() if not task.done()]
     for task in tasks.values():
         task.cancel()
     ends = await asyncio.gather(*tasks.values(), return_exceptions=True)
     num_foreign = sum(isinstance(end, Foreign) for end in ends)
-    held = gate._waiting, gate._running, gate.queue.num_waiting, gate.queue.num_running, gate.queue.num_bytes
+    held = (
+        admission_queue._waiting,
+        admission_queue._running,
+        admission_queue.queue.num_waiting,
+        admission_queue.queue.num_running,
+        admission_queue.queue.num_bytes,
+    )
     if hung or any(held) or num_foreign > 1 or any(end and not isinstance(end, Foreign) for end in ends):
         return injection.points[point], hung, held, ends
     return None

@@ -5,8 +5,8 @@ import pytest
 from baton.core.errors import Overloaded, RequestDeadlineExceeded
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
+from baton.router.admission.admission_queue import AdmissionQueue
 from baton.router.admission.fair_queue import QueueLimits
-from baton.router.admission.gate import Gate
 from baton.router.placement.members import DECODE, PREFILL
 from baton.tests.router.gate_simulation import Clock, Fleet
 
@@ -23,58 +23,63 @@ def request(name, deadline_s=1000.0):
     )
 
 
-def estimates(gate):
-    return [(one.latest, one._deviation) for one in (gate.residence, gate.answer_len, gate.pace, gate.slack)]
+def estimates(admission_queue):
+    return [
+        (one.latest, one._deviation)
+        for one in (admission_queue.residence, admission_queue.answer_len, admission_queue.pace, admission_queue.slack)
+    ]
 
 
 async def gate_that_has_served(**limits):
     clock = Clock()
-    gate = Gate(QueueLimits(max_running=1, **limits), Fleet({PREFILL: 1, DECODE: 1}, 100.0, 10**6), clock, lambda _: 0)
-    turn = await gate.enter(request("served"))
+    admission_queue = AdmissionQueue(
+        QueueLimits(max_running=1, **limits), Fleet({PREFILL: 1, DECODE: 1}, 100.0, 10**6), clock, lambda _: 0
+    )
+    turn = await admission_queue.enter(request("served"))
     clock.time_s = 1.0
     turn.arrived(1, False)
     clock.time_s = 3.0
     turn.arrived(2, True)
-    assert [latest for latest, _ in estimates(gate)] == [3.0, 3.0, 1.0, pytest.approx(0.9)]
-    return gate, clock
+    assert [latest for latest, _ in estimates(admission_queue)] == [3.0, 3.0, 1.0, pytest.approx(0.9)]
+    return admission_queue, clock
 
 
 async def test_who_is_refused_is_no_measurement():
-    gate, clock = await gate_that_has_served(max_waiting=0)
-    await gate.enter(request("runs"))
-    before = estimates(gate)
+    admission_queue, clock = await gate_that_has_served(max_waiting=0)
+    await admission_queue.enter(request("runs"))
+    before = estimates(admission_queue)
     for at in range(3):
         clock.time_s += 1.0
         with pytest.raises(Overloaded):
-            await gate.enter(request(f"refused {at}"))
-        assert estimates(gate) == before
+            await admission_queue.enter(request(f"refused {at}"))
+        assert estimates(admission_queue) == before
 
 
 async def test_who_gives_up_without_a_token_is_no_measurement():
-    gate, clock = await gate_that_has_served()
-    before = estimates(gate)
-    turn = await gate.enter(request("gives up"))
+    admission_queue, clock = await gate_that_has_served()
+    before = estimates(admission_queue)
+    turn = await admission_queue.enter(request("gives up"))
     clock.time_s += 50.0
     turn.leave()
     turn.leave()
-    assert estimates(gate) == before
+    assert estimates(admission_queue) == before
 
 
 async def test_whose_deadline_passes_before_its_turn_is_no_measurement():
-    gate, clock = await gate_that_has_served()
-    await gate.enter(request("runs"))
-    before = estimates(gate)
+    admission_queue, clock = await gate_that_has_served()
+    await admission_queue.enter(request("runs"))
+    before = estimates(admission_queue)
     with pytest.raises((RequestDeadlineExceeded, Overloaded)):
-        await gate.enter(request("late", deadline_s=clock.time_s))
-    assert estimates(gate) == before
-    assert gate.queue.num_waiting == 0
+        await admission_queue.enter(request("late", deadline_s=clock.time_s))
+    assert estimates(admission_queue) == before
+    assert admission_queue.queue.num_waiting == 0
 
 
 async def test_a_request_is_measured_once():
-    gate, _ = await gate_that_has_served()
-    turn = await gate.enter(request("twice"))
+    admission_queue, _ = await gate_that_has_served()
+    turn = await admission_queue.enter(request("twice"))
     turn.arrived(1, False)
     turn.arrived(1, True)
-    before = estimates(gate)
+    before = estimates(admission_queue)
     turn.leave()
-    assert estimates(gate) == before
+    assert estimates(admission_queue) == before

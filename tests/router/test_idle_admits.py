@@ -6,8 +6,8 @@ import pytest
 
 from baton.core.rate import FullStepRate, RateMeter
 from baton.router.admission.admission import Capacity, Work
+from baton.router.admission.admission_queue import REQUEST_BYTES, TOKEN_BYTES
 from baton.router.admission.fair_queue import FairQueue, QueueLimits
-from baton.router.admission.gate import REQUEST_BYTES, TOKEN_BYTES
 from baton.tests.router.gate_simulation import GateSimulation
 
 pytestmark, long = pytest.mark.fast, pytest.mark.long
@@ -44,10 +44,10 @@ def test_the_first_request_after_a_second_of_idleness_is_admitted(seed):
     simulation, rng = overload(seed)
     for _ in range(3):
         simulation.clock.time_s += 1.0
-        simulation.gate.look()
+        simulation.admission_queue.look()
         before = simulation.num_answered
         assert simulation.offer(rng.randint(1, 1000), timeout_s=rng.choice((0.5, 2.0, 50.0, 600.0))), simulation.errors
-        assert simulation.gate.queue.num_waiting == 0, "it begins at once"
+        assert simulation.admission_queue.queue.num_waiting == 0, "it begins at once"
         simulation.run()
         assert simulation.num_answered == before + 1
 
@@ -118,7 +118,7 @@ def test_a_thousand_clients_at_once_are_all_answered_by_default(rate, reported):
 def test_one_that_reads_slowly_tells_nothing_of_the_pace():
     """What comes from workers is counted when it comes; the reader's own end comes whenever it comes."""
     simulation = GateSimulation(rate=10_000.0, token_s=0.001)
-    gate = simulation.gate
+    admission_queue = simulation.admission_queue
     for _ in range(20):
         simulation.offer(100, 40)
     running = []
@@ -126,11 +126,11 @@ def test_one_that_reads_slowly_tells_nothing_of_the_pace():
     simulation._end = lambda turn, then: running.append(turn)
     simulation.run()
     simulation._end = begin
-    pace, residence = gate.pace.latest, gate.residence.latest
+    pace, residence = admission_queue.pace.latest, admission_queue.residence.latest
     simulation.clock.time_s += 300.0
     for turn in running:
         turn.leave()  # it has read the last of its answer
-    assert (gate.pace.latest, gate.residence.latest) == (pace, residence)
+    assert (admission_queue.pace.latest, admission_queue.residence.latest) == (pace, residence)
     assert pace < 0.01
 
 

@@ -155,7 +155,7 @@ async def test_a_request_that_leaves_while_it_waits_for_its_turn_has_a_span_with
             entered.set()
             await asyncio.Event().wait()
 
-        router._gate.enter = never
+        router._admission_queue.enter = never
         asking = asyncio.create_task(ask(running))
         await entered.wait()
         asking.cancel()
@@ -174,7 +174,7 @@ async def test_a_request_that_is_refused_its_turn_is_in_no_log(kept, caplog):
         async def refuse(request):
             raise Overloaded("it would wait too long")
 
-        running.router._gate.enter = refuse
+        running.router._admission_queue.enter = refuse
         with pytest.raises(Overloaded):
             await ask(running)
     assert [span.error for span in kept.spans] == ["Overloaded: it would wait too long"]

@@ -17,7 +17,7 @@ from baton.tests.inside import worker_channel
 from baton.tests.worker.streams import ATTEND_ALL, RUN_ALL, opening, raw_end
 from baton.worker import host as host_module
 from baton.worker.host import WorkerHost
-from baton.worker.loop import Gate
+from baton.worker.loop import RequestLimit
 
 pytestmark = pytest.mark.fast
 
@@ -192,11 +192,11 @@ def test_bytes_that_are_no_message_get_a_typed_refusal(data, method):
 
 
 def test_a_gate_counts_at_the_door():
-    gate = Gate("full", 2)
-    gate.enter()
-    gate.enter()
+    request_limit = RequestLimit("full", 2)
+    request_limit.enter()
+    request_limit.enter()
     with pytest.raises(Overloaded, match="full"):
-        gate.enter()
-    gate.leave()
-    gate.enter()
-    assert gate.num_inside == 2
+        request_limit.enter()
+    request_limit.leave()
+    request_limit.enter()
+    assert request_limit.num_inside == 2

@@ -120,20 +120,20 @@ async def test_a_call_begins_with_whose_it_is():
 async def test_a_step_is_one_frame_whatever_thread_says_it():
     async with Served() as served:
         streams = [await served.open(number, f"r{number}") for number in range(1, 40)]
-        gate = threading.Event()
+        request_limit = threading.Event()
 
         def step():
             with served.write_coalescer.hold():
                 for stream in streams[:20]:
                     stream.emit(tokens_of(1, 5))
-                gate.wait(20.0)  # the event loop has all the time it wants to take what is not complete
+                request_limit.wait(20.0)  # the event loop has all the time it wants to take what is not complete
                 for stream in streams[20:]:
                     stream.emit(tokens_of(1, 5))
 
         stepping = asyncio.create_task(asyncio.to_thread(step))
         await asyncio.sleep(0.05)
         assert len(served.call.frames) == 1
-        gate.set()
+        request_limit.set()
         await stepping
         await until(lambda: len(served.call.frames) > 1)
         assert [len(frame.streams) for frame in served.call.frames[1:]] == [len(streams)]

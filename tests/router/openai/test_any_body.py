@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from baton.router.openai.batches import BatchRequest
 from baton.router.openai.chat_request import ChatRequest
+from baton.router.openai.chats import BatchRequest
 from baton.router.openai.completions import CompletionRequest
 from baton.router.openai.messages import CountTokensRequest, MessagesRequest
 from baton.router.openai.options import HARMLESS, REFUSED

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.router.openai import batches, limits
+from baton.router.openai import chats, limits
 from baton.tests.router.openai.served import prompt_of, sent_to, served
 from baton.tests.router.openai.test_chat import WEATHER, report
 from baton.tests.router.openai.test_errors import post
@@ -56,9 +56,9 @@ async def test_one_bad_conversation_refuses_all(more, field):
 
 async def test_tools_are_not_written_into_more_prompts_than_may_be(monkeypatch):
     made = []
-    write = batches.chat_prompt
-    monkeypatch.setattr(batches, "chat_prompt", lambda *asked: made.append(write(*asked)) or made[-1])
-    monkeypatch.setattr(batches, "MAX_CHARS", 1000)
+    write = chats.chat_prompt
+    monkeypatch.setattr(chats, "chat_prompt", lambda *asked: made.append(write(*asked)) or made[-1])
+    monkeypatch.setattr(chats, "MAX_CHARS", 1000)
     async with served() as (running, _):
         tools = [{"type": "function", "function": {"name": "f", "description": "x" * 600}}]
         more = {"tools": tools, "messages": ASKED["messages"] * 8}

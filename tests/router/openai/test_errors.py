@@ -10,7 +10,7 @@ import pytest
 from baton.core.errors import BatonError, NoWorker, Overloaded, RequestDeadlineExceeded, WorkerLost
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import reply as reply_module
-from baton.router.openai.errors import error_data, error_headers
+from baton.router.openai.reply import error_data, error_headers
 from baton.tests.router.openai.served import MODEL, sent_to, served
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]

@@ -16,7 +16,7 @@ MODULES = [
     f"baton.router.openai.{name}"
     for name in (
         "generation", "body", "body_reader", "understand", "understood", "limits", "chat_request", "chats",
-        "completions", "options", "reply", "tool_calls", "tokens", "token_names", "connection", "entrance",
+        "completions", "options", "reply", "tool_calls", "tokens", "token_names", "connection", "front",
     )
 ]  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True, "top_logprobs": 1}
@@ -71,7 +71,7 @@ async def sweep(call, number=None, modules=MODULES):
                 injection.armed = None
                 ends[end] = ends.get(end, 0) + 1
                 # What fails while a reply is written leaves nothing to write it with: the connection is closed.
-                is_closed = end[0] == 0 and where[0].endswith((".reply", ".entrance"))
+                is_closed = end[0] == 0 and where[0].endswith((".reply", ".front"))
                 if end not in ((200, None), (200, "internal_error"), (500, "internal_error")) and not is_closed:
                     findings.append((where, end))
                 is_counted = running.router.metrics.total("requests_failed") > before

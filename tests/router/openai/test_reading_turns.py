@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from baton.core.clock import VirtualClock
-from baton.router.openai.body_reader import ReadingTurns
+from baton.router.openai.reading_turns import ReadingTurns
 
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
 

@@ -80,12 +80,12 @@ OVERCOMMIT: Final = 2.0  # times all KV may be promised: decode workers know bes
 class Turn:
     """A request's turn; `leave` in any case. It ends by itself when workers have sent the last of all its answers."""
 
-    def __init__(self, gate: "Gate", ticket: Ticket, num_answers: int) -> None:
-        self._gate = gate
+    def __init__(self, admission_queue: "AdmissionQueue", ticket: Ticket, num_answers: int) -> None:
+        self._admission_queue = admission_queue
         self._ticket = ticket
         self._num_open = num_answers
         self._has_left = False
-        self._begin_s = gate.clock.now_s()
+        self._begin_s = admission_queue.clock.now_s()
         self._first_s: float | None = None
         self._last_s = 0.0
         self._num_tokens = 0
@@ -93,13 +93,13 @@ class Turn:
     def arrived(self, num_tokens: int, is_last: bool) -> None:
         """So many more tokens came from a worker, for one of its answers; called when they do, whoever reads them."""
         self._num_tokens += num_tokens
-        self._last_s = self._gate.clock.now_s()
+        self._last_s = self._admission_queue.clock.now_s()
         if self._first_s is None:
             self._first_s = self._last_s
             late_s = max(0.0, self._first_s - self._begin_s - self._ticket.expected_s)
-            self._gate.slack.add(late_s, self._last_s)
-            self._gate.keep(lambda: self._gate.queue.first_token(self._ticket))
-            self._gate.look()
+            self._admission_queue.slack.add(late_s, self._last_s)
+            self._admission_queue.keep(lambda: self._admission_queue.queue.first_token(self._ticket))
+            self._admission_queue.look()
         if is_last:
             self._num_open -= 1
             if not self._num_open:
@@ -108,19 +108,19 @@ class Turn:
     def leave(self) -> None:
         """The request has ended; later calls change nothing."""
         if not self._has_left:
-            self._gate.drop(self._ticket)
+            self._admission_queue.drop(self._ticket)
             self._has_left = True  # not before: if that raised, whoever ends the request calls this again
             if self._first_s is not None:
                 self._measure(self._first_s)
-            self._gate.look()
+            self._admission_queue.look()
 
     def _measure(self, first_s: float) -> None:
-        self._gate.measure(self._last_s - self._begin_s, self._num_tokens)
+        self._admission_queue.measure(self._last_s - self._begin_s, self._num_tokens)
         if self._num_tokens > 1:
-            self._gate.pace.add((self._last_s - first_s) / (self._num_tokens - 1), self._last_s)
+            self._admission_queue.pace.add((self._last_s - first_s) / (self._num_tokens - 1), self._last_s)
 
 
-class Gate:
+class AdmissionQueue:
     """Call `look` several times a second.
 
     Args:

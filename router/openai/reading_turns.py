@@ -1,0 +1,81 @@
+"""Whose body is read next: tenants take turns by the time that their bodies have taken.
+
+One tenant's bodies are read by `num` processes at most; one more place is there for a tenant that has none. So a small
+body waits for no large one of another tenant's that came before, and of two tenants that send without a rest each has
+half of the time, however long their bodies take.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from baton.core.fair_turns import FairTurns, Share
+
+NUM_SPARE: Final = 1
+
+
+class ReadingTurns:
+    """Places, on one event loop.
+
+    Args:
+        num: of one tenant at most.
+        now_s: a clock.
+    """
+
+    def __init__(self, num: int, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._num = num
+        self._now_s = now_s
+        self._held: Counter[Share] = Counter()
+        self._shares: dict[str, Share] = {}  # of tenants, which keys name: not without bound
+        self._turns: FairTurns[_Waiting] = FairTurns()
+
+    @property
+    def num_held(self) -> int:
+        """Places that are taken."""
+        return self._held.total()
+
+    async def take(self, tenant: str) -> Callable[[], None]:
+        """Wait for a place; returns what gives it back, and charges the tenant with the time since."""
+        share = self._shares.setdefault(tenant, Share())
+        waiting = _Waiting(share)
+        self._turns.add(share, waiting)
+        self._give()
+        try:
+            await waiting.place
+        except BaseException:
+            if not waiting.place.cancelled():  # it was given up in the moment in which it had its turn
+                self._free(share)
+            raise
+        start_s = self._now_s()
+
+        def give_back() -> None:
+            share.charge(self._now_s() - start_s)
+            self._free(share)
+
+        return give_back
+
+    def _free(self, share: Share) -> None:
+        self._held[share] -= 1
+        if not self._held[share]:
+            del self._held[share]
+        self._give()
+
+    def _give(self) -> None:
+        while self.num_held < self._num + NUM_SPARE:
+            most = self._num if self.num_held < self._num else 1
+            waiting = self._turns.next(frozenset(share for share, num in self._held.items() if num >= most))
+            if waiting is None:
+                return
+            if not waiting.place.done():  # else it was given up
+                self._held[waiting.share] += 1
+                waiting.place.set_result(None)
+
+
+class _Waiting:
+    """One body's."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
