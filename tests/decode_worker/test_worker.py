@@ -791,6 +791,7 @@ def test_one_that_ends_while_it_is_preempted_leaves_nothing(num_host_blocks, how
     assert decode.sinks[request.key].ended
     assert decode.incoming_transfers.released == [request.key], "only once"
     assert not decode.incoming_transfers.denied
+    assert decode.worker.inventory().num_host_blocks_used == 0
     decode.check_nothing_left()
 
 
