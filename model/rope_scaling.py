@@ -114,7 +114,7 @@ def read_scaling(values: Mapping[str, Any]) -> RopeScaling:
     return RopeScaling(
         kind=kind,
         factor=factor,
-        original_len=int(numbers.get("original_max_position_embeddings", values.get("max_position_embeddings", 0))),
+        original_len=int(numbers.get("original_max_position_embeddings") or values.get("max_position_embeddings") or 0),
         low_freq_factor=numbers.get("low_freq_factor", 1.0),
         high_freq_factor=numbers.get("high_freq_factor", 4.0),
         beta_fast=numbers.get("beta_fast", 32.0),

@@ -40,15 +40,16 @@ class ReadingTurns:
         """Wait for a place; returns what gives it back, and charges the tenant with the time since."""
         share = self._shares.setdefault(tenant, Share())
         waiting = _Waiting(share)
-        self._turns.add(share, waiting)
-        self._give()
         try:
+            self._turns.add(share, waiting)
+            self._give()
             await waiting.place
+            start_s = self._now_s()
         except BaseException:
-            if not waiting.place.cancelled():  # it was given up in the moment in which it had its turn
+            if waiting.place.done() and not waiting.place.cancelled():  # it had its turn in that moment
                 self._free(share)
+            waiting.place.cancel()  # else nobody would give back a place that it got later
             raise
-        start_s = self._now_s()
 
         def give_back() -> None:
             share.charge(self._now_s() - start_s)

@@ -104,3 +104,24 @@ async def test_what_is_given_up_holds_no_place(turns):
     held.pop()()
     next_one.end_one()
     assert turns.num_held == 0
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+async def test_one_that_fails_on_its_way_to_a_place_takes_none(turns, monkeypatch, num_before):
+    """Before its turn, and when it has come; a place that nobody holds would never be given back."""
+    before = Sender(turns, "t", num_before)
+    await settle()
+    give = turns._give
+    monkeypatch.setattr(turns, "_give", lambda: [][0])
+    with pytest.raises(IndexError):
+        await turns.take("t")
+    monkeypatch.setattr(turns, "_give", give)
+    for _ in range(num_before):
+        await settle()
+        before.end_one()
+    await settle()
+    assert turns.num_held == 0
+    monkeypatch.setattr(turns, "_now_s", lambda: [][0])
+    with pytest.raises(IndexError):
+        await turns.take("t")
+    assert turns.num_held == 0
