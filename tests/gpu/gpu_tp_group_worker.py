@@ -13,6 +13,7 @@ from baton.kvtransfer.receiver.service import ReceiverService
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.gpu.gpu_worker import GpuWorker
 from baton.tests.gpu.rank_holder import RankHolder
+from baton.tests.kvtransfer.kept import blocks_of, num_state_slots_of
 
 
 class GpuTPGroupWorker(GpuWorker):
@@ -28,11 +29,19 @@ class GpuTPGroupWorker(GpuWorker):
             SpawnedRemote(RankHolder, rank % num_gpus, layout, num_blocks, rank, tp_size) for rank in range(1, tp_size)
         ]
         try:
-            self.pool = KVPool(layout, num_blocks, self.device, rank=0, size=tp_size)
+            self.pool = KVPool(
+                layout,
+                num_blocks,
+                self.device,
+                rank=0,
+                size=tp_size,
+                num_state_slots=num_state_slots_of(layout, num_blocks),
+            )
             self.setup = ReceiverSetup(
                 epoch=epoch,
                 layout=layout,
                 num_blocks=num_blocks,
+                num_state_slots=self.pool.num_state_slots,
                 tp_size=tp_size,
                 listen=Listen("zmq", "tcp://127.0.0.1:0", ("nvlink",)),
                 config=self.config,
@@ -42,7 +51,7 @@ class GpuTPGroupWorker(GpuWorker):
             self.end_holders()
             raise
         self.region = self.service._region
-        self.blocks = BlockAllocator(num_blocks, layout.block_size)
+        self.blocks = BlockAllocator(num_blocks, layout.block_size, num_state_slots=self.pool.num_state_slots)
         self.tables, self.events = {}, []
         self.is_granting = True
 
@@ -58,14 +67,15 @@ class GpuTPGroupWorker(GpuWorker):
             for content, geometry in zip(contents, self.setup.geometries, strict=True)
         ]
 
-    def differing(self, source_io, source_blocks, key, prompt_len):
+    def differing(self, source_io, source, key, prompt_len):
         """(rank, layer) of what is not what the source has."""
         found = []
         for rank, mine in enumerate(self.ranks()):
             for layer, shape in enumerate(mine.geometry.layers):
-                length = self.layout.layers[layer].span(prompt_len).count
-                span = Span(layer, 0, length, shape.head_first, shape.num_heads)
-                if mine.read(self.tables[key].blocks, span, 16) != source_io.read(source_blocks, span, 16):
+                kept = self.layout.layers[layer].span(prompt_len)
+                span = Span(layer, kept.first, kept.count, shape.head_first, shape.num_heads)
+                want = source_io.read(blocks_of(source_io, source, span), span, 16)
+                if mine.read(blocks_of(mine, self.tables[key], span), span, 16) != want:
                     found.append((rank, layer))
         return found
 

@@ -10,6 +10,7 @@ from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.receiver.service import ReceiverService
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
+from baton.tests.kvtransfer.kept import blocks_of, num_state_slots_of
 from baton.tests.kvtransfer.receiver_worker import ReceiverWorker
 
 
@@ -21,19 +22,20 @@ class GpuWorker(ReceiverWorker):
         self.config = KVTransferConfig(**config)
         self.device = torch.device("cuda", device_index)
         torch.cuda.set_device(self.device)
-        self.pool = KVPool(layout, num_blocks, self.device)
+        self.pool = KVPool(layout, num_blocks, self.device, num_state_slots=num_state_slots_of(layout, num_blocks))
         transport = self.config.transport
         self.setup = ReceiverSetup(
             epoch=epoch,
             layout=layout,
             num_blocks=num_blocks,
+            num_state_slots=self.pool.num_state_slots,
             tp_size=1,
             listen=Listen("zmq", "tcp://127.0.0.1:0", ("nvlink",) if transport in ("auto", "nvlink") else ()),
             config=self.config,
         )
         self.service = ReceiverService.over_device(self.pool, self.setup)
         self.region = self.service._region
-        self.blocks = BlockAllocator(num_blocks, layout.block_size)
+        self.blocks = BlockAllocator(num_blocks, layout.block_size, num_state_slots=self.pool.num_state_slots)
         self.tables, self.events = {}, []
         self.is_granting = True
 
@@ -42,14 +44,15 @@ class GpuWorker(ReceiverWorker):
         torch.cuda.synchronize(self.device)
         return PoolIO(np.ascontiguousarray(self.pool.data_bytes.cpu().numpy()), self.pool.geometry)
 
-    def differing(self, source_io, source_blocks, key, prompt_len):
+    def differing(self, source_io, source, key, prompt_len):
         """Layers that are not what the source has."""
         mine = self.io()
         found = []
         for layer in range(self.layout.num_layers):
             shape = self.layout.layers[layer]
-            span = Span(layer, 0, self.layout.layers[layer].span(prompt_len).count, 0, shape.num_heads)
-            want = source_io.read(source_blocks, span, 16)
-            if mine.read(self.tables[key].blocks, span, 16) != want:
+            kept = shape.span(prompt_len)
+            span = Span(layer, kept.first, kept.count, 0, shape.num_heads)
+            want = source_io.read(blocks_of(source_io, source, span), span, 16)
+            if mine.read(blocks_of(mine, self.tables[key], span), span, 16) != want:
                 found.append(layer)
         return found

@@ -6,19 +6,19 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.kvcache.allocator import BlockAllocator
-from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.sender.async_writer import PushPart
 from baton.kvtransfer.sender.service import DecodePeer, PushService
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.kept import geometry_of, num_state_slots_of
 
 CYCLES_PER_MS = 1_800_000
 
 
 def content_of(layout, num_blocks):
     """What the pool holds; the same in every process."""
-    num_bytes = PoolGeometry(layout, num_blocks).num_bytes
+    num_bytes = geometry_of(layout, num_blocks).num_bytes
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
 
 
@@ -28,11 +28,11 @@ class Pusher:
     def __init__(self, device_index, layout, num_blocks, epoch, config):
         self.device = torch.device("cuda", device_index)
         torch.cuda.set_device(self.device)
-        self.pool = KVPool(layout, num_blocks, self.device)
+        self.pool = KVPool(layout, num_blocks, self.device, num_state_slots=num_state_slots_of(layout, num_blocks))
         self.content = content_of(layout, num_blocks).to(self.device)
         self.pool.data_bytes.copy_(self.content)
         torch.cuda.synchronize()
-        self.allocator = BlockAllocator(num_blocks, layout.block_size)
+        self.allocator = BlockAllocator(num_blocks, layout.block_size, num_state_slots=self.pool.num_state_slots)
         self.tables, self.events = {}, []
         self.push = PushService(
             pool=self.pool,
@@ -45,10 +45,10 @@ class Pusher:
         self.push.start()
 
     def reserve(self, key, address, epoch, prompt_len):
-        """Returns the source blocks."""
+        """Returns what the source has."""
         self.tables[key] = self.allocator.reserve(prompt_len)
         self.push.reserve(key, DecodePeer("decode", address, epoch), self.tables[key], prompt_len, prompt_len, 120.0)
-        return self.tables[key].blocks
+        return self.tables[key]
 
     def wait(self, kinds, key, timeout_s=30.0):
         """The first event of these kinds (names) for an attempt."""

@@ -4,6 +4,7 @@ import torch
 
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.rank_pools import share_pool
+from baton.tests.kvtransfer.kept import num_state_slots_of
 
 
 class RankHolder:
@@ -12,7 +13,14 @@ class RankHolder:
     def __init__(self, device_index, layout, num_blocks, rank, size):
         self.device = torch.device("cuda", device_index)
         torch.cuda.set_device(self.device)
-        self.pool = KVPool(layout, num_blocks, self.device, rank=rank, size=size)
+        self.pool = KVPool(
+            layout,
+            num_blocks,
+            self.device,
+            rank=rank,
+            size=size,
+            num_state_slots=num_state_slots_of(layout, num_blocks),
+        )
         self.pool.data_bytes.random_(0, 256)
 
     def say(self):

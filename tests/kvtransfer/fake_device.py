@@ -13,13 +13,10 @@ from baton.kvtransfer.receiver.service import ReceiverService
 from baton.kvtransfer.receiver.setup import DevicePool, DeviceSetup, Listen, ReceiverSetup
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.tests.kvtransfer.conftest import make_layout
+from baton.tests.kvtransfer.kept import blocks_of
 from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
 
 HANDLE = bytes(range(64))
-
-
-def blocks_of(io, table, span):
-    return io.geometry.layer(span.layer).blocks_of(table.blocks, table.state_slot, span.end)
 
 
 class FakeDevice:

@@ -31,6 +31,16 @@ def tail(heads, row_len, *, length=16, ring=32, parts=1, dtype="float32", whole=
     )  # fmt: skip
 
 
+def num_state_slots_of(layout, num_blocks):
+    """As many as blocks."""
+    return num_blocks if layout.has_state else 0
+
+
+def blocks_of(io, table, span):
+    """Where a span's layer lies for what a table, or a grant, names."""
+    return io.geometry.layer(span.layer).blocks_of(table.blocks, table.state_slot, span.end)
+
+
 def geometry_of(layout, num_blocks, rank=0, size=1):
     """As many state slots as blocks, if there is state: so any block's number is that of a slot."""
-    return PoolGeometry(layout, num_blocks, rank, size, num_state_slots=num_blocks if layout.has_state else 0)
+    return PoolGeometry(layout, num_blocks, rank, size, num_state_slots=num_state_slots_of(layout, num_blocks))

@@ -10,8 +10,8 @@ from baton.core.requests.request import AttemptKey
 from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.tests.kvtransfer.conftest import make_layout
-from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker, blocks_of
-from baton.tests.kvtransfer.kept import latent, state
+from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
+from baton.tests.kvtransfer.kept import blocks_of, latent, state
 from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 

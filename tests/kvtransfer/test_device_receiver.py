@@ -12,8 +12,8 @@ from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.messages import wire_attempt
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
-from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker, blocks_of
-from baton.tests.kvtransfer.kept import latent, state, tail
+from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
+from baton.tests.kvtransfer.kept import blocks_of, latent, state, tail
 from baton.tests.kvtransfer.receiver_worker import Completed, Drained, IncomingFailed, ReserveWanted
 from baton.tests.kvtransfer.scripted_prefill import ScriptedPrefill
 
