@@ -6,6 +6,7 @@ know what is in the memory. Whoever opens something closes it, and only when not
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,11 +111,14 @@ class PinnedMemory:
         torch.cuda.init()
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
         _call(runtime.cudaHostRegister, self._address, memory.nbytes, flags)
+        # Memory that is unmapped while it is locked cannot be locked again at that address.
+        self._unlock = weakref.finalize(self, _call, runtime.cudaHostUnregister, self._address)
+        self._unlock.atexit = False  # then the device is gone before
         self.address = int(_call(runtime.cudaHostGetDevicePointer, self._address, 0))
 
     def close(self) -> None:
-        """Unlock it."""
-        _call(runtime.cudaHostUnregister, self._address)
+        """Unlock it; so does the end of this object."""
+        self._unlock()
 
 
 @contextlib.contextmanager

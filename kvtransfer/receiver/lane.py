@@ -54,19 +54,21 @@ class ReceiverSide:
     @property
     def places(self) -> list[kv_pb2.PoolPlace]:
         """Where they are in the region."""
-        setup = self.setup
-        return [
-            kv_pb2.PoolPlace(
-                offset_bytes=place.offset_bytes,
-                num_bytes=place.num_bytes,
-                num_blocks=setup.num_blocks,
-                block_size=setup.layout.block_size,
-                num_state_slots=setup.num_state_slots,
-                tp_rank=rank,
-                tp_size=setup.tp_size,
-            )
-            for rank, place in enumerate(self.region.pools)
-        ]
+        pools = enumerate(self.region.pools)
+        return [pool_place(self.setup, rank, place.offset_bytes, place.num_bytes) for rank, place in pools]
+
+
+def pool_place(setup: ReceiverSetup, rank: int, offset_bytes: int, num_bytes: int) -> kv_pb2.PoolPlace:
+    """What an offer of any lane says of one rank's pool."""
+    return kv_pb2.PoolPlace(
+        offset_bytes=offset_bytes,
+        num_bytes=num_bytes,
+        num_blocks=setup.num_blocks,
+        block_size=setup.layout.block_size,
+        num_state_slots=setup.num_state_slots,
+        tp_rank=rank,
+        tp_size=setup.tp_size,
+    )
 
 
 def receiver_lanes(side: ReceiverSide) -> list[ServedLane]:

@@ -67,8 +67,8 @@ class DeviceSource:
     ) -> tuple[memoryview, int | None]:
         """The copy, and the digest of what was read."""
         layer = self._pool.geometry.layer(span.layer)
-        assert order_block_size == self._pool.layout.block_size
         size = layer.rows_per_block
+        assert order_block_size == size
         first_block, num_blocks = span.first // size, -(-(span.first + span.count) // size) - span.first // size
         gathered = _gathered_shape(layer, span, num_blocks)
         data = torch.empty(gathered.num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -113,7 +113,7 @@ class DeviceSource:
                 shapes.add(shape)
                 span = Span(index, 0, layer.rows_per_block, layer.head_first, layer.num_heads)
                 for with_digest in (True, False):
-                    self.read_digested((0,), span, self._pool.layout.block_size, with_digest=with_digest)
+                    self.read_digested((0,), span, layer.rows_per_block, with_digest=with_digest)
                 self.digest((0,), span)
 
     def _lane(self) -> "_Entered":

@@ -1,6 +1,6 @@
 """The decode worker's end of the `nvlink` lane: how its host's prefill workers open its GPU pools. No torch."""
 
-from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane
+from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane, pool_place
 from baton.kvtransfer.shared_region import NONCE_BYTES
 from baton.proto import kv_pb2
 
@@ -13,14 +13,7 @@ def receiver_lane(side: ReceiverSide) -> ServedLane | None:
         return None
     pools = [
         kv_pb2.NvlinkPool(
-            place=kv_pb2.PoolPlace(
-                offset_bytes=pool.ipc_offset_bytes,
-                num_bytes=geometry.num_bytes,
-                num_blocks=setup.num_blocks,
-                block_size=setup.layout.block_size,
-                tp_rank=geometry.rank,
-                tp_size=geometry.size,
-            ),
+            place=pool_place(setup, geometry.rank, pool.ipc_offset_bytes, geometry.num_bytes),
             ipc_handle=bytes.fromhex(pool.ipc_handle),
             device_uuid=pool.device_uuid,
         )

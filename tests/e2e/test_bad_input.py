@@ -340,7 +340,7 @@ def with_value(**values):
         ("config.json", with_value(vocab_size=100), "ModelTensorMisshapen"),
         ("config.json", with_value(num_hidden_layers=4), "ModelTensorUnexpected"),
         ("config.json", with_value(num_hidden_layers=6), "ModelTensorMissing"),
-        ("config.json", with_value(architectures=["LlamaForCausalLM"]), "ModelUnsupported"),
+        ("config.json", with_value(architectures=["GPT2LMHeadModel"]), "ModelUnsupported"),
         ("config.json", lambda data: b"[" * 10**5, "ModelFileDamaged"),
     ],
 )

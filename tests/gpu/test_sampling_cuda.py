@@ -111,6 +111,9 @@ class FakeState:
         self.told = []
         self.looked = []
 
+    def begin(self, drafts):
+        pass
+
     def found(self, drafts, patience_s):
         self.looked.append(list(drafts))
         words = np.zeros((len(drafts) + 1, 4), dtype=np.int32)

@@ -4,6 +4,7 @@ Everything here goes over real sockets to an incoming transfer in a process of i
 """
 
 import dataclasses
+import inspect
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 import pytest
 
 from baton.core.requests.request import AttemptKey
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header, encode_header
 from baton.kvtransfer.protocol.messages import layout_message
 from baton.proto import kv_pb2
@@ -88,9 +90,11 @@ def hello_worker():
 def test_a_peer_of_another_kind_is_refused_by_name_at_its_hello(hello_worker, make_prefill, changes, name):
     worker = hello_worker
     prefill = make_prefill(worker, p_epoch=time.monotonic_ns())
-    layout = {key: changes.pop(key) for key in tuple(changes) if hasattr(worker.layout, key)}
+    known = inspect.signature(KVLayout.of_attention).parameters
+    layout = {key: value for key, value in changes.items() if key in known}
+    changes = {key: value for key, value in changes.items() if key not in known}
     if layout:
-        changes["layout"] = layout_message(dataclasses.replace(worker.layout, **layout))
+        changes["layout"] = layout_message(make_layout(**({"num_kv_heads": 4} | layout)))
     reply = prefill.hello(poll=worker.poll, **changes)
     assert name in reply.refused
     assert not reply.offers

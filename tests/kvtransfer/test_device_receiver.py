@@ -10,6 +10,7 @@ from baton.core.requests.request import AttemptKey
 from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.messages import wire_attempt
+from baton.kvtransfer.transports.shm_lane import geometries_of
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
@@ -54,6 +55,15 @@ def setting(open_all):
         return worker, prefill, incarnation
 
     return make
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("layout", [make_layout(), MIXED], ids=["rows", "state"])
+def test_pools_are_offered_as_they_are(setting, layout, tp_size):
+    worker, prefill, _ = setting(layout, lane="nvlink", tp_size=tp_size)
+    (offer,) = prefill.hello(poll=worker.poll).offers
+    found = geometries_of(layout, [pool.place for pool in offer.nvlink.pools])
+    assert [one.layers for one in found] == [pool.geometry.layers for pool in worker.ranks]
 
 
 def push(worker, prefill, grant, prompt_len, lane, layers=None):
