@@ -202,6 +202,11 @@ class ChatChoice:
         """Tokens of the thoughts so far; None where none are split off."""
         return None if self._count is None else self._count.num_tokens
 
+    @property
+    def num_before_text(self) -> int:
+        """Tokens of the thoughts and their tags, once they have ended."""
+        return 0 if self._count is None else self._count.num_before_text
+
     def first(self) -> dict[str, Any]:
         """The choice of the first event of a stream."""
         return self._piece({"role": "assistant", "content": ""}, None, None)

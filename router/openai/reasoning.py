@@ -93,9 +93,14 @@ class ReasoningCount:
     Args:
         stream: decodes the answer.
         is_open: see `ReasoningSplitter`.
+
+    Attributes:
+        num_before_text: tokens up to the end of the tag that closes the thoughts; 0 while it has not come.
     """
 
     def __init__(self, stream: TokenStream, *, is_open: bool) -> None:
+        self.num_before_text = 0
+        self._num_pushed = 0
         self._num_certain = 0
         self._stream = stream
         self._is_open = is_open  # behind the tag
@@ -113,6 +118,7 @@ class ReasoningCount:
         for token_id in token_ids:
             if self._is_over:
                 return
+            self._num_pushed += 1
             self._begins.append(len(self._text))
             self._text += self._stream.push(token_id)
             self._look()
@@ -127,6 +133,8 @@ class ReasoningCount:
             self._text, self._begins = begun[len(OPEN) :], []
         at = self._text.find(CLOSE)
         self._is_over = at >= 0
+        if self._is_over:
+            self.num_before_text = self._num_pushed
         # Of the last characters it is not clear yet whether they begin the tag.
         num_certain = at if self._is_over else max(0, len(self._text) - len(CLOSE) + 1)
         later = [begin for begin in self._begins if begin >= num_certain]

@@ -267,7 +267,9 @@ class ResponsesCall(ChatCall):
 
     def feed(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[Data]:
         """Events of what a chunk adds to the items."""
-        return [event for choice in self.push(at, chunk) for event in self.items.add(choice)]
+        pieces = self.push(at, chunk)
+        num_before_text = self._choices[chunk.choice].num_before_text
+        return [event for piece in pieces for event in self.items.add(piece, num_before_text)]
 
     def document(self, envelope: Data, usage: Usage) -> Data:
         """The response as it ended."""
@@ -342,12 +344,19 @@ class Items:
         self._texts: list[str] = []
         self._logprobs: list[Data] = []
         self._unshown: list[Data] = []  # log-probabilities of tokens whose text has not come yet
+        self._num_thought = 0  # tokens whose log-probabilities are left out, because thoughts are shown without
 
-    def add(self, choice: Data) -> list[Data]:
-        """Events of a choice's piece."""
-        if self._kind == "thought":
-            self._unshown = []  # thoughts are shown without
+    def add(self, choice: Data, num_before_text: int = 0) -> list[Data]:
+        """Events of a choice's piece. However an answer is cut into pieces, its items are the same.
+
+        Args:
+            choice: the piece.
+            num_before_text: tokens of the answer that are of its thoughts.
+        """
         self._unshown += (choice["logprobs"] or {}).get("content", ())
+        if num_before_text and not self._num_thought:
+            self._num_thought = num_before_text
+            del self._unshown[:num_before_text]
         made = [event for step in steps(choice["delta"]) for event in self._step(step)]
         if choice["finish_reason"] is not None:
             self.is_cut = choice["finish_reason"] == "length"
@@ -355,6 +364,9 @@ class Items:
 
     def end(self) -> list[Data]:
         """Events of the end; none the second time."""
+        if self._kind == "text":  # tokens without text, such as the one that ended the answer
+            self._logprobs += self._unshown
+            self._unshown = []
         return self._close("incomplete" if self.is_cut else "completed")
 
     def _step(self, step: Step) -> list[Data]:

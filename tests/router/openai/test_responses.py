@@ -1,14 +1,23 @@
 """OpenAI's responses, through its own client: the chats that they become, and the items that answers become."""
 
+import itertools
 import json
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.core.errors import WorkerLost
+from baton.proto import inference_pb2
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.openai import limits
-from baton.router.openai.responses import ResponsesRequest
+from baton.router.openai.chat_request import ChatRequest
+from baton.router.openai.chats import ChatChoice
+from baton.router.openai.reasoning import ReasoningSplitter
+from baton.router.openai.responses import Items, ResponsesRequest
+from baton.router.openai.token_names import TokenNames
+from baton.tests.core.byte_tokenizers import byte_tokenizer
 from baton.tests.router.fakes import TOKENIZER, decode_tokens, finished
 from baton.tests.router.openai.served import MODEL, prompt_of, sent_to, served
 from baton.tests.router.openai.test_chat import THINKING, report
@@ -265,3 +274,45 @@ async def test_a_long_response_is_read_elsewhere_and_asks_the_same():
         assert alike(await ask(client, **long, **more)) == alike(first)
         one, other = sent_to(running)
         assert (one.prompt_token_ids, one.sampling) == (other.prompt_token_ids, other.sampling)
+
+
+ANSWERS = st.sampled_from(
+    [
+        "so\nso\n</think>\n\nyes",
+        "so</think>",
+        "so</thin",
+        "</think>yes",
+        "</think>\n",
+        "<think>\nso\n</think> yes",
+        "yes",
+    ]
+)
+
+
+@given(ANSWERS, st.sets(st.integers(1, 24)), st.integers(0, 3), st.booleans())
+def test_items_do_not_depend_on_where_an_answer_is_cut(answer, cuts, num_late, is_open):
+    assert items_of(answer, cuts, num_late, is_open=is_open) == items_of(answer, (), 0, is_open=is_open)
+
+
+def items_of(answer, cuts, num_late, *, is_open):
+    """Of an answer in chunks, whose text comes so many tokens late; the last token, which ended it, has none."""
+    asked = ChatRequest(model=MODEL, messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=1)
+    splitter, names = ReasoningSplitter(is_open=is_open), TokenNames(byte_tokenizer())
+    choice, items = ChatChoice(0, asked, names, reasoning=splitter), Items("r")
+    token_ids = [*answer.encode(), 0]
+    shown = 0
+    bounds = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
+    for first, end in itertools.pairwise(bounds):
+        is_last = end == len(token_ids)
+        upto = len(answer) if is_last else max(shown, end - num_late)
+        chunk = inference_pb2.GenerateChunk(
+            token_ids=token_ids[first:end], text=answer[shown:upto], logprobs=map(report, token_ids[first:end])
+        )
+        if is_last:
+            chunk.finish.reason = "stop"
+        shown = upto
+        piece = choice.push(chunk)
+        if piece is not None:
+            items.add(piece, choice.num_before_text)
+    items.end()
+    return items.output
