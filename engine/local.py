@@ -148,6 +148,7 @@ class LocalEngine:
         allocator = BlockAllocator(num_blocks, block_size, num_state_slots=num_state_slots)
         self.scheduler = Scheduler(allocator, num_slots=max_num_sequences, overcommit=overcommit)
         self._grammars = grammars or GrammarCompiler(tokenizer, model.config.vocab_size)
+        num_tokens = max(chunk_len, max_num_sequences * (num_draft_tokens + 1))
         self.runner = Runner(
             model,
             self.pool,
@@ -165,10 +166,10 @@ class LocalEngine:
                 max_num_sequences=max_num_sequences,
                 num_draft_tokens=num_draft_tokens,
                 max_model_len=model.config.max_model_len,
+                max_num_tokens=num_tokens,
             ),
         )
         context_len = min(model.config.max_model_len, num_blocks * block_size)
-        num_tokens = max(chunk_len, max_num_sequences * (num_draft_tokens + 1))
         reach = Reach(num_tokens=num_tokens, num_sequences=max_num_sequences, context_len=context_len)
         self.runner.warm_up(reach)
         self.speculation = speculation or Speculation(num_draft_tokens, num_draft_tokens, self._clock)

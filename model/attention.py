@@ -46,7 +46,7 @@ class AttentionInputs:
 
 
 class Attention:
-    """One layer's attention; its KV is layer `layer` of the pool."""
+    """One layer's attention: project, attend, join. Its KV is layer `layer` of the pool."""
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
         self.qkv_QD = source.take_product(*(f"{prefix}.{name}_proj.weight" for name in "qkv"))
@@ -58,42 +58,42 @@ class Attention:
             query_D, key_D = (source.take(f"{prefix}.{name}_norm.weight") for name in "qk")
             self.norms = HeadNorms(query_D=query_D, key_D=key_D, eps=config.rms_norm_eps)
         self._scales = source.take_kv_scales(prefix)
-        self._layer = layer
+        self.layer = layer
         self._ops = ops
 
-    def __call__(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """Write the tokens' K and V, then attend -> [T, D]."""
-        key_NHSE, value_NHSE = inputs.pool.layer(self._layer)
+    def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        """Write the tokens' K and V -> their queries [T, A, E]."""
+        key_NHSE, value_NHSE = inputs.pool.layer(self.layer)
         key_scale, value_scale = (None, None) if self._scales is None else self._scales
         qkv_TQ = self._ops.linear(x_TD, self.qkv_QD)
-        query_TAE = self._ops.qk_norm_rope_write(
+        return self._ops.qk_norm_rope_write(
             qkv_TQ if self.bias_Q is None else qkv_TQ + self.bias_Q,
             self.norms,
             (inputs.cos_TF, inputs.sin_TF),
             inputs.slots_T,
             LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE, key_scale=key_scale, value_scale=value_scale),
         )
-        inputs.on_layer(self._layer)
-        mixed_TQ = self._attend(query_TAE, key_NHSE, value_NHSE, inputs).flatten(1)
-        return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
-    def _attend(
-        self, query_TAE: torch.Tensor, key_NHSE: torch.Tensor, value_NHSE: torch.Tensor, inputs: AttentionInputs
-    ) -> torch.Tensor:
-        batch, pool = inputs.batch, (key_NHSE, value_NHSE)
+    def attend(self, query_TAE: torch.Tensor, batch: AttentionBatch, pool: KVPool, plans: SplitKVPlans) -> torch.Tensor:
+        """What the tokens see of their sequences, [T, A, E]; after `project`."""
+        layer = pool.layer(self.layer)
         match batch:
             case PrefillBatch():
-                return self._attend_prompts(query_TAE, batch, pool, inputs.plans)
+                return self._attend_prompts(query_TAE, batch, layer, plans)
             case DecodeBatch():
-                return self._attend_decode(query_TAE, batch, pool, inputs.plans)
+                return self._attend_decode(query_TAE, batch, layer, plans)
             case MixedBatch():
                 num_prompt = len(batch.prompts.positions_T)
                 return torch.cat(
                     [
-                        self._attend_prompts(query_TAE[:num_prompt], batch.prompts, pool, inputs.plans),
-                        self._attend_decode(query_TAE[num_prompt:], batch.decode, pool, inputs.plans),
+                        self._attend_prompts(query_TAE[:num_prompt], batch.prompts, layer, plans),
+                        self._attend_decode(query_TAE[num_prompt:], batch.decode, layer, plans),
                     ]
                 )
+
+    def join(self, mixed_TQ: torch.Tensor) -> torch.Tensor:
+        """The output projection, [T, A * E] -> [T, D]."""
+        return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
     def _attend_prompts(
         self, query_TAE: torch.Tensor, batch: PrefillBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SplitKVPlans

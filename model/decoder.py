@@ -1,4 +1,13 @@
-"""One decoder layer and the trunk of them. Legend: T tokens, D hidden size, V vocabulary."""
+"""One decoder layer and the trunk of them.
+
+Both are generators that stop where a layer attends: they yield its attention and the queries, and are sent what came of
+it. So a pass can be computed as one (`computed`), or piece by piece, by whoever replays what lies between attentions.
+
+Legend: T tokens, D hidden size, V vocabulary, A query heads, E head size.
+"""
+
+from collections.abc import Generator
+from typing import TypeVar
 
 import torch
 
@@ -7,6 +16,23 @@ from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.layers import MLP, RMSNorm, WeightSource
 from baton.model.moe import SparseMLP
+
+R = TypeVar("R")
+Pieces = Generator[tuple[Attention, torch.Tensor], torch.Tensor, R]
+"""Yields an attention and its queries [T, A, E], is sent [T, A * E], and returns what all pieces made."""
+
+
+def computed(pieces: Pieces[R], inputs: AttentionInputs) -> R:
+    """Run all pieces, and attend in between. `inputs.on_layer` hears of each layer whose KV was written."""
+    try:
+        attention, query_TAE = next(pieces)
+        while True:
+            inputs.on_layer(attention.layer)
+            mixed_TAE = attention.attend(query_TAE, inputs.batch, inputs.pool, inputs.plans)
+            attention, query_TAE = pieces.send(mixed_TAE.flatten(1))
+    except StopIteration as end:
+        result: R = end.value
+        return result
 
 
 class DecoderLayer:
@@ -26,12 +52,13 @@ class DecoderLayer:
             else MLP(source, f"{prefix}.mlp", ops)
         )
 
-    def __call__(
+    def pieces(
         self, x_TD: torch.Tensor, added_TD: torch.Tensor | None, inputs: AttentionInputs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pieces[tuple[torch.Tensor, torch.Tensor]]:
         """Rows x + added (x alone if None) -> rows and what is to be added to them, all [T, D]."""
         normed_TD, x_TD = self.attention_norm.of_sum(x_TD, added_TD)
-        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, self.attention(normed_TD, inputs))
+        mixed_TQ = yield self.attention, self.attention.project(normed_TD, inputs)
+        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, self.attention.join(mixed_TQ))
         return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait)
 
 
@@ -45,10 +72,10 @@ class Decoder:
         ]
         self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops)
 
-    def __call__(self, token_ids_T: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+    def pieces(self, token_ids_T: torch.Tensor, inputs: AttentionInputs) -> Pieces[torch.Tensor]:
         """Hidden states after the final norm, [T, D]."""
         x_TD = self.embedding_VD[token_ids_T]
         added_TD: torch.Tensor | None = None
         for layer in self.layers:
-            x_TD, added_TD = layer(x_TD, added_TD, inputs)
+            x_TD, added_TD = yield from layer.pieces(x_TD, added_TD, inputs)
         return self.norm.of_sum(x_TD, added_TD)[0]

@@ -21,10 +21,10 @@ from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
-from baton.model.decoder import Decoder
+from baton.model.decoder import Decoder, Pieces, computed
 from baton.model.draft_head import HeadIds, columns_in_order, invert_d2t
 from baton.model.draft_names import DRAFT_HEAD
-from baton.model.inputs import AttentionBatch, positions_of, slots_of
+from baton.model.inputs import AttentionBatch, DecodeBatch, positions_of, slots_of
 from baton.model.layers import WeightSource
 from baton.model.mtp import MTPHead
 from baton.model.vocab import WHOLE, CutVocab, Vocab
@@ -88,7 +88,27 @@ class Model:
         self, token_ids_T: torch.Tensor, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
     ) -> torch.Tensor:
         """Hidden states [T, D] after the final norm. Calls `on_layer(layer)` right after a layer's KV is written."""
-        return self._decoder(token_ids_T, self._inputs(batch, pool, on_layer))
+        inputs = self._inputs(batch, pool, on_layer)
+        return computed(self._decoder.pieces(token_ids_T, inputs), inputs)
+
+    def trunk_pieces(
+        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, pool: KVPool
+    ) -> Pieces[torch.Tensor]:
+        """The trunk of T tokens of any sequences, but for its attentions: see `decoder.Pieces`. Never waits.
+
+        Args:
+            token_ids_T: int64.
+            positions_T: int64, of each in its sequence.
+            slots_T: int64, flat pool slot its KV is written to.
+            pool: where.
+        """
+        rows = DecodeBatch(  # of one row each; nothing but attention asks for their tables
+            positions_BQ=positions_T[:, None],
+            slots_BQ=slots_T[:, None],
+            block_tables_BM=slots_T[:, None],
+            max_context_len=1,
+        )
+        return self._decoder.pieces(token_ids_T, self._inputs(rows, pool, _ignore_layer))
 
     def mtp(
         self,
@@ -180,3 +200,7 @@ class Model:
         if factor != 1:
             cos_TF, sin_TF = cos_TF * factor, sin_TF * factor
         return AttentionInputs(batch, slots_of(batch), pool, cos_TF, sin_TF, on_layer)
+
+
+def _ignore_layer(layer: int) -> None:
+    """Whoever attends knows which layers were written."""

@@ -12,7 +12,7 @@ import torch
 from baton.kernels.ops import Ops
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
-from baton.model.decoder import DecoderLayer
+from baton.model.decoder import DecoderLayer, computed
 from baton.model.layers import RMSNorm, WeightSource
 
 
@@ -32,4 +32,4 @@ class MTPHead:
         """[T, D] after the head's norm: logits of t_{i+2}, and the hidden state of a chained entry."""
         pair_TX = torch.cat([self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)], dim=-1)
         x_TD = self._ops.linear(pair_TX, self.join_DX)
-        return self.norm.of_sum(*self.layer(x_TD, None, inputs))[0]
+        return self.norm.of_sum(*computed(self.layer.pieces(x_TD, None, inputs), inputs))[0]

@@ -30,6 +30,7 @@ from baton.worker.rank import RankPlace, RankStarter
 
 def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Communicator | None) -> Runner:
     """For a worker that decodes, and computes prompts; warmed up, its CUDA graphs captured."""
+    reach = reach_of(config, loaded.model)
     graphs = graphed_step(
         loaded.model,
         loaded.pool,
@@ -37,6 +38,7 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
         max_num_sequences=config.max_num_seqs,
         num_draft_tokens=config.num_draft_tokens,
         max_model_len=config.max_model_len,
+        max_num_tokens=reach.num_tokens,
         communicator=communicator,
     )
     runner = Runner(
@@ -51,7 +53,7 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
         graphs=graphs,
         host_kv_bytes=config.host_kv_bytes,
     )
-    runner.warm_up(reach_of(config, loaded.model))
+    runner.warm_up(reach)
     return runner
 
 

@@ -5,11 +5,13 @@ rank may do when) as it is on a GPU, so that it can be tested there.
 
 Work reads and writes tensors that live as long as its graph; whatever else it allocates is gone when it ends, and on a
 GPU lies in memory that all graphs share. So only one graph runs at a time, and nothing may be left there to be read.
+Work may have several pieces, of which the later ones read what the earlier ones left; other work may run in between,
+but no other graph.
 """
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -47,8 +49,8 @@ class GraphBackend(Protocol):
         """
         ...
 
-    def capture(self, work: Work) -> Replay:
-        """What does the work again; the work itself is not done, and no other rank is waited for.
+    def capture(self, pieces: Sequence[Work]) -> list[Replay]:
+        """What does each piece of the work again; the work itself is not done, and no other rank is waited for.
 
         Raises:
             Exception: what capturing it raised.
@@ -66,9 +68,9 @@ class CallBackend:
         """See `GraphBackend`."""
         work()
 
-    def capture(self, work: Work) -> Replay:
-        """The work."""
-        return work
+    def capture(self, pieces: Sequence[Work]) -> list[Replay]:
+        """The pieces."""
+        return list(pieces)
 
 
 def wait_for(done: Event, group: Communicator) -> None:
@@ -127,8 +129,11 @@ class CudaBackend:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._free_cache()
 
-    def capture(self, work: Work) -> Replay:
-        """See `GraphBackend`."""
+    def capture(self, pieces: Sequence[Work]) -> list[Replay]:
+        """See `GraphBackend`; what a piece leaves stays its own while Python holds it, also from the graphs' memory."""
+        return [self._capture(work) for work in pieces]
+
+    def _capture(self, work: Work) -> Replay:
         graph, group = torch.cuda.CUDAGraph(), self._communicator
         num_before = group.num_operations
         with torch.cuda.stream(self._stream):

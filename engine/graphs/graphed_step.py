@@ -1,18 +1,21 @@
-"""Decode-only steps whose passes are replayed from CUDA graphs.
+"""Steps whose passes are replayed from CUDA graphs: of decode-only steps each whole, of others the trunk in pieces.
 
-A step is padded to the next captured size and width and computed by three kinds of graphs (`passes`, `graph_key`). What
-lies between them (drafts from logits, verification, sampling, grammars, log-probabilities) is launched as it comes,
-over the real sequences alone, whatever the plan asks. A step that no graph fits runs eagerly; the reason is counted,
-and logged once. Which graphs there are is decided before the first step and is the same at every rank.
+A decode-only step is padded to the next captured size and width and computed by three kinds of graphs (`passes`,
+`graph_key`). What lies between them (drafts from logits, verification, sampling, grammars, log-probabilities) is
+launched as it comes, over the real sequences alone, whatever the plan asks. A step that no graph fits runs eagerly; the
+reason is counted, and logged once. Which graphs there are is decided before the first step and is the same at every
+rank. Steps with chunks of prompts replay what lies between attentions (`piecewise`), or are launched where they have
+too many rows.
 """
 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -29,10 +32,12 @@ from baton.engine.graphs.key import (
     default_widths,
     max_invariant_entries,
 )
-from baton.engine.step.batch import DecodeRows, decode_batch
+from baton.engine.graphs.piecewise import PiecewiseTrunk, RowBuffers, row_sizes
+from baton.engine.step.batch import DecodeRows, PrefillInputs, decode_batch
 from baton.engine.step.passes import EagerPasses, Hidden, Passes, ignore_layer
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
+from baton.model.inputs import AttentionBatch
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
@@ -208,7 +213,7 @@ class StaticPass:
         Raises:
             Exception: what capturing it raised.
         """
-        self._replay = backend.capture(self._compute)
+        (self._replay,) = backend.capture([self._compute])
 
     def replay(
         self, token_ids_BQ: torch.Tensor, first_B: torch.Tensor, rows: DecodeRows, hidden_TD: torch.Tensor | None
@@ -267,6 +272,8 @@ class GraphCounts:
         num_steps_replayed: steps.
         num_steps_eager: steps computed as they came, by the reason.
         num_sequences_padded: sequences that replayed steps were padded with.
+        num_steps_piecewise: steps with chunks of prompts whose trunk was replayed in pieces.
+        num_steps_too_long: steps with chunks that had more rows than any graph.
     """
 
     num_captured: int = 0
@@ -274,6 +281,8 @@ class GraphCounts:
     num_steps_replayed: int = 0
     num_steps_eager: dict[EagerReason, int] = field(default_factory=lambda: dict.fromkeys(EagerReason, 0))
     num_sequences_padded: int = 0
+    num_steps_piecewise: int = 0
+    num_steps_too_long: int = 0
 
 
 class GraphedStep:
@@ -302,6 +311,7 @@ class GraphedStep:
         self._backend = backend
         self._communicator = communicator or Alone()
         self._graphs: dict[GraphKey, StaticPass] = {}
+        self._trunks: list[PiecewiseTrunk] = []  # by rows, ascending
         self._told: set[EagerReason] = set()
 
     def capture(self) -> None:
@@ -312,15 +322,17 @@ class GraphedStep:
             WorkerLost: another rank is gone, or captures other graphs.
         """
         start_s = time.monotonic()
-        candidates = (_Candidate(key, self._model, self._pool, self._backend) for key in self._sizes.keys())
-        captured = capture_together(self._communicator, candidates)
-        self._graphs = {item.key: item.made() for item in captured.graphs}
+        captured = capture_together(self._communicator, chain(self._whole_passes(), self._trunk_candidates()))
+        made = [item.made() for item in captured.graphs]
+        self._graphs = {item.key: item for item in made if isinstance(item, StaticPass)}
+        trunks = [item for item in made if isinstance(item, PiecewiseTrunk)]
+        self._trunks = sorted(trunks, key=lambda trunk: trunk.num_rows)
         self.counts.num_captured, self.counts.failed = len(captured.graphs), captured.failed
         for name, why in islice(captured.failed.items(), _MAX_TOLD):
             log.warning("no CUDA graph for %s, which is computed as it comes: %s", name, why)
         if len(captured.failed) > _MAX_TOLD:
             log.warning("and none for %d others", len(captured.failed) - _MAX_TOLD)
-        log.info("captured %d decode graphs in %.1f s", len(captured.graphs), time.monotonic() - start_s)
+        log.info("captured %d graphs in %.1f s", len(captured.graphs), time.monotonic() - start_s)
 
     def passes(self, rows: DecodeRows, num_drafts: int, max_context_len: int) -> Passes:
         """The passes of a step of these decode rows alone: replayed, or eager if no graph fits."""
@@ -332,6 +344,41 @@ class GraphedStep:
         self.counts.num_steps_replayed += 1
         self.counts.num_sequences_padded += graphs[GraphKind.VERIFY].key.num_sequences - num_sequences
         return _ReplayedPasses(graphs, rows)
+
+    def passes_with_chunks(
+        self,
+        rows: DecodeRows | None,
+        max_context_len: int,
+        prompt: PrefillInputs,
+        on_layer: Callable[[int], None] | None,
+    ) -> Passes:
+        """The passes of a step of chunks, and of decode rows if there are any; see `EagerPasses`."""
+        return _PiecewisePasses(self, self._model, self._pool, rows, max_context_len, prompt, on_layer)
+
+    def trunk_of(self, num_rows: int) -> PiecewiseTrunk | None:
+        """What replays the trunk of a step with chunks; None where it is launched."""
+        found = next((trunk for trunk in self._trunks if trunk.num_rows >= num_rows), None)
+        if found is not None:
+            self.counts.num_steps_piecewise += 1
+        elif self._trunks:
+            self.counts.num_steps_too_long += 1
+        return found
+
+    def _whole_passes(self) -> "Iterator[_Candidate]":
+        for key in self._sizes.keys():
+            yield _Candidate(str(key), partial(StaticPass, key, self._model, self._pool), self._backend)
+
+    def _trunk_candidates(self) -> "Iterator[_Candidate]":
+        """The largest first, as of the others."""
+        if not self._sizes.rows:
+            return
+        buffers = RowBuffers.of(self._sizes.rows[-1], self._model, self._pool, self._communicator.size)
+        for num_rows in reversed(self._sizes.rows):
+            yield _Candidate(
+                f"trunk of {num_rows} rows",
+                partial(PiecewiseTrunk, num_rows, buffers, self._model, self._pool),
+                self._backend,
+            )
 
     def _find(self, num_sequences: int, num_blocks: int, num_drafts: int) -> dict[GraphKind, StaticPass] | EagerReason:
         """The graphs of a step."""
@@ -382,20 +429,32 @@ class _ReplayedPasses:
         return None, self._graphs[GraphKind.DRAFT_PREFILL].replay(ids_BQ, first_B, self._rows, trunk_TD)
 
 
-class _Candidate:
-    """One graph on its way; see `graph_capture.Candidate`."""
+class _PiecewisePasses(EagerPasses):
+    """Passes whose trunk is replayed in pieces, where it has few enough rows."""
 
-    def __init__(self, key: GraphKey, model: Model, pool: KVPool, backend: GraphBackend) -> None:
-        self.key = key
-        self.name = str(key)
-        self._model = model
-        self._pool = pool
+    def __init__(self, graphs: GraphedStep, *of_step: Any) -> None:
+        super().__init__(*of_step)
+        self._graphs = graphs
+
+    def _trunk(self, token_ids_T: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        trunk = self._graphs.trunk_of(len(token_ids_T))
+        if trunk is None:
+            return super()._trunk(token_ids_T, batch)
+        return trunk.replay(token_ids_T, batch, self._on_layer)
+
+
+class _Candidate:
+    """One graph on its way; see `Candidate`."""
+
+    def __init__(self, name: str, make: "Callable[[], StaticPass | PiecewiseTrunk]", backend: GraphBackend) -> None:
+        self.name = name
+        self._make = make
         self._backend = backend
-        self._pass: StaticPass | None = None
+        self._pass: StaticPass | PiecewiseTrunk | None = None
 
     def require(self) -> None:
         """The buffers are made here, too: memory that is not there is a rank's no, not its end."""
-        made = StaticPass(self.key, self._model, self._pool)
+        made = self._make()
         self._backend.require(made.num_bytes)
         self._pass = made
 
@@ -405,7 +464,7 @@ class _Candidate:
     def capture(self) -> None:
         self.made().capture(self._backend)
 
-    def made(self) -> StaticPass:
+    def made(self) -> StaticPass | PiecewiseTrunk:
         assert self._pass is not None
         return self._pass
 
@@ -417,19 +476,23 @@ def graph_sizes(
     max_num_sequences: int,
     num_draft_tokens: int,
     max_model_len: int,
+    max_num_tokens: int = 0,
     sizes: Sequence[int] = (),
 ) -> GraphSizes:
     """The graphs that a runner may need; `sizes` are an operator's own."""
     layout, config = pool.layout, model.config
     max_context_len = min(config.max_model_len, max_model_len + num_draft_tokens)
     max_entries = _ENTRIES_PER_BLOCK * pool.num_blocks
+    rows = row_sizes(max_num_tokens)
     if model.numerics is Numerics.INVARIANT and model.implementation is Implementation.REFERENCE:
+        rows = ()  # a product has a launch for each few rows
         max_entries = min(max_entries, max_invariant_entries(layout.num_layers, layout.block_size))
     return GraphSizes(
         sizes=tuple(sizes) or default_sizes(max_num_sequences),
         widths=default_widths(-(-max_context_len // layout.block_size)),
         num_draft_tokens=num_draft_tokens,
         max_entries=max_entries,
+        rows=rows,
     )
 
 
@@ -441,9 +504,12 @@ def graphed_step(
     max_num_sequences: int,
     num_draft_tokens: int,
     max_model_len: int,
+    max_num_tokens: int = 0,
     communicator: Communicator | None = None,
 ) -> GraphedStep | None:
     """The step of a runner with these limits, its graphs captured; None where there are to be none.
+
+    Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched.
 
     Raises:
         ConfigInvalid: sizes that do not fit the device or the runner.
@@ -462,6 +528,7 @@ def graphed_step(
         max_num_sequences=max_num_sequences,
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len,
+        max_num_tokens=max_num_tokens,
         sizes=config.sizes,
     )
     step = GraphedStep(model, pool, sizes, CudaBackend(pool.device, communicator or Alone()), communicator)

@@ -62,12 +62,14 @@ class GraphSizes:
         widths: of block tables, ascending.
         num_draft_tokens: the most drafts of a step; fewer have graphs of their own.
         max_entries: B * W of a graph at most. What attention gathers grows with it.
+        rows: of steps with chunks of prompts, ascending; see `piecewise`.
     """
 
     sizes: tuple[int, ...]
     widths: tuple[int, ...]
     num_draft_tokens: int
     max_entries: int
+    rows: tuple[int, ...] = ()
 
     def keys(self) -> Iterator[GraphKey]:
         """Every graph, the largest first, so that what the later ones need is in the memory of the first."""

@@ -2,7 +2,7 @@
 
 A step calls them and chooses tokens in between, so that everything that may visit the host or differs from batch to
 batch (grammars, sampling, penalties, log-probabilities) lies between passes, never in one. `EagerPasses` launches each
-kernel; `graphed_step` replays decode-only passes from CUDA graphs.
+kernel; `graphed_step` replays decode-only passes from CUDA graphs, and the trunk of others in pieces.
 
 Legend: B decode sequences, Q rows of each, T tokens of chunks, D hidden size.
 """
@@ -89,7 +89,7 @@ class EagerPasses:
             assert first_B is not None
             self._verified = self._decode_batch(first_B, ids_BQ.shape[1])
             ids.append(ids_BQ.flatten())
-        hidden_TD = self._model.trunk(_joined(ids), self._batch(self._verified), self._pool, self._on_layer)
+        hidden_TD = self._trunk(_joined(ids), self._batch(self._verified))
         return self._split(hidden_TD, has_decode=ids_BQ is not None)
 
     def extend(
@@ -110,6 +110,9 @@ class EagerPasses:
         batch = self._batch(None if decode is None else self._verified)
         mtp_TD = self._model.mtp(_joined(ids), _joined(hidden), batch, self._pool, self._on_layer)
         return self._split(mtp_TD, has_decode=decode is not None)
+
+    def _trunk(self, token_ids_T: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        return self._model.trunk(token_ids_T, batch, self._pool, self._on_layer)
 
     def _batch(self, decode: DecodeBatch | None) -> AttentionBatch:
         prompt = None if self._prompt is None else self._prompt.batch

@@ -404,10 +404,12 @@ class Runner:
         rows = None if work.decode is None else work.decode.rows
         prompt = None if work.prompt is None else work.prompt.rows
         step = work.step
-        if prompt is None and rows is not None and self.graphs is not None:
+        on_layer = None if work.push is None else work.push.submit
+        if self.graphs is not None and prompt is not None:
+            return self.graphs.passes_with_chunks(rows, step.max_context_len, prompt, on_layer)
+        if self.graphs is not None and rows is not None:
             assert work.batch is not None
             return self.graphs.passes(rows, work.batch.num_drafts, step.max_context_len)
-        on_layer = None if work.push is None else work.push.submit
         return EagerPasses(self._model, self._pool, rows, step.max_context_len, prompt, on_layer)
 
     def _write_sample(self, work: _Work) -> torch.Tensor:

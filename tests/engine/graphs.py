@@ -9,10 +9,10 @@ from baton.tests.engine.recorder import RecorderBackend
 NO_LIMIT = 1 << 40
 
 
-def graphed(model, pool, *, k, sizes, widths=None, backend=None, group=None, max_entries=NO_LIMIT):
+def graphed(model, pool, *, k, sizes, widths=None, backend=None, group=None, max_entries=NO_LIMIT, rows=()):
     """A captured step."""
     widths = widths or (2, -(-model.config.max_model_len // pool.layout.block_size))
-    all_sizes = GraphSizes(sizes=sizes, widths=widths, num_draft_tokens=k, max_entries=max_entries)
+    all_sizes = GraphSizes(sizes=sizes, widths=widths, num_draft_tokens=k, max_entries=max_entries, rows=rows)
     step = GraphedStep(model, pool, all_sizes, backend or RecorderBackend(), group)
     with torch.inference_mode():
         step.capture()

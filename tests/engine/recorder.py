@@ -60,13 +60,19 @@ class RecorderBackend:
         self._count("warm_up")
         work()
 
-    def capture(self, work):
+    def capture(self, pieces):
         self._count("capture")
-        recording = _Recording()
-        with recording:
-            work()
-        operations, made = recording.operations, list(recording.made.values())
+        made = {}  # by all pieces: what one leaves, the next ones may read
+        replays = []
+        for work in pieces:
+            recording = _Recording()
+            with recording:
+                work()
+            made |= recording.made
+            replays.append(self._replay_of(recording.operations, made, is_last=len(replays) + 1 == len(pieces)))
+        return replays
 
+    def _replay_of(self, operations, made, *, is_last):
         def replay():
             self.num_replays += 1
             for function, arguments, keywords, fresh in operations:
@@ -74,7 +80,7 @@ class RecorderBackend:
                 for target, result in zip(fresh, results, strict=True):
                     if target is not None:
                         target.copy_(result)
-            for tensor in made:
+            for tensor in made.values() if is_last else ():
                 tensor.fill_(GARBAGE.get(tensor.dtype, float("nan")))
 
         return replay

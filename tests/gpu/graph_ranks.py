@@ -22,12 +22,11 @@ class OneRankFails(CudaBackend):
         self._number += 1
         self._fail("require")
 
-    def capture(self, work):
-        def work_or_fail():
-            work()
+    def capture(self, pieces):
+        def fail():
             self._fail("capture")
 
-        return super().capture(work_or_fail)
+        return super().capture([*pieces, fail])[: len(pieces)]
 
     def _fail(self, what):
         if self._is_failing and what == self._what and self._number % 2:
@@ -39,7 +38,7 @@ def use_graphs(channel, device, path, what):
     model = load(path, group, torch.float32, Numerics.INVARIANT, device)
     runner = runner_of(model, k, group)
     backend = CudaBackend(device, group) if what is None else OneRankFails(device, group, what)
-    sizes = GraphSizes(sizes=(2, 3), widths=(4, 32), num_draft_tokens=k, max_entries=1 << 20)
+    sizes = GraphSizes(sizes=(2, 3), widths=(4, 32), num_draft_tokens=k, max_entries=1 << 20, rows=(16, 40))
     step = GraphedStep(model, runner._pool, sizes, backend, group)
     step.capture()
     runner.graphs = step

@@ -1,0 +1,204 @@
+"""The trunk in pieces: the hidden states and KV of the trunk as one, whatever rows it is padded with."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from baton.core.numerics import Numerics
+from baton.engine.graphs import piecewise
+from baton.engine.graphs.backend import CallBackend
+from baton.engine.graphs.piecewise import PiecewiseTrunk, RowBuffers, row_sizes
+from baton.engine.local import LocalEngine
+from baton.engine.step.batch import ChunkRows, DecodeRows, decode_batch, prefill_inputs
+from baton.kvcache.pool import KVPool
+from baton.model.inputs import MixedBatch
+from baton.tests.engine.graphs import with_graphs
+from baton.tests.engine.recorder import RecorderBackend
+from baton.tests.engine.test_graphed_step import outcome
+from baton.tests.engine.test_local_engine import requests_for
+from baton.tests.engine.test_tp_group import CHECKPOINT, load
+from baton.tests.model.ranks import on_ranks
+
+pytestmark = pytest.mark.fast
+SIZES = (8, 40)
+
+
+class Setting:
+    """A pool with two sequences of 20 positions, and steps that go on from there."""
+
+    def __init__(self, model, rank=0, size=1):
+        self.model = model
+        self.pool = KVPool(model.kv_layout(16), 12, model.device, rank=rank, size=size)
+        self.tokens = np.arange(64) * 7 % model.config.vocab_size
+        batch = self.batch([(0, 20, [0, 1, 2]), (0, 20, [3, 4, 5])], [])
+        model.trunk(batch[0], batch[1], self.pool, lambda layer: None)
+
+    def batch(self, chunks, decodes, num_rows=3):
+        """Token ids and batch of chunks (start, length, blocks) and decode rows (first, blocks)."""
+        ids, prompts, decode = [], None, None
+        if chunks:
+            rows = [
+                ChunkRows(token_ids=self.tokens, start=start, length=length, blocks=blocks)
+                for start, length, blocks in chunks
+            ]
+            inputs = prefill_inputs(rows, self.pool)
+            ids.append(inputs.token_ids_T)
+            prompts = inputs.batch
+        if decodes:
+            device = self.model.device
+            first_B = torch.tensor([first for first, _ in decodes], device=device)
+            tables_BM = torch.tensor([blocks for _, blocks in decodes], device=device)
+            decode_rows = DecodeRows(
+                block_tables_BM=tables_BM, limit_B=torch.full_like(first_B, 48), draft_cap_B=torch.zeros_like(first_B)
+            )
+            decode = decode_batch(first_B, num_rows, decode_rows, 48, self.pool)
+            ids.append(torch.arange(len(decodes) * num_rows, device=device) % self.model.config.vocab_size)
+        batch = prompts if decode is None else decode if prompts is None else MixedBatch(prompts=prompts, decode=decode)
+        return torch.cat(ids), batch
+
+    def steps(self):
+        """Chunks alone, with decode rows, fewer and more rows than before."""
+        yield self.batch([(20, 7, [0, 1, 2])], [(20, [3, 4, 5])])
+        yield self.batch([(0, 5, [6, 7]), (20, 20, [0, 1, 2])], [(20, [3, 4, 5])], num_rows=1)
+        yield self.batch([(5, 2, [6, 7])], [])
+        yield self.batch([(7, 1, [6, 7])], [(21, [3, 4, 5])], num_rows=4)
+
+    def kv(self):
+        """All but scratch, which padding writes."""
+        return [self.pool.blocks(layer)[: self.pool.num_blocks].clone() for layer in range(self.pool.layout.num_layers)]
+
+
+def trunks_of(setting, backend, tp_size=1):
+    buffers = RowBuffers.of(SIZES[-1], setting.model, setting.pool, tp_size)
+    made = [PiecewiseTrunk(num_rows, buffers, setting.model, setting.pool) for num_rows in reversed(SIZES)]
+    for trunk in made:
+        trunk.warm_up(backend)
+        trunk.capture(backend)
+    return made[::-1]
+
+
+def hidden_of(setting, trunks=None):
+    """Of each step, by pieces if there are any; and what was in the pool at the end."""
+    found, heard = [], []
+    with torch.inference_mode():
+        for ids_T, batch in setting.steps():
+            if trunks is None:
+                found.append(setting.model.trunk(ids_T, batch, setting.pool, heard.append))
+                continue
+            trunk = next(trunk for trunk in trunks if trunk.num_rows >= len(ids_T))
+            found.append(trunk.replay(ids_T, batch, heard.append).clone())
+    return found, setting.kv(), heard
+
+
+def check(got, wanted, tolerance):
+    for mine, theirs in zip(got[0] + got[1], wanted[0] + wanted[1], strict=True):
+        assert (mine - theirs).abs().max() <= tolerance
+    assert got[2] == wanted[2], "each layer is told of once, in order"
+
+
+# Python of the invariant reference looks at what experts were chosen, so it cannot be recorded; nor is it, on a GPU.
+@pytest.mark.parametrize(
+    ("backend", "numerics"),
+    [(RecorderBackend, Numerics.DEFAULT), (CallBackend, Numerics.DEFAULT), (CallBackend, Numerics.INVARIANT)],
+)
+def test_hidden_states_and_kv_are_those_of_the_trunk_as_one(backend, numerics, tiny_checkpoint):
+    model = load(tiny_checkpoint(**CHECKPOINT), numerics=numerics)
+    split, whole = Setting(model), Setting(model)
+    got, wanted = hidden_of(split, trunks_of(split, backend())), hidden_of(whole)
+    check(got, wanted, 0.0 if numerics is Numerics.INVARIANT else 1e-12)
+
+
+def padding_that_is_not_scratch(patch):
+    """Rows past a step write the KV of the step before again."""
+    replay = PiecewiseTrunk.replay
+
+    def replay_with_padding(self, ids_T, *others):
+        kept, self._pool = self._pool, type("Pool", (), {"scratch_slot": 3, "layer": self._pool.layer})()
+        try:
+            return replay(self, ids_T, *others)
+        finally:
+            self._pool = kept
+
+    patch.setattr(PiecewiseTrunk, "replay", replay_with_padding)
+
+
+def attention_that_is_not_handed_on(patch):
+    """The next piece reads what the attention of an earlier layer made."""
+    init = PiecewiseTrunk.__init__
+
+    def init_apart(self, *arguments):
+        init(self, *arguments)
+        self._query_NAE = self._query_NAE.clone()
+
+    patch.setattr(PiecewiseTrunk, "__init__", init_apart)
+    take = PiecewiseTrunk._take
+
+    def take_first(self, attention, query_NAE):
+        take(self, attention, query_NAE if len(self._attentions) == 0 else self._query_NAE)
+
+    patch.setattr(PiecewiseTrunk, "_take", take_first)
+
+
+def positions_of_the_step_before(patch):
+    patch.setattr(piecewise, "positions_of", lambda batch: torch.zeros_like(piecewise.slots_of(batch)))
+
+
+@pytest.mark.parametrize(
+    "plant", [padding_that_is_not_scratch, attention_that_is_not_handed_on, positions_of_the_step_before]
+)
+def test_planted_faults_are_caught(plant, tiny_checkpoint, monkeypatch):
+    model = load(tiny_checkpoint(**CHECKPOINT))
+    split, whole = Setting(model), Setting(model)
+    plant(monkeypatch)
+    got, wanted = hidden_of(split, trunks_of(split, RecorderBackend())), hidden_of(whole)
+    with pytest.raises(AssertionError):
+        check(got, wanted, 1e-12)
+
+
+def test_ranks_compute_their_parts(tiny_checkpoint):
+    path = tiny_checkpoint(**CHECKPOINT)
+    wanted = hidden_of(Setting(load(path)))
+
+    def work(group):
+        split = Setting(load(path, group), group.rank, group.size)
+        # Recorded operations cannot hold a group's: gloo is no operation of torch.
+        return hidden_of(split, trunks_of(split, CallBackend(), group.size))
+
+    for hidden, _, heard in on_ranks(2, work):
+        check((hidden, [], heard), (wanted[0], [], wanted[2]), 1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_an_engine_says_the_same(k, tiny_model, tiny_tokenizer, tiny_prompts):
+    def engine():
+        return LocalEngine(
+            tiny_model,
+            tiny_tokenizer,
+            num_blocks=200,
+            block_size=16,
+            num_draft_tokens=k,
+            chunk_len=64,
+            max_num_sequences=4,
+        )
+
+    def requests():
+        return requests_for(tiny_prompts[:9], k, max_tokens=8, temperature=0.8)
+
+    wanted = outcome(engine(), requests())
+    replayed = with_graphs(engine(), sizes=(4,), widths=(4, 16), rows=(16, 48))
+    assert outcome(replayed, requests()) == wanted
+    counts = replayed.runner.graphs.counts
+    assert counts.num_steps_piecewise > 0
+    assert counts.num_steps_too_long > 0
+
+
+def test_sizes_cover_all_that_a_step_may_have():
+    assert row_sizes(0) == ()
+    assert row_sizes(20) == (20,)
+    assert row_sizes(1 << 20)[-1] == piecewise.MAX_ROWS
+    sizes = row_sizes(700)
+    assert sizes[-1] == 700
+    for size, after in itertools.pairwise(sizes):
+        assert 0 < after - size <= max(32, size / 8)

@@ -1,0 +1,31 @@
+"""The trunk in pieces on a GPU: the bits of launched passes, from graphs captured on one device."""
+
+import pytest
+import torch
+
+from baton.core.numerics import Numerics
+from baton.engine.graphs.backend import CallBackend, CudaBackend
+from baton.model.loader import load_model
+from baton.model.parallel import Alone
+from baton.tests.engine.test_piecewise import Setting, check, hidden_of, trunks_of
+from baton.tests.gpu.test_graphs_cuda import DEVICE, SHAPES
+from baton.tests.model.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_replayed_bits_are_those_launched(numerics, dtype, shape, tmp_path):
+    path = write_checkpoint(tmp_path / shape, **SHAPES[shape])
+    model = load_model(path, dtype=dtype, device=DEVICE, numerics=numerics, with_mtp=True)
+    captured, called = Setting(model), Setting(model)
+    trunks = trunks_of(captured, CudaBackend(DEVICE, Alone()))
+    if numerics is Numerics.DEFAULT:  # its bits depend on how many rows there are, padding too
+        wanted = hidden_of(called, trunks_of(called, CallBackend()))
+    else:
+        wanted = hidden_of(called)
+    for _ in range(2):
+        got = hidden_of(captured, trunks)
+        check(got, wanted, 0.0)
