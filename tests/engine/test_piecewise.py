@@ -187,7 +187,7 @@ def test_an_engine_says_the_same(k, tiny_model, tiny_tokenizer, tiny_prompts):
         return requests_for(tiny_prompts[:9], k, max_tokens=8, temperature=0.8)
 
     wanted = outcome(engine(), requests())
-    replayed = with_graphs(engine(), sizes=(4,), widths=(4, 16), rows=(16, 48))
+    replayed = with_graphs(engine(), sizes=(4,), widths=(4, 16), rows=(8, 20))
     assert outcome(replayed, requests()) == wanted
     counts = replayed.runner.graphs.counts
     assert counts.num_steps_piecewise > 0
