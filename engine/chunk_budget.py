@@ -16,6 +16,7 @@ DECODE_STEPS: Final = 2.0  # that a step with chunks may take
 LAUNCHES: Final = 1.1  # by its host that it may take
 DRAIN_STEPS: Final = 16
 WEIGHT: Final = 0.1  # of the newest step in a mean time
+FORGET: Final = 1.02  # how fast a fast launch is forgotten, by launch
 _SHRINK: Final = 0.5  # of what fits, by one step, at most
 _GROW: Final = 1.25
 _FULL: Final = 0.9
@@ -32,7 +33,9 @@ class ChunkBudget:
         assert max_num_batched_tokens > 0
         self.last_len = 0  # of the last step that decoded, too
         self.decode_s = 0.0  # mean time of a step that only decodes; 0: not known
-        self.launch_s = 0.0  # mean time that the host takes to launch a step with chunks and decode rows
+        # What the host takes to launch a step with chunks and decode rows, when nothing else holds it up: long launches
+        # must not make chunks longer, for those make launches longer.
+        self.launch_s = 0.0
         self._most = max_num_batched_tokens
         self._fitting = float(FIRST_LEN)
 
@@ -47,7 +50,7 @@ class ChunkBudget:
 
     def mixed(self, num_tokens: int, seconds: float, launch_s: float) -> None:
         """A step with decode rows and so many tokens of chunks took so long, `launch_s` of the host's time."""
-        self.launch_s = _mean(self.launch_s, launch_s)
+        self.launch_s = min(launch_s, FORGET * self.launch_s) if self.launch_s else launch_s
         limit_s = self.limit_s
         if seconds <= 0.0:
             return

@@ -76,6 +76,15 @@ def test_tokens_that_fit_while_the_host_launches_cost_nothing():
     assert device.run(100) == pytest.approx(350, rel=0.01), "a fast host: two decode steps"
 
 
+def test_a_host_that_is_often_held_up_gets_no_longer_chunks():
+    """Nine launches of ten take up to three times as long as they need."""
+    device, rng, lengths = Device(0.007, 0.00002), random.Random(3), []
+    for turn in range(400):
+        device.launch_s = 0.012 if turn % 10 == 0 else rng.uniform(0.012, 0.036)
+        lengths.append(device.run(1))
+    assert max(lengths[100:]) <= (1.3 * LAUNCHES * 0.012 - 0.007) / 0.00002
+
+
 def test_a_host_that_is_held_up_for_once_makes_chunks_no_shorter():
     device = Device(0.007, 0.00002, launch_s=0.016)
     fits = device.run(100)
