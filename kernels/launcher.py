@@ -23,6 +23,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.kernels import launch_tape
+
 MAX_FORMS = 512
 _ALIGNMENT = 16
 
@@ -93,11 +95,19 @@ class Launcher:
             gpu: Any = driver.active
             stream = gpu.get_current_stream(key[0])
             if _is_heard(knobs.runtime.launch_enter_hook) or _is_heard(knobs.runtime.launch_exit_hook):
+                _spoil_recording()
                 compiled[(x, y, z)](*arguments, *values, stream=stream)
                 return
             about = compiled.function, compiled.packed_metadata, None, None, None  # no hooks, and nothing for them
             compiled.run(x, y, z, stream, *about, *arguments, *values)
+            if launch_tape.local.recording is not None:
+
+                def run(stream: int, arguments: Sequence[Any]) -> None:
+                    compiled.run(x, y, z, stream, *about, *arguments, *values)
+
+                launch_tape.local.recording.launches.append(launch_tape.Launched(run, tuple(arguments)))
             return
+        _spoil_recording()
         by_name = constants.by_name if isinstance(constants, Constants) else constants
         compiled = self.kernel[grid](*arguments, **by_name)
         if key is not None and compiled is not None and all(name in by_name for name in self._constants):
@@ -160,6 +170,12 @@ class Launcher:
             elif kind is bool and not parameter.do_not_specialize:
                 return None
         return _Layout(tuple(tensors), tuple(descriptors), _getter(exact), tuple(wide))
+
+
+def _spoil_recording() -> None:
+    """This launch cannot be repeated by a tape."""
+    if launch_tape.local.recording is not None:
+        launch_tape.local.recording.is_whole = False
 
 
 def _is_heard(hook: Any) -> bool:

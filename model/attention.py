@@ -74,21 +74,24 @@ class Attention:
             LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE, key_scale=key_scale, value_scale=value_scale),
         )
 
-    def attend(self, query_TAE: torch.Tensor, batch: AttentionBatch, pool: KVPool, plans: SplitKVPlans) -> torch.Tensor:
-        """What the tokens see of their sequences, [T, A, E]; after `project`."""
-        layer = pool.layer(self.layer)
+    def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
+        """K and V of the layer, each [N, H, S, E], and their scales, float32 [1], if its KV is float8."""
+        return *pool.layer(self.layer), *(self._scales or ())
+
+    def attend(
+        self, query_TAE: torch.Tensor, batch: AttentionBatch, stored: tuple[torch.Tensor, ...], plans: SplitKVPlans
+    ) -> tuple[torch.Tensor, ...]:
+        """What the tokens see of their sequences, chunks' and decode rows' apart, each [.., A, E]; after `project`."""
         match batch:
             case PrefillBatch():
-                return self._attend_prompts(query_TAE, batch, layer, plans)
+                return (self._attend_prompts(query_TAE, batch, stored, plans),)
             case DecodeBatch():
-                return self._attend_decode(query_TAE, batch, layer, plans)
+                return (self._attend_decode(query_TAE, batch, stored, plans),)
             case MixedBatch():
                 num_prompt = len(batch.prompts.positions_T)
-                return torch.cat(
-                    [
-                        self._attend_prompts(query_TAE[:num_prompt], batch.prompts, layer, plans),
-                        self._attend_decode(query_TAE[num_prompt:], batch.decode, layer, plans),
-                    ]
+                return (
+                    self._attend_prompts(query_TAE[:num_prompt], batch.prompts, stored, plans),
+                    self._attend_decode(query_TAE[num_prompt:], batch.decode, stored, plans),
                 )
 
     def join(self, mixed_TQ: torch.Tensor) -> torch.Tensor:
@@ -96,29 +99,33 @@ class Attention:
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
     def _attend_prompts(
-        self, query_TAE: torch.Tensor, batch: PrefillBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SplitKVPlans
+        self, query_TAE: torch.Tensor, batch: PrefillBatch, stored: tuple[torch.Tensor, ...], plans: SplitKVPlans
     ) -> torch.Tensor:
+        key_NHSE, value_NHSE, *scales = stored
         return self._ops.attention_prefill(
             query_TAE,
-            *pool,
+            key_NHSE,
+            value_NHSE,
             batch.block_tables_BM,
             batch.query_lens,
             batch.context_lens,
             batch.lens_on_device,
             plans=plans,
-            scales=self._scales,
+            scales=(scales[0], scales[1]) if scales else None,
         )
 
     def _attend_decode(
-        self, query_TAE: torch.Tensor, batch: DecodeBatch, pool: tuple[torch.Tensor, torch.Tensor], plans: SplitKVPlans
+        self, query_TAE: torch.Tensor, batch: DecodeBatch, stored: tuple[torch.Tensor, ...], plans: SplitKVPlans
     ) -> torch.Tensor:
+        key_NHSE, value_NHSE, *scales = stored
         mixed_BQAE = self._ops.attention_decode(
             query_TAE.unflatten(0, batch.positions_BQ.shape),
-            *pool,
+            key_NHSE,
+            value_NHSE,
             batch.block_tables_BM,
             batch.positions_BQ,
             batch.max_context_len,
             plans=plans,
-            scales=self._scales,
+            scales=(scales[0], scales[1]) if scales else None,
         )
         return mixed_BQAE.flatten(0, 1)

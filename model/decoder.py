@@ -28,7 +28,8 @@ def computed(pieces: Pieces[R], inputs: AttentionInputs) -> R:
         attention, query_TAE = next(pieces)
         while True:
             inputs.on_layer(attention.layer)
-            mixed_TAE = attention.attend(query_TAE, inputs.batch, inputs.pool, inputs.plans)
+            parts = attention.attend(query_TAE, inputs.batch, attention.stored(inputs.pool), inputs.plans)
+            mixed_TAE = parts[0] if len(parts) == 1 else torch.cat(parts)
             attention, query_TAE = pieces.send(mixed_TAE.flatten(1))
     except StopIteration as end:
         result: R = end.value

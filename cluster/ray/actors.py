@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from baton.core.telemetry.logs import configure_logging
 from baton.worker.rank import RankPlace
 
 RankShell = Callable[[WorkerConfig, RankPlace], Any]
+# Each launch of a kernel lets go of Python's lock, and the thread that computes steps has to wait for it: Python's
+# 5 ms are a third of a step. One H200, 64 streams beside prompts: ITL p90 18 ms instead of 22.
+SWITCH_INTERVAL_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +256,7 @@ class DecodeActor(WorkerActor):
 
 def prepare_process(config: WorkerConfig) -> WorkerConfig:
     """What holds for every actor, before its code is imported: addresses and devices of its node."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging(config.telemetry.log_format, {"worker_id": config.worker_id})
     if config.host == NODE_ADDRESS:
         config = dataclasses.replace(config, host=_node_address())

@@ -2,7 +2,8 @@
 
 What lies between two attentions depends on how many rows there are, not on whose they are. So it is captured for some
 numbers of rows, and a step is padded to the next of them; attention, which depends on lengths that differ from step to
-step, is launched between the pieces. The idea is vLLM's (V1, piecewise CUDA graphs).
+step, is launched between the pieces, by a tape of one layer's launches (`kernels.launch_tape`). The idea of pieces is
+vLLM's (V1, piecewise CUDA graphs).
 
 Legend: N rows of a graph, T those of a step, D hidden size, A query heads, E head size.
 """
@@ -15,13 +16,16 @@ import torch
 
 from baton.engine.graphs.backend import GraphBackend, Replay
 from baton.kernels.attention.decode_plan import SplitKVPlans
+from baton.kernels.launch_tape import LaunchTape, record
+from baton.kernels.memo import signature
 from baton.kvcache.pool import KVPool
 from baton.model.attention import Attention
 from baton.model.decoder import Pieces
 from baton.model.inputs import AttentionBatch, positions_of, slots_of
 from baton.model.model import Model
 
-MAX_ROWS: Final = 1024  # with more of them an H200 computes an 8B for longer than its host launches (engine-h200.json)
+MAX_ROWS: Final = 2048  # with more of them an H200 computes an 8B for far longer than its host launches
+_RECORDED: Final = 2  # attention of a step, from which the later ones are launched
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
@@ -82,6 +86,7 @@ class PiecewiseTrunk:
         self._pieces: Pieces[torch.Tensor] | None = None
         self._attentions: list[Attention] = []  # before which a piece ends
         self._replays: list[Replay] = []
+        self.num_taped = 0  # layers whose attention a tape has launched
 
     @property
     def num_bytes(self) -> int:
@@ -118,17 +123,18 @@ class PiecewiseTrunk:
 
     def replay(self, token_ids_T: torch.Tensor, batch: AttentionBatch, on_layer: Callable[[int], None]) -> torch.Tensor:
         """The trunk over not more rows -> [T, D]; valid until the next replay of any."""
-        num_rows, plans = len(token_ids_T), SplitKVPlans()
+        num_rows = len(token_ids_T)
         assert num_rows <= self.num_rows
         for row, values_T in enumerate((token_ids_T, positions_of(batch), slots_of(batch))):
             self._numbers_3N[row, :num_rows].copy_(values_T)
         self._numbers_3N[2, num_rows:].fill_(self._pool.scratch_slot)  # what else padding has, nobody sees
+        attend = _Attend(self._query_NAE[:num_rows], self._mixed_NQ[:num_rows], batch, self._pool)
         for replay, attention in zip(self._replays, self._attentions, strict=False):
             replay()
             on_layer(attention.layer)
-            mixed_TAE = attention.attend(self._query_NAE[:num_rows], batch, self._pool, plans)
-            self._mixed_NQ[:num_rows].copy_(mixed_TAE.flatten(1))
+            attend(attention)
         self._replays[-1]()
+        self.num_taped += attend.num_taped
         return self._output_ND[:num_rows]
 
     def _begin(self) -> None:
@@ -150,3 +156,50 @@ class PiecewiseTrunk:
     def _take(self, attention: Attention, query_NAE: torch.Tensor) -> None:
         self._attentions.append(attention)
         self._query_NAE.copy_(query_NAE)
+
+
+class _Attend:
+    """The attentions of one step: the first makes what all share, the second is recorded, the others replay that.
+
+    Args:
+        query_TAE: what each reads.
+        mixed_TQ: what each writes, [T, A * E].
+        batch: of the step.
+        pool: of the runner.
+    """
+
+    def __init__(self, query_TAE: torch.Tensor, mixed_TQ: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> None:
+        self.num_taped = 0
+        self._query_TAE, self._batch, self._pool = query_TAE, batch, pool
+        self._mixed_TAE = mixed_TQ.view(query_TAE.shape)
+        self._plans = SplitKVPlans()
+        self._num_done = 0
+        self._tape: LaunchTape[tuple[torch.Tensor, ...]] | None = None
+        self._shape: tuple[object, ...] = ()
+        self._stream = torch.cuda.current_stream(pool.device).cuda_stream if pool.device.type == "cuda" else 0
+
+    def __call__(self, attention: Attention) -> None:
+        """Of one layer."""
+        stored = attention.stored(self._pool)
+        tape, self._num_done = self._tape, self._num_done + 1
+        if tape is not None and self._shape == tuple(map(signature, stored)):
+            tape.replay(self._stream, stored)
+            self.num_taped += 1
+            self._hand_on(tape.made)
+            return
+
+        def attend() -> tuple[torch.Tensor, ...]:
+            return attention.attend(self._query_TAE, self._batch, stored, self._plans)
+
+        if self._num_done == _RECORDED:
+            made, self._tape = record(attend, stored)
+            self._shape = tuple(map(signature, stored))
+        else:
+            made = attend()
+        self._hand_on(made)
+
+    def _hand_on(self, parts: tuple[torch.Tensor, ...]) -> None:
+        first = 0
+        for part_XAE in parts:
+            self._mixed_TAE[first : first + len(part_XAE)].copy_(part_XAE)
+            first += len(part_XAE)

@@ -115,7 +115,8 @@ def padding_that_is_not_scratch(patch):
     replay = PiecewiseTrunk.replay
 
     def replay_with_padding(self, ids_T, *others):
-        kept, self._pool = self._pool, type("Pool", (), {"scratch_slot": 3, "layer": self._pool.layer})()
+        kept, pool = self._pool, {name: getattr(self._pool, name) for name in ("layer", "device")}
+        self._pool = type("Pool", (), pool | {"scratch_slot": 3})()
         try:
             return replay(self, ids_T, *others)
         finally:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numerics", list(Numerics))
 def test_replayed_bits_are_those_launched(numerics, dtype, shape, tmp_path):
-    path = write_checkpoint(tmp_path / shape, **SHAPES[shape])
+    path = write_checkpoint(tmp_path / shape, **SHAPES[shape], layers=4)
     model = load_model(path, dtype=dtype, device=DEVICE, numerics=numerics, with_mtp=True)
     captured, called = Setting(model), Setting(model)
     trunks = trunks_of(captured, CudaBackend(DEVICE, Alone()))
@@ -29,3 +29,5 @@ def test_replayed_bits_are_those_launched(numerics, dtype, shape, tmp_path):
     for _ in range(2):
         got = hidden_of(captured, trunks)
         check(got, wanted, 0.0)
+    has_tape = numerics is Numerics.DEFAULT and dtype is torch.bfloat16
+    assert any(trunk.num_taped for trunk in trunks) == has_tape

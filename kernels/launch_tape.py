@@ -1,0 +1,150 @@
+"""What one layer's attention launched, launched again over the K and V of another layer.
+
+The layers of a step launch the same kernels with the same arguments but for K, V and their scales. To check and choose
+all that anew takes the host several times as long as to launch it. So a tape keeps the launches of one layer, and the
+next ones put their own K and V in. Outputs and temporaries stay where the recorded layer has them: work of one stream
+comes one after the other, so whoever uses an output does so before the next replay.
+
+A tape keeps only what it has seen: if anything but a `Launcher` worked on the device meanwhile, or an argument may lead
+to the recorded layer's memory in another way than as one of its tensors, there is no tape, and layers are launched as
+they come.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_CREATE = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
+_LARGEST = 1 << 40  # of an argument that is a number and no address
+
+R = TypeVar("R")
+Swap = tuple[int, int, bool]  # place of an argument, of the tensor that stands there, and whether in a descriptor
+
+
+@dataclass(slots=True)
+class Launched:
+    """One launch.
+
+    Attributes:
+        run: launches it, given the stream and the arguments.
+        arguments: of the kernel, those that Triton takes beside it among them.
+        swaps: which of them are the layer's.
+    """
+
+    run: Callable[[int, Sequence[Any]], None]
+    arguments: tuple[Any, ...]
+    swaps: tuple[Swap, ...] = ()
+
+
+@dataclass(slots=True)
+class Recording:
+    """Launches of this thread, as they come; `is_whole` is False once something else happened."""
+
+    launches: list[Launched] = field(default_factory=list)
+    is_whole: bool = True
+
+
+class _Local(threading.local):
+    recording: Recording | None = None
+
+
+local = _Local()
+"""Where launchers look whether anybody records."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTape(Generic[R]):
+    """The launches of one layer, and what they made.
+
+    Attributes:
+        made: the layer's outputs, which each replay writes again.
+        launches: in order.
+    """
+
+    made: R
+    launches: tuple[Launched, ...]
+
+    def replay(self, stream: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Launch it all over another layer's tensors, alike in everything but what they hold.
+
+        Args:
+            stream: CUDA's, of the device of the tensors.
+            tensors: in the order of those recorded.
+        """
+        for launched in self.launches:
+            arguments = list(launched.arguments)
+            for place, index, is_descriptor in launched.swaps:
+                arguments[place] = _moved(arguments[place], tensors[index]) if is_descriptor else tensors[index]
+            launched.run(stream, arguments)
+
+
+def record(work: Callable[[], R], tensors: Sequence[torch.Tensor]) -> tuple[R, LaunchTape[R] | None]:
+    """Do the work of a layer with these tensors of its own -> what it made, and its tape if there can be one."""
+    assert local.recording is None, "a recording is not part of another"
+    recording = Recording()
+    local.recording = recording
+    try:
+        with _Watched(recording):
+            made = work()
+    finally:
+        local.recording = None
+    if not recording.is_whole or not recording.launches:
+        return made, None
+    found: set[int] = set()
+    for launched in recording.launches:
+        swaps = _swaps(launched.arguments, tensors)
+        if swaps is None:
+            return made, None
+        launched.swaps = swaps
+        found |= {index for _, index, _ in swaps}
+    if found != set(range(len(tensors))):
+        return made, None
+    return made, LaunchTape(made, tuple(recording.launches))
+
+
+class _Watched(TorchDispatchMode):
+    """Spoils a recording by any operation of torch that does more than take memory or look at it."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        schema = function._schema
+        aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
+        is_view = bool(aliases) and not any(alias.is_write for alias in aliases)
+        if not is_view and schema.name not in _CREATE:
+            self._recording.is_whole = False
+        return function(*arguments, **(keywords or {}))
+
+
+def _swaps(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[Swap, ...] | None:
+    """Which arguments are those tensors; None if another one may lead to their memory."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    swaps: list[Swap] = []
+    for place, argument in enumerate(arguments):
+        base = getattr(argument, "base", None)
+        tensor = argument if isinstance(argument, torch.Tensor) else base if isinstance(base, torch.Tensor) else None
+        if tensor is None:
+            if isinstance(argument, int) and abs(argument) >= _LARGEST:
+                return None
+            continue
+        index = next((index for index, one in enumerate(tensors) if one is tensor), None)
+        if index is not None:
+            swaps.append((place, index, tensor is base))
+        elif tensor.untyped_storage().data_ptr() in own:
+            return None
+    return tuple(swaps)
+
+
+def _moved(descriptor: Any, tensor: torch.Tensor) -> Any:
+    moved = copy.copy(descriptor)
+    moved.base = tensor
+    return moved
