@@ -5,11 +5,11 @@ checks the same when it loads; both use the same functions, so that they agree.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.cluster.resolve import (
     BUNDLED_MODELS,
@@ -22,6 +22,11 @@ from baton.cluster.resolve import (
 )
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, ConfigInvalid, ModelMissing, ModelUnsupported
+from baton.core.numerics import Numerics
+
+if TYPE_CHECKING:
+    from baton.model.config import ModelConfig
+    from baton.model.tensor_spec import TensorSpec
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -131,9 +136,8 @@ def _unsupported(message: str, kind: str) -> ModelUnsupported:
 def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -> None:
     from baton.model.config import ModelConfig
     from baton.model.mtp_fit import require_mtp
-    from baton.model.tensor_spec import check_tensors, tensor_spec
+    from baton.model.tensor_spec import tensor_spec
     from baton.model.tp_fit import require_cut
-    from baton.model.weights import read_headers
 
     sizes = ModelConfig.from_directory(model.path, made_weights="dummy")
     drafts = num_drafts(config, model)
@@ -154,11 +158,16 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         _collect(found, require_cut, sizes, size, config.numerics)
     spec = tensor_spec(sizes, with_mtp=drafts > 0)
+    _judge_float8(config, sizes, dtype, device, found)
+    float8: Collection[str] = spec.required if sizes.fp8 or config.quantization.value == "fp8" else ()
     if not found.errors and not config.is_dummy:
-        check_tensors(spec, read_headers(model.path))
+        scaled = _judge_tensors(config, sizes, model, spec, dtype, found)
+        float8 = scaled if sizes.fp8 is not None else float8
     item_bytes = _DTYPE_BYTES[dtype]
     num_elements = sum(prod(shape) for shape in spec.required.values())
-    weight_bytes = num_elements * (1 if config.quantization.value == "fp8" else item_bytes)
+    is_wide = sizes.fp8 is not None and (dtype == "float64" or not sizes.fp8.may_stay_float8)
+    num_float8 = 0 if is_wide else sum(prod(shape) for name, shape in spec.required.items() if name in float8)
+    weight_bytes = num_float8 + (num_elements - num_float8) * item_bytes
     kv_item_bytes = 1 if config.kv_cache_dtype.value == "fp8" else item_bytes
     num_kv_layers = sizes.num_layers + (drafts > 0)
     found.facts |= {
@@ -168,6 +177,45 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
         "tp_prefill": config.tp_prefill,
         "tp_decode": config.tp_decode,
     }
+
+
+def _judge_tensors(
+    config: ServeConfig, sizes: "ModelConfig", model: ModelDirectory, spec: "TensorSpec", dtype: str, found: Judgement
+) -> Collection[str]:
+    """Compare the files' headers with what the model needs; names of weights in float8."""
+    from baton.model.tensor_spec import check_tensors
+    from baton.model.tp_fit import require_cut_float8
+    from baton.model.weights import read_headers
+
+    headers = read_headers(model.path)
+    float8 = check_tensors(spec, headers, sizes.fp8)
+    for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
+        _collect(found, require_cut_float8, sizes, headers, float8, size)
+    num_float16 = sum(headers[name].dtype_name == "F16" for name in spec.required)
+    if num_float16 and dtype == "bfloat16":
+        found.notes.append(f"{num_float16} float16 weights are rounded to bfloat16, which has 3 bits less")
+    return float8.scales.keys()
+
+
+def _judge_float8(config: ServeConfig, sizes: "ModelConfig", dtype: str, device: str, found: Judgement) -> None:
+    """How weights are quantized, and what is not computed as the checkpoint's scheme would have it."""
+    from baton.model.fp8_scheme import invariant_refusal
+
+    scheme, asked = sizes.fp8, config.quantization.value
+    found.facts["weights"] = str(scheme) if scheme else None if asked == "none" else f"{asked}, made at load"
+    if scheme is None:
+        return
+    is_double = dtype == "float64"
+    if is_double or not scheme.may_stay_float8:
+        why = "kernels have no scale per channel" if scheme.quantizes_inputs else "activations are not to be quantized"
+        why = "float8 products are made for bfloat16 and float32" if is_double else why
+        found.notes.append(f"its float8 weights are dequantized to {dtype} as they are read: {why}")
+        return
+    if scheme.is_static:
+        found.notes.append("its input_scale is not used: 128 activations are scaled together, as they come")
+    is_ordered = config.tp_prefill == config.tp_decode == 1 and (device == "cuda" or config.kernels == "triton")
+    if config.numerics is Numerics.INVARIANT and not is_ordered:
+        found.errors.append(invariant_refusal())
 
 
 def _judge_tokenizer(config: ServeConfig, model: ModelDirectory) -> None:

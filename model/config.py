@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
+from baton.model.fp8_scheme import Fp8Scheme, read_scheme
 from baton.model.rope_scaling import RopeScaling, read_scaling
 from baton.model.weights import checkpoint_identity, shape_identity
 
@@ -64,6 +65,7 @@ class ModelConfig:
         sliding_window: positions that attention looks back; None: all. Served only where it never bites.
         draft_vocab_size: columns of the draft head; None if the MTP head proposes from the whole vocabulary.
         d2t_form: how the draft head's table is written, if config.json says (model.draft_head).
+        fp8: how weights are quantized that the checkpoint holds in float8; None: it holds none.
         model_hash: identity of config and weights; equal for copies of one directory.
     """
 
@@ -91,6 +93,7 @@ class ModelConfig:
     num_mtp_layers: int
     draft_vocab_size: int | None
     d2t_form: str | None
+    fp8: Fp8Scheme | None
     model_hash: str
 
     @classmethod
@@ -108,9 +111,10 @@ class ModelConfig:
         """
         values = read_config(path)
         _refuse_unsupported(values, path)
+        scheme = read_scheme(values, path)
         model_hash = checkpoint_identity(path, values) if made_weights is None else shape_identity(values, made_weights)
         try:
-            return cls(**_fields(values), model_hash=model_hash)
+            return cls(**_fields(values), fp8=scheme, model_hash=model_hash)
         except KeyError as error:
             key = str(error.args[0])
             raise ModelFileDamaged(f"{path / 'config.json'} lacks {key!r}", path=str(path), key=key) from error
@@ -159,9 +163,6 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
         known = ", ".join(_FAMILIES)
         message = f"{path} is of architecture {architectures or 'unknown'}; this version serves {known}"
         raise ModelUnsupported(message, option="architectures", value=architectures)
-    quantized = values.get("quantization_config")
-    if quantized is not None:
-        raise ModelUnsupported(_quantized(quantized, path), option="quantization_config", value=quantized)
     rope = values.get("rope_parameters")
     rotary = (rope if isinstance(rope, dict) else values).get("partial_rotary_factor", 1)
     refused = {
@@ -177,14 +178,6 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
             value = values.get(option)
             message = f"{path / 'config.json'}: {option} = {value!r} is not implemented"
             raise ModelUnsupported(message, option=option, value=value)
-
-
-def _quantized(found: Any, path: Path) -> str:
-    method = str(found.get("quant_method", "unknown"))[:80] if isinstance(found, dict) else "unknown"
-    return (
-        f"{path} holds weights quantized by {method!r} (quantization_config); this version reads unquantized"
-        " checkpoints, and quantizes as it loads (--quantization fp8)"
-    )
 
 
 def _fields(values: dict[str, Any]) -> dict[str, Any]:

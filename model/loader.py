@@ -16,12 +16,15 @@ from baton.kvcache.layout import WORD_BYTES
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T
-from baton.model.layers import WeightSource
+from baton.model.fp8_scheme import invariant_refusal
+from baton.model.fp8_tensors import NO_FLOAT8
+from baton.model.layers import FLOAT8_DTYPES, WeightSource
 from baton.model.model import Model
 from baton.model.mtp_fit import require_mtp
 from baton.model.parallel import Alone, Communicator, ShardPlan
 from baton.model.random_weights import RandomTensor, random_identity, random_tensors
-from baton.model.tensor_spec import check_tensors, tensor_spec
+from baton.model.tensor_spec import TensorSpec, check_tensors, tensor_spec
+from baton.model.tp_fit import require_cut, require_cut_float8
 from baton.model.weights import StoredTensor, read_headers
 
 log = logging.getLogger(__name__)
@@ -49,8 +52,9 @@ def load_model(
     too if it is asked for, whether or not the model was published with one. With a `communicator`, only its rank's part
     of the weights is read, and the model computes with the other ranks'; its logits are then those of the rank's tokens
     alone, unless `cut_vocab` is False. With a `quantization`, weights of products are quantized as they are read; the
-    KV is another model's then, and so it is with another `kv_dtype`. `implementation` says what computes; left open,
-    device, dtype and numerics do.
+    KV is another model's then, and so it is with another `kv_dtype`. Weights that are float8 already are multiplied
+    with as they are stored, whatever `quantization` says; those that cannot be are dequantized, and that is logged.
+    `implementation` says what computes; left open, device, dtype and numerics do.
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
@@ -66,24 +70,30 @@ def load_model(
     if with_mtp and not (is_random and config.num_mtp_layers == 0):
         require_mtp(config, path)
     group = communicator or Alone()
+    if config.fp8 is not None:
+        quantization = _stand_in(config, dtype, numerics) if is_random else Quantization.NONE
     unfit = _unfit(config, numerics, group, kv_dtype, implementation)
     implementation, why_no_triton = _form(implementation, unfit, device, dtype)
     is_ordered = implementation is Implementation.TRITON and numerics is Numerics.INVARIANT
     config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
-    d2t_C: torch.Tensor | None = None
+    float8, d2t_C = NO_FLOAT8, None
     if random_seed is not None:
         stored = random_tensors(spec.required, dtype, device, random_seed)
         if D2T in spec.tables:
             d2t_C = spaced_d2t(spec.tables[D2T][0], config.vocab_size)
     else:
         headers = stored = read_headers(path)
-        check_tensors(spec, headers)
+        float8 = check_tensors(spec, headers, config.fp8)
+        require_cut(config, group.size, numerics)
+        require_cut_float8(config, headers, float8, group.size)
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
     plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab)
-    source = WeightSource(stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization, kv_dtype)
+    source = WeightSource(
+        stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization, kv_dtype, config.fp8, float8
+    )
     model = Model(
         source,
         config,
@@ -96,7 +106,28 @@ def load_model(
         why_no_triton=why_no_triton,
     )
     assert source.num_done == len(spec.required)
+    if group.rank == 0:
+        _tell(source, spec)
     return model
+
+
+def _stand_in(config: ModelConfig, dtype: torch.dtype, numerics: Numerics) -> Quantization:
+    """What random weights take the place of a checkpoint's float8 weights."""
+    assert config.fp8 is not None
+    is_float8 = config.fp8.may_stay_float8 and dtype is torch.bfloat16 and numerics is Numerics.DEFAULT
+    return Quantization.FP8 if is_float8 else Quantization.NONE
+
+
+def _tell(source: WeightSource, spec: TensorSpec) -> None:
+    """What became of weights that are not computed with as they are stored: a line for each kind."""
+    if source.num_dequantized:
+        whys = ", ".join(f"{count} because {why}" for why, count in source.num_dequantized.most_common())
+        num_float8 = source.num_dequantized.total() + source.num_kept
+        message = "%d of %d float8 weights are computed as %s, with twice the memory or more: %s"
+        log.warning(message, source.num_dequantized.total(), num_float8, _named(source.dtype), whys)
+    num_float16 = sum(source.stored[name].dtype is torch.float16 for name in spec.required)
+    if num_float16 and source.dtype is torch.bfloat16:
+        log.warning("%d float16 weights are rounded to bfloat16, which has 3 bits less", num_float16)
 
 
 def _identified(
@@ -114,6 +145,8 @@ def _identified(
     `is_ordered` says that it is computed by the kernels of invariant numerics.
     """
     holds = numerics is Numerics.DEFAULT or (is_ordered and num_ranks == 1)
+    if config.fp8 is not None and config.fp8.may_stay_float8 and dtype in FLOAT8_DTYPES and not holds:
+        raise invariant_refusal()
     config = _quantized(config, quantization, dtype, is_ordered=holds)
     config = _with_kv(config, kv_dtype, dtype)
     return _renamed(config, "by ordered kernels") if is_ordered else config  # whose bits are not the reference's

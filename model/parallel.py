@@ -19,7 +19,7 @@ from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.inner_sum import InnerSum
 from baton.model.config import ModelConfig
-from baton.model.tp_fit import require_cut
+from baton.model.tp_fit import cut_of, layer_cuts, require_cut
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 from baton.model.weights import Cut
 
@@ -123,20 +123,9 @@ class ShardPlan:
     ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         self.inner = InnerSum(self._size, communicator.all_sum)
-        queries, keys, size = config.num_heads, config.num_kv_heads, self._size
+        size = self._size
         require_cut(config, size, numerics)
-        self._parts = {
-            ".self_attn.q_proj.weight": self._cut(0, queries, config.head_dim),
-            ".self_attn.k_proj.weight": self._cut(0, keys, config.head_dim),
-            ".self_attn.v_proj.weight": self._cut(0, keys, config.head_dim),
-            ".self_attn.o_proj.weight": self._cut(1, queries, config.head_dim),
-        }
-        for part in "qkv":
-            self._parts[f".self_attn.{part}_proj.bias"] = self._parts[f".self_attn.{part}_proj.weight"]
-        for infix, length in ((".mlp", config.intermediate_size), (".experts", config.moe_intermediate_size)):
-            self._parts[f"{infix}.gate_proj.weight"] = self._cut(0, length, 1)
-            self._parts[f"{infix}.up_proj.weight"] = self._cut(0, length, 1)
-            self._parts[f"{infix}.down_proj.weight"] = self._cut(1, length, 1)
+        self._parts = layer_cuts(config, self._rank, size)
         self.vocab: Vocab = WHOLE
         if cut_vocab and size > 1:
             cut = CutVocab(config.vocab_size, self._rank, size, communicator.all_gather)
@@ -147,14 +136,4 @@ class ShardPlan:
         """The part of the tensor `name`; None is all of it."""
         if self._size == 1:
             return None
-        names = name.split(".")
-        if "experts" in names:
-            names = ["", "experts", *names[-2:]]
-        return self._parts.get("." + ".".join(names[-3:]))
-
-    def _cut(self, dim: int, num_groups: int, length: int) -> Cut:
-        """This rank's of `num_groups` groups of `length`; one of them if there are fewer than ranks."""
-        if num_groups < self._size:
-            return Cut(dim, self._rank * num_groups // self._size * length, length)
-        count = num_groups // self._size * length
-        return Cut(dim, self._rank * count, count)
+        return cut_of(self._parts, name)

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected
 from baton.model.config import ModelConfig
 from baton.model.draft_names import D2T, DRAFT_HEAD, T2D
+from baton.model.fp8_scheme import Fp8Scheme
+from baton.model.fp8_tensors import NO_FLOAT8, Fp8Tensors, match_scales
 from baton.model.weights import StoredTensor
 
 Shape = tuple[int, ...]
-KV_SCALES = ("k_scale", "v_scale")  # of an attention layer; read for KV in float8 alone
+# Of an attention layer, read for KV in float8 alone; ModelOpt writes them beside the projections.
+KV_SCALES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))
 _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 
 
@@ -70,7 +73,7 @@ def _layer_spec(config: ModelConfig, prefix: str, layer: int) -> dict[str, Shape
 
 def _scale_spec(prefix: str) -> dict[str, Shape]:
     """One number each, stored as a scalar or as a list of one."""
-    return {f"{prefix}.self_attn.{name}": () for name in KV_SCALES}
+    return {f"{prefix}.self_attn.{name}": () for names in KV_SCALES for name in names}
 
 
 def _mlp_spec(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
@@ -81,14 +84,17 @@ def _mlp_spec(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
     }
 
 
-def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
-    """Compare a checkpoint's headers with what is needed.
+def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme | None = None) -> Fp8Tensors:
+    """Compare a checkpoint's headers with what is needed; which weights are float8, if it has a `scheme` for them.
 
     Raises:
-        ModelTensorMissing: tensors are not there; if only the MTP head's, the message says how to serve without it.
+        ModelTensorMissing: tensors or scales are not there; if only the MTP head's, the message says how to serve
+            without it.
         ModelTensorUnexpected: tensors the architecture has no place for (those of an unused MTP head excepted).
-        ModelTensorMisshapen: a shape differs, or a dtype is not a plain float of 16 to 64 bits.
+        ModelTensorMisshapen: a shape differs, or a dtype is not a plain float of 16 to 64 bits nor float8 with a scale.
+        ModelUnsupported: there is a scheme, and no float8 weight.
     """
+    float8 = NO_FLOAT8 if scheme is None else match_scales(scheme, [*spec.required, *spec.optional], stored)
     missing = sorted({*spec.required, *spec.tables} - set(stored))
     if missing:
         message = f"the checkpoint lacks {_named(missing)}"
@@ -96,7 +102,9 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
             message += "; its MTP head cannot be used, but --speculative-method none would serve the model without it"
         raise ModelTensorMissing(message, tensors=missing)
     known = spec.required | spec.tables | spec.optional
-    unexpected = sorted(name for name in stored if name not in known and not _is_ignored(name, spec))
+    unexpected = sorted(
+        name for name in stored if name not in known and name not in float8.names and not _is_ignored(name, spec)
+    )
     if unexpected:
         message = f"the checkpoint holds {_named(unexpected)}, for which the architecture has no place"
         raise ModelTensorUnexpected(message, tensors=unexpected)
@@ -109,9 +117,12 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
             if not tensor.is_index:
                 message = f"{name} is stored as {tensor.dtype_name}; ids must be I64 or I32"
                 raise ModelTensorMisshapen(message, tensor=name, dtype=tensor.dtype_name)
-        elif tensor is not None and not tensor.is_weight:
+        elif tensor is not None and not tensor.is_weight and name not in float8.scales:
             message = f"{name} is stored as {tensor.dtype_name}; weights must be F64, F32, BF16 or F16"
+            if tensor.is_float8:
+                message += ", or F8_E4M3 with a scale where config.json has a quantization_config"
             raise ModelTensorMisshapen(message, tensor=name, dtype=tensor.dtype_name)
+    return float8
 
 
 def _is_ignored(name: str, spec: TensorSpec) -> bool:

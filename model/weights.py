@@ -20,6 +20,7 @@ _SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _SAMPLE_BYTES = 64
 _INDEX_DTYPES = {"I64": ("int64", 8), "I32": ("int32", 4)}  # torch's name, bytes of an element
+_FLOAT8_DTYPES = {"F8_E4M3": ("float8_e4m3fn", 1)}
 _STORED_DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 
 
@@ -48,6 +49,11 @@ class StoredTensor:
         return self.dtype_name in _STORED_DTYPES
 
     @property
+    def is_float8(self) -> bool:
+        """Whether it is a weight in float8, which has a scale beside it."""
+        return self.dtype_name in _FLOAT8_DTYPES
+
+    @property
     def is_index(self) -> bool:
         """Whether it is a table of ids."""
         return self.dtype_name in _INDEX_DTYPES
@@ -55,7 +61,7 @@ class StoredTensor:
     @property
     def dtype(self) -> "torch.dtype | None":
         """The torch dtype, or None if weights of this kind are not supported."""
-        return _torch_dtype(_STORED_DTYPES.get(self.dtype_name))
+        return _torch_dtype((_STORED_DTYPES | _FLOAT8_DTYPES).get(self.dtype_name))
 
     @property
     def index_dtype(self) -> "torch.dtype | None":
@@ -165,7 +171,7 @@ def _stored(file: Path, begin: int, entry: Mapping[str, Any]) -> StoredTensor:
     num_elements = 1
     for length in shape:
         num_elements *= length
-    _, item_bytes = (_STORED_DTYPES | _INDEX_DTYPES).get(tensor.dtype_name, ("", 0))
+    _, item_bytes = (_STORED_DTYPES | _FLOAT8_DTYPES | _INDEX_DTYPES).get(tensor.dtype_name, ("", 0))
     if item_bytes and num_elements * item_bytes != end - start:
         raise ValueError(f"{end - start} bytes for shape {shape}")
     return tensor

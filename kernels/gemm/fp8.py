@@ -127,7 +127,7 @@ def linear_fp8(
     """[M, N] bfloat16 of bfloat16 activations: quantizes, pads and multiplies; bits as of the two calls.
 
     Args:
-        x_MK: bfloat16; rows may be strided.
+        x_MK: bfloat16; rows may be strided. The reference takes float32, too, and gives it back.
         weight: as of `gemm_fp8`, as are the other arguments.
         out_MN: where the result is put.
         ue8m0: activations' scales are powers of two.
@@ -147,19 +147,24 @@ def linear_fp8(
     )  # fmt: skip
     way = _LINEARS.find(key)
     if way is None:
-        require_tensor("x_MK", x_MK, [None, weight.num_inputs], [torch.bfloat16], weight.values_NK.device)
+        dtypes = (
+            [torch.bfloat16]
+            if _uses_triton(weight.values_NK.device, implementation)
+            else [torch.bfloat16, torch.float32]
+        )
+        require_tensor("x_MK", x_MK, [None, weight.num_inputs], dtypes, weight.values_NK.device)
         require_rows("x_MK", x_MK)
         _check_others(out_MN, len(x_MK), weight, num_sms, swap_ab)
         can_tma = gemm_fp8_hopper_triton.fits(weight)
         way = _way("linear_fp8", len(x_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
         _LINEARS.keep(key, way)
     if way.is_empty:
-        return _out(out_MN, 0, weight)
+        return _out(out_MN, 0, weight).to(x_MK.dtype)
     num_rows, plan = len(x_MK), way.plan
     if not way.in_triton:
         a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=ue8m0)
-        out_MN = _out(out_MN, num_rows, weight)
-        return out_MN.copy_(gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant))
+        product_MN = gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant, out_dtype=x_MK.dtype)
+        return product_MN if out_MN is None else out_MN.copy_(product_MN)
     if plan is not None and plan.fused:
         out_MN = _out(out_MN, num_rows, weight)
         counters = (workspace or default_workspace(x_MK.device)).counters
@@ -171,12 +176,17 @@ def linear_fp8(
 
 
 def gemm_fp8_reference(
-    a_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight, *, invariant: bool = False
+    a_MK: torch.Tensor,
+    scales_GM: torch.Tensor,
+    weight: Fp8Weight,
+    *,
+    invariant: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """What `gemm_fp8` computes, in torch: the product of what the values stand for, in float32."""
+    """What `gemm_fp8` computes, in torch: the product of what the values stand for, in float32, then rounded."""
     wide_MK, weight_NK = dequantize_fp8(a_MK, scales_GM), weight.dequantize()
     product = product_rows(wide_MK, weight_NK) if invariant else wide_MK @ weight_NK.t()
-    return product.to(torch.bfloat16)
+    return product.to(out_dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,25 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, 
 MTP = {"mtp_num_hidden_layers": 1}
 
 
-def write_tensors(path, shapes):
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+def write_tensors(path, shapes, dtypes=None):
     header, at = {}, 0
     for name, shape in shapes.items():
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + 4 * prod(shape)]}
-        at += 4 * prod(shape)
+        dtype, item_bytes = (dtypes or {}).get(name, ("F32", 4))
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + item_bytes * prod(shape)]}
+        at += item_bytes * prod(shape)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
 
@@ -77,7 +91,7 @@ REFUSED = [
         "Qwen3_5MoeForConditionalGeneration",
     ),
     ("no architecture", {"architectures": None}, {}, "architecture unknown"),
-    ("fp8", {"quantization_config": {"quant_method": "fp8"}}, {}, "quantized by 'fp8'.*--quantization fp8"),
+    ("fp8", {"quantization_config": {"quant_method": "fp8"}}, {}, "says float8 .*no weight is float8"),
     ("gptq", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "quantized by 'gptq'"),
     ("awq", {"quantization_config": {"quant_method": "awq"}}, {}, "quantized by 'awq'"),
     ("longrope", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, {}, "rope_type 'longrope'"),
@@ -182,6 +196,47 @@ def test_what_it_would_run_as(tmp_path):
     assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2
     layer = 32 * (4 * 8) * 2 + 32 * (2 * 8) * 2 + 3 * 32 * 48 + 2 * 32 + 2 * 8
     assert facts["num_parameters"] == 300 * 32 + 32 + 2 * layer
+
+
+def write_float8(path, scheme, **changes):
+    """A model whose projections are float8, each with a scale as the scheme has it."""
+    write_model(path, **changes)
+    values = json.loads((path / "config.json").read_text()) | {"quantization_config": scheme}
+    (path / "config.json").write_text(json.dumps(values))
+    shapes, dtypes = dict(tensor_spec(ModelConfig.from_directory(path, made_weights="x"), with_mtp=False).required), {}
+    for name in [name for name in shapes if name.endswith("_proj.weight")]:
+        rows, columns = shapes[name]
+        dtypes[name] = ("F8_E4M3", 1)
+        if scheme is BLOCKS:
+            shapes[f"{name}_scale_inv"] = (-(-rows // 128), -(-columns // 128))
+        else:
+            shapes[f"{name}_scale"] = (rows, 1)
+    write_tensors(path / "model.safetensors", shapes, dtypes)
+    return path
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
+
+
+def test_float8_checkpoints_are_weighed_as_they_are_served(tmp_path):
+    blocks = judged(write_float8(tmp_path / "blocks", BLOCKS, **WIDE), dtype="bfloat16")
+    assert not blocks.errors
+    assert blocks.facts["weights"] == "float8 with a scale for each block of 128 x 128 (fp8)"
+    channels = judged(write_float8(tmp_path / "channels", CHANNELS, **WIDE), dtype="bfloat16")
+    assert not channels.errors
+    assert any("dequantized to bfloat16" in note and "scale per channel" in note for note in channels.notes)
+    products = 2 * (256 * 512 * 2 + 256 * 256 * 2 + 3 * 256 * 256)
+    gib = channels.facts["weight_gib"] - blocks.facts["weight_gib"]
+    assert gib == pytest.approx(products / 2**30, abs=2e-3)
+
+
+def test_float8_checkpoints_that_cannot_be_served_so_are_refused(tmp_path):
+    path = write_float8(tmp_path / "m", BLOCKS, **WIDE | {"intermediate_size": 384})
+    (error,) = judged(path, tensor_parallel_size=2).errors
+    assert "gate_proj.weight are no whole blocks of 128" in error.message
+    (error,) = judged(path, batch_invariant=True).errors
+    assert "--batch-invariant" in error.message
+    assert not judged(path).errors
 
 
 def test_a_name_from_the_hub_cache_is_the_repositorys(tmp_path):

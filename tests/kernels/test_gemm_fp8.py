@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused_by_name():
     for argument, call in {
         "a_MK": lambda: gemm_fp8(a[:, :128], scales, weight),
         "scales_GM": lambda: gemm_fp8(a, scales[:, :2], weight),
-        "x_MK": lambda: linear_fp8(x.float(), weight),
+        "x_MK": lambda: linear_fp8(x.float(), weight, implementation=TRITON),
         "out_MN": lambda: linear_fp8(x, weight, out_MN=torch.empty(3, 63, dtype=torch.bfloat16)),
         "num_sms": lambda: linear_fp8(x, weight, num_sms=0),
         "swap_ab": lambda: linear_fp8(x, weight, swap_ab="yes", implementation=TRITON),
@@ -221,6 +221,15 @@ def test_a_plan_that_cannot_be_is_refused_by_name(plan):
     x, weight = data(3, 64, 512 if plan.groups == 4 else 256)
     with pytest.raises(KernelArgumentInvalid, match=r"^plan:"):
         linear_fp8(x, weight, plan=plan, implementation=TRITON)
+
+
+@pytest.mark.fast
+def test_the_reference_takes_and_gives_float32():
+    x, weight = data(3, 64, 256)
+    wide = linear_fp8(x.float(), weight)
+    assert wide.dtype is torch.float32
+    assert torch.equal(wide.bfloat16(), linear_fp8(x, weight))
+    assert linear_fp8(x[:0].float(), weight).dtype is torch.float32
 
 
 @pytest.mark.fast

@@ -1,0 +1,236 @@
+"""How a checkpoint says that its weights are float8: `quantization_config` in the forms in which such are published.
+
+Three writers: "fp8" (Qwen3-FP8, DeepSeek; AutoFP8, which scales whole tensors), "compressed-tensors" (llm-compressor)
+and "modelopt" (also by itself in hf_quant_config.json). What is read is how weights are scaled, and whether activations
+are quantized too. Which modules are float8 is not: their tensors say it (`model.fp8_tensors`), so lists of modules that
+are left alone need not be interpreted. Every key that is not known to change nothing is refused by name.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from baton.core.errors import ModelFileDamaged, ModelUnsupported
+
+BLOCK_LEN = 128  # of the float8 kernels, in both dimensions
+MODELOPT_FILE = "hf_quant_config.json"
+_BLOCK = [BLOCK_LEN, BLOCK_LEN]
+_PACKED = {"pack-quantized": "INT4 or INT8", "int-quantized": "INT8", "nvfp4-pack-quantized": "NVFP4"}
+_SERVED = "this version serves unquantized and float8 checkpoints"
+
+
+class ScaleKind(StrEnum):
+    """What one scale of a weight is for."""
+
+    BLOCK = "block of 128 x 128"
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Scheme:
+    """How a checkpoint's float8 weights are to be read.
+
+    Attributes:
+        method: its `quant_method`.
+        kinds: which scales weights may have; one, unless groups of modules differ.
+        suffix: of a scale's name, in place of "weight".
+        quantizes_inputs: activations are float8, too; else weights alone, which are dequantized as they are read.
+        is_static: activations' scales were published. Not used: ours follow what is computed.
+    """
+
+    method: str
+    kinds: tuple[ScaleKind, ...]
+    suffix: str = "weight_scale"
+    quantizes_inputs: bool = True
+    is_static: bool = False
+
+    @property
+    def may_stay_float8(self) -> bool:
+        """Whether any of its weights could be multiplied with as they are stored."""
+        return self.quantizes_inputs and self.kinds != (ScaleKind.CHANNEL,)
+
+    def __str__(self) -> str:
+        return f"float8 with a scale for each {' or '.join(self.kinds)} ({self.method})"
+
+
+def read_scheme(values: dict[str, Any], path: Path) -> Fp8Scheme | None:
+    """The scheme of a directory, by its config.json; None if its weights are not quantized.
+
+    Raises:
+        ModelFileDamaged: hf_quant_config.json is no mapping.
+        ModelUnsupported: it is another kind of quantization, or holds a key or value that is not implemented.
+    """
+    found = values.get("quantization_config") or values.get("compression_config") or _modelopt_file(path)
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        raise _refusal(f"{path}: quantization_config is no mapping", found)
+    method = found.get("quant_method") or ("modelopt" if "quantization" in found or "quant_algo" in found else None)
+    readers: dict[Any, Callable[[dict[str, Any], Path], Fp8Scheme | None]] = {
+        "fp8": _fp8,
+        "compressed-tensors": _compressed_tensors,
+        "modelopt": _modelopt,
+    }
+    if method not in readers:
+        raise _refusal(f"{path} holds {_other_kind(method, found)}; {_SERVED}", method)
+    return readers[method](found, path)
+
+
+def invariant_refusal() -> ModelUnsupported:
+    """Of float8 products in invariant numerics, where nothing computes them so."""
+    message = "a float8 checkpoint goes with no --batch-invariant, or with --kernels triton on one rank"
+    return ModelUnsupported(message, option="numerics", value="invariant")
+
+
+def _modelopt_file(path: Path) -> Any:
+    """What ModelOpt writes beside a config.json that need not mention it."""
+    file = path / MODELOPT_FILE
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileDamaged(f"{file} is not JSON: {error}", path=str(file)) from error
+
+
+def _other_kind(method: Any, found: dict[str, Any]) -> str:
+    """Weights of a method that is not implemented, in words."""
+    name = str(method)[:80]
+    match name:
+        case "awq" | "gptq" | "auto-round" | "intel/auto-round":
+            return f"INT{found.get('bits', found.get('w_bit', 4))} weights, quantized by {name!r}"
+        case "bitsandbytes":
+            kind = str(found.get("bnb_4bit_quant_type", "fp4")).upper() if found.get("load_in_4bit") else "INT8"
+            return f"{kind} weights, quantized by {name!r}"
+    return f"weights quantized by {name!r} (quantization_config)"
+
+
+def _fp8(found: dict[str, Any], path: Path) -> Fp8Scheme:
+    """Of Qwen3-FP8, DeepSeek-V3 and AutoFP8."""
+    where = f"{path}: quantization_config"
+    _known(
+        found, where, "activation_scheme", "fmt", "weight_block_size", "scale_fmt", "dequantize", "modules_to_convert",
+        "expert_dtype",
+    )  # fmt: skip
+    _one_of(found, "activation_scheme", (None, "dynamic", "static"), where)
+    _one_of(found, "fmt", (None, "e4m3", "float8_e4m3fn"), where)
+    _one_of(found, "weight_block_size", (None, _BLOCK), where)
+    _one_of(found, "scale_fmt", (None, "float", "ue8m0"), where)  # ue8m0: powers of two, stored as float32
+    _one_of(found, "dequantize", (None, False), where)
+    _one_of(found, "modules_to_convert", (None, []), where)
+    _one_of(found, "expert_dtype", (None, "fp8"), where)
+    is_block = found.get("weight_block_size") is not None
+    return Fp8Scheme(
+        method="fp8",
+        kinds=(ScaleKind.BLOCK if is_block else ScaleKind.TENSOR,),
+        suffix="weight_scale_inv" if is_block else "weight_scale",
+        is_static=found.get("activation_scheme") == "static",
+    )
+
+
+def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme:
+    """Of llm-compressor: format "float-quantized" ("naive-quantized" before)."""
+    where = f"{path}: quantization_config"
+    layout = found.get("format")
+    if layout in _PACKED:
+        raise _refusal(f"{path} holds {_PACKED[layout]} weights (compressed-tensors, {layout}); {_SERVED}", layout)
+    _known(found, where, "format", "config_groups", "sparsity_config", "transform_config")
+    _one_of(found, "format", ("float-quantized", "naive-quantized"), where)
+    _one_of(found, "sparsity_config", (None, {}, {"format": "dense"}), where)
+    _one_of(found, "transform_config", (None, {}), where)
+    return _scheme_of_groups(found, where, "compressed-tensors")
+
+
+def _modelopt(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
+    """Of ModelOpt, flat as in config.json or under "quantization" as in its own file; None: KV alone is quantized."""
+    where = f"{path}: quantization_config"
+    inner = found.get("quantization", found)
+    if not isinstance(inner, dict):
+        raise _refusal(f"{where}: quantization is no mapping", inner)
+    algorithm = inner.get("quant_algo")
+    strategies = {"FP8": ScaleKind.TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": ScaleKind.CHANNEL}
+    if algorithm is None:
+        return None
+    if algorithm not in strategies:
+        raise _refusal(f"{path} holds weights of quant_algo {algorithm!r} (ModelOpt); {_SERVED}", algorithm)
+    _known(inner, where, "quant_algo", "kv_cache_quant_algo", "config_groups", "quantization")
+    if inner.get("config_groups"):
+        kinds = (strategies[algorithm],)
+        groups = _scheme_of_groups(inner, where, "modelopt", strategy=kinds[0].value)
+        return Fp8Scheme(method="modelopt", kinds=kinds, is_static=groups.is_static)
+    return Fp8Scheme(method="modelopt", kinds=(strategies[algorithm],), is_static=algorithm == "FP8")
+
+
+def _scheme_of_groups(found: dict[str, Any], where: str, method: str, strategy: str | None = None) -> Fp8Scheme:
+    """What groups of modules agree on; `strategy` is the weights' where groups do not name it."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _refusal(f"{where}: config_groups = {groups!r} names no group", groups)
+    read = [_group(group, f"{where}.config_groups.{name}", strategy) for name, group in groups.items()]
+    quantizes_inputs = {inputs is not None for _, inputs in read}
+    if len(quantizes_inputs) > 1:
+        raise _refusal(f"{where}: some config_groups quantize activations and some do not", list(groups))
+    return Fp8Scheme(
+        method=method,
+        kinds=tuple(dict.fromkeys(kind for kind, _ in read)),
+        quantizes_inputs=quantizes_inputs == {True},
+        is_static=any(inputs == "static" for _, inputs in read),
+    )
+
+
+def _group(group: Any, where: str, strategy: str | None) -> tuple[ScaleKind, str | None]:
+    """A group's scales; and whether activations' are static or dynamic, None if activations are not quantized."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise _refusal(f"{where}.weights = {weights!r} is no mapping", weights)
+    _one_of(group, "output_activations", (None,), where)
+    _one_of(group, "format", (None, "float-quantized", "naive-quantized"), where)
+    _one_of(weights, "num_bits", (8,), f"{where}.weights")
+    _one_of(weights, "type", ("float",), f"{where}.weights")
+    _one_of(weights, "symmetric", (None, True), f"{where}.weights")
+    _one_of(weights, "dynamic", (None, False), f"{where}.weights")
+    kinds = {"block": ScaleKind.BLOCK, "tensor": ScaleKind.TENSOR, "channel": ScaleKind.CHANNEL}
+    if strategy is None:
+        _one_of(weights, "strategy", tuple(kinds), f"{where}.weights")
+        kind = kinds[weights["strategy"]]
+    else:
+        kind = ScaleKind(strategy)
+    if kind is ScaleKind.BLOCK:
+        _one_of(weights, "block_structure", (_BLOCK,), f"{where}.weights")
+    inputs = group.get("input_activations")
+    if inputs is None:
+        return kind, None
+    if not isinstance(inputs, dict):
+        raise _refusal(f"{where}.input_activations = {inputs!r} is no mapping", inputs)
+    _one_of(inputs, "num_bits", (8,), f"{where}.input_activations")
+    _one_of(inputs, "type", ("float",), f"{where}.input_activations")
+    _one_of(inputs, "symmetric", (None, True), f"{where}.input_activations")
+    return kind, "dynamic" if inputs.get("dynamic") else "static"
+
+
+# Who wrote it; modules that are left alone, which are stored so; scales of KV, which --kv-cache-dtype fp8 asks for.
+_CHANGES_NOTHING = {
+    "quant_method", "producer", "provider", "version", "quantization_status", "global_compression_ratio",
+    "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "kv_cache_scheme",
+}  # fmt: skip
+
+
+def _known(found: dict[str, Any], where: str, *keys: str) -> None:
+    for key in sorted(set(found) - _CHANGES_NOTHING - set(keys), key=str):
+        if found[key] not in (None, {}, []):
+            raise _refusal(f"{where}.{key} = {found[key]!r} is not implemented", key)
+
+
+def _one_of(found: dict[str, Any], key: str, values: tuple[Any, ...], where: str) -> None:
+    value = found.get(key)
+    if value not in values:
+        known = " or ".join(repr(one) for one in values if one is not None)
+        raise _refusal(f"{where}.{key} = {value!r} is not implemented" + (f"; {known} is" if known else ""), key)
+
+
+def _refusal(message: str, value: Any) -> ModelUnsupported:
+    return ModelUnsupported(message, option="quantization_config", value=value)

@@ -1,0 +1,159 @@
+"""Tiny random float8 checkpoints in each published layout, and what they compute, from transformers' plain modules.
+
+A directory has a twin whose weights are the values times the scales by the layout's own rule, in float32. Activations
+of products that are made in float8 are rounded as kernels round them: 128 of a row together.
+"""
+
+import json
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.reference import Reference
+
+SIZES = {"hidden_size": 256, "head_dim": 128, "num_heads": 4, "num_kv_heads": 2, "tie": False}
+INNER = {"intermediate_size": 512}
+EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+IGNORED = ("lm_head", "model.layers.1.self_attn.o_proj")
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None, "actorder": None}
+INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
+def _llm_compressor(strategy, inputs=INPUTS, **weights):
+    group = {"targets": ["Linear"], "weights": WEIGHTS | {"strategy": strategy, **weights}, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"output_activations": None}},
+        "ignore": list(IGNORED),
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "global_compression_ratio": 1.5,
+    }
+
+
+def _layout(config, scale, suffix="weight_scale", dtype=torch.float32, wide=False, static=False, file="config.json"):
+    return SimpleNamespace(
+        config=config, scale=scale, suffix=suffix, dtype=dtype, wide=wide, static=static, file=file
+    )  # fmt: skip
+
+
+BLOCKS = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+    "modules_to_not_convert": list(IGNORED),
+}  # fmt: skip
+AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": list(IGNORED)}
+MODELOPT = {
+    "producer": {"name": "modelopt", "version": "0.33.0"},
+    "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": list(IGNORED)},
+}
+MODELOPT_FLAT = {
+    "quant_method": "modelopt", "quant_algo": "FP8", "ignore": list(IGNORED), "producer": {"name": "modelopt"},
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+        }
+    },
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}  # fmt: skip
+LAYOUTS = {
+    "qwen3-fp8": _layout(BLOCKS, "block", "weight_scale_inv", torch.bfloat16),
+    "deepseek": _layout(BLOCKS | {"scale_fmt": "ue8m0"}, "block", "weight_scale_inv"),
+    "autofp8": _layout(AUTO_FP8, "tensor", static=True),
+    "compressed tensor": _layout(_llm_compressor("tensor"), "tensor", dtype=torch.bfloat16),
+    "compressed block": _layout(_llm_compressor("block", block_structure=[128, 128]), "block"),
+    "compressed channel": _layout(_llm_compressor("channel"), "channel", dtype=torch.bfloat16, wide=True),
+    "compressed weight-only": _layout(_llm_compressor("tensor", None), "tensor", wide=True),
+    "modelopt": _layout(MODELOPT, "tensor", static=True, file="hf_quant_config.json"),
+    "modelopt flat": _layout(MODELOPT_FLAT, "tensor", static=True),
+}
+
+
+def write_float8(path, layout, *, kind="qwen3", ignored=IGNORED, seed=5, **options):
+    """Write a float8 checkpoint and its plain twin; returns both paths.
+
+    `ignored` modules are stored in float32. Blocks, channels and tensors differ a lot in size, so that a scale in
+    another's place shows.
+    """
+    overrides = INNER | (EXPERTS if kind == "qwen3_moe" else {}) | options.pop("overrides", {})
+    sizes = SIZES | {"with_mtp": True} | options
+    write_checkpoint(path / "float8", kind=kind, seed=seed, overrides=overrides, **sizes)
+    write_checkpoint(path / "plain", kind=kind, seed=seed, overrides=overrides, **sizes)
+    tensors = load_file(path / "float8" / "model.safetensors")
+    plain, generator = dict(tensors), torch.Generator().manual_seed(seed)
+    for name in [name for name in tensors if name.endswith("_proj.weight") or name == "mtp.fc.weight"]:
+        module = name.removesuffix(".weight")
+        if module in ignored:
+            continue
+        values, scale, plain[name] = _quantized(tensors[name], layout, generator)
+        tensors[name], tensors[f"{module}.{layout.suffix}"] = values, scale
+        if layout.static:
+            tensors[f"{module}.input_scale"] = torch.tensor(0.013)
+    save_file(tensors, path / "float8" / "model.safetensors", metadata={"format": "pt"})
+    save_file(plain, path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    if layout.file == "config.json":
+        rewrite_config(path / "float8", quantization_config=layout.config)
+    else:
+        (path / "float8" / layout.file).write_text(json.dumps(layout.config))
+    return path / "float8", path / "plain"
+
+
+def rewrite_config(path, **changes):
+    values = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def _quantized(weight, layout, generator):
+    """Values, the stored scale, and their product."""
+    rows, columns = weight.shape
+    shape = {"block": (-(-rows // 128), -(-columns // 128)), "tensor": (1, 1), "channel": (rows, 1)}[layout.scale]
+    scale = (torch.rand(shape, generator=generator) * 2 - 5).exp2() / 448 * columns**-0.5 * 64
+    scale = scale.to(layout.dtype)
+    wide = scale.float()
+    if layout.scale == "block":
+        wide = wide.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    values = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+    stored = scale.reshape(()) if layout.scale == "tensor" else scale
+    return values, stored, values.float() * wide
+
+
+def rounded(x):
+    """What a float8 product sees of activations."""
+    groups = x.float().unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
+class RoundingReference(Reference):
+    """A twin's reference; products of modules outside of `ignored` round their activations, unless all are wide."""
+
+    def __init__(self, path, *, ignored=IGNORED, wide=False):
+        super().__init__(path, torch.float32)
+        if wide:
+            return
+        named = [*self.model.named_modules(), *self.mtp_layer.named_modules(prefix="mtp.layers.0")]
+        for name, module in named:
+            if isinstance(module, torch.nn.Linear) and name.endswith("_proj") and name not in ignored:
+                module.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
+            elif name.endswith(".experts"):
+                module.forward = _Experts(module)
+
+
+class _Experts:
+    def __init__(self, module):
+        self.gate_up, self.down = module.gate_up_proj, module.down_proj
+
+    def __call__(self, x, chosen, weights):
+        out = torch.zeros_like(x)
+        for token, choice in torch.cartesian_prod(torch.arange(len(x)), torch.arange(chosen.shape[1])).tolist():
+            expert = chosen[token, choice]
+            gate, up = functional.linear(rounded(x[token]), self.gate_up[expert]).chunk(2)
+            inner = rounded(functional.silu(gate) * up)
+            out[token] += functional.linear(inner, self.down[expert]) * weights[token, choice]
+        return out

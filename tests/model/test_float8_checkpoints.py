@@ -1,0 +1,397 @@
+"""Float8 checkpoints as they are published: what they compute, over ranks, what is dequantized, and what is refused."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.core.errors import (
+    ModelFileDamaged,
+    ModelTensorMisshapen,
+    ModelTensorMissing,
+    ModelTensorUnexpected,
+    ModelUnsupported,
+)
+from baton.core.numerics import KVDtype, Numerics, Quantization
+from baton.kernels.gemm.fp8_weight import Fp8Weight
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
+from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.model.config import ModelConfig
+from baton.model.fp8_scheme import BLOCK_LEN, ScaleKind
+from baton.model.loader import load_model
+from baton.tests.model.fp8_checkpoints import (
+    BLOCKS,
+    IGNORED,
+    LAYOUTS,
+    RoundingReference,
+    rewrite_config,
+    write_float8,
+)
+from baton.tests.model.harness import Paged, prompt
+from baton.tests.model.ranks import on_ranks
+
+CPU = torch.device("cpu")
+TOLERANCE = 2e-4
+SEEDS = (5, 6, 7, 8)
+NUM_TOKENS = 7
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def load(path, dtype=torch.float32, group=None, numerics=Numerics.DEFAULT, **options):
+    options = {"with_mtp": True, "communicator": group, "numerics": numerics, **options}
+    return load_model(path, dtype=dtype, device=CPU, **options)
+
+
+@pytest.fixture(scope="session")
+def float8(tmp_path_factory):
+    """A factory of checkpoints and twins; they are not to be changed."""
+    written = {}
+
+    def make(layout, kind="qwen3", seed=SEEDS[0]):
+        key = (layout, kind, seed)
+        if key not in written:
+            path = tmp_path_factory.mktemp("float8")
+            written[key] = write_float8(path, LAYOUTS[layout], kind=kind, seed=seed)
+        return written[key]
+
+    return make
+
+
+@pytest.fixture
+def copy(float8, tmp_path):
+    """A good checkpoint in blocks that a test may spoil."""
+    return shutil.copytree(float8("deepseek")[0], tmp_path / "model")
+
+
+def rewrite_tensors(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def logits_of(model, group=None):
+    """Of a prompt in two chunks, and of MTP entries."""
+    ids = prompt(NUM_TOKENS)
+    paged = Paged(model, group=group)
+    hidden = paged.prefill(ids, chunk_len=4)
+    drafts = paged.mtp(ids[1:], hidden[:-1], paged.prefill_batch([(0, 0, NUM_TOKENS - 1)]))
+    return torch.cat([paged.logits(hidden), paged.logits(drafts)])
+
+
+def wanted_of(reference):
+    ids = prompt(NUM_TOKENS)
+    return torch.cat([reference.logits(ids), reference.lm_head(reference.mtp(ids[1:], reference.hidden(ids)[:-1]))])
+
+
+FAST = {("qwen3-fp8", 1), ("autofp8", 2), ("compressed channel", 1)}
+CASES = [
+    pytest.param(layout, kind, size, marks=[pytest.mark.fast] if (layout, size) in FAST else [])
+    for layout in LAYOUTS
+    for kind in ("qwen3", "qwen3_moe")
+    for size in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("layout", "kind", "size"), CASES)
+def test_logits_are_those_of_values_times_scales(layout, kind, size, float8):
+    """A sum's last bit may choose the other of two float8 neighbours, at one of five seeds; then the next counts."""
+    is_wide, differences = LAYOUTS[layout].wide, []
+    for seed in SEEDS[:1] if is_wide else SEEDS:
+        path, plain = float8(layout, kind, seed)
+        wanted = wanted_of(RoundingReference(plain, wide=is_wide))
+        found = on_ranks(size, lambda group, path=path: logits_of(load(path, group=group), group))
+        differences.append(max(float((logits - wanted).abs().max()) for logits in found))
+        if differences[-1] <= TOLERANCE:
+            break
+    assert min(differences) <= TOLERANCE, differences
+    if not is_wide:  # rounding is seen, and so would be its absence
+        assert (wanted_of(RoundingReference(plain, wide=True)) - wanted).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.fast
+def test_the_kernels_blocks_are_the_checkpoints():
+    assert BLOCK_LEN == GROUP_LEN
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stored_values_and_scales_are_what_products_read(dtype, float8):
+    path, _ = float8("qwen3-fp8")
+    stored, attention = load_file(path / "model.safetensors"), load(path, dtype)._decoder.layers[0].attention
+    modules = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    assert isinstance(attention.qkv_QD, Fp8Weight)
+    values = torch.cat([stored[f"{module}.weight"] for module in modules])
+    assert torch.equal(attention.qkv_QD.values_NK.view(torch.uint8), values.view(torch.uint8))
+    scales = torch.cat([stored[f"{module}.weight_scale_inv"] for module in modules])
+    assert torch.equal(attention.qkv_QD.scales_BG, scales.float())
+
+
+def test_a_rank_reads_its_part_of_values_and_scales(float8):
+    path, _ = float8("deepseek", "qwen3_moe")
+    whole = load(path)._decoder.layers[0]
+    parts = on_ranks(2, lambda group: load(path, group=group)._decoder.layers[0])
+    assert isinstance(whole.mlp.experts, Fp8ExpertWeights)
+    for name, dim in (("down_EDI", 2), ("down_scale", 2)):
+        together = torch.cat([getattr(part.mlp.experts, name).float() for part in parts], dim)
+        assert torch.equal(together, getattr(whole.mlp.experts, name).float())
+    together = torch.cat([part.attention.out_DQ.scales_BG for part in parts], 1)
+    assert torch.equal(together, whole.attention.out_DQ.scales_BG)
+
+
+@pytest.mark.fast
+def test_bfloat16_is_near(float8):
+    path, _ = float8("deepseek")
+    wide, narrow = logits_of(load(path)), logits_of(load(path, torch.bfloat16))
+    assert (wide - narrow).norm() < 0.1 * wide.norm()
+
+
+@pytest.mark.fast
+def test_float64_widens_exactly(float8, caplog):
+    path, plain = float8("qwen3-fp8")  # whose products fit into float32
+    with caplog.at_level(logging.WARNING):
+        model = load(path, torch.float64)
+    assert caplog.text.count("float8 weights are computed as float64") == 1
+    assert "made for bfloat16 and float32" in caplog.text
+    assert (logits_of(model) - logits_of(load(plain, torch.float64))).abs().max() < 1e-9
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("layout", "why", "count"),
+    [
+        ("compressed channel", "20 because kernels have no scale per channel, 1 because", "21 of 21 float8"),
+        ("compressed weight-only", "20 because activations are not to be quantized", "21 of 21 float8"),
+        ("deepseek", "1 because it is of no float8 product", "1 of 21 float8"),
+    ],
+)
+def test_what_is_dequantized_is_counted_in_one_line(layout, why, count, float8, caplog):
+    path, _ = float8(layout)
+    with caplog.at_level(logging.WARNING):
+        load(path)
+    lines = [record.getMessage() for record in caplog.records if "float8" in record.getMessage()]
+    assert len(lines) == 1
+    assert why in lines[0]
+    assert lines[0].startswith(count)
+
+
+@pytest.mark.fast
+def test_a_stack_with_a_part_that_is_no_float8_is_dequantized(float8, tmp_path, caplog):
+    ignored = (*IGNORED, "model.layers.0.self_attn.k_proj")
+    path, plain = write_float8(tmp_path, LAYOUTS["deepseek"], ignored=ignored)
+    stacked = tuple(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
+    with caplog.at_level(logging.WARNING):
+        logits = logits_of(load(path))
+    assert "2 because it is stacked with a weight that is not float8" in caplog.text
+    wanted = wanted_of(RoundingReference(plain, ignored=(*IGNORED, *stacked)))
+    assert (logits - wanted).abs().max() <= TOLERANCE
+
+
+@pytest.mark.fast
+def test_rows_that_are_stacked_inside_a_block_are_dequantized(tmp_path, caplog):
+    path, plain = write_float8(tmp_path, LAYOUTS["deepseek"], overrides={"intermediate_size": 320})
+    with caplog.at_level(logging.WARNING):
+        logits = logits_of(load(path))
+    assert "rows that are stacked are no multiples of 128" in caplog.text
+    assert "a rank's columns are no multiple of 128" in caplog.text
+    mlps = [f"{layer}.mlp.{part}_proj" for layer in LAYERS for part in ("gate", "up", "down")]
+    assert (logits - wanted_of(RoundingReference(plain, ignored=(*IGNORED, *mlps)))).abs().max() <= TOLERANCE
+
+
+LAYERS = ("model.layers.0", "model.layers.1", "mtp.layers.0")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"overrides": {"intermediate_size": 384}}, "mlp.gate_proj.weight"),
+        ({"head_dim": 64}, "self_attn.k_proj.weight"),
+        ({"num_kv_heads": 1, "head_dim": 64}, "self_attn.o_proj.weight"),
+    ],
+)
+def test_a_cut_inside_of_a_block_is_refused_by_name(options, name, tmp_path):
+    if options.get("num_kv_heads"):
+        options |= {"num_heads": 2}
+    path, _ = write_float8(tmp_path, LAYOUTS["deepseek"], **options)
+    with pytest.raises(ModelUnsupported, match="no whole blocks of 128") as refused:
+        on_ranks(2, lambda group: load(path, group=group, on_progress=lambda *_: pytest.fail("weights were read")))
+    assert refused.value.fields["option"] == "tp"
+    assert load(path, with_mtp=False)  # one rank can
+
+
+@pytest.mark.fast
+def test_kv_scales_beside_projections_are_used(float8, tmp_path):
+    path = shutil.copytree(float8("modelopt")[0], tmp_path / "model")
+    own = {f"{layer}.self_attn.{part}_proj.{part}_scale": torch.tensor(0.03) for layer in LAYERS for part in "kv"}
+    rewrite_tensors(path, lambda tensors: tensors.update(own))
+    found = logits_of(load(path, kv_dtype=KVDtype.FP8))
+    rewrite_tensors(path, lambda t: t.update({n.replace("k_proj.", "").replace("v_proj.", ""): t.pop(n) for n in own}))
+    assert torch.equal(logits_of(load(path, kv_dtype=KVDtype.FP8)), found)
+    assert not torch.equal(logits_of(load(float8("modelopt")[0], kv_dtype=KVDtype.FP8)), found)
+
+
+@pytest.mark.fast
+def test_float16_is_converted_and_said_once(tmp_path, caplog):
+    path, _ = write_float8(tmp_path, LAYOUTS["deepseek"])
+    rewrite_tensors(
+        path, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items() if t.dtype is torch.float32})
+    )
+    with caplog.at_level(logging.WARNING):
+        load(path, torch.bfloat16)
+        load(path)
+    assert caplog.text.count("float16 weights are rounded to bfloat16") == 1
+
+
+@pytest.mark.fast
+def test_quantization_at_load_changes_nothing(float8):
+    path, _ = float8("deepseek")
+    asked = load(path, torch.bfloat16, quantization=Quantization.FP8)
+    plain = load(path, torch.bfloat16)
+    assert asked.config == plain.config
+    assert torch.equal(logits_of(asked), logits_of(plain))
+
+
+@pytest.mark.fast
+def test_random_weights_stand_in_for_float8(float8, tmp_path):
+    path, _ = float8("deepseek")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    assert isinstance(load(tmp_path, torch.bfloat16, random_seed=1)._decoder.layers[0].attention.qkv_QD, Fp8Weight)
+    assert isinstance(load(tmp_path, random_seed=1)._decoder.layers[0].attention.qkv_QD, torch.Tensor)
+
+
+@pytest.mark.fast
+def test_invariant_numerics_are_refused_where_nothing_computes_them(float8):
+    with pytest.raises(ModelUnsupported, match="--batch-invariant"):
+        load(float8("deepseek")[0], numerics=Numerics.INVARIANT)
+    assert load(float8("compressed channel")[0], numerics=Numerics.INVARIANT)
+
+
+SPOILED = {
+    "a weight without its scale": (
+        lambda t: t.pop(f"{Q}.weight_scale_inv"), ModelTensorMissing, rf"lacks its scale {Q}\.weight_scale_inv",
+    ),
+    "a scale without its weight": (
+        lambda t: t.pop(f"{Q}.weight"), ModelTensorMissing, rf"holds {Q}\.weight_scale_inv, and lacks {Q}\.weight",
+    ),
+    "a scale of a weight that is wide": (
+        lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()}), ModelTensorUnexpected, "is no float8 but F32",
+    ),
+    "a scale of nothing": (
+        lambda t: t.update({"model.layers.0.mlp.x_proj.weight_scale_inv": torch.ones(1)}),
+        ModelTensorUnexpected, r"x_proj\.weight_scale_inv",
+    ),
+    "a transposed scale": (
+        lambda t: t.update({f"{DOWN}.weight_scale_inv": t[f"{DOWN}.weight_scale_inv"].T.contiguous()}),
+        ModelTensorMisshapen, r"\[4, 2\].*\[2, 4\]",
+    ),
+    "a scale per channel": (
+        lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(512, 1)}), ModelTensorMisshapen, r"\[512, 1\]",
+    ),
+    "scales of integers": (
+        lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(4, 2, dtype=torch.int32)}),
+        ModelTensorMisshapen, "stored as I32",
+    ),
+    "two kinds of scale": (
+        lambda t: t.update({f"{Q}.weight_scale": torch.ones(4, 2)}), ModelTensorUnexpected, r"q_proj\.weight_scale",
+    ),
+    "another float8": (
+        lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float().to(torch.float8_e5m2)}),
+        ModelTensorUnexpected, "F8_E5M2",
+    ),
+    "an input scale per channel": (
+        lambda t: t.update({f"{Q}.input_scale": torch.ones(4)}), ModelTensorMisshapen, "input_scale",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", SPOILED)
+def test_tensors_that_do_not_fit_are_refused_before_any_is_read(name, copy):
+    spoil, error, sentence = SPOILED[name]
+    rewrite_tensors(copy, spoil)
+    with pytest.raises(error, match=sentence):
+        load(copy, on_progress=lambda *_: pytest.fail("weights were read"))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+def test_numbers_that_are_no_scale(number, copy):
+    rewrite_tensors(copy, lambda tensors: tensors[f"{Q}.weight_scale_inv"].fill_(number))
+    with pytest.raises(ModelUnsupported, match=r"q_proj.*no scale"):
+        load(copy)
+
+
+@pytest.mark.fast
+def test_float8_without_a_scheme_and_a_scheme_without_float8(copy, float8, tmp_path):
+    plain = shutil.copytree(float8("deepseek")[1], tmp_path / "plain")
+    rewrite_config(plain, quantization_config=BLOCKS)
+    with pytest.raises(ModelUnsupported, match="no weight is float8"):
+        load(plain)
+    rewrite_config(copy, quantization_config=None)
+    with pytest.raises(ModelTensorUnexpected, match="weight_scale_inv"):
+        load(copy)
+    rewrite_tensors(copy, lambda t: [t.pop(name) for name in list(t) if name.endswith("_scale_inv")])
+    with pytest.raises(ModelTensorMisshapen, match=r"where config\.json has a quantization_config"):
+        load(copy)
+
+
+def compressed(layout="compressed tensor", *, top=(), **weights):
+    """A compressed-tensors configuration with other values."""
+    found = json.loads(json.dumps(LAYOUTS[layout].config)) | dict(top)
+    found["config_groups"]["group_0"]["weights"] |= weights
+    return found
+
+
+UNSUPPORTED = {
+    "awq": ({"quant_method": "awq", "bits": 4}, "holds INT4 weights, quantized by 'awq'; this version serves"),
+    "gptq": ({"quant_method": "gptq", "bits": 8}, "INT8 weights, quantized by 'gptq'"),
+    "nf4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "holds NF4 weights",
+    ),
+    "mxfp4": ({"quant_method": "mxfp4"}, "quantized by 'mxfp4'"),
+    "no method": ({"bits": 4}, "quantized by 'None'"),
+    "a list": (["fp8"], "is no mapping"),
+    "other blocks": (BLOCKS | {"weight_block_size": [64, 128]}, r"weight_block_size = \[64, 128\]"),
+    "another float": (BLOCKS | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+    "another activation": (BLOCKS | {"activation_scheme": "ternary"}, "activation_scheme = 'ternary'"),
+    "experts in fp4": (BLOCKS | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+    "an unknown key": (BLOCKS | {"rotation": "hadamard"}, r"quantization_config\.rotation = 'hadamard'"),
+    "packed": (compressed(top={"format": "pack-quantized"}.items()), "INT4 or INT8 weights .*pack-quantized"),
+    "int8": (compressed(type="int"), r"weights\.type = 'int'"),
+    "asymmetric": (compressed(symmetric=False), r"weights\.symmetric = False"),
+    "groups": (compressed(strategy="group"), r"weights\.strategy = 'group'"),
+    "rotated": (compressed(top={"transform_config": {"config_groups": {"u": 1}}}.items()), "transform_config"),
+    "sparse": (compressed(top={"sparsity_config": {"format": "sparse-24-bitmask"}}.items()), "sparsity_config"),
+    "compressed blocks": (compressed("compressed block", block_structure=[64, 64]), "block_structure"),
+    "no groups": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "names no group"),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+    "mixed": ({"quantization": {"quant_algo": "MIXED_PRECISION"}}, "MIXED_PRECISION"),
+}  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_other_schemes_are_refused_in_one_sentence(name, copy):
+    config, sentence = UNSUPPORTED[name]
+    rewrite_config(copy, quantization_config=config)
+    with pytest.raises(ModelUnsupported, match=sentence) as refused:
+        load(copy)
+    assert refused.value.fields["option"] == "quantization_config"
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.fast
+def test_modelopts_own_file(copy):
+    file = copy / "hf_quant_config.json"
+    rewrite_config(copy, quantization_config=None)
+    file.write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    assert ModelConfig.from_directory(copy).fp8 is None
+    file.write_text('{"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}')
+    assert ModelConfig.from_directory(copy).fp8.kinds == (ScaleKind.CHANNEL,)
+    file.write_text("{")
+    with pytest.raises(ModelFileDamaged, match="hf_quant_config"):
+        ModelConfig.from_directory(copy)
