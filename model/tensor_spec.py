@@ -11,8 +11,8 @@ from baton.model.fp8_tensors import NO_FLOAT8, Fp8Tensors, match_scales
 from baton.model.weights import StoredTensor
 
 Shape = tuple[int, ...]
-# Of an attention layer, read for KV in float8 alone; ModelOpt writes them beside the projections.
-KV_SCALES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))
+# Of an attention layer, read for KV in float8 alone. ModelOpt writes them beside the projections, AutoFP8 one for both.
+KV_SCALES = (("k_scale", "k_proj.k_scale", "kv_scale"), ("v_scale", "v_proj.v_scale", "kv_scale"))
 _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 
 

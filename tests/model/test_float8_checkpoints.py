@@ -232,6 +232,10 @@ def test_kv_scales_beside_projections_are_used(float8, tmp_path):
     rewrite_tensors(path, lambda t: t.update({n.replace("k_proj.", "").replace("v_proj.", ""): t.pop(n) for n in own}))
     assert torch.equal(logits_of(load(path, kv_dtype=KVDtype.FP8)), found)
     assert not torch.equal(logits_of(load(float8("modelopt")[0], kv_dtype=KVDtype.FP8)), found)
+    rewrite_tensors(path, lambda tensors: [tensors.pop(name.replace(f"{name[-7]}_proj.", "")) for name in own])
+    both = {f"{layer}.self_attn.kv_scale": torch.tensor([0.03]) for layer in LAYERS}
+    rewrite_tensors(path, lambda tensors: tensors.update(both))
+    assert torch.equal(logits_of(load(path, kv_dtype=KVDtype.FP8)), found)
 
 
 @pytest.mark.fast
