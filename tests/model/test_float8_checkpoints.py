@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import (
     ModelFileDamaged,
     ModelTensorMisshapen,
@@ -18,10 +19,12 @@ from baton.core.errors import (
 from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
+from baton.kernels.implementation import Implementation
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.model.config import ModelConfig
 from baton.model.fp8_scheme import BLOCK_LEN, ScaleKind
 from baton.model.loader import load_model
+from baton.tests.kernels.harness import relative_error
 from baton.tests.model.fp8_checkpoints import (
     BLOCKS,
     IGNORED,
@@ -112,6 +115,22 @@ def test_logits_are_those_of_values_times_scales(layout, kind, size, float8):
         assert (wanted_of(RoundingReference(plain, wide=True)) - wanted).abs().max() > 10 * TOLERANCE
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_weights_are_those_that_transformers_dequantizes(kind, float8, monkeypatch):
+    """Its own reading of the same directory; it asks for a package that nothing here needs."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda *_: True)
+    path, _ = float8("qwen3-fp8", kind)
+    asked = FineGrainedFP8Config(dequantize=True, modules_to_not_convert=list(IGNORED))
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=asked)
+    ids, paged = prompt(NUM_TOKENS), Paged(load(path, torch.float64))
+    with torch.no_grad():
+        wanted = theirs(input_ids=ids[None]).logits[0]
+    assert (paged.logits(paged.prefill(ids)) - wanted).abs().max() <= 1e-5
+
+
 @pytest.mark.fast
 def test_the_kernels_blocks_are_the_checkpoints():
     assert BLOCK_LEN == GROUP_LEN
@@ -147,6 +166,25 @@ def test_bfloat16_is_near(float8):
     path, _ = float8("deepseek")
     wide, narrow = logits_of(load(path)), logits_of(load(path, torch.bfloat16))
     assert (wide - narrow).norm() < 0.1 * wide.norm()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("layout", ["deepseek", "modelopt"])
+def test_kernels_give_the_references_logits(layout, kind, float8):
+    path, _ = float8(layout, kind)
+    wanted = logits_of(load(path, torch.bfloat16, implementation=Implementation.REFERENCE))
+    found = logits_of(load(path, torch.bfloat16, implementation=Implementation.TRITON))
+    assert relative_error(found, wanted) < 0.1  # in bfloat16 more sums choose the other neighbour
+
+
+def test_invariant_numerics_hold_with_kernels_on_one_rank(float8):
+    path, _ = float8("deepseek")
+    model, ids = (
+        load(path, torch.bfloat16, numerics=Numerics.INVARIANT, implementation=Implementation.TRITON),
+        prompt(9),
+    )
+    whole, parts = Paged(model), Paged(model)
+    assert torch.equal(whole.prefill(ids), parts.prefill(ids, chunk_len=4))
 
 
 @pytest.mark.fast
