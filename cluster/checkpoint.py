@@ -5,6 +5,7 @@ checks the same when it loads; both use the same functions, so that they agree.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import prod
@@ -26,6 +27,7 @@ from baton.core.numerics import Numerics
 
 if TYPE_CHECKING:
     from baton.model.config import ModelConfig
+    from baton.model.fp8_tensors import Fp8Tensors
     from baton.model.tensor_spec import TensorSpec
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -158,15 +160,15 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         _collect(found, require_cut, sizes, size, config.numerics)
     spec = tensor_spec(sizes, with_mtp=drafts > 0)
-    _judge_float8(config, sizes, dtype, device, found)
-    float8: Collection[str] = spec.required if sizes.fp8 or config.quantization.value == "fp8" else ()
+    _judge_quantization(config, sizes, dtype, device, found)
+    is_made = config.quantization.value == "fp8" if sizes.fp8 is None else sizes.fp8.may_stay_float8
+    float8: Collection[str] = spec.required if is_made and dtype == "bfloat16" else ()  # of random weights, too
     if not found.errors and not config.is_dummy:
-        scaled = _judge_tensors(config, sizes, model, spec, dtype, found)
-        float8 = scaled if sizes.fp8 is not None else float8
+        stored = _judge_tensors(config, sizes, model, spec, dtype, found)
+        float8 = stored if sizes.fp8 is not None else float8
     item_bytes = _DTYPE_BYTES[dtype]
     num_elements = sum(prod(shape) for shape in spec.required.values())
-    is_wide = sizes.fp8 is not None and (dtype == "float64" or not sizes.fp8.may_stay_float8)
-    num_float8 = 0 if is_wide else sum(prod(shape) for name, shape in spec.required.items() if name in float8)
+    num_float8 = sum(prod(shape) for name, shape in spec.required.items() if name in float8)
     weight_bytes = num_float8 + (num_elements - num_float8) * item_bytes
     kv_item_bytes = 1 if config.kv_cache_dtype.value == "fp8" else item_bytes
     num_kv_layers = sizes.num_layers + (drafts > 0)
@@ -182,7 +184,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
 def _judge_tensors(
     config: ServeConfig, sizes: "ModelConfig", model: ModelDirectory, spec: "TensorSpec", dtype: str, found: Judgement
 ) -> Collection[str]:
-    """Compare the files' headers with what the model needs; names of weights in float8."""
+    """Compare the files' headers with what the model needs; names of weights that stay float8."""
     from baton.model.tensor_spec import check_tensors
     from baton.model.tp_fit import require_cut_float8
     from baton.model.weights import read_headers
@@ -194,22 +196,35 @@ def _judge_tensors(
     num_float16 = sum(headers[name].dtype_name == "F16" for name in spec.required)
     if num_float16 and dtype == "bfloat16":
         found.notes.append(f"{num_float16} float16 weights are rounded to bfloat16, which has 3 bits less")
-    return float8.scales.keys()
+    return () if sizes.fp8 is None else _judge_float8(config, sizes, float8, spec, dtype, found)
 
 
-def _judge_float8(config: ServeConfig, sizes: "ModelConfig", dtype: str, device: str, found: Judgement) -> None:
+def _judge_float8(
+    config: ServeConfig, sizes: "ModelConfig", float8: "Fp8Tensors", spec: "TensorSpec", dtype: str, found: Judgement
+) -> Collection[str]:
+    """Which float8 weights stay as they are stored, at every rank; the others are noted."""
+    from baton.model.fp8_fit import dequantized_weights
+
+    kept = {name for name in float8.scales if name in spec.required}
+    num_float8 = len(kept)
+    for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
+        whys = dequantized_weights(sizes, float8, spec.required, dtype, size)
+        kept -= set(whys)
+        if whys:
+            at = f" on {size} ranks" if config.tp_prefill != config.tp_decode else ""
+            counts = ", ".join(f"{count} because {why}" for why, count in Counter(whys.values()).most_common())
+            found.notes.append(f"{len(whys)} of {num_float8} float8 weights are computed as {dtype}{at}: {counts}")
+    return kept
+
+
+def _judge_quantization(config: ServeConfig, sizes: "ModelConfig", dtype: str, device: str, found: Judgement) -> None:
     """How weights are quantized, and what is not computed as the checkpoint's scheme would have it."""
     from baton.model.fp8_scheme import invariant_refusal
+    from baton.model.fp8_tensors import PRODUCT_DTYPES
 
     scheme, asked = sizes.fp8, config.quantization.value
     found.facts["weights"] = str(scheme) if scheme else None if asked == "none" else f"{asked}, made at load"
-    if scheme is None:
-        return
-    is_double = dtype == "float64"
-    if is_double or not scheme.may_stay_float8:
-        why = "kernels have no scale per channel" if scheme.quantizes_inputs else "activations are not to be quantized"
-        why = "float8 products are made for bfloat16 and float32" if is_double else why
-        found.notes.append(f"its float8 weights are dequantized to {dtype} as they are read: {why}")
+    if scheme is None or not scheme.may_stay_float8 or dtype not in PRODUCT_DTYPES:
         return
     if scheme.is_static:
         found.notes.append("its input_scale is not used: 128 activations are scaled together, as they come")

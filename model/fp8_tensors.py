@@ -43,6 +43,8 @@ class Fp8Tensors:
 
 
 NO_FLOAT8 = Fp8Tensors({})
+NO_PRODUCT = "it is of no float8 product"
+PRODUCT_DTYPES = ("bfloat16", "float32")  # of activations that float8 products take
 
 
 def match_scales(scheme: Fp8Scheme, wanted: Iterable[str], stored: Mapping[str, StoredTensor]) -> Fp8Tensors:
@@ -125,15 +127,20 @@ def require_whole_blocks(name: str, scale: StoredScale, shape: Shape, cut: Cut |
         raise ModelUnsupported(message, option="tp", value=size)
 
 
-def why_wide(scheme: Fp8Scheme, scales: Mapping[str, StoredScale], parts: Mapping[str, Shape], *, whole: bool) -> str:
+def why_wide(
+    scheme: Fp8Scheme, scales: Mapping[str, StoredScale], parts: Mapping[str, Shape], dtype: str, *, whole: bool
+) -> str:
     """Why a product's weight cannot stay as it is stored, in words; "" if it can.
 
     Args:
         scheme: the checkpoint's.
         scales: of its float8 weights.
         parts: the weights, stacked in this order, and the shape of this rank's part of each.
+        dtype: of activations, by torch's name.
         whole: the last one must be whole blocks, too, as experts must.
     """
+    if dtype not in PRODUCT_DTYPES:
+        return f"float8 products are made for {' and '.join(PRODUCT_DTYPES)}"
     if not scheme.quantizes_inputs:
         return "activations are not to be quantized"
     if any(name not in scales for name in parts):

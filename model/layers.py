@@ -18,12 +18,10 @@ from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.ops import Experts, Ops, Weight
 from baton.model.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
-from baton.model.fp8_tensors import NO_FLOAT8, Fp8Tensors, why_wide
+from baton.model.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
 from baton.model.random_weights import RandomTensor
 from baton.model.tensor_spec import KV_SCALES
 from baton.model.weights import Cut, StoredTensor
-
-FLOAT8_DTYPES = (torch.bfloat16, torch.float32)  # of activations that float8 products take
 
 
 def whole(name: str) -> Cut | None:
@@ -59,7 +57,7 @@ class WeightSource:
 
     def take(self, *names: str) -> torch.Tensor:
         """One tensor, or several one above the other (fused projections)."""
-        return self._take(names, "it is of no float8 product")
+        return self._take(names, NO_PRODUCT)
 
     def take_product(self, *names: str) -> Weight:
         """The same of a weight that rows are multiplied with: in float8 if it is stored so, or the model is quantized.
@@ -146,10 +144,9 @@ class WeightSource:
     def _why_wide(self, names: Sequence[str], *, whole: bool) -> str:
         """Why a product's weights do not stay in float8; "" if they do. `whole`: the last one has whole blocks, too."""
         assert self.scheme is not None
-        if self.dtype not in FLOAT8_DTYPES:
-            return "float8 products are made for bfloat16 and float32"
         shapes = {name: self._shape(name) for name in names}
-        return why_wide(self.scheme, self.float8.scales, shapes, whole=whole)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return why_wide(self.scheme, self.float8.scales, shapes, dtype, whole=whole)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Of this rank's part."""
@@ -178,11 +175,11 @@ class WeightSource:
             ModelUnsupported: a number of it is negative or not finite.
         """
         scale_name = self.float8.scales[name].name
-        scale = self.stored[scale_name].read(None).to(device=self.device, dtype=torch.float32)
+        scale = self.stored[scale_name].read(None).to(torch.float32)
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             message = f"{scale_name} holds a number that is no scale: negative or not finite"
             raise ModelUnsupported(message, option=scale_name, value=str(float(scale.min())))
-        return scale
+        return scale.to(self.device)  # judged before, where nobody waits for a device
 
     def _block_scales(self, name: str) -> torch.Tensor:
         """Float32 [ceil(N / 128), K / 128] of this rank's part, whose blocks are whole."""

@@ -17,8 +17,8 @@ from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T
 from baton.model.fp8_scheme import invariant_refusal
-from baton.model.fp8_tensors import NO_FLOAT8
-from baton.model.layers import FLOAT8_DTYPES, WeightSource
+from baton.model.fp8_tensors import NO_FLOAT8, PRODUCT_DTYPES
+from baton.model.layers import WeightSource
 from baton.model.model import Model
 from baton.model.mtp_fit import require_mtp
 from baton.model.parallel import Alone, Communicator, ShardPlan
@@ -145,7 +145,7 @@ def _identified(
     `is_ordered` says that it is computed by the kernels of invariant numerics.
     """
     holds = numerics is Numerics.DEFAULT or (is_ordered and num_ranks == 1)
-    if config.fp8 is not None and config.fp8.may_stay_float8 and dtype in FLOAT8_DTYPES and not holds:
+    if config.fp8 is not None and config.fp8.may_stay_float8 and _named(dtype) in PRODUCT_DTYPES and not holds:
         raise invariant_refusal()
     config = _quantized(config, quantization, dtype, is_ordered=holds)
     config = _with_kv(config, kv_dtype, dtype)

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -22,8 +23,12 @@ from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.implementation import Implementation
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.model.config import ModelConfig
+from baton.model.fp8_fit import dequantized_weights
 from baton.model.fp8_scheme import BLOCK_LEN, ScaleKind
 from baton.model.loader import load_model
+from baton.model.tensor_spec import check_tensors, tensor_spec
+from baton.model.tp_fit import require_cut_float8
+from baton.model.weights import read_headers
 from baton.tests.kernels.harness import relative_error
 from baton.tests.model.fp8_checkpoints import (
     BLOCKS,
@@ -214,6 +219,40 @@ def test_what_is_dequantized_is_counted_in_one_line(layout, why, count, float8, 
     assert len(lines) == 1
     assert why in lines[0]
     assert lines[0].startswith(count)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("layout", ["qwen3-fp8", "modelopt", "compressed channel", "compressed weight-only"])
+def test_headers_tell_what_the_loader_will_count(layout, kind, dtype, size, float8, caplog):
+    path, _ = float8(layout, kind)
+    config, headers = ModelConfig.from_directory(path), read_headers(path)
+    spec = tensor_spec(config, with_mtp=True)
+    stored, name = check_tensors(spec, headers, config.fp8), str(dtype).removeprefix("torch.")
+    whys = dequantized_weights(config, stored, spec.required, name, size)
+    if (layout, kind, size) == ("qwen3-fp8", "qwen3_moe", 4):  # refused, as its parts are no whole blocks
+        with pytest.raises(ModelUnsupported, match="no whole blocks"):
+            require_cut_float8(config, headers, stored, size)
+        return
+    with caplog.at_level(logging.WARNING):
+        load(path, dtype, Rank(0, size))
+    for why, count in Counter(whys.values()).items():
+        assert f"{count} because {why}" in caplog.text
+    assert f"{len(whys)} of {len(stored.scales)} float8" in caplog.text
+
+
+class Rank:
+    """A rank whose part is loaded, and not used."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def all_sum(self, x):
+        raise AssertionError
+
+    all_gather = all_sum
 
 
 @pytest.mark.fast
