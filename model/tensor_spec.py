@@ -102,8 +102,9 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor], scheme: 
             message += "; its MTP head cannot be used, but --speculative-method none would serve the model without it"
         raise ModelTensorMissing(message, tensors=missing)
     known = spec.required | spec.tables | spec.optional
+    beside = float8.names
     unexpected = sorted(
-        name for name in stored if name not in known and name not in float8.names and not _is_ignored(name, spec)
+        name for name in stored if name not in known and name not in beside and not _is_ignored(name, spec)
     )
     if unexpected:
         message = f"the checkpoint holds {_named(unexpected)}, for which the architecture has no place"
