@@ -24,6 +24,7 @@ def graph_counts(step: GraphedStep | None) -> worker_pb2.GraphCounts | None:
         num_steps_replayed=counts.num_steps_replayed,
         num_steps_eager={reason.value: num for reason, num in counts.num_steps_eager.items()},
         num_sequences_padded=counts.num_sequences_padded,
+        num_steps_piecewise=counts.num_steps_piecewise,
     )
 
 

@@ -512,7 +512,7 @@ class PrefillPace(_message.Message):
     def __init__(self, fixed_s: _Optional[float] = ..., per_token_s: _Optional[float] = ..., draft_s: _Optional[float] = ...) -> None: ...
 
 class GraphCounts(_message.Message):
-    __slots__ = ("num_captured", "failed", "num_steps_replayed", "num_steps_eager", "num_sequences_padded")
+    __slots__ = ("num_captured", "failed", "num_steps_replayed", "num_steps_eager", "num_sequences_padded", "num_steps_piecewise")
     class FailedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -532,12 +532,14 @@ class GraphCounts(_message.Message):
     NUM_STEPS_REPLAYED_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_EAGER_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_PADDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_PIECEWISE_FIELD_NUMBER: _ClassVar[int]
     num_captured: int
     failed: _containers.ScalarMap[str, str]
     num_steps_replayed: int
     num_steps_eager: _containers.ScalarMap[str, int]
     num_sequences_padded: int
-    def __init__(self, num_captured: _Optional[int] = ..., failed: _Optional[_Mapping[str, str]] = ..., num_steps_replayed: _Optional[int] = ..., num_steps_eager: _Optional[_Mapping[str, int]] = ..., num_sequences_padded: _Optional[int] = ...) -> None: ...
+    num_steps_piecewise: int
+    def __init__(self, num_captured: _Optional[int] = ..., failed: _Optional[_Mapping[str, str]] = ..., num_steps_replayed: _Optional[int] = ..., num_steps_eager: _Optional[_Mapping[str, int]] = ..., num_sequences_padded: _Optional[int] = ..., num_steps_piecewise: _Optional[int] = ...) -> None: ...
 
 class Compute(_message.Message):
     __slots__ = ("form", "why", "quantization", "num_library_refused", "library_refused", "untuned", "device", "num_kernels_starting", "num_kernels_serving", "late_kernels", "chosen")

@@ -248,7 +248,13 @@ WORKER_METRICS: Final = (
         _Counter,
         "decode_graph_steps",
         "Decode steps, by how graphs ran them or why not",
-        _of_graphs(lambda its: {"replayed": its.num_steps_replayed, **its.num_steps_eager}),
+        _of_graphs(
+            lambda its: {
+                "replayed": its.num_steps_replayed,
+                "piecewise": its.num_steps_piecewise,
+                **its.num_steps_eager,
+            }
+        ),
         labels=("how",),
         by=WORKER,
     ),

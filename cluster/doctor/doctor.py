@@ -356,7 +356,8 @@ def check_graphs(status: admin_pb2.StatusReply) -> list[Finding]:
         if not worker.alive or not worker.state.inventory.HasField("graphs"):
             continue
         name, graphs = f"CUDA graphs of {worker.state.worker_id}", worker.state.inventory.graphs
-        ways = [("replayed", graphs.num_steps_replayed), *sorted(graphs.num_steps_eager.items())]
+        replayed = [("replayed", graphs.num_steps_replayed), ("piecewise", graphs.num_steps_piecewise)]
+        ways = [*replayed, *sorted(graphs.num_steps_eager.items())]
         steps = ", ".join(f"{num} {how}" for how, num in ways if num) or "none"
         detail = f"{graphs.num_captured} captured; steps: {steps}"
         if graphs.failed:

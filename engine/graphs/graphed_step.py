@@ -273,7 +273,6 @@ class GraphCounts:
         num_steps_eager: steps computed as they came, by the reason.
         num_sequences_padded: sequences that replayed steps were padded with.
         num_steps_piecewise: steps with chunks of prompts whose trunk was replayed in pieces.
-        num_steps_too_long: steps with chunks that had more rows than any graph.
     """
 
     num_captured: int = 0
@@ -282,7 +281,6 @@ class GraphCounts:
     num_steps_eager: dict[EagerReason, int] = field(default_factory=lambda: dict.fromkeys(EagerReason, 0))
     num_sequences_padded: int = 0
     num_steps_piecewise: int = 0
-    num_steps_too_long: int = 0
 
 
 class GraphedStep:
@@ -360,8 +358,8 @@ class GraphedStep:
         found = next((trunk for trunk in self._trunks if trunk.num_rows >= num_rows), None)
         if found is not None:
             self.counts.num_steps_piecewise += 1
-        elif self._trunks:
-            self.counts.num_steps_too_long += 1
+        elif self._trunks:  # not told of: so many rows keep the device busy for longer than the host launches them
+            self.counts.num_steps_eager[EagerReason.ROWS] += 1
         return found
 
     def _whole_passes(self) -> "Iterator[_Candidate]":

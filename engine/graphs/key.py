@@ -31,6 +31,7 @@ class EagerReason(Enum):
     CONTEXT = "a context beyond what is captured for so many sequences"
     DRAFTS = "a number of drafts that nothing is captured for"
     FAILED = "a size that could not be captured"
+    ROWS = "with chunks, more rows than any graph"
 
 
 @dataclass(frozen=True, slots=True)

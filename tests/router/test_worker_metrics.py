@@ -106,7 +106,11 @@ def test_every_number_has_its_name(members, metrics):
             num_restored_blocks=11,
             num_host_full=2,
             graphs=worker_pb2.GraphCounts(
-                num_captured=20, failed={"a": "no memory"}, num_steps_replayed=30, num_steps_eager={"too wide": 4}
+                num_captured=20,
+                failed={"a": "no memory"},
+                num_steps_replayed=30,
+                num_steps_eager={"too wide": 4},
+                num_steps_piecewise=7,
             ),
         )
     )
