@@ -123,8 +123,10 @@ def test_every_number_has_its_name(members, metrics):
     assert (accepted, proposed) == ([6, 3], [8, 6])
     assert found.of("decode_steps_total", worker="d0") == 4
     assert [found.of("cuda_graphs", worker="d0", fate=fate) for fate in ("captured", "failed")] == [20, 1]
-    steps = [found.of("decode_graph_steps_total", worker="d0", how=how) for how in ("replayed", "too wide")]
-    assert steps == [30, 4]
+    steps = [
+        found.of("decode_graph_steps_total", worker="d0", how=how) for how in ("replayed", "piecewise", "too wide")
+    ]
+    assert steps == [30, 7, 4]
     names = ("preemptions", "recomputed_tokens", "offloaded_blocks", "restored_blocks", "host_kv_full")
     assert [found.of(f"{name}_total", worker="d0") for name in names] == [7, 90, 12, 11, 2]
     tokens = [found.of("decode_tokens_total", worker="d0", fate=fate) for fate in ("kept", "cut", "late", "failed")]
