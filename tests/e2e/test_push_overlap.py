@@ -63,13 +63,13 @@ def overlap_of(monkeypatch):
 
     def watch(topology, **options):
         overlap = Overlap(topology.prefill[0].pool, topology.decode[0].pool, **options)
-        compute = Attention.__call__
+        compute = Attention.project
 
         def held(self, x_TD, inputs):
-            overlap.before(self._layer, len(x_TD), inputs.pool)
+            overlap.before(self.layer, len(x_TD), inputs.pool)
             return compute(self, x_TD, inputs)
 
-        monkeypatch.setattr(Attention, "__call__", held)
+        monkeypatch.setattr(Attention, "project", held)
         return overlap
 
     return watch
