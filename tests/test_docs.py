@@ -32,6 +32,8 @@ pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parents[1]
 MAX_README_LINES = 120
 MAX_PAGE_BYTES = 12_000
+MAX_COLUMNS = 120
+FOREIGN_FILES = {"docker-compose.yaml", "values.yaml"}  # of whoever deploys
 HISTORY = {ROOT / "docs" / "log.md", ROOT / "docs" / "renames.md", ROOT / "CHANGELOG.md"}  # what they name may be gone
 GENERATED = {ROOT / "docs" / "flags.md", ROOT / "docs" / "transports.md"}
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("runbook/*.md"), *ROOT.glob("deploy/*.md")})
@@ -124,6 +126,37 @@ def test_every_path_exists(page):
     for path in paths_in(page.read_text()):
         found = list(ROOT.glob(path)) if "*" in path else [ROOT / path] * (ROOT / path).exists()
         assert found, f"{named(page)} names {path}"
+
+
+@cache
+def tracked():
+    """Names of all files of the repository, and its source."""
+    paths = [path for path in ROOT.rglob("*.*") if ".venv" not in path.parts and path.is_file()]
+    source = "\n".join(path.read_text() for path in paths if path.suffix == ".py" and "_pb2" not in path.name)
+    return {path.name for path in paths}, set(re.findall(r"\w+", source))
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=named)
+def test_every_file_and_private_name_exists(page):
+    """Of this repository: `cluster.yaml` without a folder, and a constant such as `_FAMILIES`."""
+    names, words = tracked()
+    for code in spans_of(page.read_text()):
+        if re.fullmatch(r"[a-z][\w.]*\.(yaml|toml|md|py)", code) and code not in FOREIGN_FILES:
+            assert code in names, f"{named(page)} names {code}"
+        if re.fullmatch(r"_[A-Z][A-Z_]+", code):
+            assert code in words, f"{named(page)} names {code}"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=named)
+def test_lines_of_prose_are_short_and_say_no_word_twice(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [
+        line for line in text.splitlines() if not line.lstrip().startswith(("|", "#", "- `")) and line[:4] != "    "
+    ]
+    assert [line for line in lines if len(line) > MAX_COLUMNS] == []
+    prose = " ".join(without_code("\n".join(lines)).replace("*", "").split())
+    assert re.findall(r"\b(\w+) \1\b(?! \w+ \1)", prose) == []
+    assert re.findall(r"\b(\w+ \w+) an? \1\b", prose) == [], "a thing is called itself"
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=named)
