@@ -256,6 +256,7 @@ def resolve_worker(
         max_queue_len=max(config.max_queue_len or 0, WORKER_QUEUE_LEN),
         chunk_len=config.max_num_batched_tokens or 0,
         max_model_len=max_model_len,
+        is_model_len_asked=config.max_model_len is not None,
         host=host,
         router_address=router_address,
         num_threads=config.worker_threads,

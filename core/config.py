@@ -584,6 +584,7 @@ class WorkerConfig:
     host: str
     router_address: str
     num_threads: int
+    is_model_len_asked: bool = False  # if not, a KV pool that holds no such sequence makes it shorter
     tls: TlsFiles = field(default_factory=TlsFiles)
     auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
     prefix_cache: bool = True

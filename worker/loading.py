@@ -64,6 +64,7 @@ CPU_NUM_TOKENS = 256
 GPU_NUM_SEQS = 256  # a decode step of so many is bound by reading KV, no longer by reading weights
 GPU_NUM_TOKENS = 4096  # measured: 8B prompts beside 64 streams, first token and tok/s as with 2048 or better
 MIN_GPU_NUM_SEQS = 8
+MIN_MODEL_LEN = 2  # a prompt, and a token that follows
 TYPICAL_LEN = 1024  # positions that a sequence is expected to hold
 _LOGIT_SHARE = 0.1  # of a worker's memory, at most, for the logits of a step
 _LOGIT_BYTES = 16  # float32: as computed, penalized, sorted, and their probabilities
@@ -89,11 +90,13 @@ class StepSizes:
     Attributes:
         max_num_seqs: sequences at once.
         max_num_batched_tokens: prompt tokens of a prefill step.
+        max_model_len: positions of a sequence; 0 before there is a pool.
         why: a sentence for each; `worker.loading` adds one for the KV pool.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_model_len: int = 0
     why: tuple[str, ...]
 
     def fitted(self, *, asked_seqs: int, kind: str, pool_len: int, max_model_len: int) -> "StepSizes":
@@ -112,7 +115,7 @@ class StepSizes:
         if held >= self.max_num_seqs:
             return self
         why = f"max_num_seqs {held}: the KV pool holds {pool_len} positions, {length} for each"
-        return StepSizes(max_num_seqs=held, max_num_batched_tokens=self.max_num_batched_tokens, why=(why, self.why[1]))
+        return replace(self, max_num_seqs=held, why=(why, *self.why[1:]))
 
 
 def choose(
@@ -166,7 +169,12 @@ class LoadedWorker:
     def applied(self, config: WorkerConfig) -> WorkerConfig:
         """The same with the sizes of steps that were chosen."""
         sizes = self.sizes
-        return replace(config, max_num_seqs=sizes.max_num_seqs, chunk_len=sizes.max_num_batched_tokens)
+        return replace(
+            config,
+            max_num_seqs=sizes.max_num_seqs,
+            chunk_len=sizes.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
+        )
 
 
 def load_worker(
@@ -218,7 +226,7 @@ def load_worker(
     layout = model.kv_layout(config.block_size)
     sizes = _sizes(config, model)
     num_blocks = _num_blocks(config, model, layout, group, sizes)
-    memory_key = "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_mib"
+    memory_key = _memory_key(device)
     if num_blocks < 1:
         raise ConfigInvalid(
             f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise {memory_key}",
@@ -249,12 +257,27 @@ def load_worker(
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars, sizes=sizes)
 
 
+def _memory_key(device: torch.device) -> str:
+    return "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_mib"
+
+
 def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, num_blocks: int) -> StepSizes:
-    """For the pool that there is, with a sentence about it; logged."""
+    """For the pool that there is, with a sentence about it; logged.
+
+    Raises:
+        ConfigInvalid: it does not hold one sequence of the length that was asked for.
+    """
     pool_len = num_blocks * config.block_size
-    sizes = sizes.fitted(
-        asked_seqs=config.max_num_seqs, kind=device.type, pool_len=pool_len, max_model_len=config.max_model_len
-    )
+    memory_key = _memory_key(device)
+    length = min(config.max_model_len, pool_len - config.num_draft_tokens)
+    sizes = replace(sizes, max_model_len=length)
+    if length < config.max_model_len:
+        holds = f"the KV pool holds {pool_len} positions, drafts among them"
+        if config.is_model_len_asked or length < MIN_MODEL_LEN:
+            message = f"max_model_len {config.max_model_len}: {holds}; lower it, or raise {memory_key}"
+            raise ConfigInvalid(message, keys=["max_model_len", memory_key])
+        sizes = replace(sizes, why=(*sizes.why, f"max_model_len {length}, not the model's: {holds}"))
+    sizes = sizes.fitted(asked_seqs=config.max_num_seqs, kind=device.type, pool_len=pool_len, max_model_len=length)
     why = f"kv_memory_mib {config.kv_memory_mib}"
     if device.type == "cuda":
         used = torch.cuda.memory_reserved(device) / (1 << 30)

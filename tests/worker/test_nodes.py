@@ -454,6 +454,23 @@ def test_a_pool_too_small_for_one_block_is_refused():
         load_worker(worker_config("small", kv_memory_mib=0))
 
 
+def test_no_sequence_is_longer_than_the_pool():
+    """A default length is lowered, and said; one that was asked for is refused."""
+    config = worker_config("small", kv_memory_mib=2)
+    loaded = load_worker(config)
+    pool_len = loaded.pool.num_blocks * 16
+    assert loaded.applied(config).max_model_len == pool_len - 2 < 2048
+    assert (
+        f"max_model_len {pool_len - 2}, not the model's: the KV pool holds {pool_len} positions" in loaded.sizes.why[-2]
+    )
+    asked = dataclasses.replace(config, is_model_len_asked=True)
+    with pytest.raises(ConfigInvalid, match=f"max_model_len 2048: the KV pool holds {pool_len} positions") as refused:
+        load_worker(asked)
+    assert refused.value.fields["keys"] == ["max_model_len", "kv_memory_mib"]
+    fitting = dataclasses.replace(asked, max_model_len=pool_len - 2)
+    assert load_worker(fitting).applied(fitting).max_model_len == pool_len - 2
+
+
 def left_behind():
     """Threads of workers in this process, of which one reaps the transfer, and its files in shared memory, by name."""
     names = ("kv-", "prefill-loop", "decode-loop", "worker-host")
@@ -502,10 +519,12 @@ def test_what_nobody_chose_is_chosen_at_start_and_reported_with_its_reason(kind,
         assert (node.config.max_num_seqs, node.config.chunk_len) == (16, 256)
         state = node.state()
         assert state.max_num_seqs == 16
-        sequences, tokens, pool = state.inventory.compute.chosen
+        sequences, tokens, length, pool = state.inventory.compute.chosen
         assert sequences == "max_num_seqs 16: the default of a CPU"
         assert tokens == "max_num_batched_tokens 256: the default of a CPU"
         num_blocks = state.inventory.num_blocks
+        assert length.startswith(f"max_model_len {16 * num_blocks - 2}, not the model's")
+        assert state.max_model_len == 16 * num_blocks - 2
         assert pool == f"KV pool of {num_blocks} blocks, {16 * num_blocks} positions: kv_memory_mib 24"
     finally:
         node.close()
