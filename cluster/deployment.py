@@ -120,7 +120,7 @@ class Deployment:
         self._router: RouterProcess | None = None
         self._dir: Path | None = None
         self._undertaker: Undertaker | None = None
-        self._keeps_logs = False
+        self._keeps_logs = self._drops_logs = False
 
     def __enter__(self) -> Self:
         try:
@@ -220,7 +220,10 @@ class Deployment:
             yield
         except Exception as error:
             if self._dir is not None:
-                self._keeps_logs = True
+                self._keeps_logs = private_files.is_worth_logs(error)
+                self._drops_logs = not self._keeps_logs
+                if self._drops_logs:
+                    raise
                 if isinstance(error, BatonError):
                     private_files.say_where(error, self._dir)
             raise
@@ -228,7 +231,7 @@ class Deployment:
     def _end_files(self, folder: Path, has_died: bool) -> None:
         if self._keeps_logs:
             private_files.keep_logs(folder)
-        elif has_died:
+        elif has_died and not self._drops_logs:
             _logger.warning("a worker died in this run; the logs are in %s", private_files.keep_logs(folder))
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Final
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, ConfigInvalid, RayUnavailable, StartupError, WorkerStartFailed
 
 PRIVATE_UMASK: Final = 0o077
 ROOT: Final = Path("/tmp")  # short: sockets below a deployment's folder have long names
@@ -52,6 +52,13 @@ def worker_died(folder: Path) -> bool:
     """Whether a worker of the private Ray below `folder` has left words, and no process any more."""
     names = [path.name for path in _logs_below(folder) if path.name.startswith("worker-") and path.suffix == ".err"]
     return any(not Path("/proc", name.removesuffix(".err").rpartition("-")[2]).exists() for name in names)
+
+
+def is_worth_logs(error: Exception) -> bool:
+    """Whether logs may say more than the error: a wrong key or a port in use says all, and would push out others'."""
+    if isinstance(error, (WorkerStartFailed, RayUnavailable)):
+        return error.fields.get("cause") != ConfigInvalid.__name__
+    return not isinstance(error, StartupError)
 
 
 def say_where(error: BatonError, folder: Path) -> None:

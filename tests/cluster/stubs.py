@@ -65,6 +65,13 @@ class RefusingShell(StubShell):
         raise ModelTensorMissing("model.safetensors lacks lm_head.weight", tensors=["lm_head.weight"])
 
 
+class MisconfiguredShell(StubShell):
+    def __init__(self, config):
+        from baton.core.errors import ConfigInvalid
+
+        raise ConfigInvalid("kv_memory_mib: holds no block", keys=["kv_memory_mib"])
+
+
 class DyingShell(StubShell):
     def __init__(self, config):
         os._exit(3)
@@ -96,6 +103,10 @@ def stub_shell():
 
 def refusing_shell():
     return RefusingShell
+
+
+def misconfigured_shell():
+    return MisconfiguredShell
 
 
 def dying_shell():

@@ -23,6 +23,7 @@ from baton.cluster.ray.restarts import Restarts
 from baton.core.config import ServeConfig
 from baton.core.errors import (
     BatonError,
+    ConfigInvalid,
     ModelMissing,
     PortInUse,
     RayLost,
@@ -155,6 +156,29 @@ def test_a_worker_that_refuses_to_start_is_reported_with_its_own_error(model):
     said = [path.read_text() for path in logs.glob("worker-*.err")]
     assert any("lacks lm_head.weight" in text for text in said)
     shutil.rmtree(logs)
+
+
+@pytest.mark.fast
+def test_logs_are_kept_where_they_may_say_more_than_the_error():
+    wrong_key = {"worker_id": "decode-0", "cause": "ConfigInvalid"}
+    assert not private_files.is_worth_logs(ConfigInvalid("kv_memory_mib: too little", keys=["kv_memory_mib"]))
+    assert not private_files.is_worth_logs(PortInUse("port 80", port=80))
+    assert not private_files.is_worth_logs(WorkerStartFailed("decode-0 did not start: ConfigInvalid", **wrong_key))
+    assert private_files.is_worth_logs(WorkerStartFailed("decode-0 did not start", **wrong_key | {"cause": "Odd"}))
+    assert private_files.is_worth_logs(RayLost("its raylet is gone"))
+    assert private_files.is_worth_logs(ValueError("a fault of our own"))
+
+
+@pytest.mark.ray
+@IGNORED
+def test_a_wrong_key_that_only_a_worker_can_judge_leaves_no_logs(model, caplog, monkeypatch):
+    kept = []
+    monkeypatch.setattr(private_files, "keep_logs", kept.append)
+    with pytest.raises(WorkerStartFailed, match="ConfigInvalid: kv_memory_mib") as failed:
+        make(model, decode=stubs.misconfigured_shell).__enter__()
+    assert "logs" not in failed.value.fields
+    assert not kept
+    assert "a worker died" not in caplog.text
 
 
 def assert_private(logs):
