@@ -14,7 +14,7 @@ import typer
 
 import baton
 from baton.cluster.commands import bench_cli, keys_cli
-from baton.cluster.flags import Count, Json, Text, with_access, with_every_key, with_keys
+from baton.cluster.flags import Address, Count, Json, Text, check_address, with_access, with_every_key, with_keys
 from baton.cluster.flags import option as _option
 from baton.cluster.outcome import ExitCode, Output, format_table, run_command
 from baton.core.errors import ConfigInvalid, FeatureNotBuilt
@@ -182,7 +182,7 @@ def check(
 @with_access
 def generate(
     prompt: Annotated[Text, _option("the text to continue; - reads standard input")] = None,
-    address: Annotated[Text, _option("HOST:PORT of a deployment  [127.0.0.1:50051]")] = None,
+    address: Annotated[Text, _option("HOST:PORT of a deployment  [127.0.0.1:50051]", check=check_address)] = None,
     local: Annotated[bool, typer.Option("--local", help="run the model in this process, without Ray")] = False,
     max_tokens: Annotated[Count, _option("at most this many tokens  [128]")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
@@ -241,7 +241,7 @@ def generate(
 @app.command()
 @with_access
 def status(
-    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    address: Address = "127.0.0.1:50051",
     json: Json = False,
 ) -> int:
     """Show a deployment's workers: lives, blocks, requests, and what decode steps did."""
@@ -260,7 +260,7 @@ def speculation(
     mode: Annotated[
         Text, typer.Argument(help="draft tokens per step, or auto; without it, show the present one")
     ] = None,
-    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    address: Address = "127.0.0.1:50051",
     json: Json = False,
 ) -> int:
     """Show or change how many drafts the decode workers make, while they serve."""
@@ -282,7 +282,7 @@ def drain(
     ] = None,
     wait: Annotated[float, typer.Option(help="seconds to wait until it is empty; 0 only asks")] = 60.0,
     undo: Annotated[bool, typer.Option("--undo", help="let it serve again")] = False,
-    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    address: Address = "127.0.0.1:50051",
     json: Json = False,
 ) -> int:
     """Give a worker nothing new and move its streams to others, so that it can be stopped."""
@@ -299,7 +299,7 @@ def drain(
 @with_access
 def quarantine(
     clear: Annotated[Text, _option("take this request again; all takes every one")] = None,
-    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    address: Address = "127.0.0.1:50051",
     json: Json = False,
 ) -> int:
     """Show the requests that are refused because workers died of them, or pardon them."""
@@ -317,7 +317,9 @@ def quarantine(
 def doctor(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="port that `baton serve` would use")] = 50051,
     selftest: Annotated[bool, typer.Option("--selftest", help="also measure whether invariant numerics hold")] = False,
-    address: Annotated[Text, _option("HOST:PORT of a deployment: also show its KV paths and decode steps")] = None,
+    address: Annotated[
+        Text, _option("HOST:PORT of a deployment: also show its KV paths and decode steps", check=check_address)
+    ] = None,
     json: Json = False,
 ) -> int:
     """Check this machine: versions, devices, ports, limits. Exits 4 on warnings, 3 on failures."""
@@ -369,7 +371,7 @@ def runbook(
 @app.command()
 @with_access
 def top(
-    address: Annotated[str, typer.Option(help="HOST:PORT of a deployment")] = "127.0.0.1:50051",
+    address: Address = "127.0.0.1:50051",
     interval: Annotated[
         float, typer.Option(help="seconds between two looks; rates are of what happened between")
     ] = 1.0,

@@ -42,7 +42,7 @@ from baton.cluster.resolve import (
     ModelDirectory,
     find_model,
     num_prefill,
-    require_port_free,
+    require_startable,
     resolve_device,
     resolve_worker,
     visible_gpus,
@@ -283,9 +283,7 @@ class Deployment:
         device = resolve_device(config.device)
         num_gpus = visible_gpus() if config.ray_address == "local" and device == "cuda" else None
         config = self.config = config.model_copy(update={"prefill": num_prefill(config, num_gpus)})
-        for port in (config.grpc_port, config.http_port, config.metrics_port):
-            if port is not None:
-                require_port_free(config.host, port)
+        require_startable(config)
         security_of(config)
         SecureChannels(config.tls)
         deadline_s = time.monotonic() + config.start_timeout_s

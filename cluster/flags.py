@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -16,6 +17,20 @@ Count = int | None
 Command = Callable[..., int]
 
 
+def check_address(address: str | None) -> str | None:
+    """An address as it is.
+
+    Raises:
+        BadParameter: it has no port.
+    """
+    if address is None or re.fullmatch(r".+:\d{1,5}", address) or address.startswith("unix:"):
+        return address
+    raise typer.BadParameter(f"{address!r} is not HOST:PORT, such as 127.0.0.1:50051")
+
+
+Address = Annotated[str, typer.Option(help="HOST:PORT of a deployment", callback=check_address)]
+
+
 def option(
     text: str,
     *names: str,
@@ -23,6 +38,7 @@ def option(
     variable: str | None = None,
     least: int | None = None,
     metavar: str = "",
+    check: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A flag whose help says its default, in brackets; of other `names` than the parameter's, in a panel of --help."""
     return typer.Option(
@@ -33,6 +49,7 @@ def option(
         envvar=variable,
         min=least,
         metavar=f"<{metavar}>" if metavar else None,
+        callback=check,
     )
 
 

@@ -22,8 +22,9 @@ from baton.core.config import (
     ServeConfig,
     WorkerConfig,
 )
-from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PortInUse
-from baton.core.kv_transports import control_channel, one_sided_lanes
+from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PackageMissing, PortInUse
+from baton.core.kv_transports import AUTO, KV_TRANSPORTS, control_channel, one_sided_lanes
+from baton.core.telemetry.span_export import SpanFile
 from baton.core.tls_files import TlsFiles
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
@@ -119,7 +120,9 @@ def _require_weights(path: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise ModelMissing(f"cannot read {path}: {error.strerror}", path=str(path)) from error
+    except (ValueError, RecursionError) as error:
         raise ModelFileDamaged(f"{path} is not JSON: {error}", path=str(path)) from error
     if not isinstance(value, dict):
         raise ModelFileDamaged(f"{path} is not a JSON object", path=str(path))
@@ -327,6 +330,42 @@ def tp_size(config: ServeConfig, role: str) -> int:
     return config.tp_prefill if role == "prefill" else config.tp_decode
 
 
+def require_startable(config: ServeConfig) -> None:
+    """Check what this machine can tell before anything is started: ports, files, devices, transports.
+
+    Raises:
+        ConfigInvalid: one of them cannot be had.
+        PackageMissing: a transport needs a package that is not here.
+        PortInUse: a port is taken.
+    """
+    named = {key: getattr(config, key) for key in ("grpc_port", "http_port", "metrics_port", "admin_port")}
+    ports = {key: port for key, port in named.items() if port is not None}
+    for port in set(ports.values()) - {0}:
+        keys = sorted(key for key in ports if ports[key] == port)
+        if len(keys) > 1:
+            raise ConfigInvalid(f"{' and '.join(keys)} are both {port}", keys=keys)
+    for key, port in ports.items():
+        try:
+            require_port_free(config.host, port)
+        except ConfigInvalid as error:
+            raise ConfigInvalid(
+                error.message, keys=[key if k == "port" else k for k in error.fields["keys"]]
+            ) from error
+    trace_file = config.telemetry_config().trace_file
+    if trace_file:
+        SpanFile(Path(trace_file), {}).close()
+    if config.ray_address != "local":
+        return  # workers are on other machines
+    if config.device == "cuda" and not has_gpu():
+        raise ConfigInvalid("device: cuda is asked for, and this machine has no GPU", keys=["device"])
+    transport = None if config.transport == AUTO else KV_TRANSPORTS[config.transport]
+    if transport is not None and transport.problem:
+        message = f"transport: {transport.name} cannot be had here: {transport.problem}"
+        if transport.package:
+            raise PackageMissing(message, package=transport.package)
+        raise ConfigInvalid(message, keys=["transport"])
+
+
 def reachable_host(config: ServeConfig, num_nodes: int, node_ip: str) -> str:
     """Where workers in a cluster reach the router.
 
@@ -343,7 +382,7 @@ def require_port_free(host: str, port: int) -> None:
     """Check that a port could be listened on now; of port 0 only the host is checked.
 
     Raises:
-        ConfigInvalid: `host` names no address of this machine.
+        ConfigInvalid: `host` names no address of this machine, or this account may not listen there.
         PortInUse: the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -357,5 +396,8 @@ def require_port_free(host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigInvalid(f"host: {host} is no address of this machine", keys=["host"]) from error
+            if error.errno == errno.EACCES:
+                message = f"this account may not listen on port {port}; choose one above 1023, or 0 for a free one"
+                raise ConfigInvalid(message, keys=["port"]) from error
             message = f"cannot listen on {host}:{port}: {error.strerror or error}"
             raise PortInUse(message, host=host, port=port) from error

@@ -421,6 +421,9 @@ class ServeConfig(BaseModel):
         if config.draft_sample_method == "greedy" and config.verification == "coupled":
             message = "draft_sample_method: coupled verification knows no other drafts; it goes with rejection"
             raise ConfigInvalid(message, keys=["draft_sample_method", "verification"])
+        if config.speculative_method == "none" and config.verification == "rejection":
+            message = "verification: rejection is asked for, and speculative_method none makes no drafts to verify"
+            raise ConfigInvalid(message, keys=["verification", "speculative_method"])
         if config.prefill == 0 and config.local_prefill == "never":
             message = "prefill is 0, and local_prefill never lets decode workers compute prompts: nobody would"
             raise ConfigInvalid(message, keys=["prefill", "local_prefill"])

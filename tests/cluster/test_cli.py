@@ -354,3 +354,11 @@ def test_local_generation_follows_a_schema(tmp_path):
     assert set(json.loads(data["text"])) <= {1, 22, "x"}
     code, data, _ = generate_locally("--regex", "(")
     assert (code, data["error"]) == (2, "InvalidGrammar")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("command", ["status", "top", "generate --prompt x", "doctor", "drain w"])
+def test_an_address_without_a_port_is_an_error_of_usage(command):
+    found = CliRunner().invoke(cli.app, [*command.split(), "--address", "foo"])
+    assert found.exit_code == 2
+    assert isinstance(found.exception, SystemExit)

@@ -1,6 +1,10 @@
 """From what an operator set to what a worker gets."""
 
+import errno
+import importlib.util
 import json
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +12,7 @@ from baton.cluster import resolve
 from baton.cluster.router_process import router_command
 from baton.core.config import ServeConfig
 from baton.core.config_key import keys_of
-from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing
+from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PackageMissing, PortInUse
 from baton.core.kv_transports import TRANSPORT_NAMES, control_channel
 from baton.core.numerics import Numerics
 from baton.core.telemetry.telemetry import TelemetryConfig
@@ -264,3 +268,55 @@ def test_kv_in_clear_beside_certificates_is_refused(transport):
     with pytest.raises(ConfigInvalid, match="kv_plaintext") as error:
         resolve.transfer_config(config)
     assert "kv_curve_key_file" in error.value.fields["keys"]
+
+
+def taken_port():
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    return listening
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"grpc_port": 7000, "http_port": 7000}, ConfigInvalid, "grpc_port and http_port are both 7000"),
+        ({"trace_file": "/nowhere/spans"}, ConfigInvalid, "trace_file: cannot write /nowhere/spans"),
+        ({"device": "cuda"}, ConfigInvalid, "device: cuda is asked for, and this machine has no GPU"),
+        ({"transport": "nvlink"}, ConfigInvalid, "transport: nvlink cannot be had here: no GPU"),
+        ({"transport": "nixl"}, PackageMissing, r"transport: nixl cannot be had here: install baton-pd\[nixl\]"),
+    ],
+    ids=str,
+)
+def test_what_this_machine_cannot_have_is_said_before_anything_starts(monkeypatch, values, error, message):
+    monkeypatch.setattr(resolve, "has_gpu", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = ServeConfig.from_mapping({"model": "tiny", "grpc_port": 0, **values})
+    with pytest.raises(error, match=message):
+        resolve.require_startable(config)
+
+
+def test_ports_that_are_taken_or_not_for_this_account_are_named_with_their_keys(monkeypatch):
+    with taken_port() as listening:
+        config = ServeConfig.from_mapping({"model": "tiny", "grpc_port": 0, "http_port": listening.getsockname()[1]})
+        with pytest.raises(PortInUse, match="Address already in use"):
+            resolve.require_startable(config)
+
+    def bind(self, address):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(resolve.socket, "socket", type("Socket", (socket.socket,), {"bind": bind}))
+    config = ServeConfig.from_mapping({"model": "tiny", "grpc_port": 80})
+    with pytest.raises(ConfigInvalid, match="may not listen on port 80; choose one above 1023") as refused:
+        resolve.require_startable(config)
+    assert refused.value.fields["keys"] == ["grpc_port"]
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(monkeypatch, tmp_path):
+    def read_text(path, encoding):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(ModelMissing, match=r"cannot read .*config\.json: Permission denied"):
+        resolve.find_model(str(tmp_path), is_dummy=True)
