@@ -117,13 +117,15 @@ class AdminService(Operations):
         self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.StatusReply:
         """Everything the router has heard, dead workers included."""
+        num_failed, num_clients = self._metrics.ended_with_errors()
         return admin_pb2.StatusReply(
             model=self._model,
             version=_version(),
             uptime_s=self._clock.now_s() - self._start_s,
             num_requests_running=self._admission.num_in_flight,
             num_requests_finished=self._metrics.total("requests_finished"),
-            num_requests_failed=self._metrics.total("requests_failed"),
+            num_requests_failed=num_failed,
+            num_requests_refused=num_clients,
             num_tokens_streamed=self._metrics.total("generation_tokens"),
             workers=[self._status(member) for member in self._members.all()],
             refused_pairs=[

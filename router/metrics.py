@@ -12,6 +12,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from baton.core import errors
 from baton.core.distribution import Buckets
 
 
@@ -130,6 +131,16 @@ class RouterMetrics:
         samples = (sample for metric in metrics for sample in metric.samples if sample.name == f"{family}_total")
         return int(sum(sample.value for sample in samples))
 
+    def ended_with_errors(self) -> tuple[int, int]:
+        """Requests that failed, and those that were wrong, refused, or given up by their clients."""
+        failed = clients = 0
+        for family in self.requests_failed.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    is_own = is_clients(sample.labels["error"])
+                    failed, clients = failed + int(sample.value) * (not is_own), clients + int(sample.value) * is_own
+        return failed, clients
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"baton_{name}", text, labels, registry=self._registry)
 
@@ -144,3 +155,10 @@ class SpanCollector(Collector):
         """As of now."""
         text = "Requests whose spans the router lost"
         yield CounterMetricFamily("baton_traces_dropped", text, value=self._num_dropped())
+
+
+def is_clients(kind: str) -> bool:
+    """Whether an error, by its name, is of the client's making: a wrong request, no permission, a stream given up."""
+    own = (errors.InvalidRequest, errors.AccessRefused, errors.RequestCancelled)
+    found = getattr(errors, kind, None)
+    return isinstance(found, type) and issubclass(found, own)

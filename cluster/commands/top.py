@@ -35,6 +35,7 @@ def top_data(before: admin_pb2.StatusReply, now: admin_pb2.StatusReply, interval
             "waiting": sum(sum(worker["waiting"].values()) for worker in workers if worker["alive"]),
             "finished": now.num_requests_finished,
             "failed": now.num_requests_failed,
+            "refused": now.num_requests_refused,
             "handoff_retries": now.num_handoff_retries,
             "finished_per_s": rate("num_requests_finished"),
             "failed_per_s": rate("num_requests_failed"),

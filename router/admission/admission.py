@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from baton.core import errors
 from baton.core.errors import Overloaded
-from baton.router.metrics import RouterMetrics
+from baton.router.metrics import RouterMetrics, is_clients
 
 
 class Settling:
@@ -127,15 +126,9 @@ class ShedReport:
         for family in self._metrics.requests_failed.collect():
             for sample in family.samples:
                 kind = sample.labels.get("error", "")
-                if sample.name.endswith("_total") and not _is_clients(kind):
+                if sample.name.endswith("_total") and not is_clients(kind):
                     counts[kind] += int(sample.value)
         return counts
-
-
-def _is_clients(kind: str) -> bool:
-    own = (errors.InvalidRequest, errors.AccessRefused, errors.RequestCancelled)
-    found = getattr(errors, kind, None)
-    return isinstance(found, type) and issubclass(found, own)
 
 
 async def watch(metrics: RouterMetrics) -> None:

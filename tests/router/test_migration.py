@@ -284,11 +284,10 @@ async def test_each_answer_of_several_goes_on_by_itself():
 
 
 async def test_a_prefix_that_no_prefill_worker_holds_is_computed_again_and_compared():
-    async with cluster(1, 2) as running:
+    async with cluster(0, 2) as running:
+        await running.add("prefill", "prefill-0", block_size=2)  # ten blocks: prompt and 18 tokens
         running.script.answer = "x" * 40
         running.script.decode_hangs_after = 30
-        running.of("prefill")[0].overrides["block_size"] = 2  # ten blocks: prompt and 18 tokens
-        running.router.members.heartbeat(running.of("prefill")[0].state())
         reading = Reading(running)
         await reading.until(31)
         running.script.decode_hangs_after = None

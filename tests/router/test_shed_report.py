@@ -33,3 +33,18 @@ def test_a_request_is_one_line_whatever_its_id_holds(caplog):
         r"request 'a\nb\x1b[2J' of 'team': ok, 3 prompt tokens, 4 output tokens, 5.0 ms",
         "request 'c': ValueError, 3 prompt tokens, 0 output tokens, 5.0 ms",
     ]
+
+
+def test_what_clients_do_wrong_is_not_counted_as_failed():
+    metrics = RouterMetrics()
+    kinds = {
+        "PromptTooLong": 3,
+        "Unauthenticated": 2,
+        "RequestCancelled": 4,
+        "Overloaded": 5,
+        "WorkerLost": 1,
+        "InternalError": 6,
+    }
+    for kind, num in kinds.items():
+        metrics.requests_failed.labels(kind).inc(num)
+    assert metrics.ended_with_errors() == (5 + 1 + 6, 3 + 2 + 4)
