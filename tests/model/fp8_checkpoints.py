@@ -1,7 +1,6 @@
-"""Tiny random float8 checkpoints in each published layout, and what they compute, from transformers' plain modules.
+"""Tiny random float8 checkpoints in each published layout.
 
-A directory has a twin whose weights are the values times the scales by the layout's own rule, in float32. Activations
-of products that are made in float8 are rounded as kernels round them: 128 of a row together.
+A directory has a twin whose weights are the values times the scales by the layout's own rule, in float32.
 """
 
 import json
@@ -9,10 +8,8 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn import functional
 
 from baton.tests.model.checkpoints import write_checkpoint
-from baton.tests.model.reference import Reference
 
 SIZES = {"hidden_size": 256, "head_dim": 128, "num_heads": 4, "num_kv_heads": 2, "tie": False}
 INNER = {"intermediate_size": 512}
@@ -121,39 +118,3 @@ def _quantized(weight, layout, generator):
     values = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
     stored = scale.reshape(()) if layout.scale == "tensor" else scale
     return values, stored, values.float() * wide
-
-
-def rounded(x):
-    """What a float8 product sees of activations."""
-    groups = x.float().unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return ((groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
-
-
-class RoundingReference(Reference):
-    """A twin's reference; products of modules outside of `ignored` round their activations, unless all are wide."""
-
-    def __init__(self, path, *, ignored=IGNORED, wide=False):
-        super().__init__(path, torch.float32)
-        if wide:
-            return
-        named = [*self.model.named_modules(), *self.mtp_layer.named_modules(prefix="mtp.layers.0")]
-        for name, module in named:
-            if isinstance(module, torch.nn.Linear) and name.endswith("_proj") and name not in ignored:
-                module.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
-            elif name.endswith(".experts"):
-                module.forward = _Experts(module)
-
-
-class _Experts:
-    def __init__(self, module):
-        self.gate_up, self.down = module.gate_up_proj, module.down_proj
-
-    def __call__(self, x, chosen, weights):
-        out = torch.zeros_like(x)
-        for token, choice in torch.cartesian_prod(torch.arange(len(x)), torch.arange(chosen.shape[1])).tolist():
-            expert = chosen[token, choice]
-            gate, up = functional.linear(rounded(x[token]), self.gate_up[expert]).chunk(2)
-            inner = rounded(functional.silu(gate) * up)
-            out[token] += functional.linear(inner, self.down[expert]) * weights[token, choice]
-        return out
