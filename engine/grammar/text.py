@@ -420,7 +420,13 @@ def new_tokens(tokenizer_json: str, vocab_size: int, eos_token_id: int) -> Any:
 
 
 def refusal(kind: str, why: str) -> InvalidGrammar:
-    """The error that says why a specification is none."""
+    """The error that says why a specification is none.
+
+    Of the library's own words the marks of what it leaves out are dropped, and a mere name becomes a sentence.
+    """
+    why = re.sub(r"<[\w-]+/>", "", why).strip()
+    if re.fullmatch(r"\w+", why):
+        why = f"the grammar library cannot follow it ({why})"
     return InvalidGrammar(f"{kind}: {why}"[:MAX_MESSAGE_LEN], kind=kind)
 
 

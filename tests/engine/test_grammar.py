@@ -18,6 +18,7 @@ from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar import grammar as grammar_module
 from baton.engine.grammar.grammar import QUICK_LIMITS, GrammarBudget, GrammarCompiler
+from baton.engine.grammar.text import refusal
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
@@ -404,3 +405,11 @@ def test_models_that_cannot_follow_a_grammar_say_so():
     with pytest.raises(InvalidGrammar, match="follows no grammars"):
         grammar_module.check_compiles(GrammarSpec("regex", "a"), None)
     grammar_module.check_compiles(None, None)
+
+
+@pytest.mark.fast
+def test_a_refusal_is_a_sentence():
+    assert refusal("json_schema", "NoExtensionBias\n<non-verbose/>").message == (
+        "json_schema: the grammar library cannot follow it (NoExtensionBias)"
+    )
+    assert refusal("regex", "unclosed group\nat 3").message == "regex: unclosed group\nat 3"
