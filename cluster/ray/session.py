@@ -29,6 +29,7 @@ TOKEN_CODES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIE
 NO_TOKEN = "a Ray cluster asks for its token: say RAY_AUTH_TOKEN_PATH=FILE, as where it was started"
 TLS_WANTED = "RAY_USE_TLS=1 with RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT, as where it was started"
 ACCEPT_OPEN = "accept one that is open to all with RAY_AUTH_MODE=disabled"
+RAYLET_PID = "RAY_RAYLET_PID"
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty request is a valid one
 
 
@@ -84,6 +85,10 @@ class RaySession:
     def __init__(self, address: str, *, namespace: str, temp_dir: Path, num_gpus: int | None) -> None:
         self.is_private = address == "local"
         _prepare_any() if self.is_private else prepare_environment()
+        # Whose end Ray takes for its raylet's, once it has lost that: unset, that of the parent, so under a parent of
+        # pid 1 (systemd, a container's init) Ray would end this process without a word. Read when Ray is imported; a
+        # raylet tells its workers its own.
+        os.environ[RAYLET_PID] = str(os.getpid())
         self.ray: Any = import_ray()
         options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
         if self.is_private:
