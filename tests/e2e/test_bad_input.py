@@ -135,15 +135,18 @@ def test_prompts(client, nothing_else, values, kind):
 @pytest.mark.ray
 def test_lengths_against_the_whole_pool(client, nothing_else):
     capacity = capacity_len(client)
-    assert capacity < client.model().max_model_len
     num_drafts = client.model().num_draft_tokens
+    assert client.model().max_model_len == capacity - num_drafts < 2048, "no more than the pool holds"
 
     def generate(prompt_len, max_tokens):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         return client.generate_text(token_ids=[300] * prompt_len, sampling=sampling)
 
     for lens in [(capacity + 1, 1), (capacity, 1), (capacity - num_drafts - 1, 2), (10, capacity), (1, 2**31 - 1)]:
-        assert refused(PromptTooLong, lambda lens=lens: generate(*lens)).fields["limit"] in (capacity, 2048)
+        assert refused(PromptTooLong, lambda lens=lens: generate(*lens)).fields["limit"] in (
+            capacity,
+            capacity - num_drafts,
+        )
     assert generate(capacity - num_drafts - 1, 1) is not None
     wait_idle(client, RELEASE_S)
 
