@@ -219,17 +219,21 @@ def _judge_float8(
 
 def _judge_quantization(config: ServeConfig, sizes: "ModelConfig", dtype: str, device: str, found: Judgement) -> None:
     """How weights are quantized, and what is not computed as the checkpoint's scheme would have it."""
-    from baton.model.fp8_scheme import invariant_refusal
+    from baton.model.fp8_scheme import invariant_refusal, made_refusal
     from baton.model.fp8_tensors import PRODUCT_DTYPES
 
     scheme, asked = sizes.fp8, config.quantization.value
     found.facts["weights"] = str(scheme) if scheme else None if asked == "none" else f"{asked}, made at load"
+    has_order = config.tp_prefill == config.tp_decode == 1 and (device == "cuda" or config.kernels == "triton")
+    is_ordered = config.numerics is not Numerics.INVARIANT or has_order
+    if scheme is None and asked != "none":
+        refusal = made_refusal(dtype, is_ordered=is_ordered)
+        found.errors += [] if refusal is None else [refusal]
     if scheme is None or not scheme.may_stay_float8 or dtype not in PRODUCT_DTYPES:
         return
     if scheme.is_static:
         found.notes.append("its input_scale is not used: 128 activations are scaled together, as they come")
-    is_ordered = config.tp_prefill == config.tp_decode == 1 and (device == "cuda" or config.kernels == "triton")
-    if config.numerics is Numerics.INVARIANT and not is_ordered:
+    if not is_ordered:
         found.errors.append(invariant_refusal())
 
 

@@ -356,8 +356,8 @@ def require_startable(config: ServeConfig) -> None:
         SpanFile(Path(trace_file), {}).close()
     if config.ray_address != "local":
         return  # workers are on other machines
-    if config.device == "cuda" and not has_gpu():
-        raise ConfigInvalid("device: cuda is asked for, and this machine has no GPU", keys=["device"])
+    if config.device == "cuda" and not has_gpu() and not visible_gpus():  # WSL has GPUs without such files
+        raise ConfigInvalid("device: cuda is asked for, and torch finds no GPU here", keys=["device"])
     transport = None if config.transport == AUTO else KV_TRANSPORTS[config.transport]
     if transport is not None and transport.problem:
         message = f"transport: {transport.name} cannot be had here: {transport.problem}"

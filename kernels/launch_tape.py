@@ -3,7 +3,7 @@
 The layers of a step launch the same kernels with the same arguments but for K, V and their scales. To check and choose
 all that anew takes the host several times as long as to launch it. So a tape keeps the launches of one layer, and the
 next ones put their own K and V in. Outputs and temporaries stay where the recorded layer has them: work of one stream
-comes one after the other, so whoever uses an output does so before the next replay.
+comes one after the other, so an output is used before the next replay writes it.
 
 A tape keeps only what it has seen: if anything but a `Launcher` worked on the device meanwhile, or an argument may lead
 to the recorded layer's memory in another way than as one of its tensors, there is no tape, and layers are launched as

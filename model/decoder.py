@@ -1,7 +1,7 @@
 """One decoder layer and the trunk of them.
 
 Both are generators that stop where a layer attends: they yield its attention and the queries, and are sent what came of
-it. So a pass can be computed as one (`computed`), or piece by piece, by whoever replays what lies between attentions.
+it. So a pass can be computed as one (`computed`), or piece by piece, where CUDA graphs replay what lies between them.
 
 Legend: T tokens, D hidden size, V vocabulary, A query heads, E head size.
 """

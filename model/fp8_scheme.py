@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from baton.core.errors import ModelFileDamaged, ModelUnsupported
+from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
 
 BLOCK_LEN = 128  # of the float8 kernels, in both dimensions
 MODELOPT_FILE = "hf_quant_config.json"
@@ -61,7 +61,8 @@ def read_scheme(values: dict[str, Any], path: Path) -> Fp8Scheme | None:
     """The scheme of a directory, by its config.json; None if its weights are not quantized.
 
     Raises:
-        ModelFileDamaged: hf_quant_config.json is no mapping.
+        ModelFileDamaged: hf_quant_config.json is no JSON.
+        ModelMissing: it cannot be read.
         ModelUnsupported: it is another kind of quantization, or holds a key or value that is not implemented.
     """
     found = values.get("quantization_config") or values.get("compression_config") or _modelopt_file(path)
@@ -86,6 +87,20 @@ def invariant_refusal() -> ModelUnsupported:
     return ModelUnsupported(message, option="numerics", value="invariant")
 
 
+def made_refusal(dtype: str, *, is_ordered: bool) -> ModelUnsupported | None:
+    """Why weights cannot be made float8 at load; None if they can.
+
+    Args:
+        dtype: of the model, by torch's name.
+        is_ordered: products are as the numerics want them, which ranks that share them are not in invariant ones.
+    """
+    problem = "" if is_ordered else "no --batch-invariant, or with --kernels triton on one rank"
+    problem = problem if dtype == "bfloat16" else f"--dtype bfloat16, not {dtype}"
+    if not problem:
+        return None
+    return ModelUnsupported(f"--quantization fp8 goes with {problem}", option="quantization", value="fp8")
+
+
 def _modelopt_file(path: Path) -> Any:
     """What ModelOpt writes beside a config.json that need not mention it."""
     file = path / MODELOPT_FILE
@@ -93,7 +108,9 @@ def _modelopt_file(path: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ModelMissing(f"cannot read {file}: {error.strerror}", path=str(file)) from error
+    except (ValueError, RecursionError) as error:
         raise ModelFileDamaged(f"{file} is not JSON: {error}", path=str(file)) from error
 
 

@@ -179,7 +179,7 @@ class WeightSource:
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             message = f"{scale_name} holds a number that is no scale: negative or not finite"
             raise ModelUnsupported(message, option=scale_name, value=str(float(scale.min())))
-        return scale.to(self.device)  # judged before, where nobody waits for a device
+        return scale.to(self.device)  # judged before, on the host
 
     def _block_scales(self, name: str) -> torch.Tensor:
         """Float32 [ceil(N / 128), K / 128] of this rank's part, whose blocks are whole."""

@@ -16,7 +16,7 @@ from baton.kvcache.layout import WORD_BYTES
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T
-from baton.model.fp8_scheme import invariant_refusal
+from baton.model.fp8_scheme import invariant_refusal, made_refusal
 from baton.model.fp8_tensors import NO_FLOAT8, PRODUCT_DTYPES
 from baton.model.layers import WeightSource
 from baton.model.model import Model
@@ -153,17 +153,12 @@ def _identified(
 
 
 def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dtype, *, is_ordered: bool) -> ModelConfig:
-    """The same with another identity: what KV it makes differs from the unquantized model's.
-
-    Its products must be `is_ordered`: as the numerics want them, which ranks that share them are not in invariant ones.
-    """
+    """The same with another identity: what KV it makes differs from the unquantized model's."""
     if quantization is Quantization.NONE:
         return config
-    problem = "" if is_ordered else "no --batch-invariant, or with --kernels triton on one rank"
-    problem = problem if dtype is torch.bfloat16 else f"--dtype bfloat16, not {_named(dtype)}"
-    if problem:
-        message = f"--quantization {quantization.value} goes with {problem}"
-        raise ModelUnsupported(message, option="quantization", value=quantization.value)
+    refusal = made_refusal(_named(dtype), is_ordered=is_ordered)
+    if refusal is not None:
+        raise refusal
     return _renamed(config, quantization.value)
 
 

@@ -137,6 +137,8 @@ def _read_index(file: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(shard) for name, shard in weight_map.items()}
+    except OSError as error:
+        raise ModelMissing(f"cannot read {file}: {error.strerror}", path=str(file)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileDamaged(f"{file} is not an index of shards: {error!r}", path=str(file)) from error
 

@@ -16,6 +16,7 @@ from baton.kernels.implementation import Implementation
 from baton.kvtransfer.protocol.transfer_times import EXPOSED, TRANSFER, distribution_of
 from baton.kvtransfer.sender.lane_choice import LaneChoice
 from baton.kvtransfer.sender.table import PathCounts
+from baton.model.fp8_tensors import PRODUCT_DTYPES
 from baton.model.model import Model
 from baton.proto import worker_pb2
 from baton.proto.wire import distribution_to_proto, waiting_to_proto
@@ -32,11 +33,14 @@ def form_of(model: Model) -> str:
 
 def compute_report(model: Model, quantization: Quantization, chosen: Sequence[str] = ()) -> worker_pb2.Compute:
     """For a heartbeat; `chosen` says what was chosen at start, and why. Any thread."""
-    device = model.device
+    device, scheme = model.device, model.config.fp8
+    is_stored = (
+        scheme is not None and scheme.may_stay_float8 and str(model.dtype).removeprefix("torch.") in PRODUCT_DTYPES
+    )
     return worker_pb2.Compute(
         form=form_of(model),
         why=model.why_no_triton,
-        quantization=quantization.value,
+        quantization="fp8, as stored" if is_stored else quantization.value,
         num_library_refused=LIBRARY.num_refused,
         library_refused=[f"{outputs}x{inputs}" for outputs, inputs in sorted(LIBRARY.refused)],
         untuned=tuning.untuned(),

@@ -507,7 +507,8 @@ def graphed_step(
 ) -> GraphedStep | None:
     """The step of a runner with these limits, its graphs captured; None where there are to be none.
 
-    Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched.
+    Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched. So are those of
+    several ranks: hundreds of graphs, each with operations of the group, have not been tried on GPUs.
 
     Raises:
         ConfigInvalid: sizes that do not fit the device or the runner.
@@ -526,7 +527,7 @@ def graphed_step(
         max_num_sequences=max_num_sequences,
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len,
-        max_num_tokens=max_num_tokens,
+        max_num_tokens=max_num_tokens if communicator is None or communicator.size == 1 else 0,
         sizes=config.sizes,
     )
     step = GraphedStep(model, pool, sizes, CudaBackend(pool.device, communicator or Alone()), communicator)

@@ -127,7 +127,7 @@ class PiecewiseTrunk:
         assert num_rows <= self.num_rows
         for row, values_T in enumerate((token_ids_T, positions_of(batch), slots_of(batch))):
             self._numbers_3N[row, :num_rows].copy_(values_T)
-        self._numbers_3N[2, num_rows:].fill_(self._pool.scratch_slot)  # what else padding has, nobody sees
+        self._numbers_3N[2, num_rows:].fill_(self._pool.scratch_slot)  # other numbers of padding do not matter
         attend = _Attend(self._query_NAE[:num_rows], self._mixed_NQ[:num_rows], batch, self._pool)
         for replay, attention in zip(self._replays, self._attentions, strict=False):
             replay()

@@ -59,7 +59,7 @@ class ReceiverSide:
 
 
 def pool_place(setup: ReceiverSetup, rank: int, offset_bytes: int, num_bytes: int) -> kv_pb2.PoolPlace:
-    """What an offer of any lane says of one rank's pool."""
+    """What the offer of a one-sided transport says of one rank's pool."""
     return kv_pb2.PoolPlace(
         offset_bytes=offset_bytes,
         num_bytes=num_bytes,

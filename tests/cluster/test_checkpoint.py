@@ -242,6 +242,15 @@ def test_float8_checkpoints_that_cannot_be_served_so_are_refused(tmp_path):
     assert not judged(path).errors
 
 
+def test_weights_that_cannot_be_made_float8_are_refused_as_the_loader_would(tmp_path):
+    path = write_model(tmp_path / "m")
+    (error,) = judged(path, quantization="fp8", dtype="float32").errors
+    assert "--dtype bfloat16, not float32" in error.message
+    (error,) = judged(path, quantization="fp8", dtype="bfloat16", batch_invariant=True).errors
+    assert "--kernels triton on one rank" in error.message
+    assert not judged(path, quantization="fp8", dtype="bfloat16").errors
+
+
 def test_a_name_from_the_hub_cache_is_the_repositorys(tmp_path):
     cache = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots"
     cache.mkdir(parents=True)

@@ -17,6 +17,9 @@ from baton.core.kv_transports import TRANSPORT_NAMES, control_channel
 from baton.core.numerics import Numerics
 from baton.core.telemetry.telemetry import TelemetryConfig
 from baton.core.tls_files import TlsFiles
+from baton.model.config import ModelConfig
+from baton.model.fp8_scheme import read_scheme
+from baton.model.weights import read_headers
 from baton.router.__main__ import parse
 
 pytestmark = pytest.mark.fast
@@ -282,7 +285,7 @@ def taken_port():
     [
         ({"grpc_port": 7000, "http_port": 7000}, ConfigInvalid, "grpc_port and http_port are both 7000"),
         ({"trace_file": "/nowhere/spans"}, ConfigInvalid, "trace_file: cannot write /nowhere/spans"),
-        ({"device": "cuda"}, ConfigInvalid, "device: cuda is asked for, and this machine has no GPU"),
+        ({"device": "cuda"}, ConfigInvalid, "device: cuda is asked for, and torch finds no GPU here"),
         ({"transport": "nvlink"}, ConfigInvalid, "transport: nvlink cannot be had here: no GPU"),
         ({"transport": "nixl"}, PackageMissing, r"transport: nixl cannot be had here: install baton-pd\[nixl\]"),
     ],
@@ -290,6 +293,7 @@ def taken_port():
 )
 def test_what_this_machine_cannot_have_is_said_before_anything_starts(monkeypatch, values, error, message):
     monkeypatch.setattr(resolve, "has_gpu", lambda: False)
+    monkeypatch.setattr(resolve, "visible_gpus", lambda: 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = ServeConfig.from_mapping({"model": "tiny", "grpc_port": 0, **values})
     with pytest.raises(error, match=message):
@@ -312,11 +316,31 @@ def test_ports_that_are_taken_or_not_for_this_account_are_named_with_their_keys(
     assert refused.value.fields["keys"] == ["grpc_port"]
 
 
-def test_a_file_that_cannot_be_read_is_not_called_damaged(monkeypatch, tmp_path):
-    def read_text(path, encoding):
-        raise PermissionError(errno.EACCES, "Permission denied")
+def test_a_gpu_that_torch_finds_without_a_device_file_is_one(monkeypatch):
+    monkeypatch.setattr(resolve, "has_gpu", lambda: False)
+    monkeypatch.setattr(resolve, "visible_gpus", lambda: 1)
+    resolve.require_startable(ServeConfig.from_mapping({"model": "tiny", "grpc_port": 0, "device": "cuda"}))
 
-    (tmp_path / "config.json").write_text("{}")
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", lambda path: resolve.find_model(str(path), is_dummy=True)),
+        ("config.json", ModelConfig.from_directory),
+        ("hf_quant_config.json", lambda path: read_scheme({}, path)),
+        ("model.safetensors.index.json", resolve.find_model),
+        ("model.safetensors.index.json", read_headers),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_not_called_damaged(monkeypatch, tmp_path, name, read):
+    def read_text(path, encoding):
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return found(path, encoding)
+
+    for file in ("config.json", "tokenizer.json", "hf_quant_config.json", "model.safetensors.index.json"):
+        (tmp_path / file).write_text('{"max_position_embeddings": 512}')
+    found = Path.read_text
     monkeypatch.setattr(Path, "read_text", read_text)
-    with pytest.raises(ModelMissing, match=r"cannot read .*config\.json: Permission denied"):
-        resolve.find_model(str(tmp_path), is_dummy=True)
+    with pytest.raises(ModelMissing, match=rf"cannot read .*{name}: Permission denied"):
+        read(tmp_path)

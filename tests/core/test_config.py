@@ -207,6 +207,11 @@ def test_vllms_spellings_mean_the_same(values, wanted):
             ["num_speculative_tokens", "speculative_method"],
             "makes no drafts",
         ),
+        (
+            {"speculative_method": "none", "verification": "rejection"},
+            ["speculative_method", "verification"],
+            "makes no drafts to verify",
+        ),
     ],
 )
 def test_a_speculation_that_is_not_here_is_refused(values, keys, message):

@@ -4,6 +4,7 @@ import torch
 
 from baton.engine.graphs.graphed_step import GraphedStep
 from baton.engine.graphs.key import GraphSizes
+from baton.engine.local import LocalEngine
 from baton.tests.engine.recorder import RecorderBackend
 
 NO_LIMIT = 1 << 40
@@ -25,6 +26,19 @@ def with_graphs(engine, *, sizes=(1, 3, 4), **options):
     assert runner.graphs is None
     runner.graphs = graphed(runner._model, engine.pool, k=runner.num_draft_tokens, sizes=sizes, **options)
     return engine
+
+
+def bundled_engine(model, tokenizer, k):
+    """Of the bundled model, few sequences in small chunks."""
+    return LocalEngine(
+        model,
+        tokenizer,
+        num_blocks=200,
+        block_size=16,
+        num_draft_tokens=k,
+        chunk_len=64,
+        max_num_sequences=4,
+    )
 
 
 def assert_all_replayed(engine):

@@ -13,11 +13,10 @@ from baton.core.verification import DraftSampleMethod, VerificationConfig, Verif
 from baton.engine.graphs import graphed_step
 from baton.engine.graphs.backend import CallBackend, CaptureRefused
 from baton.engine.graphs.key import EagerReason
-from baton.engine.local import LocalEngine
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kvcache.pool import KVPool
 from baton.tests.engine import races, reference
-from baton.tests.engine.graphs import assert_all_replayed, graphed, with_graphs
+from baton.tests.engine.graphs import assert_all_replayed, bundled_engine, graphed, with_graphs
 from baton.tests.engine.recorder import RecorderBackend
 from baton.tests.engine.test_local_engine import requests_for
 from baton.tests.engine.test_tp_group import CHECKPOINT, generate, load, runner_of
@@ -139,15 +138,7 @@ def test_the_bundled_model_and_grammars_that_visit_the_host_between_graphs(k, ti
     ]
 
     def engine():
-        return LocalEngine(
-            tiny_model,
-            tiny_tokenizer,
-            num_blocks=200,
-            block_size=16,
-            num_draft_tokens=k,
-            chunk_len=64,
-            max_num_sequences=4,
-        )
+        return bundled_engine(tiny_model, tiny_tokenizer, k)
 
     def requests():
         made = [requests_for(tiny_prompts[:7], k, max_tokens=8, **way) for way in ways]

@@ -11,11 +11,10 @@ from baton.engine.graphs import piecewise
 from baton.engine.graphs.backend import CallBackend
 from baton.engine.graphs.key import EagerReason
 from baton.engine.graphs.piecewise import PiecewiseTrunk, RowBuffers, row_sizes
-from baton.engine.local import LocalEngine
 from baton.engine.step.batch import ChunkRows, DecodeRows, decode_batch, prefill_inputs
 from baton.kvcache.pool import KVPool
 from baton.model.inputs import MixedBatch
-from baton.tests.engine.graphs import with_graphs
+from baton.tests.engine.graphs import bundled_engine, with_graphs
 from baton.tests.engine.recorder import RecorderBackend
 from baton.tests.engine.test_graphed_step import outcome
 from baton.tests.engine.test_local_engine import requests_for
@@ -175,15 +174,7 @@ def test_ranks_compute_their_parts(tiny_checkpoint):
 @pytest.mark.parametrize("k", [0, 2])
 def test_an_engine_says_the_same(k, tiny_model, tiny_tokenizer, tiny_prompts):
     def engine():
-        return LocalEngine(
-            tiny_model,
-            tiny_tokenizer,
-            num_blocks=200,
-            block_size=16,
-            num_draft_tokens=k,
-            chunk_len=64,
-            max_num_sequences=4,
-        )
+        return bundled_engine(tiny_model, tiny_tokenizer, k)
 
     def requests():
         return requests_for(tiny_prompts[:9], k, max_tokens=8, temperature=0.8)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.engine.graphs import piecewise
 from baton.engine.graphs.backend import CallBackend, CudaBackend
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
@@ -31,3 +32,19 @@ def test_replayed_bits_are_those_launched(numerics, dtype, shape, tmp_path):
         check(got, wanted, 0.0)
     has_tape = numerics is Numerics.DEFAULT and dtype is torch.bfloat16
     assert any(trunk.num_taped for trunk in trunks) == has_tape
+
+
+def test_bits_at_head_sizes_that_hopper_has_forms_for(tmp_path):
+    """Those of an 8B: keys and values come through tensor descriptors, which a tape moves to the next layer's."""
+    sizes = {"kind": "qwen3", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 256}
+    path = write_checkpoint(tmp_path / "wide", **sizes, layers=4)
+    model = load_model(path, dtype=torch.bfloat16, device=DEVICE, numerics=Numerics.DEFAULT, with_mtp=True)
+    captured, called = Setting(model), Setting(model)
+    trunks = trunks_of(captured, CudaBackend(DEVICE, Alone()))
+    eager = trunks_of(called, CallBackend())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(piecewise, "record", lambda work, stored: (work(), None))
+        wanted = hidden_of(called, eager)
+    check(hidden_of(captured, trunks), wanted, 0.0)
+    assert any(trunk.num_taped for trunk in trunks)
+    assert not any(trunk.num_taped for trunk in eager)

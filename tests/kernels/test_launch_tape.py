@@ -1,7 +1,10 @@
 """Launches of one layer over another's tensors: the same results, or no tape."""
 
+import dataclasses
+
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.launch_tape import Launched, local, record
 
@@ -102,3 +105,19 @@ def test_a_recording_ends_with_its_work():
         record(fail, ())
     assert local.recording is None
     attend(*layers()[0])
+
+
+def test_tritons_own_descriptors_are_moved_whole():
+    """Triton reads `base` of what it is given at each launch; the recorded one stays as it was."""
+    key, other, value = torch.zeros(32, 64), torch.ones(32, 64), torch.zeros(4)
+    descriptor, seen = TensorDescriptor.from_tensor(key, [16, 64]), []
+
+    def work():
+        local.recording.launches.append(Launched(lambda stream, given: seen.append(given), (descriptor, value)))
+
+    tape = record(work, (key, value))[1]
+    tape.replay(0, (other, value))
+    [(moved, _)] = seen
+    assert moved.base is other
+    assert dataclasses.replace(moved, base=key) == descriptor
+    assert descriptor.base is key

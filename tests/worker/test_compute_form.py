@@ -1,5 +1,7 @@
 """What a worker says of how its model is computed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from triton import knobs
@@ -18,11 +20,13 @@ pytestmark = pytest.mark.fast
 
 
 class Model:
-    def __init__(self, implementation, numerics=Numerics.DEFAULT, why=""):
+    def __init__(self, implementation, numerics=Numerics.DEFAULT, why="", scheme=None, dtype=torch.bfloat16):
         self.implementation = implementation
         self.numerics = numerics
         self.why_no_triton = why
         self.device = torch.device("cpu")
+        self.dtype = dtype
+        self.config = SimpleNamespace(fp8=scheme)
 
 
 def test_the_form_is_one_of_four():
@@ -59,6 +63,16 @@ def test_triton_tells_of_each_binary_once():
     finally:
         knobs.runtime.kernel_load_end_hook.remove(compiles.loaded)
     assert compiles.num_starting == 1
+
+
+def test_float8_weights_of_a_checkpoint_are_told_from_those_made_at_load():
+    blocks = SimpleNamespace(may_stay_float8=True)
+    ways = [(None, "none"), (SimpleNamespace(may_stay_float8=False), "none"), (blocks, "fp8, as stored")]
+    for scheme, wanted in ways:
+        model = Model(Implementation.REFERENCE, scheme=scheme)
+        assert compute_report(model, Quantization.NONE).quantization == wanted
+    model = Model(Implementation.REFERENCE, scheme=blocks, dtype=torch.float16)
+    assert compute_report(model, Quantization.NONE).quantization == "none", "made float16 as it was read"
 
 
 def test_what_fell_back_is_counted(monkeypatch):
