@@ -1,18 +1,18 @@
 """How many prompt tokens the next step computes. Pure.
 
 Where nothing decodes, a step takes as many as it may. Where sequences decode, each of them waits for the chunk, so the
-gap between two of its tokens grows by what the chunk adds. So a step with both may take about twice as long as one that
-only decodes; or, where the host needs longer than that to launch its kernels, a little longer than the host does:
-up to there the device would wait for the host anyway, and prompt tokens cost nothing. The length that fits follows from
-the steps before: each makes it a little longer or shorter. A long queue of prompts gets larger chunks: all that
-wait are computed within some `DRAIN_STEPS` steps, because there the rate of prompts decides when sequences start.
+gap between two of its tokens grows by what the chunk adds. So a step with both may take about `DECODE_STEPS` times as
+long as one that only decodes; or, where the host needs longer than that to launch its kernels, a little longer than the
+host does: up to there the device would wait for the host anyway, and prompt tokens cost nothing. The length that fits
+follows from the steps before: each makes it a little longer or shorter. A long queue of prompts gets larger chunks: all
+that wait are computed within some `DRAIN_STEPS` steps, because there the rate of prompts decides when sequences start.
 """
 
 from typing import Final
 
 FIRST_LEN: Final = 32  # before anything is known
 MIN_LEN: Final = 16
-DECODE_STEPS: Final = 2.0  # that a step with chunks may take
+DECODE_STEPS: Final = 2.5  # that a step with chunks may take
 LAUNCHES: Final = 1.1  # by its host that it may take
 DRAIN_STEPS: Final = 16
 WEIGHT: Final = 0.1  # of the newest step in a mean time

@@ -114,6 +114,11 @@ class _Watched(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: what hides the dispatch from Dynamo imports Dynamo first, which takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: dict[str, Any] | None = None
     ) -> Any:

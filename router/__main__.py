@@ -101,6 +101,7 @@ async def serve(options: argparse.Namespace, ending: "Ending") -> None:
     if telemetry.tracer is not None:
         router.metrics.registry.register(SpanCollector(lambda: telemetry.num_dropped))
     await router.start()
+    router.warm_up()
     shed = asyncio.create_task(admission.watch(router.metrics))
     # A stream is a few hundred objects: as many as there are streams would be looked at again and again.
     gc.freeze()

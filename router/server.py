@@ -234,6 +234,11 @@ class RouterServer:
             await listener.server.start()
         self._background.spawn(self._tick())
 
+    def warm_up(self) -> None:
+        """Begin to start what the first requests would wait for."""
+        if self._reader is not None:
+            self._background.spawn(self._reader.warm_up())
+
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests with `Draining`, give open ones a grace, then end them likewise; `stop` comes after.
 
@@ -259,9 +264,9 @@ class RouterServer:
         if self._http is not None:
             stopping.append(self._http.stop(grace_s))
         await asyncio.gather(*stopping)
+        await self._background.close()
         if self._reader is not None:
             await self._reader.close()
-        await self._background.close()
         await self._channels.close()
 
     def _is_whole(self) -> bool:

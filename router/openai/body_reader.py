@@ -1,9 +1,9 @@
 """Reads bodies: takes no more bytes than may be, and lets other processes understand what would keep the loop busy.
 
 What is light is understood at once. Anything else goes to a process of its own (reader_process), of which there are a
-few, where tenants take turns (reading_turns). They are started when the first such body comes, end with the router, and
-are replaced when they fail. A process that ended while it had nothing to do costs no request anything: a new one reads
-the body.
+few, where tenants take turns (reading_turns). One is started with the router, the others when such bodies come; all end
+with the router, and are replaced when they fail. A process that ended while it had nothing to do costs no request
+anything: a new one reads the body.
 """
 
 import asyncio
@@ -98,6 +98,10 @@ class BodyReader:
             parts = await self._ask(job, body, principal.tenant)
         return Understood.from_parts(parts, ChatRequest if issubclass(kind, Translated) else kind)
 
+    async def warm_up(self) -> None:
+        """Have one process ready, so that the first body that is not light need not wait for its start."""
+        self._idle.append(await self._started())
+
     async def close(self) -> None:
         """End the processes."""
         idle, self._idle = self._idle, []
@@ -138,17 +142,22 @@ class BodyReader:
         if self._idle:
             with suppress(_Ended):  # if not before it was asked, then a new one will show it
                 return await self._exchange(self._idle.pop(), frame)
+        process = await self._started()
+        try:
+            return await self._exchange(process, frame)
+        except _Ended as error:
+            log.warning("a process that reads bodies ended with code %s", process.returncode)
+            raise InternalError("the body could not be read; the router's log says more") from error
+
+    async def _started(self) -> "_Process":
+        """A new process that has been told what bodies are understood by."""
         process = await _Process.start()
         try:
             process.writer.write(await asyncio.to_thread(first_frame, self._forms, self._model))
         except BaseException:
             await asyncio.shield(process.end())
             raise
-        try:
-            return await self._exchange(process, frame)
-        except _Ended as error:
-            log.warning("a process that reads bodies ended with code %s", process.returncode)
-            raise InternalError("the body could not be read; the router's log says more") from error
+        return process
 
     async def _exchange(self, process: "_Process", frame: bytes) -> list[bytes]:
         """A process's answer. Whatever fails or is given up meanwhile ends it.

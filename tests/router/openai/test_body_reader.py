@@ -24,6 +24,7 @@ from baton.tests.router.openai.served import CHATML, MODEL, served
 from baton.tests.router.openai.test_chat import TREE, report
 
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
+popen = body_reader._popen
 LONG = {"prompt": [1] * 300, "max_tokens": 4, "unknown": [[]] * 60}  # too many arrays for the event loop
 CALLS = '<think>\nhm\n</think>\n\nI <tool_call>{"name": "weather", "arguments": {"a": 1}}</tool_call>'
 TAGGED = "<tool_call>\n<function=weather>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
@@ -249,6 +250,27 @@ async def test_a_process_that_ended_while_idle_costs_no_request():
         process._child.kill()
         process._child.wait()
         assert await ask() == (200, None)
+
+
+async def test_the_first_body_finds_a_process(monkeypatch):
+    async with reading() as (reader, ask):
+        await reader.warm_up()
+        [process] = reader._idle
+        monkeypatch.setattr(body_reader, "_popen", None)  # no other can be started
+        assert await ask() == (200, None)
+        assert reader._idle == [process]
+
+
+@pytest.mark.parametrize("command", [("sleep", "1000"), ("no-such-program",)], ids=["hangs", "is missing"])
+async def test_a_router_ends_while_its_first_process_starts(monkeypatch, command, caplog):
+    started = []
+    monkeypatch.setattr(body_reader, "_COMMAND", command)
+    monkeypatch.setattr(body_reader, "_popen", lambda end: started.append(popen(end)) or started[-1])
+    async with served() as (running, _):
+        running.router.warm_up()
+        await asyncio.sleep(0)
+    assert all(child.poll() is not None for child in started)
+    assert not running.router._reader._idle
 
 
 @pytest.mark.long

@@ -4,7 +4,9 @@ import json
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,18 @@ from baton.tests.e2e.conftest import TINY
 
 pytestmark = pytest.mark.fast
 COMMAND = [sys.executable, "-P", "-m", "baton.router", "--model-name", "tiny", "--model-path", str(TINY), "--port", "0"]
+
+
+def children_of(pid):
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
+def command_of(pid):
+    """Empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return ""
 
 
 @pytest.mark.long
@@ -26,6 +40,18 @@ def test_it_says_both_ports_and_ends_with_its_parent():
     process.stdin.close()
     process.stdout.close()
     assert process.wait(10) == 0
+
+
+@pytest.mark.long
+def test_a_process_that_reads_bodies_waits_for_the_first_and_ends_with_the_router():
+    process = subprocess.Popen([*COMMAND, "--http-port", "0"], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    while not (found := [pid for pid in children_of(process.pid) if "reader_process" in command_of(pid)]):
+        time.sleep(0.05)
+    process.terminate()
+    process.stdout.close()
+    assert process.wait(10) == 0
+    assert not any("reader_process" in command_of(pid) for pid in found)
 
 
 @pytest.mark.long
