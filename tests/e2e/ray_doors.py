@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from baton.kvtransfer.receiver.supervisor import MODULE as RECEIVER
 from baton.tests.e2e import doors
 from baton.tests.e2e.hosts import in_namespaces, why_not
 from baton.tests.e2e.ray_cluster import RayCluster
@@ -52,7 +53,7 @@ def look_around(cluster):
     for host in cluster.hosts:
         listening = sorted(listening_on(host))
         reached = {port: command for address, port, command in listening if address != "127.0.0.1"}
-        kv = [port for port, command in reached.items() if "receiver_process" in command]
+        kv = [port for port, command in reached.items() if RECEIVER in command]
         said = doors.knocked(reached, host=host.address, kv=kv)
         for address, port, command in listening:
             is_ours = "baton" in command or re.match("ray::(Prefill|Decode)Actor", command)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.kvtransfer.receiver.supervisor import MODULE as RECEIVER
 from baton.tests.e2e import doors
 from baton.tests.e2e.hosts import why_not
 from baton.tests.e2e.ray_faults import KINDS
@@ -66,11 +67,12 @@ def test_every_port_of_a_cluster_is_declared_and_what_is_rays_asks_for_its_token
     for door in found["doors"]:
         if door["address"] == "127.0.0.1":
             continue
-        if "receiver_process" in door["process"]:
+        if RECEIVER in door["process"]:
             doors.assert_keeps_kv_shut(door, door["kv"])
         else:
             at = doors.ListeningSocket(door["process"], "", door["host"], door["port"])
             doors.assert_refused(at, door["answers"])
         if door["is_rays"] and "RuntimeEnvAgent" not in door["process"]:  # which speaks HTTP, and asks for the token
             assert doors.is_shut(door["answers"]), door
+    assert any(door["kv"] for door in found["doors"]), "KV ports were knocked at as such"
     assert "PONG" not in found["redis"], found["redis"]
