@@ -21,7 +21,7 @@ from baton.model.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
 from baton.model.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
 from baton.model.random_weights import RandomTensor
 from baton.model.tensor_spec import KV_SCALES
-from baton.model.weights import Cut, StoredTensor
+from baton.model.weights import Cut, ReadBuffer, StoredTensor
 
 
 def whole(name: str) -> Cut | None:
@@ -54,6 +54,7 @@ class WeightSource:
     num_done: int = field(default=0, init=False)
     num_kept: int = field(default=0, init=False)
     num_dequantized: Counter[str] = field(default_factory=Counter, init=False)
+    _buffer: ReadBuffer = field(default_factory=ReadBuffer, init=False)
 
     def take(self, *names: str) -> torch.Tensor:
         """One tensor, or several one above the other (fused projections)."""
@@ -132,9 +133,16 @@ class WeightSource:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read(self, name: str) -> torch.Tensor:
-        tensor = self.stored[name].read(self.cut(name)).to(device=self.device, dtype=self.dtype)
+        tensor = self._moved(name, self.dtype)
         self._count()
         return tensor
+
+    def _moved(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's part on the device, in this dtype or as it is stored."""
+        stored = self.stored[name]
+        is_copied = self.device.type != "cpu" or dtype not in (None, stored.dtype)  # else it stays where it was read
+        tensor = stored.read(self.cut(name), self._buffer if is_copied else None)
+        return tensor.to(device=self.device, dtype=dtype)
 
     def _count(self) -> None:
         self.num_done += 1
@@ -157,7 +165,7 @@ class WeightSource:
         """Weights one above the other as they are stored, with a scale for each block."""
         values, blocks = [], []
         for name in names:
-            values.append(self.stored[name].read(self.cut(name)).to(self.device))
+            values.append(self._moved(name))
             blocks.append(self._block_scales(name))
             self.num_kept += 1
             self._count()
@@ -205,10 +213,10 @@ class WeightSource:
                     scale_NK = scale_NK.repeat_interleave(BLOCK_LEN, dim).narrow(dim, 0, length)
                     if cut is not None and cut.dim == dim:
                         scale_NK = scale_NK.narrow(dim, cut.first, cut.count)
-        values_NK = self.stored[name].read(cut).to(self.device)
+        values_NK = self._moved(name, wide)
         self.num_dequantized[why] += 1
         self._count()
-        return (values_NK.to(wide) * scale_NK).to(self.dtype)
+        return (values_NK * scale_NK).to(self.dtype)
 
 
 def _quantized(weight_NK: torch.Tensor, name: str) -> Fp8Weight:

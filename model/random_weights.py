@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.model.draft_names import DRAFT_HEAD
-from baton.model.weights import Cut
+from baton.model.weights import Cut, ReadBuffer
 
 RANDOM_SEED = 0
 _NORM_SPREAD = 0.1
@@ -37,8 +37,8 @@ class RandomTensor:
     device: torch.device
     seed: int
 
-    def read(self, cut: Cut | None = None) -> torch.Tensor:
-        """The tensor, or a part of it (of the same whole), on its device."""
+    def read(self, cut: Cut | None = None, buffer: ReadBuffer | None = None) -> torch.Tensor:
+        """The tensor, or a part of it (of the same whole), on its device; a buffer is not needed."""
         digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=8).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little") >> 1)
         mean, spread = self._law()

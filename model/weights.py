@@ -33,6 +33,19 @@ class Cut:
     count: int
 
 
+class ReadBuffer:
+    """Memory that one tensor after the other is read into: to touch new pages takes longer than to read the files."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def of(self, num_bytes: int) -> memoryview:
+        """So many bytes, of which earlier views hold the same."""
+        if len(self._data) < num_bytes:
+            self._data = bytearray(num_bytes)
+        return memoryview(self._data)[:num_bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where one tensor lies; `dtype` is None for a kind no weight may have."""
@@ -73,21 +86,26 @@ class StoredTensor:
         assert self.index_dtype is not None
         return self._read(self.index_dtype, self.start, self.end, self.shape).long()
 
-    def read(self, cut: Cut | None = None) -> "torch.Tensor":
-        """The tensor, or a part of it, on the CPU, as stored. Of a cut along the first dimension no more is read."""
+    def read(self, cut: Cut | None = None, buffer: ReadBuffer | None = None) -> "torch.Tensor":
+        """The tensor, or a part of it, on the CPU, as stored. Of a cut along the first dimension no more is read.
+
+        With a `buffer` it may lie there, and is valid until the next tensor is read into that.
+        """
         assert self.dtype is not None
         start, end, shape = self.start, self.end, self.shape
         if cut is not None and cut.dim == 0:
             row_bytes = (end - start) // shape[0]
             start += cut.first * row_bytes
             end, shape = start + cut.count * row_bytes, (cut.count, *shape[1:])
-        tensor = self._read(self.dtype, start, end, shape)
+        tensor = self._read(self.dtype, start, end, shape, buffer)
         return tensor if cut is None or cut.dim == 0 else tensor.narrow(cut.dim, cut.first, cut.count).contiguous()
 
-    def _read(self, dtype: "torch.dtype", start: int, end: int, shape: tuple[int, ...]) -> "torch.Tensor":
+    def _read(
+        self, dtype: "torch.dtype", start: int, end: int, shape: tuple[int, ...], buffer: ReadBuffer | None = None
+    ) -> "torch.Tensor":
         import torch
 
-        data = bytearray(end - start)
+        data = (buffer or ReadBuffer()).of(end - start)
         with self.file.open("rb") as stream:
             stream.seek(start)
             if stream.readinto(data) != len(data):

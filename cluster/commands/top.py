@@ -101,12 +101,16 @@ COLUMNS: Final = (
     "waiting",
     "KV",
     "quarantined",
-    "tokens/s",
-    "requests/s",
+    "tok/s",
+    "req/s",
     "KV MB/s",
     "accepted",
     "k",
 )
+LEFT: Final = frozenset(map(COLUMNS.index, ("worker", "role", "alive", "waiting")))
+IF_ANY: Final = frozenset(
+    map(COLUMNS.index, ("waiting", "quarantined", "accepted", "k"))
+)  # on 80 columns there is no more
 
 
 def top(address: str, output: Output, *, interval_s: float = 1.0, once: bool = False) -> ExitCode:
@@ -171,12 +175,15 @@ def view(data: dict[str, Any]) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    for at, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if at in (0, 1, 2, 4) else "right")
-    for worker in data["workers"]:
+    rows = [_cells(worker) for worker in data["workers"]]
+    shown = [at for at in range(len(COLUMNS)) if at not in IF_ANY or any(row[at] not in (NOTHING, "0") for row in rows)]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for at in shown:
+        table.add_column(COLUMNS[at], justify="left" if at in LEFT else "right", no_wrap=True)
+    for worker, row in zip(data["workers"], rows, strict=True):
         is_well = worker["alive"] and not worker["quarantined_blocks"] and not worker["unfit"]
-        table.add_row(*_cells(worker), style="" if is_well else "yellow" if worker["alive"] else "bold red")
+        style = "" if is_well else "yellow" if worker["alive"] else "bold red"
+        table.add_row(*(row[at] for at in shown), style=style)
     lines: list[RenderableType] = [Text(_summary(data), style="bold"), table, Text(_paths(data))]
     if "problem" in data:
         lines.insert(0, Text(f"no answer: {data['problem']}", style="bold red"))

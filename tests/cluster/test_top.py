@@ -68,10 +68,34 @@ def test_without_drafts_in_between_acceptance_is_of_the_whole_life():
     assert top_data(same, same, 0.0)["tokens_per_s"] is None
 
 
-def drawn(data):
+def drawn(data, width=150):
     stream = io.StringIO()
-    Console(file=stream, width=150).print(view(data))
+    Console(file=stream, width=width).print(view(data))
     return stream.getvalue()
+
+
+def test_a_busy_deployment_fits_into_80_columns_and_what_is_nowhere_takes_none():
+    done = {"num_draft_tokens": 90_000, "num_accepted_tokens": 81_000, "num_emitted_tokens": 20_000}
+    many = {"num_requests_running": 256, "num_requests_finished": 200, "free": 1}
+    waiting = [worker_pb2.Waiting(reason="blocks", num_requests=12)]
+    workers = [
+        worker("prefill-0", "prefill", kv_bytes=9_000_000_000, **many),
+        worker("decode-0", "decode", **many, **done),
+    ]
+    workers[1].state.inventory.waiting.extend(waiting)
+    before = reply(worker("prefill-0", "prefill"), worker("decode-0", "decode"))
+    data = top_data(before, reply(*workers), 1.0) | {"address": "127.0.0.1:50051"}
+    lines = drawn(data, width=80).splitlines()
+    [header] = [line for line in lines if line.startswith("worker ")]
+    shown = "worker role alive running waiting KV tok/s req/s KV MB/s accepted k"
+    assert header.split() == shown.split()
+    [row] = [line for line in lines if line.startswith("decode-0")]
+    assert row.split() == "decode-0 decode yes 256 blocks:12 99% 20000.0 200.0 0.0 90% 2".split()
+    [row] = [line for line in lines if line.startswith("prefill-0")]
+    assert row.split() == "prefill-0 prefill yes 256 - 99% - 200.0 9000.0 - -".split()
+    workers[0].state.inventory.num_blocks_quarantined = 3
+    data = top_data(before, reply(*workers), 1.0) | {"address": "127.0.0.1:50051"}
+    assert "quarantined" in drawn(data)
 
 
 def test_both_views_show_every_worker_path_and_problem():

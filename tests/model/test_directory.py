@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import tracemalloc
 
 import pytest
 import torch
@@ -267,3 +268,16 @@ def test_progress_counts_every_tensor(tmp_path):
     load(path, on_progress=lambda done, total: seen.append((done, total)))
     total = len(load_file(path / "model.safetensors"))
     assert seen == [(done, total) for done in range(1, total + 1)]
+
+
+def test_what_is_converted_takes_no_more_of_the_host_than_its_largest_tensor(tiny_checkpoint):
+    path = tiny_checkpoint()
+    sizes = [tensor.nbytes for tensor in load_file(path / "model.safetensors").values()]
+    load(path, dtype=torch.float64)  # what is imported and cached meanwhile is not of the tensors
+    tracemalloc.start()
+    try:
+        load(path, dtype=torch.float64)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert max(sizes) <= peak <= max(sizes) + 300_000 < sum(sizes)
