@@ -108,9 +108,7 @@ COLUMNS: Final = (
     "k",
 )
 LEFT: Final = frozenset(map(COLUMNS.index, ("worker", "role", "alive", "waiting")))
-IF_ANY: Final = frozenset(
-    map(COLUMNS.index, ("waiting", "quarantined", "accepted", "k"))
-)  # on 80 columns there is no more
+IF_ANY: Final = frozenset(map(COLUMNS.index, ("waiting", "quarantined", "accepted", "k")))  # a terminal is narrow
 
 
 def top(address: str, output: Output, *, interval_s: float = 1.0, once: bool = False) -> ExitCode:
