@@ -140,23 +140,26 @@ class Ops:
         angles: tuple[torch.Tensor, torch.Tensor],
         slots_T: torch.Tensor,
         pool: LayerPool,
+        bias_X: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Queries [T, Q, D], normalised and turned; keys (the same) and values go to their slots of the pool.
 
         Args:
             qkv_TX: query, key and value heads side by side.
-            norms: of queries and keys; None: they are not normalised, and torch turns and writes them.
+            norms: of queries and keys; None: they are not normalised.
             angles: cosines and sines of each token, [T, D / 2].
             slots_T: of each token; rows that pad a batch share the scratch block's.
             pool: of the layer.
+            bias_X: added to the product's rows first.
         """
         _, num_kv, _, head_dim = pool.key_NHSD.shape
         num_query = qkv_TX.shape[1] // head_dim - 2 * num_kv
-        if self._is_fused and norms is not None:
-            rotation = Rotation(dim=head_dim, tables=angles)
+        if self._is_fused:
+            rotation, form = Rotation(dim=head_dim, tables=angles), self.implementation
             return qk_norm_rope_write(
-                qkv_TX, norms, rotation, slots_T, pool, num_query=num_query, implementation=self.implementation
+                qkv_TX, norms, rotation, slots_T, pool, num_query=num_query, bias_X=bias_X, implementation=form
             )
+        qkv_TX = qkv_TX if bias_X is None else qkv_TX + bias_X
         heads_TXD = qkv_TX.unflatten(1, (-1, head_dim))
         query_TQD, key_THD, value_THD = heads_TXD.split([num_query, num_kv, num_kv], dim=1)
         if norms is not None:

@@ -67,11 +67,12 @@ class Attention:
         key_scale, value_scale = (None, None) if self._scales is None else self._scales
         qkv_TQ = self._ops.linear(x_TD, self.qkv_QD)
         return self._ops.qk_norm_rope_write(
-            qkv_TQ if self.bias_Q is None else qkv_TQ + self.bias_Q,
+            qkv_TQ,
             self.norms,
             (inputs.cos_TF, inputs.sin_TF),
             inputs.slots_T,
             LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE, key_scale=key_scale, value_scale=value_scale),
+            self.bias_Q,
         )
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:

@@ -1,10 +1,12 @@
 """From the product of a layer's input with its Q, K and V weights to what attention reads, in one launch for a layer.
 
-Queries and keys are normalised head by head and turned by their positions; queries come out in a tensor of their own,
-keys and values in their slots of the pool. Sources: transformers `Qwen3Attention`, `Qwen3NextAttention` (gated
-queries, partial rotation, 1 + w), `Qwen2VLModel` and `Qwen3VLModel` (three positions a token).
+Queries and keys are normalised head by head, where the model has norms, and turned by their positions; queries come out
+in a tensor of their own, keys and values in their slots of the pool. Sources: transformers `LlamaAttention` (no norms),
+`Qwen2Attention` (biases), `Qwen3Attention`, `Qwen3NextAttention` (gated queries, partial rotation, 1 + w),
+`Qwen2VLModel` and `Qwen3VLModel` (three positions a token).
 
-Rounding, as in `model.attention` and bit for bit but for the order of sums: the norm rounds to the dtype of the product
+Rounding, as in `model.attention` and bit for bit but for the order of sums: a bias is added to the rounded product, and
+the sum rounded; the norm rounds to the dtype of the product
 before and after the weight (with 1 + w once, after it); the rotation is float32 and rounds once; float8 is made of
 values so rounded, times 1 / scale, saturating. A row's result depends on that row alone.
 
@@ -62,6 +64,11 @@ class HeadNorms:
     eps: float
     plus_one: bool = False
 
+    @property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of queries and keys."""
+        return self.query_D, self.key_D
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPool:
@@ -80,12 +87,13 @@ class LayerPool:
 
 def qk_norm_rope_write(
     qkv_TX: torch.Tensor,
-    norms: HeadNorms,
+    norms: HeadNorms | None,
     rotation: Rotation,
     slots_T: torch.Tensor,
     pool: LayerPool,
     *,
     num_query: int,
+    bias_X: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     gated: bool = False,
     implementation: Implementation = Implementation.AUTO,
@@ -94,11 +102,12 @@ def qk_norm_rope_write(
 
     Args:
         qkv_TX: query heads, key heads, value heads; rows may be strided.
-        norms: of queries and keys.
+        norms: of queries and keys; None: they are turned as they are.
         rotation: of queries and keys.
         slots_T: int32 or int64, block * S + offset of each token; -1 writes nothing. No two may be the same.
         pool: where keys and values go: the dtype of the product, or float8 (e4m3) with scales.
         num_query: query heads.
+        bias_X: in the dtype of the product, added to every row of it; None: nothing is.
         positions: int32 or int64 [T], or [3, T] with sections; None if the tables are for each token.
         gated: each query head is followed by its gate, [D] as well, which is left where it is.
         implementation: see there.
@@ -106,14 +115,15 @@ def qk_norm_rope_write(
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
-    key = _key(qkv_TX, norms, rotation, slots_T, pool, positions), num_query, gated, implementation
+    key = _key(qkv_TX, bias_X, norms, rotation, slots_T, pool, positions), num_query, gated, implementation
     uses = _FORMS.find(key)
     if uses is None:
-        _check_product(qkv_TX, norms, pool, num_query, gated)
+        _check_product(qkv_TX, bias_X, norms, pool, num_query, gated)
         _check_pool(pool, qkv_TX, slots_T)
         _check_rotation(rotation, positions, len(qkv_TX), pool.key_NHSD.shape[3], qkv_TX.device)
         uses = _FORMS.keep(key, uses_triton(qkv_TX.device, implementation))
     if not uses:
+        qkv_TX = qkv_TX if bias_X is None else qkv_TX + bias_X
         return _reference(qkv_TX, norms, rotation, slots_T, pool, num_query, positions, gated)
     if rotation.inverse_F is not None:
         angles = (FREQUENCIES, rotation.inverse_F, rotation.inverse_F)
@@ -122,7 +132,8 @@ def qk_norm_rope_write(
         angles = (BY_TOKEN if positions is None else BY_POSITION, *rotation.tables)
     return in_triton.launch(
         qkv_TX,
-        (norms.query_D, norms.key_D, norms.eps),
+        bias_X,
+        None if norms is None else (norms.query_D, norms.key_D, norms.eps),
         angles,
         positions,
         slots_T,
@@ -134,13 +145,14 @@ def qk_norm_rope_write(
         alternating=rotation.alternating,
         interleaved=rotation.interleaved,
         gated=gated,
-        plus_one=norms.plus_one,
+        plus_one=norms is not None and norms.plus_one,
     )
 
 
 def _key(
     qkv_TX: torch.Tensor,
-    norms: HeadNorms,
+    bias_X: torch.Tensor | None,
+    norms: HeadNorms | None,
     rotation: Rotation,
     slots_T: torch.Tensor,
     pool: LayerPool,
@@ -149,14 +161,22 @@ def _key(
     """All that checks read of these."""
     tables = rotation.tables
     return (
-        signature(qkv_TX), signature(norms.query_D), signature(norms.key_D), signature(slots_T),
+        signature(qkv_TX), signature(bias_X), None if norms is None else tuple(map(signature, norms.weights)),
+        signature(slots_T),
         signature(pool.key_NHSD), signature(pool.value_NHSD), signature(pool.key_scale), signature(pool.value_scale),
         signature(positions), signature(rotation.inverse_F),
         None if tables is None else tuple(map(signature, tables)), rotation.dim, rotation.sections,
     )  # fmt: skip
 
 
-def _check_product(qkv_TX: torch.Tensor, norms: HeadNorms, pool: LayerPool, num_query: int, gated: bool) -> None:
+def _check_product(
+    qkv_TX: torch.Tensor,
+    bias_X: torch.Tensor | None,
+    norms: HeadNorms | None,
+    pool: LayerPool,
+    num_query: int,
+    gated: bool,
+) -> None:
     require_tensor("qkv_TX", qkv_TX, [None, None], _DTYPES)
     require_rows("qkv_TX", qkv_TX)
     require(pool.key_NHSD.dim() == 4, "key_NHSD", f"has shape {list(pool.key_NHSD.shape)}, not 4 dimensions")
@@ -165,9 +185,13 @@ def _check_product(qkv_TX: torch.Tensor, norms: HeadNorms, pool: LayerPool, num_
     width = (num_query * (2 if gated else 1) + 2 * num_kv) * head_dim
     heads = f"{num_query}{' gated' if gated else ''} query and {num_kv} KV heads of {head_dim}"
     require(qkv_TX.shape[1] == width, "qkv_TX", f"has rows of {qkv_TX.shape[1]}, not of {width} for {heads}")
-    for name, weight_D in (("query_D", norms.query_D), ("key_D", norms.key_D)):
-        require_tensor(name, weight_D, [head_dim], [qkv_TX.dtype], qkv_TX.device)
-        require_rows(name, weight_D)
+    if bias_X is not None:
+        require_tensor("bias_X", bias_X, [width], [qkv_TX.dtype], qkv_TX.device)
+        require_rows("bias_X", bias_X)
+    if norms is not None:
+        for name, weight_D in zip(("query_D", "key_D"), norms.weights, strict=True):
+            require_tensor(name, weight_D, [head_dim], [qkv_TX.dtype], qkv_TX.device)
+            require_rows(name, weight_D)
 
 
 def _check_pool(pool: LayerPool, qkv_TX: torch.Tensor, slots_T: torch.Tensor) -> None:
@@ -222,7 +246,7 @@ def _check_rotation(
 
 def _reference(
     qkv_TX: torch.Tensor,
-    norms: HeadNorms,
+    norms: HeadNorms | None,
     rotation: Rotation,
     slots_T: torch.Tensor,
     pool: LayerPool,
@@ -237,8 +261,9 @@ def _reference(
     if gated:
         query_THD = query_THD[:, ::2]
     cos_TF, sin_TF = _angles(rotation, positions)
-    query_THD = _turned(_normed(query_THD, norms.query_D, norms), rotation, cos_TF, sin_TF)
-    key_THD = _turned(_normed(key_THD, norms.key_D, norms), rotation, cos_TF, sin_TF)
+    if norms is not None:
+        query_THD, key_THD = _normed(query_THD, norms.query_D, norms), _normed(key_THD, norms.key_D, norms)
+    query_THD, key_THD = (_turned(x_THD, rotation, cos_TF, sin_TF) for x_THD in (query_THD, key_THD))
     if pool.key_scale is not None and pool.value_scale is not None:
         key_THD, value_THD = in_float8(key_THD, pool.key_scale), in_float8(value_THD, pool.value_scale)
     is_real_T = slots_T >= 0

@@ -71,7 +71,8 @@ def constants_of(
 
 def launch(
     qkv_TX: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, float],
+    bias_X: torch.Tensor | None,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     angles: tuple[int, torch.Tensor, torch.Tensor],
     positions: torch.Tensor | None,
     slots_T: torch.Tensor,
@@ -89,7 +90,7 @@ def launch(
     early: bool | None = None,
 ) -> torch.Tensor:
     """Queries [T, Hq, D]; see `qk_norm_rope_write`, which has checked the arguments."""
-    query_weight, key_weight, eps = norms
+    query_weight, key_weight, eps = (qkv_TX, qkv_TX, 0.0) if norms is None else norms
     kind, first, second = angles
     key_NHSD, value_NHSD = pool
     num_tokens, head_dim, num_kv = len(qkv_TX), key_NHSD.shape[3], key_NHSD.shape[1]
@@ -98,7 +99,8 @@ def launch(
         return query_THD
     scale_kind = 0 if scales is None else 1 if scales[0].numel() == 1 else 2
     model = num_query, num_kv, head_dim, rotary_dim, key_NHSD.shape[2]
-    flags = kind, sections, alternating, interleaved, gated, plus_one, scale_kind, early
+    parts = norms is not None, bias_X is not None, plus_one
+    flags = kind, sections, alternating, interleaved, gated, *parts, scale_kind, early
     if options is None:
         constants = _tuned(num_tokens, qkv_TX.device, *model, *flags)
     else:
@@ -107,6 +109,7 @@ def launch(
     arguments = (
         qkv_TX,
         qkv_TX.stride(0),
+        qkv_TX if bias_X is None else bias_X,
         query_weight,
         key_weight,
         eps,
@@ -136,7 +139,7 @@ def launch(
 def _of_options(
     options: tuple[tuple[str, Any], ...], device: torch.device, num_query: int, num_kv: int, head_dim: int,
     rotary_dim: int, block_size: int, kind: int, sections: tuple[int, int, int] | None, alternating: bool,
-    interleaved: bool, gated: bool, plus_one: bool, scale_kind: int, early: bool | None,
+    interleaved: bool, gated: bool, normed: bool, biased: bool, plus_one: bool, scale_kind: int, early: bool | None,
 ) -> Constants:  # fmt: skip
     """The constants of a launch."""
     chosen = dict(options)
@@ -149,6 +152,8 @@ def _of_options(
         "ALTERNATING": alternating,
         "INTERLEAVED": interleaved,
         "GATED": gated,
+        "NORMED": normed,
+        "BIASED": biased,
         "PLUS_ONE": plus_one,
         "SCALES": scale_kind,
         "num_warps": chosen["num_warps"],
@@ -175,6 +180,18 @@ def _normed(x, scale, weight, PLUS_ONE: tl.constexpr):
 
 
 @triton.jit
+def _load_sums(at, bias, is_head_A1, pair_1J, A: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr,
+               INTERLEAVED: tl.constexpr, BIASED: tl.constexpr):  # fmt: skip
+    """Halves of heads, with their biases if there are any: sums rounded to the dtype of the heads."""
+    left_AJ, right_AJ = load_halves(at, is_head_A1, pair_1J, A, E, ROTARY, INTERLEAVED)
+    if BIASED:
+        added_left_AJ, added_right_AJ = load_halves(bias, is_head_A1, pair_1J, A, E, ROTARY, INTERLEAVED)
+        left_AJ = (left_AJ.to(tl.float32) + added_left_AJ.to(tl.float32)).to(left_AJ.dtype)
+        right_AJ = (right_AJ.to(tl.float32) + added_right_AJ.to(tl.float32)).to(right_AJ.dtype)
+    return left_AJ, right_AJ
+
+
+@triton.jit
 def _inverse(scale, head_A1, is_head_A1, SCALES: tl.constexpr):
     """Of the scales of float8, one or each head's."""
     if SCALES == 2:
@@ -185,14 +202,14 @@ def _inverse(scale, head_A1, is_head_A1, SCALES: tl.constexpr):
 
 
 @triton.jit
-def _take_tiles(
-    qkv, qkv_stride, weight, eps, positions, position_stride, first, second, angle_stride, slots, out, block_stride,
-    head_stride, row_stride, scale, num_tokens, first_token, first_tile,
+def _take_tiles(  # noqa: C901
+    qkv, qkv_stride, bias, weight, eps, positions, position_stride, first, second, angle_stride, slots, out,
+    block_stride, head_stride, row_stride, scale, num_tokens, first_token, first_tile,
     KIND: tl.constexpr, HEADS: tl.constexpr, FROM: tl.constexpr, SPAN: tl.constexpr, E: tl.constexpr,
     ROTARY: tl.constexpr, S: tl.constexpr, A: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr,
     TOKENS: tl.constexpr, ANGLES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, AXES: tl.constexpr,
-    ALTERNATING: tl.constexpr, INTERLEAVED: tl.constexpr, PLUS_ONE: tl.constexpr, SCALES: tl.constexpr,
-    EARLY: tl.constexpr,
+    ALTERNATING: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
+    PLUS_ONE: tl.constexpr, SCALES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of one kind of heads, that lie in the product from column FROM on, one every SPAN columns."""
     PER: tl.constexpr = (HEADS + A - 1) // A  # tiles of a token
@@ -200,7 +217,7 @@ def _take_tiles(
     pair_1J = tl.arange(0, J)[None, :]
     all_heads: tl.constexpr = PER * A == HEADS
     lefts, rights, slots_of, cosines, sines = (), (), (), (), ()
-    if KIND == _QUERY or KIND == _KEY:
+    if NORMED and KIND != _VALUE:
         weight_left_AJ, weight_right_AJ = load_halves(
             weight, tl.full([A, 1], True, tl.int1), pair_1J, A, E, ROTARY, INTERLEAVED
         )  # fmt: skip
@@ -211,7 +228,9 @@ def _take_tiles(
         if TOKENS > 1:
             is_head_A1 = is_head_A1 & (token < num_tokens)
         row = qkv + token.to(tl.int64) * qkv_stride + FROM
-        left_AJ, right_AJ = load_halves(row + head_A1 * SPAN, is_head_A1, pair_1J, A, E, ROTARY, INTERLEAVED)
+        left_AJ, right_AJ = _load_sums(
+            row + head_A1 * SPAN, bias + FROM + head_A1 * SPAN, is_head_A1, pair_1J, A, E, ROTARY, INTERLEAVED, BIASED
+        )  # fmt: skip
         lefts, rights = lefts + (left_AJ,), rights + (right_AJ,)  # noqa: RUF005
         safe = tl.minimum(token, num_tokens - 1) if TOKENS > 1 else token
         if KIND != _QUERY:
@@ -234,11 +253,12 @@ def _take_tiles(
         if KIND == _VALUE:
             left_AJ, right_AJ = lefts[tile].to(tl.float32), rights[tile].to(tl.float32)
         else:
-            wide_left_AJ, wide_right_AJ = lefts[tile].to(tl.float32), rights[tile].to(tl.float32)
-            squares_A1 = tl.sum(wide_left_AJ * wide_left_AJ + wide_right_AJ * wide_right_AJ, axis=1, keep_dims=True)
-            scale_A1 = tl.rsqrt(squares_A1 / E + eps)
-            normed_left_AJ = _normed(lefts[tile], scale_A1, weight_left_AJ, PLUS_ONE)
-            normed_right_AJ = _normed(rights[tile], scale_A1, weight_right_AJ, PLUS_ONE)
+            normed_left_AJ, normed_right_AJ = lefts[tile].to(tl.float32), rights[tile].to(tl.float32)
+            if NORMED:
+                squares_AJ = normed_left_AJ * normed_left_AJ + normed_right_AJ * normed_right_AJ
+                scale_A1 = tl.rsqrt(tl.sum(squares_AJ, axis=1, keep_dims=True) / E + eps)
+                normed_left_AJ = _normed(lefts[tile], scale_A1, weight_left_AJ, PLUS_ONE)
+                normed_right_AJ = _normed(rights[tile], scale_A1, weight_right_AJ, PLUS_ONE)
             cosine, sine = cosines[0 if SHARED else tile], sines[0 if SHARED else tile]
             # What does not turn has cosine 1 and sine 0.
             left_AJ = normed_left_AJ * cosine - normed_right_AJ * sine
@@ -259,14 +279,14 @@ def _take_tiles(
 
 @triton.jit(do_not_specialize=["positions", "position_stride", "slots", "key_scale", "value_scale", "num_tokens"])
 def _qk_kernel(
-    qkv, qkv_stride, query_weight, key_weight, eps, positions, position_stride: tl.int64, first, second, angle_stride,
-    slots, query_out, keys, values, block_stride, head_stride, row_stride, key_scale, value_scale,
+    qkv, qkv_stride, bias, query_weight, key_weight, eps, positions, position_stride: tl.int64, first, second,
+    angle_stride, slots, query_out, keys, values, block_stride, head_stride, row_stride, key_scale, value_scale,
     num_tokens: tl.int32,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr, S: tl.constexpr,
     A: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, QUERY_PROGRAMS: tl.constexpr,
     KV_PROGRAMS: tl.constexpr, ANGLES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, AXES: tl.constexpr,
-    ALTERNATING: tl.constexpr, INTERLEAVED: tl.constexpr, GATED: tl.constexpr, PLUS_ONE: tl.constexpr,
-    SCALES: tl.constexpr, EARLY: tl.constexpr,
+    ALTERNATING: tl.constexpr, INTERLEAVED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr,
+    BIASED: tl.constexpr, PLUS_ONE: tl.constexpr, SCALES: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     PROGRAMS: tl.constexpr = QUERY_PROGRAMS + 2 * KV_PROGRAMS
     first_token = tl.program_id(0) // PROGRAMS * TOKENS
@@ -274,32 +294,33 @@ def _qk_kernel(
     # A gated query head brings its gate along, which stays where it is.
     SPAN: tl.constexpr = 2 * E if GATED else E
     if EARLY:
-        prefetch_vector(query_weight, E)
-        prefetch_vector(key_weight, E)
+        if NORMED:
+            prefetch_vector(query_weight, E)
+            prefetch_vector(key_weight, E)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if place < QUERY_PROGRAMS:
         _take_tiles(
-            qkv, qkv_stride, query_weight, eps, positions, position_stride, first, second, angle_stride, slots,
+            qkv, qkv_stride, bias, query_weight, eps, positions, position_stride, first, second, angle_stride, slots,
             query_out, block_stride, head_stride, row_stride, key_scale, num_tokens, first_token, place * TILES,
             _QUERY, NUM_QUERY, 0, SPAN, E, ROTARY, S, A, J, TILES, TOKENS, ANGLES, HEIGHT, WIDTH, AXES, ALTERNATING,
-            INTERLEAVED, PLUS_ONE, 0, EARLY,
+            INTERLEAVED, NORMED, BIASED, PLUS_ONE, 0, EARLY,
         )  # fmt: skip
     elif place < QUERY_PROGRAMS + KV_PROGRAMS:
         _take_tiles(
-            qkv, qkv_stride, key_weight, eps, positions, position_stride, first, second, angle_stride, slots,
+            qkv, qkv_stride, bias, key_weight, eps, positions, position_stride, first, second, angle_stride, slots,
             keys, block_stride, head_stride, row_stride, key_scale, num_tokens, first_token,
             (place - QUERY_PROGRAMS) * TILES,
             _KEY, NUM_KV, NUM_QUERY * SPAN, E, E, ROTARY, S, A, J, TILES, TOKENS, ANGLES, HEIGHT, WIDTH, AXES,
-            ALTERNATING, INTERLEAVED, PLUS_ONE, SCALES, EARLY,
+            ALTERNATING, INTERLEAVED, NORMED, BIASED, PLUS_ONE, SCALES, EARLY,
         )  # fmt: skip
     else:
         _take_tiles(
-            qkv, qkv_stride, key_weight, eps, positions, position_stride, first, second, angle_stride, slots,
+            qkv, qkv_stride, bias, key_weight, eps, positions, position_stride, first, second, angle_stride, slots,
             values, block_stride, head_stride, row_stride, value_scale, num_tokens, first_token,
             (place - QUERY_PROGRAMS - KV_PROGRAMS) * TILES,
             _VALUE, NUM_KV, NUM_QUERY * SPAN + NUM_KV * E, E, E, (E + 1) // 2 * 2, S, A, J, TILES, TOKENS, ANGLES,
-            HEIGHT, WIDTH, AXES, ALTERNATING, False, PLUS_ONE, SCALES, EARLY,
+            HEIGHT, WIDTH, AXES, ALTERNATING, False, NORMED, BIASED, PLUS_ONE, SCALES, EARLY,
         )  # fmt: skip
 
 
@@ -314,7 +335,7 @@ def _variant(
     chosen = options_of(*heads, num_tokens, torch.device("cpu"))
     pool = _POOL_TYPES[torch.float8_e4m3fn if scales else torch.bfloat16]
     scale = "*fp32" if scales else "*i64"
-    types = dict.fromkeys(("qkv", "query_weight", "key_weight", "query_out"), "*bf16") | {
+    types = dict.fromkeys(("qkv", "bias", "query_weight", "key_weight", "query_out"), "*bf16") | {
         "slots": "*i64",
         "eps": "fp32",
     }
@@ -324,7 +345,15 @@ def _variant(
     types |= dict.fromkeys(strides, "i32")
     shape = constants_of(chosen, *heads, rotary_dim or head_dim, block_size)
     plain = {"HEIGHT": 0, "WIDTH": 0, "AXES": 1, "ALTERNATING": False, "INTERLEAVED": False}
-    plain |= {"GATED": False, "PLUS_ONE": False, "ANGLES": angles, "SCALES": scales, "EARLY": early}
+    plain |= {
+        "GATED": False,
+        "NORMED": True,
+        "BIASED": False,
+        "PLUS_ONE": False,
+        "ANGLES": angles,
+        "SCALES": scales,
+        "EARLY": early,
+    }
     anywhere = ("positions", "slots", "key_scale", "value_scale")
     pointers = [key for key, kind in types.items() if kind.startswith("*") and key not in anywhere]
     return Variant(
@@ -352,6 +381,8 @@ def variants() -> list[Variant]:
         _variant(" by position", (32, 8, 128), angles=BY_POSITION),
         _variant(" frequencies", (32, 8, 128), angles=FREQUENCIES),
         _variant("", (32, 4, 128)),
+        _variant(" no norms", (32, 8, 128), NORMED=False),
+        _variant(" no norms, biases", (28, 4, 128), NORMED=False, BIASED=True),
         _variant(" partial gated", (16, 2, 256), **partial),
         _variant(
             " partial gated mrope",

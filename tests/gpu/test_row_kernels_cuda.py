@@ -165,13 +165,19 @@ def test_gates_of_experts(quantize):
 class Layer:
     """Arguments of `qk_norm_rope_write`, and a pool with canaries round it."""
 
-    def __init__(self, heads, num_tokens, *, block_size=16, dim=None, mode="token", scales=0, gated=False, **rotation):
+    def __init__(
+        self, heads, num_tokens, *, block_size=16, dim=None, mode="token", scales=0, gated=False, normed=True,
+        biased=False, **rotation,
+    ):  # fmt: skip
         self.num_query, num_kv, head_dim = heads
         self.gated = gated
         dim = dim or head_dim
         width = (self.num_query * (1 + gated) + 2 * num_kv) * head_dim
         self.qkv_TX = values(num_tokens, width)
-        self.norms = HeadNorms(query_D=values(head_dim), key_D=values(head_dim), eps=EPS, plus_one=gated)
+        self.bias_X = values(width) if biased else None
+        self.norms = None
+        if normed:
+            self.norms = HeadNorms(query_D=values(head_dim), key_D=values(head_dim), eps=EPS, plus_one=gated)
         inverse_F = rope_inverse_frequencies(dim, 1e6, torch.bfloat16, CUDA)
         shape = (3, num_tokens) if "sections" in rotation else (num_tokens,)
         self.positions = torch.randint(0, 40_000, shape, device=CUDA)
@@ -194,7 +200,7 @@ class Layer:
         pool = LayerPool(key_NHSD=data[:, :, 0], value_NHSD=data[:, :, 1], **self.scales)
         return qk_norm_rope_write(
             self.qkv_TX, self.norms, self.rotation, self.slots_T, pool, num_query=self.num_query,
-            positions=self.positions, gated=self.gated, implementation=implementation,
+            bias_X=self.bias_X, positions=self.positions, gated=self.gated, implementation=implementation,
         )  # fmt: skip
 
 
@@ -206,6 +212,8 @@ class Layer:
         ((32, 4, 128), {"mode": "frequencies"}),
         ((28, 4, 128), {"interleaved": True}),
         ((32, 8, 128), {"scales": 1}),
+        ((32, 8, 128), {"normed": False}),
+        ((28, 4, 128), {"normed": False, "biased": True}),
         ((32, 8, 128), {"scales": 8, "block_size": 64}),
         ((16, 2, 256), {"dim": 64, "gated": True}),
         (

@@ -123,6 +123,7 @@ def qk():
             LayerPool(key_NHSD=float8, value_NHSD=float8),
         ],
         "num_query": [3, 0],
+        "bias_X": [tensor(7), tensor(8 * 32, dtype=torch.float32)],
         "gated": [True],
         "positions": [torch.arange(4)],
     }

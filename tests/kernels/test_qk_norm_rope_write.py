@@ -31,17 +31,18 @@ class Case:
     def __init__(
         self, num_tokens=5, heads=(4, 2, 16), *, dim=None, block_size=16, mode="token", gated=False, plus_one=False,
         interleaved=False, sections=None, alternating=False, scales=0, dtype=torch.bfloat16, slot_dtype=torch.int64,
-        max_position=MAX_POSITION,
+        max_position=MAX_POSITION, normed=True, biased=False,
     ):  # fmt: skip
         self.num_query, num_kv, head_dim = heads
         dim = dim or head_dim
         generator = torch.Generator().manual_seed(num_tokens)
         width = (self.num_query * (1 + gated) + 2 * num_kv) * head_dim
         self.qkv_TX = values(num_tokens, width, dtype=dtype)
+        self.bias_X = values(width, seed=3, dtype=dtype) if biased else None
         self.norms = HeadNorms(
             query_D=values(head_dim, seed=1, dtype=dtype), key_D=values(head_dim, seed=2, dtype=dtype), eps=1e-6,
             plus_one=plus_one,
-        )  # fmt: skip
+        ) if normed else None  # fmt: skip
         shape = (3, num_tokens) if sections else (num_tokens,)
         positions = torch.randint(0, max_position, shape, generator=generator)
         inverse_F = rope_inverse_frequencies(dim, 1e6, torch.bfloat16, CPU)
@@ -75,7 +76,7 @@ class Case:
         pool = LayerPool(key_NHSD=data[:, :, 0], value_NHSD=data[:, :, 1], **self.scales)
         query_THD = qk_norm_rope_write(
             self.qkv_TX[rows], self.norms, rotation, self.slots_T[rows], pool, num_query=self.num_query,
-            positions=positions, gated=self.gated, implementation=kind,
+            bias_X=self.bias_X, positions=positions, gated=self.gated, implementation=kind,
         )  # fmt: skip
         return query_THD, data
 
@@ -109,6 +110,11 @@ def assert_close(found, wanted):
         {"heads": (4, 2, 128), "scales": 1, "block_size": 64},
         {"heads": (4, 2, 128), "scales": 2},
         {"heads": (4, 2, 32), "dtype": torch.float32},
+        {"heads": (4, 2, 128), "normed": False},
+        {"heads": (4, 2, 64), "normed": False, "scales": 1, "mode": "position"},
+        {"heads": (7, 1, 128), "normed": False, "biased": True, "num_tokens": 3},
+        {"heads": (4, 2, 96), "biased": True, "interleaved": True, "dim": 48, "mode": "position"},
+        {"heads": (4, 1, 256), "dim": 64, "gated": True, "biased": True, "num_tokens": 2},
     ],
 )  # fmt: skip
 def test_triton_is_as_the_reference(options):
@@ -120,13 +126,17 @@ def test_triton_is_as_the_reference(options):
 
 
 @pytest.mark.fast
-def test_the_plain_form_is_what_models_compute():
-    case = Case(9, (8, 2, 64))
-    heads_TXD = case.qkv_TX.unflatten(1, (-1, 64))
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_plain_form_is_what_models_compute(normed, biased):
+    case = Case(9, (8, 2, 64), normed=normed, biased=biased)
+    heads_TXD = (case.qkv_TX + case.bias_X if biased else case.qkv_TX).unflatten(1, (-1, 64))
     query_THD, key_THD, value_THD = heads_TXD.split([8, 2, 2], dim=1)
     data = case.pool()
-    query_THD = rope(rms_norm(query_THD, case.norms.query_D, 1e-6), *case.rotation.tables)
-    key_THD = rope(rms_norm(key_THD, case.norms.key_D, 1e-6), *case.rotation.tables)
+    if normed:
+        query_THD = rms_norm(query_THD, case.norms.query_D, 1e-6)
+        key_THD = rms_norm(key_THD, case.norms.key_D, 1e-6)
+    query_THD, key_THD = rope(query_THD, *case.rotation.tables), rope(key_THD, *case.rotation.tables)
     kv_write(key_THD, value_THD, case.slots_T, data[:, :, 0], data[:, :, 1])
     found_THD, found = case.compute(REFERENCE)
     assert same_bits(found_THD, query_THD)
@@ -254,6 +264,8 @@ def test_no_tokens():
         ("qkv_TX", lambda case: {"qkv_TX": case.qkv_TX.T.contiguous().T}),
         ("qkv_TX", lambda case: {"gated": True}),
         ("num_query", lambda case: {"num_query": 0}),
+        ("bias_X", lambda case: {"bias_X": values(127)}),
+        ("bias_X", lambda case: {"bias_X": values(128).float()}),
         ("query_D", lambda case: {"norms": HeadNorms(query_D=values(8), key_D=values(16), eps=1e-6)}),
         ("key_D", lambda case: {"norms": HeadNorms(query_D=values(16), key_D=values(16).float(), eps=1e-6)}),
         ("slots_T", lambda case: {"slots_T": case.slots_T[1:]}),

@@ -4,10 +4,12 @@ In invariant numerics its rows must not know how they came; what the interpreter
 part and in which order tiles are added, not how instructions round (`tests/gpu/test_invariant_cuda.py`).
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import ModelUnsupported
@@ -23,6 +25,7 @@ from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.scripts.model_shape import write_shape
 from baton.tests.kernels.harness import relative_error, same_bits
+from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.harness import Paged
 
 CPU = torch.device("cpu")
@@ -208,6 +211,54 @@ def test_sizes_that_no_group_fits_are_refused(tmp_path):
     path = write_shape("qwen3-8b", tmp_path, **(SIZES | {"intermediate_size": 192}))
     with pytest.raises(ModelUnsupported, match="192"):
         load(path, Implementation.AUTO, Quantization.FP8)
+
+
+COMPUTE = {
+    "linear",
+    "mm",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "cat",
+    "stack",
+    "mean",
+    "rsqrt",
+    "silu",
+    "sigmoid",
+    "where",
+}
+COMPUTE |= {"index_put", "index_copy", "scatter"}
+
+
+class _Noted(TorchDispatchMode):
+    """Counts torch's operations that compute or write; the interpreter's own are of other kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__.strip("_")
+        self.found[name] += name in COMPUTE
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+def test_a_layer_of_every_family_is_as_few_operations_of_torch_as_qwen3s(kind, tmp_path):
+    """A part of a layer that falls back to torch made steps a seventh longer, and nothing said so."""
+    found = {}
+    for family in ("qwen3", kind):
+        sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "hidden_size": 128}
+        path = write_checkpoint(tmp_path / family, kind=family, with_mtp=False, **sizes)
+        paged = Paged(load(path, Implementation.TRITON, with_mtp=False), capacity_len=32)
+        with _Noted() as noted:
+            paged.trunk(torch.arange(2), paged.decode_batch([0], [0], 2, bound=32))
+        found[family] = +noted.found
+    assert found["qwen3"]["linear"] == 8
+    assert found[kind] == found["qwen3"]
 
 
 @pytest.mark.fast
