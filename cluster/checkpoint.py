@@ -143,15 +143,18 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
 
     sizes = ModelConfig.from_directory(model.path, made_weights="dummy")
     drafts = num_drafts(config, model)
+    uses_head = drafts > 0 and config.lookup() is None
     device = "cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu()) else "cpu"
     dtype = resolve_dtype(config.dtype, device)
     found.facts |= {"architecture": sizes.architecture, "dtype": dtype, "device": device}
     found.facts |= {"max_model_len": config.max_model_len or sizes.max_model_len, "num_speculative_tokens": drafts}
-    if sizes.num_mtp_layers == 0 and drafts == 0:
+    if drafts and not uses_head:
+        found.notes.append("drafts are looked up in the text so far, whatever the checkpoint has")
+    elif sizes.num_mtp_layers == 0 and drafts == 0:
         found.notes.append("the checkpoint has no MTP head: it is served without drafts")
     elif sizes.num_mtp_layers and drafts == 0:
         found.notes.append(f"its {sizes.num_mtp_layers} MTP layers are not used: no drafts are made")
-    if drafts and not (config.is_dummy and sizes.num_mtp_layers == 0):
+    if uses_head and not (config.is_dummy and sizes.num_mtp_layers == 0):
         _collect(found, require_mtp, sizes, model.path)
     if config.max_model_len is not None and config.max_model_len > sizes.max_model_len:
         message = f"max_model_len: {config.max_model_len} exceeds the model's own {sizes.max_model_len}"
@@ -159,7 +162,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     _collect(found, sizes.require_full_attention, config.max_model_len)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         _collect(found, require_cut, sizes, size, config.numerics)
-    spec = tensor_spec(sizes, with_mtp=drafts > 0)
+    spec = tensor_spec(sizes, with_mtp=uses_head)
     _judge_quantization(config, sizes, dtype, device, found)
     is_made = config.quantization.value == "fp8" if sizes.fp8 is None else sizes.fp8.may_stay_float8
     float8: Collection[str] = spec.required if is_made and dtype == "bfloat16" else ()  # of random weights, too
@@ -171,7 +174,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     num_float8 = sum(prod(shape) for name, shape in spec.required.items() if name in float8)
     weight_bytes = num_float8 + (num_elements - num_float8) * item_bytes
     kv_item_bytes = 1 if config.kv_cache_dtype.value == "fp8" else item_bytes
-    num_kv_layers = sizes.num_layers + (drafts > 0)
+    num_kv_layers = sizes.num_layers + uses_head
     found.facts |= {
         "num_parameters": num_elements,
         "weight_gib": round(weight_bytes / _GIB, 3),

@@ -169,6 +169,8 @@ def check(
     "model",
     "num_speculative_tokens",
     "speculative_method",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
     "verification",
     "batch_invariant",
     "dtype",

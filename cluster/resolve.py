@@ -15,6 +15,7 @@ from typing import Any
 
 from baton.core.config import (
     DEFAULT_DRAFTS,
+    DEFAULT_LOOKED_UP,
     LOOPBACK,
     MAX_DRAFTS,
     WORKER_QUEUE_LEN,
@@ -251,6 +252,7 @@ def resolve_worker(
         model_name=served_names(config, model)[0],
         num_draft_tokens=num_drafts(config, model),
         auto_drafts=config.num_speculative_tokens == "auto" and num_drafts(config, model) > 0,
+        lookup=config.lookup(),
         numerics=config.numerics,
         dtype=resolve_dtype(config.dtype, device),
         device=device,
@@ -289,13 +291,15 @@ def num_mtp_layers(values: dict[str, Any]) -> int:
 
 
 def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:
-    """The most draft tokens of a step: as asked, or as the checkpoint's MTP head allows.
+    """The most draft tokens of a step: as asked, or as what makes them allows.
 
     An MTP head that is missing is not refused here: of a number that was asked for, the loader says so.
     """
     asked = config.num_speculative_tokens
     if asked is not None and asked != "auto":
         return asked
+    if config.speculative_method == "ngram":
+        return MAX_DRAFTS if asked == "auto" else DEFAULT_LOOKED_UP
     has_head = model.num_mtp_layers == 1 or config.speculative_method == "mtp"
     if config.speculative_method == "none" or not has_head:
         return 0

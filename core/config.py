@@ -21,6 +21,7 @@ from baton.core.errors import ConfigInvalid
 from baton.core.inside import DeploymentSecret
 from baton.core.kv_transports import TRANSPORT_NAMES
 from baton.core.numerics import KVDtype, Numerics, Quantization
+from baton.core.prompt_lookup import MAX_MATCH_LEN, PromptLookup
 from baton.core.requests.key_spellings import RENAMED, expanded
 from baton.core.telemetry.telemetry import LogFormat, TelemetryConfig
 from baton.core.tls_files import TlsFiles
@@ -46,6 +47,7 @@ LocalPrefillName = Literal["auto", "never", "always"]
 KernelsName = Literal["auto", "triton", "reference"]
 LoadFormatName = Literal["auto", "safetensors", "dummy"]
 DEFAULT_DRAFTS = 2  # a step, where the checkpoint has an MTP head and nothing else was asked
+DEFAULT_LOOKED_UP = 4  # drafts that cost no pass of a head
 
 _model, _parallel = partial(config_key, panel="Model"), partial(config_key, panel="Parallelism")
 _drafts, _kv = partial(config_key, panel="Speculation"), partial(config_key, panel="KV cache")
@@ -118,27 +120,44 @@ class ServeConfig(BaseModel):
     worker_threads: int = _parallel(1, "torch threads per worker on a CPU", ge=1, le=256)
     ray_address: str = _parallel("local", "local starts a private Ray; auto or HOST:PORT joins one", metavar="address")
 
-    speculative_method: Literal["auto", "mtp", "none"] = _drafts(
+    speculative_method: Literal["auto", "mtp", "ngram", "none"] = _drafts(
         "auto",
-        "auto drafts by the checkpoint's MTP head if it has one, mtp requires one",
+        "auto drafts by the checkpoint's MTP head if it has one, mtp requires one; ngram drafts what followed the last "
+        "tokens where they stood before, for any model",
         vllm="--speculative-config (method)",
     )
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(
         None,
         "draft tokens per step, 0 to 4, or auto: as measurements advise",
-        unset="2; 0 without an MTP head",
+        unset="2 by an MTP head, 4 by ngram; else 0",
         metavar="tokens",
         vllm="--speculative-config (num_speculative_tokens)",
     )
     speculative_config: str = _drafts(
         "", 'as in vLLM: {"method": "mtp", "num_speculative_tokens": 2}', metavar="JSON", vllm="--speculative-config"
     )
+    prompt_lookup_max: int = _drafts(
+        4,
+        "ngram: last tokens that are compared",
+        metavar="tokens",
+        ge=1,
+        le=MAX_MATCH_LEN,
+        vllm="--speculative-config (prompt_lookup_max)",
+    )
+    prompt_lookup_min: int = _drafts(
+        2,
+        "ngram: last tokens that must agree",
+        metavar="tokens",
+        ge=1,
+        le=MAX_MATCH_LEN,
+        vllm="--speculative-config (prompt_lookup_min)",
+    )
     verification: Literal["coupled", "rejection"] = _drafts(
         "coupled", "of drafts: the tokens as without drafts, or only their distribution"
     )
     draft_sample_method: Literal["probabilistic", "greedy"] = _drafts(
         "probabilistic",
-        "under rejection: drafts drawn from the MTP head's distribution, or its likeliest",
+        "under rejection: drafts drawn from the MTP head's distribution, or its likeliest; ngram draws none",
         vllm="--speculative-config (draft_sample_method)",
     )
 
@@ -413,6 +432,7 @@ class ServeConfig(BaseModel):
             keys = dict.fromkeys(str(item["loc"][0]) for item in error.errors() if item["loc"])
             raise ConfigInvalid("; ".join(problems), keys=list(keys)) from error
         config._check_drafts()
+        config.lookup()
         if config.quarantine_deaths == 1:
             why = "one death says nothing about who was there; 0, 2 or more"
             raise ConfigInvalid(f"quarantine_deaths: {why}", keys=["quarantine_deaths"])
@@ -451,6 +471,16 @@ class ServeConfig(BaseModel):
         if self.speculative_method == "none" and asked not in (None, 0):
             message = f"speculative_method: none makes no drafts, and num_speculative_tokens is {asked}"
             raise ConfigInvalid(message, keys=["speculative_method", "num_speculative_tokens"])
+
+    def lookup(self) -> PromptLookup | None:
+        """How drafts are looked up; None where they are not.
+
+        Raises:
+            ConfigInvalid: it asks for fewer tokens at most than at least.
+        """
+        if self.speculative_method != "ngram":
+            return None
+        return PromptLookup(min_match_len=self.prompt_lookup_min, max_match_len=self.prompt_lookup_max)
 
     @property
     def numerics(self) -> Numerics:
@@ -590,6 +620,7 @@ class WorkerConfig:
     is_model_len_asked: bool = False  # if not, a KV pool that holds no such sequence makes it shorter
     tls: TlsFiles = field(default_factory=TlsFiles)
     auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
+    lookup: PromptLookup | None = None  # how drafts are found in the text so far; None: the MTP head makes them
     prefix_cache: bool = True
     overcommit: bool = True
     json_whitespace: bool = False

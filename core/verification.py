@@ -5,7 +5,7 @@ Says nothing of how a mode works (`engine.speculation.verify`, `engine.speculati
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from baton.core.errors import ConfigInvalid
@@ -61,6 +61,10 @@ class VerificationConfig:
             last = rate
         if self.forced_len < 0:
             raise ConfigInvalid(f"forced_len: {self.forced_len} is negative", keys=["forced_len"])
+
+    def of_lookup(self) -> "VerificationConfig":
+        """The same for drafts that are looked up: those are point masses."""
+        return replace(self, draft_sample_method=DraftSampleMethod.GREEDY)
 
     @classmethod
     def synthetic(cls, *acceptance_rates: float) -> "VerificationConfig":

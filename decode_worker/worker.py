@@ -70,7 +70,7 @@ def resume_of(
         complete: the transfer.
         request: as the router sent it.
         vocab_size: tokens of the model.
-        hidden_bytes: of a hidden state.
+        hidden_bytes: of a hidden state; 0 where no head makes drafts.
 
     Raises:
         TransferFailed: a value is missing, out of range or of the wrong size.
@@ -79,8 +79,9 @@ def resume_of(
     _require(complete.prompt_len == request.prompt_len, f"a prompt of {complete.prompt_len} tokens")
     _require(state.first_token < vocab_size, f"first token {state.first_token}")
     if not state.draft_tokens:
-        _require(request.num_draft_tokens == 0, "no draft, and the request has drafts")
+        _require(request.num_draft_tokens == 0 or not hidden_bytes, "no draft, and the request has drafts")
         return state.first_token, Resume()
+    _require(hidden_bytes > 0, "a draft, and no head makes any")
     _require(len(state.draft_tokens) == 1, f"{len(state.draft_tokens)} drafts")
     _require(state.draft_tokens[0] < vocab_size, f"draft token {state.draft_tokens[0]}")
     _require(len(state.hidden) == hidden_bytes, f"a hidden state of {len(state.hidden)} bytes for {hidden_bytes}")
@@ -364,7 +365,7 @@ class DecodeWorker:
                 complete,
                 sequence.request,
                 vocab_size=self._limits.vocab_size,
-                hidden_bytes=runner.hidden_size * runner.hidden_dtype.itemsize,
+                hidden_bytes=runner.hidden_size * runner.hidden_dtype.itemsize if runner.has_mtp else 0,
             )
             _, reason = sequence.checker.accept([first_token])
             if reason is not None:

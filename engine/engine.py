@@ -641,7 +641,8 @@ class Engine:
         if flight.chunks:
             self.speculation.disturb()
         if flight.planned is not None:
-            proposed_lens = [row.proposed_len for row in output.decode]
+            # A row for which no draft was found has paid for its k as well: it counts as one whose drafts fell.
+            proposed_lens = flight.ticket.layout.proposed_lens
             self.speculation.read(flight.planned, proposed_lens, [row.accepted_len for row in output.decode])
         self._untimed.append(flight)
         while self._untimed:

@@ -12,6 +12,7 @@ from baton.core.clock import Clock, MonotonicClock
 from baton.core.config import SchedulingName
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import BatonError, RequestCancelled
+from baton.core.prompt_lookup import PromptLookup
 from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogprobs, choices_of
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.requests.validate import RequestLimits, validate_request
@@ -110,6 +111,7 @@ class LocalEngine:
         clock: of deadlines and times.
         scheduling: see above.
         verification: of drafts.
+        lookup: how drafts are found in the text so far; None: the model's MTP head makes them.
         overcommit: start sequences without all the blocks they may need, and preempt when none is left.
         host_kv_bytes: host memory for the KV of preempted sequences; without it, it is computed again.
         preempt_at: also preempt every sequence once at each of these output lengths, or when steps have passed it; 0 is
@@ -133,6 +135,7 @@ class LocalEngine:
         clock: Clock | None = None,
         scheduling: SchedulingName = "async",
         verification: VerificationConfig | None = None,
+        lookup: PromptLookup | None = None,
         overcommit: bool = False,
         host_kv_bytes: int = 0,
         preempt_at: Sequence[int] = (),
@@ -156,6 +159,7 @@ class LocalEngine:
             num_draft_tokens=num_draft_tokens,
             eos_token_ids=tokenizer.eos_token_ids,
             verification=verification,
+            lookup=lookup,
             grammars=self._grammars,
             host_kv_bytes=host_kv_bytes,
             clock=self._clock,

@@ -14,7 +14,9 @@ def require_mtp(config: ModelConfig, path: Path) -> None:
         ModelUnsupported: there are several.
     """
     if config.num_mtp_layers == 0:
-        message = f"{path} has no MTP head to draft with; --speculative-method none would serve it without drafts"
+        message = (
+            f"{path} has no MTP head to draft with; --speculative-method ngram drafts without one, none not at all"
+        )
         raise ModelTensorMissing(message, path=str(path), tensors=[])
     if config.num_mtp_layers > 1:
         message = f"{path} has {config.num_mtp_layers} MTP layers; this version drafts with one"

@@ -49,6 +49,7 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
         communicator=communicator,
         eos_token_ids=loaded.tokenizer.eos_token_ids,
         verification=config.verification,
+        lookup=config.lookup,
         grammars=loaded.grammars,
         graphs=graphs,
         host_kv_bytes=config.host_kv_bytes,

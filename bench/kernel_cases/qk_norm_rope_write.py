@@ -89,6 +89,7 @@ class _Set:
     def launch(self, options: Mapping[str, object] | None, early: bool | None) -> torch.Tensor:
         return in_triton.launch(
             self.qkv_TX,
+            None,
             (self.weight_D, self.weight_D, _EPS),
             (BY_TOKEN, *self.tables),
             None,

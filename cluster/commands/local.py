@@ -48,6 +48,7 @@ class LocalCompleter:
             clock=self._clock,
             scheduling=worker.scheduling,
             verification=worker.verification,
+            lookup=worker.lookup,
             overcommit=worker.overcommit,
             host_kv_bytes=worker.host_kv_bytes,
             speculation=Speculation(

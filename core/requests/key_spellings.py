@@ -37,6 +37,12 @@ def expanded(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+_METHODS = {
+    "mtp": ("num_speculative_tokens",),
+    "ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+}
+
+
 def _speculative(given: Any) -> dict[str, Any]:
     """Keys of `ServeConfig` from vLLM's `--speculative-config`: a JSON object, or in a file a mapping."""
     keys = ["speculative_config"]
@@ -47,11 +53,16 @@ def _speculative(given: Any) -> dict[str, Any]:
             raise ConfigInvalid(f"speculative_config: not JSON: {error}", keys=keys) from error
     if not isinstance(given, dict):
         raise ConfigInvalid("speculative_config: not a JSON object", keys=keys)
-    unknown = sorted(set(map(str, given)) - {"method", "num_speculative_tokens"})
-    if unknown:
-        message = f"speculative_config: {', '.join(unknown)[:200]}: this version drafts by the model's own MTP head"
-        raise ConfigInvalid(f"{message}, and reads method and num_speculative_tokens", keys=keys)
     method = str(given.get("method", "mtp"))
-    if method != "mtp" and not re.fullmatch(r"[a-z0-9_]{1,40}_mtp", method):  # deepseek_mtp and the like mean the same
-        raise ConfigInvalid(f"speculative_config: method {method[:80]!r}; this version drafts by mtp", keys=keys)
-    return {"speculative_method": "mtp"} | {k: v for k, v in given.items() if k == "num_speculative_tokens"}
+    if re.fullmatch(r"[a-z0-9_]{1,40}_mtp", method):  # deepseek_mtp and the like mean the same
+        method = "mtp"
+    if method not in _METHODS:
+        raise ConfigInvalid(
+            f"speculative_config: method {method[:80]!r}; this version drafts by mtp or ngram", keys=keys
+        )
+    known = {"method", *_METHODS[method]}
+    unknown = sorted(set(map(str, given)) - known)
+    if unknown:
+        message = f"speculative_config: {', '.join(unknown)[:200]}: no key of {method}, which reads"
+        raise ConfigInvalid(f"{message} {', '.join(sorted(known))}", keys=keys)
+    return {"speculative_method": method} | {key: value for key, value in given.items() if key in _METHODS[method]}

@@ -489,6 +489,7 @@ def graph_sizes(
         sizes=tuple(sizes) or default_sizes(max_num_sequences),
         widths=default_widths(-(-max_context_len // layout.block_size)),
         num_draft_tokens=num_draft_tokens,
+        has_mtp=layout.has_mtp,
         max_entries=max_entries,
         rows=rows,
     )

@@ -26,6 +26,7 @@ from baton.engine.sampling.sampler import SamplingRows, looks_ahead
 from baton.engine.sampling.sampling_table import rows_of
 from baton.engine.speculation.drafting import over_vocabulary
 from baton.engine.speculation.kernel_verifier import KernelVerifier
+from baton.engine.speculation.token_history import TokenHistory
 from baton.engine.speculation.verify import Verifier
 from baton.engine.step.batch import ChunkRows, DecodeRows, prefill_inputs
 from baton.engine.step.passes import EagerPasses, Hidden, ignore_layer
@@ -112,7 +113,7 @@ def warm_up_decode_passes(model: Model, pool: KVPool, reach: Reach, num_draft_to
             passes = EagerPasses(model, pool, rows, bound)
             ids_BQ = first_B.new_zeros(count, num_drafts + 1)
             _, hidden_TD = passes.trunk(ids_BQ, first_B)
-            if num_draft_tokens:
+            if num_draft_tokens and pool.layout.has_mtp:
                 assert hidden_TD is not None
                 _, entries_TD = passes.extend(None, (ids_BQ, hidden_TD, first_B))
                 assert entries_TD is not None
@@ -156,14 +157,21 @@ def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
         warm_up_prompts(model)
 
 
-def warm_up_decode(model: Model, pool: KVPool, reach: Reach, verifier: Verifier, num_draft_tokens: int) -> None:
+def warm_up_decode(
+    model: Model,
+    pool: KVPool,
+    reach: Reach,
+    verifier: Verifier,
+    num_draft_tokens: int,
+    history: TokenHistory | None = None,
+) -> None:
     """For decode steps of any size, with up to so many drafts; all ranks at the same time."""
     _place(pool.device)
     if is_compiled(model):
         warm_up_decode_passes(model, pool, reach, num_draft_tokens)
         warm_up_heads(model, reach.num_sequences * (num_draft_tokens + 1))
     if is_needed(model):
-        warm_up_steps(model, verifier, num_draft_tokens)
+        warm_up_steps(model, verifier, num_draft_tokens, history)
 
 
 def _place(device: torch.device) -> None:
@@ -213,7 +221,7 @@ def warm_up_prompts(model: Model) -> None:
 
 
 @torch.inference_mode()
-def warm_up_steps(model: Model, verifier: Verifier, num_draft_tokens: int) -> None:
+def warm_up_steps(model: Model, verifier: Verifier, num_draft_tokens: int, history: TokenHistory | None = None) -> None:
     """For steps with up to so many drafts, and for their drafts; and for prompts, which decode workers compute, too."""
     warm_up_prompts(model)
     is_greedy = isinstance(verifier, KernelVerifier) and verifier.is_greedy
@@ -222,10 +230,10 @@ def warm_up_steps(model: Model, verifier: Verifier, num_draft_tokens: int) -> No
         if is_greedy and sampling is not None:
             continue
         for num_drafts in range(num_draft_tokens + 1):
-            _step(model, verifier, sampling, len(params), num_drafts, drafts=num_draft_tokens > 0)
+            _step(model, verifier, sampling, len(params), num_drafts, drafts=num_draft_tokens > 0, history=history)
     for num_drafts in range(num_draft_tokens + 1):
         grammar = _AnyToken(model, num_drafts)
-        _step(model, verifier, None, 2, num_drafts, drafts=num_draft_tokens > 0, grammar=grammar)
+        _step(model, verifier, None, 2, num_drafts, drafts=num_draft_tokens > 0, grammar=grammar, history=history)
 
 
 def _params() -> Iterator[tuple[SamplingParams, ...]]:
@@ -252,6 +260,7 @@ def _step(
     *,
     drafts: bool,
     grammar: GrammarRows | None = None,
+    history: TokenHistory | None = None,
 ) -> None:
     zeros_B = torch.zeros(num_sequences, dtype=torch.int64, device=model.device)
     state = DecodeState(
@@ -259,7 +268,13 @@ def _step(
     )
     rows = DecodeRows(block_tables_BM=zeros_B[:, None], limit_B=zeros_B + 1, draft_cap_B=zeros_B + num_drafts)
     decode = DecodeInputs(
-        state=state, rows=rows, num_drafts=num_drafts, keeps_mtp=drafts, sampling=sampling, grammar=grammar
+        state=state,
+        rows=rows,
+        num_drafts=num_drafts,
+        keeps_mtp=drafts and history is None,
+        sampling=sampling,
+        grammar=grammar,
+        history=None if history is None else (history, zeros_B),
     )
     passes = _NoPasses(model)
     sampled, _ = sample(passes, decode, None, model, verifier)

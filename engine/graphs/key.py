@@ -64,6 +64,7 @@ class GraphSizes:
         num_draft_tokens: the most drafts of a step; fewer have graphs of their own.
         max_entries: B * W of a graph at most. What attention gathers grows with it.
         rows: of steps with chunks of prompts, ascending; see `piecewise`.
+        has_mtp: an MTP head makes the drafts, and has graphs of its own.
     """
 
     sizes: tuple[int, ...]
@@ -71,6 +72,7 @@ class GraphSizes:
     num_draft_tokens: int
     max_entries: int
     rows: tuple[int, ...] = ()
+    has_mtp: bool = True
 
     def keys(self) -> Iterator[GraphKey]:
         """Every graph, the largest first, so that what the later ones need is in the memory of the first."""
@@ -78,9 +80,11 @@ class GraphSizes:
         for size, width in sorted(shapes, key=lambda shape: (-shape[0] * shape[1], -shape[0])):
             for num_drafts in range(self.num_draft_tokens, -1, -1):
                 yield GraphKey(GraphKind.VERIFY, num_drafts + 1, size, width)
-                if self.num_draft_tokens >= 1:  # with no drafts now, too: the MTP head sees every token
+                if (
+                    self.has_mtp and self.num_draft_tokens >= 1
+                ):  # with no drafts now, too: the MTP head sees every token
                     yield GraphKey(GraphKind.DRAFT_PREFILL, num_drafts + 1, size, width)
-            if self.num_draft_tokens >= 2:
+            if self.has_mtp and self.num_draft_tokens >= 2:
                 yield GraphKey(GraphKind.DRAFT, 1, size, width)
 
     def shape_for(self, num_sequences: int, num_blocks: int) -> tuple[int, int] | EagerReason:
@@ -98,9 +102,9 @@ class GraphSizes:
         if num_drafts > self.num_draft_tokens:
             return EagerReason.DRAFTS
         keys = [GraphKey(GraphKind.VERIFY, num_drafts + 1, *shape)]
-        if self.num_draft_tokens >= 1:
+        if self.has_mtp and self.num_draft_tokens >= 1:
             keys.append(GraphKey(GraphKind.DRAFT_PREFILL, num_drafts + 1, *shape))
-        if num_drafts >= 2:
+        if self.has_mtp and num_drafts >= 2:
             keys.append(GraphKey(GraphKind.DRAFT, 1, *shape))
         return tuple(keys)
 

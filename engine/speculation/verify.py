@@ -33,7 +33,7 @@ from baton.model.vocab import WHOLE, Vocab
 
 @dataclass(frozen=True, slots=True)
 class DraftIds:
-    """Tokens proposed by the MTP head, int64 [B, K], ids of the target's vocabulary; never emitted as they are.
+    """Tokens that were proposed, int64 [B, K], ids of the target's vocabulary; never emitted as they are.
 
     -1 is no draft: nothing after it is considered. Where a draft is missing must not depend on what it would have been.
     """
@@ -111,11 +111,13 @@ class Verified:
         token_ids_BQ: int64, the emitted tokens; 0 past `accepted_len`, a valid id that nothing shows.
         accepted_len_B: int64, drafts that stand, 0 ... K; emitted = accepted + 1. -1: nothing is emitted.
         logprobs_LQX: float64, packed (engine.logprobs), of the sequences that report them; None without any.
+        proposed_len_B: int64, drafts that could stand; None: as many as each sequence may use.
     """
 
     token_ids_BQ: torch.Tensor
     accepted_len_B: torch.Tensor
     logprobs_LQX: torch.Tensor | None = None
+    proposed_len_B: torch.Tensor | None = None
 
 
 class Verifier(Protocol):

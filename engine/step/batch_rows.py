@@ -57,6 +57,7 @@ class StepBatch:
         sampling: tuple[SamplingParams, ...],
         draft_caps: tuple[int, ...],
         num_drafts: int,
+        has_mtp: bool,
         vocab_size: int,
         device: torch.device,
     ) -> "StepBatch":
@@ -76,7 +77,7 @@ class StepBatch:
             room_B=np.array(draft_caps, dtype=np.int64) + 1,
             max_drafts=num_drafts,
             num_drafts=max(proposed_lens, default=0),
-            keeps_mtp=max(draft_caps, default=0) > 0,
+            keeps_mtp=has_mtp and max(draft_caps, default=0) > 0,
             num_tops=num_tops,
             num_reporting=len(reported),
             num_top=min(max(reported, default=0), vocab_size),

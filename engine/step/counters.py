@@ -34,7 +34,8 @@ class StepCounters:
         self._rows_QQ = torch.zeros(self._num_columns**2, dtype=torch.int64, device=device)
         self._slots_B: torch.Tensor | None = None
         self._num_drafts = -1
-        self._first_B = torch.zeros(0, dtype=torch.int64, device=device)
+        self._tells_proposed = False
+        self._proposed_B = torch.zeros(0, dtype=torch.int64, device=device)
         self._pending: list[torch.Tensor] = []
 
     @property
@@ -42,7 +43,15 @@ class StepCounters:
         """Elements of a copy."""
         return self._num_columns**2
 
-    def add(self, slots_B: torch.Tensor, draft_cap_B: torch.Tensor, num_drafts: int, result_BC: torch.Tensor) -> None:
+    def add(
+        self,
+        slots_B: torch.Tensor,
+        draft_cap_B: torch.Tensor,
+        num_drafts: int,
+        result_BC: torch.Tensor,
+        *,
+        tells_proposed: bool = False,
+    ) -> None:
         """Count one step.
 
         Args:
@@ -51,11 +60,12 @@ class StepCounters:
             num_drafts: made in this step.
             result_BC: int64, of each sequence first the number of drafts that stand, `IDLE` if it emitted nothing and
                 is not counted; nobody may change it afterwards.
+            tells_proposed: its last column says how many drafts each sequence had; else each had all it may accept.
         """
-        if self._slots_B is not slots_B or self._num_drafts != num_drafts:
+        if self._slots_B is not slots_B or self._num_drafts != num_drafts or self._tells_proposed != tells_proposed:
             self._add_pending()
-            self._slots_B, self._num_drafts = slots_B, num_drafts
-            self._first_B = draft_cap_B.clamp(max=num_drafts) * self._num_columns
+            self._slots_B, self._num_drafts, self._tells_proposed = slots_B, num_drafts, tells_proposed
+            self._proposed_B = draft_cap_B.clamp(max=num_drafts)
         self._pending.append(result_BC)
         if len(self._pending) == _MAX_PENDING:
             self._add_pending()
@@ -80,10 +90,12 @@ class StepCounters:
 
     def _add_pending(self) -> None:
         if self._pending:
-            accepted_PB = torch.stack(self._pending)[:, :, 0]
+            results_PBC = torch.stack(self._pending)
             self._pending.clear()
+            accepted_PB = results_PBC[:, :, 0]
+            proposed_PB = results_PBC[:, :, -1] if self._tells_proposed else self._proposed_B
             is_idle_PB = accepted_PB == IDLE
-            places_PB = accepted_PB.masked_fill(is_idle_PB, 0) + self._first_B
+            places_PB = accepted_PB.masked_fill(is_idle_PB, 0) + proposed_PB * self._num_columns
             self._rows_QQ.index_add_(0, places_PB.flatten(), (~is_idle_PB).to(torch.int64).flatten())
 
 

@@ -82,6 +82,7 @@ class ResultLayout:
 
     Attributes:
         num_drafts: K of the step.
+        tells_proposed: rows tell how many drafts they had; else all had as many as they may use.
         proposed_lens: of the B decode sequences, drafts that each may accept.
         num_tops: likeliest tokens that each decode sequence reports; None where it reports nothing.
         samples: of each chunk, whether a token follows from it.
@@ -90,6 +91,7 @@ class ResultLayout:
     """
 
     num_drafts: int = 0
+    tells_proposed: bool = False
     proposed_lens: tuple[int, ...] = ()
     num_tops: tuple[int | None, ...] = ()
     samples: tuple[bool, ...] = ()
@@ -98,8 +100,8 @@ class ResultLayout:
 
     @property
     def num_columns(self) -> int:
-        """Integers of a decode sequence: its accepted length and K + 1 tokens."""
-        return self.num_drafts + 2
+        """Integers of a decode sequence: its accepted length, K + 1 tokens, and perhaps how many drafts it had."""
+        return self.num_drafts + 2 + self.tells_proposed
 
     @property
     def num_ints(self) -> int:
@@ -126,13 +128,14 @@ class ResultLayout:
         firsts = values[num_decode_ints : self.num_ints].view(-1, 2).tolist()
         bits = values[self.num_ints : self.num_values].view(torch.float64)
         num_emitted = [0 if row[0] == IDLE else row[0] + 1 for row in rows]
+        proposed_lens = [row[-1] for row in rows] if self.tells_proposed else self.proposed_lens
         decode_logprobs, bits = self._step_logprobs(bits, self.num_drafts + 1, self.num_tops, num_emitted)
         sampled_tops = self._sampled_tops
         first_logprobs, bits = self._step_logprobs(bits, 1, sampled_tops, [1] * len(firsts))
         decode = tuple(
             Emitted(tuple(row[1 : 1 + count]), count - 1, proposed_len, logprobs, errors.get(place))
             for place, (row, count, proposed_len, logprobs) in enumerate(
-                zip(rows, num_emitted, self.proposed_lens, decode_logprobs, strict=True)
+                zip(rows, num_emitted, proposed_lens, decode_logprobs, strict=True)
             )
         )
         sampled = iter(zip(firsts, first_logprobs, strict=True))

@@ -19,6 +19,7 @@ import torch
 
 from baton.core.clock import Clock
 from baton.core.errors import BatonError
+from baton.core.prompt_lookup import PromptLookup
 from baton.core.requests.request import AttemptKey
 from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import VerificationConfig
@@ -29,6 +30,7 @@ from baton.engine.graphs.kernel_warm_up import Reach, warm_up_decode, warm_up_pr
 from baton.engine.kv_offload import KVOffload
 from baton.engine.sampling.history import SampledSequence
 from baton.engine.sampling.logprobs import LOGITS_ROWS, logprobs_of
+from baton.engine.speculation.token_history import TokenHistory
 from baton.engine.speculation.verifiers import verifier_for
 from baton.engine.speculation.verify import DraftLaw, Verified
 from baton.engine.step.batch import ChunkRows, Ints, PrefillInputs, prefill_inputs
@@ -44,6 +46,7 @@ from baton.engine.step.slots import SlotTable
 from baton.engine.step.step import DecodeInputs, DecodeSample, Extended, PromptInputs, PromptSample, extend, sample
 from baton.engine.tp.decision import Decisions
 from baton.kernels.copies import host_buffer, to_device
+from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
@@ -118,6 +121,7 @@ class Runner:
         communicator: of the worker's ranks; None with one rank.
         eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
         verification: of drafts; coupled if None.
+        lookup: how drafts are found in the text so far; None: the model's MTP head makes them.
         grammars: needed for sequences with a grammar.
         graphs: CUDA graphs of decode-only steps; None: every step is eager.
         host_kv_bytes: host memory for the KV of preempted sequences (`kv_offload`).
@@ -138,6 +142,7 @@ class Runner:
         communicator: Communicator | None = None,
         eos_token_ids: Sequence[int] = (),
         verification: VerificationConfig | None = None,
+        lookup: PromptLookup | None = None,
         grammars: GrammarCompiler | None = None,
         graphs: GraphedStep | None = None,
         host_kv_bytes: int = 0,
@@ -146,7 +151,9 @@ class Runner:
     ) -> None:
         assert max_num_seqs >= 1
         self.has_mtp = pool.layout.has_mtp
-        assert num_draft_tokens == 0 or self.has_mtp, "drafts need an MTP layer"
+        assert num_draft_tokens == 0 or self.has_mtp != (lookup is not None), (
+            "drafts need an MTP layer, or are looked up"
+        )
         self.max_num_seqs = max_num_seqs
         self.num_draft_tokens = num_draft_tokens
         self.hidden_size = model.config.hidden_size
@@ -158,7 +165,8 @@ class Runner:
         self._pool = pool
         self._communicator = communicator or Alone()
         self._decisions = Decisions(self._communicator, pool.device)
-        self._verifier = verifier_for(model, verification or VerificationConfig(), num_draft_tokens)
+        verification = verification or VerificationConfig()
+        self._verifier = verifier_for(model, verification.of_lookup() if lookup else verification, num_draft_tokens)
         if self._verifier.draft_law is DraftLaw.SAMPLED:
             model.t2d()  # made before the first step, not in it
         self._open_push = open_push
@@ -178,6 +186,7 @@ class Runner:
             dtype=model.dtype,
             device=pool.device,
             vocab=model.vocab,
+            history=_history(lookup, max_num_seqs, num_draft_tokens, model),
         )
         self._offload = KVOffload(
             pool, host_kv_bytes, self._lane, self._table, self._communicator, self.meter.interrupt
@@ -200,7 +209,7 @@ class Runner:
         """
         warm_up_prefill(self._model, self._pool, reach)
         if decodes:
-            warm_up_decode(self._model, self._pool, reach, self._verifier, self.num_draft_tokens)
+            warm_up_decode(self._model, self._pool, reach, self._verifier, self.num_draft_tokens, self._table.history)
 
     def execute(self, operation: Operation) -> Ending | None:
         """Carry an operation out between the steps launched before and those launched after this call.
@@ -323,6 +332,7 @@ class Runner:
                 length=len(place.token_ids),
                 draft_token=0 if resume is None else resume.draft_token or 0,
                 hidden_D=hidden_D,
+                token_ids=place.token_ids,
             )
             self._table.sampling.place(slot, sequence)
             if grammar is not None:
@@ -376,6 +386,7 @@ class Runner:
                 keeps_mtp=batch.keeps_mtp,
                 sampling=self._table.sampling.rows(batch.slots, batch.sampling),
                 grammar=self._grammar_rows(batch.slots, is_alone=not step.chunks),
+                history=None if self._table.history is None else (self._table.history, batch.slots_B),
             )
         if work.chunks:
             slots = work.sampled_slots
@@ -423,7 +434,12 @@ class Runner:
             before, rows, verified = work.decode.state, work.decode.rows, of_decode.verified
             self._table.write_sample(batch.slots_B, of_decode.state.last_token_B, of_decode.state.length_B)
             result_BC = _packed(verified, has_idle=work.decode.grammar is not None)
-            self.meter.counters.add(batch.slots_B, rows.draft_cap_B, batch.num_drafts, result_BC)
+            tells_proposed = work.layout.tells_proposed
+            self.meter.counters.add(
+                batch.slots_B, rows.draft_cap_B, batch.num_drafts, result_BC, tells_proposed=tells_proposed
+            )
+            if self._table.history is not None:
+                self._table.history.write(batch.slots_B, before.length_B, verified.token_ids_BQ)
             ints.append(result_BC.flatten())
             bits += _bits(verified)
             upon += [batch.slots_B, before.last_token_B, before.draft_token_B, before.length_B, rows.block_tables_BM]
@@ -436,6 +452,8 @@ class Runner:
                 slots_F = work.slots_F
                 assert slots_F is not None
                 self._table.write_sample(slots_F, verified.token_ids_BQ[:, 0], work.prompt.next_position_F + 1)
+                if self._table.history is not None:
+                    self._table.history.write(slots_F, work.prompt.next_position_F, verified.token_ids_BQ)
                 ints.append(_packed(verified, has_idle=work.prompt.grammar is not None).flatten())
                 bits += _bits(verified)
             if work.prompt.grammar is not None:
@@ -537,6 +555,7 @@ class Runner:
                 sampling=tuple(item.sampling for item in residents),
                 draft_caps=tuple(item.draft_cap for item in residents),
                 num_drafts=num_drafts,
+                has_mtp=self.has_mtp,
                 vocab_size=self._model.config.vocab_size,
                 device=self._pool.device,
             )
@@ -556,6 +575,7 @@ class Runner:
 
         return ResultLayout(
             num_drafts=0 if batch is None else batch.num_drafts,
+            tells_proposed=batch is not None and self._table.history is not None,
             proposed_lens=() if batch is None else batch.proposed_lens,
             num_tops=() if batch is None else tuple(map(capped, batch.num_tops)),
             samples=tuple(chunk.is_last for chunk in chunks),
@@ -565,6 +585,13 @@ class Runner:
                 for plan, chunk, item in zip(plans, chunks, residents, strict=True)
             ),
         )
+
+
+def _history(lookup: PromptLookup | None, num_slots: int, num_draft_tokens: int, model: Model) -> TokenHistory | None:
+    if lookup is None or num_draft_tokens == 0:
+        return None
+    form = model.choosing or Implementation.REFERENCE
+    return TokenHistory(lookup, num_slots, model.config.max_model_len, model.device, form)
 
 
 def _rows_of(plan: Chunk, resident: _Resident) -> ChunkRows:
@@ -586,9 +613,12 @@ def _num_reported(plan: Chunk, chunk: ChunkRows) -> int:
 
 
 def _packed(verified: Verified, *, has_idle: bool) -> torch.Tensor:
-    """Accepted lengths and tokens, [B, C]."""
+    """Accepted lengths, tokens, and what was proposed where that is told, [B, C]."""
     accepted_len_B = mark_idle(verified.accepted_len_B) if has_idle else verified.accepted_len_B
-    return torch.cat([accepted_len_B[:, None], verified.token_ids_BQ], dim=1)
+    columns = [accepted_len_B[:, None], verified.token_ids_BQ]
+    if verified.proposed_len_B is not None:
+        columns.append(verified.proposed_len_B[:, None])
+    return torch.cat(columns, dim=1)
 
 
 def _bits(verified: Verified) -> list[torch.Tensor]:

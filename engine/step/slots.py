@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.sampling.sampling_table import SamplingTable
+from baton.engine.speculation.token_history import TokenHistory
 from baton.engine.step.batch import DecodeRows
 from baton.engine.step.plan import Growth
 from baton.kernels.copies import host_buffer, to_device
@@ -41,7 +42,7 @@ class DecodeState:
 
 
 class SlotTable:
-    """The tensors of every slot; `sampling` owns those that choose tokens."""
+    """The tensors of every slot; `sampling` owns those that choose tokens, `history` those that drafts come from."""
 
     def __init__(
         self,
@@ -54,7 +55,9 @@ class SlotTable:
         dtype: torch.dtype,
         device: torch.device,
         vocab: Vocab = WHOLE,
+        history: TokenHistory | None = None,
     ) -> None:
+        self.history = history
         self.sampling = SamplingTable(
             num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
         )
@@ -81,6 +84,7 @@ class SlotTable:
         length: int = 0,
         draft_token: int = 0,
         hidden_D: torch.Tensor | None = None,
+        token_ids: Sequence[int] = (),
     ) -> None:
         """Set everything about a sequence: one launch on a GPU.
 
@@ -97,6 +101,7 @@ class SlotTable:
             length: its tokens; likewise.
             draft_token: its draft; likewise.
             hidden_D: what made the draft, on any device; likewise.
+            token_ids: its tokens; where no history is kept, nobody reads them.
         """
         width = self._tables_NM.shape[1]
         table = [*blocks[:width]]
@@ -104,21 +109,26 @@ class SlotTable:
         numbers = [last_token, length, draft_token, limit, draft_cap, state_slot]
         hidden_row_D = self._hidden_ND[slot]
         ints = torch.tensor(numbers + table, dtype=torch.int64)
-        packed = host_buffer(8 * len(ints) + hidden_row_D.nbytes, torch.uint8, self._device)
-        packed_ints = packed[: 8 * len(ints)].view(torch.int64)
+        kept = () if self.history is None else token_ids
+        ends = [8 * len(ints), 8 * len(ints) + hidden_row_D.nbytes]
+        packed = host_buffer(ends[1] + 4 * len(kept), torch.uint8, self._device)
+        packed_ints = packed[: ends[0]].view(torch.int64)
         packed_ints.copy_(ints)
         if hidden_D is None or hidden_D.device.type == "cpu":
-            source_D = packed[8 * len(ints) :].view(hidden_row_D.dtype)
+            source_D = packed[ends[0] : ends[1]].view(hidden_row_D.dtype)
             source_D.copy_(source_D.new_zeros(()) if hidden_D is None else hidden_D)
         else:
             source_D = hidden_D.to(self._hidden_ND).contiguous()
-        self._copy(
-            [
-                (self._numbers_NC[slot], packed_ints[: len(numbers)]),
-                (self._tables_NM[slot], packed_ints[len(numbers) :]),
-                (hidden_row_D, source_D),
-            ]
-        )
+        pairs = [
+            (self._numbers_NC[slot], packed_ints[: len(numbers)]),
+            (self._tables_NM[slot], packed_ints[len(numbers) :]),
+            (hidden_row_D, source_D),
+        ]
+        if self.history is not None:
+            tokens = packed[ends[1] :].view(torch.int32)
+            tokens.copy_(torch.tensor(kept, dtype=torch.int32))
+            pairs.append((self.history.places(slot, len(kept)), tokens))
+        self._copy(pairs)
 
     def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """In one launch; what it reads is held until the device is done with it."""

@@ -2,8 +2,10 @@
 
 A row is a chunk of a prompt, or a decode row of K + 1 positions. The order of a step is:
 
-    sample: draft chain of the decode rows -> one trunk pass over all rows -> verify drafts, sample first tokens
+    sample: drafts of the decode rows -> one trunk pass over all rows -> verify drafts, sample first tokens
     extend: one MTP pass over all rows, which makes the next drafts
+
+Drafts are a chain of the MTP head, or looked up in the text so far; then there is no MTP pass.
 
 Tokens are known after `sample`, so they are on their way to the host while `extend` runs. `passes` decides how the
 model runs: launched kernel by kernel, or replayed from CUDA graphs.
@@ -29,7 +31,16 @@ from baton.engine.sampling.kernel_choice import next_token
 from baton.engine.sampling.logprobs import step_logprobs
 from baton.engine.sampling.sampler import SamplingRows, looks_ahead
 from baton.engine.speculation.drafting import Drafted, DraftSource, over_vocabulary, stack_probs
-from baton.engine.speculation.verify import DraftIds, DraftLaw, DraftProbs, Verified, Verifier, VerifyInputs
+from baton.engine.speculation.token_history import TokenHistory
+from baton.engine.speculation.verify import (
+    DraftIds,
+    DraftLaw,
+    DraftProbs,
+    Verified,
+    Verifier,
+    VerifyInputs,
+    usable_drafts,
+)
 from baton.engine.step.batch import DecodeRows, PrefillInputs
 from baton.engine.step.passes import Passes
 from baton.engine.step.slots import DecodeState
@@ -51,9 +62,10 @@ class DecodeInputs:
         rows: what stays the same about them.
         num_drafts: K; 0 is a plain step.
         keeps_mtp: run the MTP head over the emitted rows, so that a later step finds its KV without holes and a draft
-            in hand. K > 0 needs it; sequences that never draft leave the head alone.
+            in hand. Its drafts need it; sequences that never draft leave the head alone.
         sampling: what sequences ask beyond the likeliest token; None if all are greedy and plain.
         grammar: the sequences that have a grammar; None if none has. It sees the drafts on the host and masks logits.
+        history: where drafts are looked up, and the slots of the sequences in it; None: the MTP head makes them.
     """
 
     state: DecodeState
@@ -62,6 +74,7 @@ class DecodeInputs:
     keeps_mtp: bool
     sampling: SamplingRows | None
     grammar: GrammarRows | None = None
+    history: tuple[TokenHistory, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +165,7 @@ def sample(
         drafts, draft_probs = _draft(passes, decode, source, model)
         if decode.grammar is not None:
             decode.grammar.take(drafts.ids_BK)
-        ids_BQ = torch.cat([decode.state.last_token_B[:, None], drafts.ids_BK], dim=1)
+        ids_BQ = torch.cat([decode.state.last_token_B[:, None], drafts.valid_ids()], dim=1)
         first_B = length_B - 1
     if prompt is not None and prompt.grammar is not None:
         prompt.grammar.take(prompt.rows.last_row_F.new_empty(prompt.num_sampled, 0))
@@ -211,7 +224,7 @@ def _verify(
     verifier: Verifier,
 ) -> DecodeSample:
     before, length_B = decode.state, settled(decode.state.length_B)
-    assert decode.keeps_mtp or decode.num_drafts == 0
+    assert decode.keeps_mtp or decode.history is not None or decode.num_drafts == 0
     raw_BQV = model.logits(trunk_TD).reshape(*ids_BQ.shape, -1)
     logits_BQV, draft_cap_B, masks = raw_BQV, decode.rows.draft_cap_B, None
     if decode.grammar is not None:
@@ -238,6 +251,8 @@ def _verify(
     if masks is not None:
         verified, is_idle_B = _cut(verified, masks)
     verified = _with_logprobs(verified, raw_BQV, decode.sampling, model)
+    if decode.history is not None:
+        verified = replace(verified, proposed_len_B=usable_drafts(drafts, decode.rows.draft_cap_B))
     accepted_len_B = verified.accepted_len_B
     if is_idle_B is not None:
         accepted_len_B = accepted_len_B.clamp(min=0)  # what comes of idle sequences is dropped by `_idle`
@@ -330,7 +345,7 @@ def _idle(before: DecodeState, after: DecodeState, is_idle_B: torch.Tensor) -> D
 def _draft(
     passes: Passes, decode: DecodeInputs, source: DraftSource, model: Model
 ) -> tuple[DraftIds, DraftProbs | None]:
-    """Extend the draft in hand to K tokens, the MTP head feeding on its own output.
+    """K drafts: looked up, or the draft in hand extended by the MTP head, which feeds on its own output.
 
     Drafts that are drawn from a distribution are all drawn here, the first from the hidden state that the one in hand
     was made from: so no distribution has to outlive its step, or cross from the prefill worker.
@@ -338,6 +353,9 @@ def _draft(
     state = decode.state
     if decode.num_drafts == 0:
         return DraftIds(state.last_token_B.new_empty(len(state.last_token_B), 0)), None
+    if decode.history is not None:
+        history, slot_B = decode.history
+        return history.drafts(slot_B, state.length_B, decode.num_drafts), None
     hidden_BD = state.hidden_BD
     if source.law is DraftLaw.SAMPLED:
         drafted = [source.draft(model, hidden_BD, 0)]

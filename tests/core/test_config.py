@@ -182,6 +182,15 @@ def test_speculation_is_conserved():
             },
             {"speculative_method": "mtp", "num_speculative_tokens": 1, "speculative_config": ""},
         ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}},
+            {
+                "speculative_method": "ngram",
+                "num_speculative_tokens": 4,
+                "prompt_lookup_max": 5,
+                "prompt_lookup_min": 2,
+            },
+        ),
     ],
 )
 def test_vllms_spellings_mean_the_same(values, wanted):
@@ -195,8 +204,19 @@ def test_vllms_spellings_mean_the_same(values, wanted):
     [
         ({"speculative_config": "{"}, ["speculative_config"], "not JSON"),
         ({"speculative_config": "[1]"}, ["speculative_config"], "not a JSON object"),
-        ({"speculative_config": '{"model": "x/eagle"}'}, ["speculative_config"], "model: this version drafts by"),
-        ({"speculative_config": '{"method": "ngram"}'}, ["speculative_config"], "method 'ngram'"),
+        ({"speculative_config": '{"model": "x/eagle"}'}, ["speculative_config"], "model: no key of mtp"),
+        (
+            {"speculative_config": '{"prompt_lookup_max": 4}'},
+            ["speculative_config"],
+            "prompt_lookup_max: no key of mtp",
+        ),
+        ({"speculative_config": '{"method": "medusa"}'}, ["speculative_config"], "method 'medusa'"),
+        (
+            {"speculative_method": "ngram", "prompt_lookup_min": 5},
+            ["prompt_lookup_max", "prompt_lookup_min"],
+            "5 is more than prompt_lookup_max, 4",
+        ),
+        ({"prompt_lookup_max": 17}, ["prompt_lookup_max"], "prompt_lookup_max"),
         (
             {"speculative_config": '{"num_speculative_tokens": 3}', "num_speculative_tokens": 2},
             ["num_speculative_tokens", "speculative_config"],

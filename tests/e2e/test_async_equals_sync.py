@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.prompt_lookup import PromptLookup
 from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
@@ -196,14 +197,15 @@ PREEMPTIONS = {
     "computed again": {"overcommit": True, "preempt_at": (1, 6)},
     "to host memory": {"overcommit": True, "preempt_at": (1, 6), "host_kv_bytes": 64 << 20},
 }
-FEATURE_CELLS = list(itertools.product(features.FEATURES, DRAFTS, PREEMPTIONS, (16, 4096), (1, 2)))
+DRAFTERS = {"mtp": None, "ngram": PromptLookup(min_match_len=1, max_match_len=3)}
+FEATURE_CELLS = list(itertools.product(features.FEATURES, DRAFTS, PREEMPTIONS, (16, 4096), (1, 2), DRAFTERS))
 FEATURE_PAIRWISE = pairwise(FEATURE_CELLS)
-MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
+MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT}
 
 
 def feature_id(cell):
-    feature, k, preemption, chunk_len, tp = cell
-    return f"{feature}-k{k}-{preemption}-{chunk_len}-tp{tp}".replace(" ", "_").replace(",", "")
+    feature, k, preemption, chunk_len, tp, drafter = cell
+    return f"{feature}-k{k}-{preemption}-{chunk_len}-tp{tp}-{drafter}".replace(" ", "_").replace(",", "")
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +221,8 @@ def short_model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_one_rank(short_model, tokenizer):
-    model = load_model(short_model, **MODEL)
-    return lambda **options: LocalEngine(model, tokenizer, **options)
+    models = {with_mtp: load_model(short_model, **MODEL, with_mtp=with_mtp) for with_mtp in (False, True)}
+    return lambda **options: LocalEngine(models[options.get("lookup") is None], tokenizer, **options)
 
 
 @pytest.fixture(scope="module")
@@ -255,12 +257,12 @@ def one_plain_run(on_one_rank, feature_prompts):
 
 
 def check_feature(monkeypatch, cell, on_one_rank, one_plain_run, feature_prompts, short_model, tokenizer):
-    feature, k, preemption, chunk_len, tp = cell
+    feature, k, preemption, chunk_len, tp, drafter = cell
     plain = None if feature == "plain" else [result.token_ids for result in one_plain_run("plain")]
     requests = features.requests_for(feature, feature_prompts, k, plain)
     taken = {}
     for scheduling in ("sync", "async"):
-        options = sizes_of(k, chunk_len, scheduling=scheduling, **PREEMPTIONS[preemption])
+        options = sizes_of(k, chunk_len, scheduling=scheduling, lookup=DRAFTERS[drafter], **PREEMPTIONS[preemption])
 
         def work(engine):
             made = generate(monkeypatch, engine, requests)
@@ -269,7 +271,7 @@ def check_feature(monkeypatch, cell, on_one_rank, one_plain_run, feature_prompts
         if tp == 1:
             results, steps, preempted = work(on_one_rank(**options))
         else:
-            options["model"] = {"numerics": Numerics.DEFAULT}
+            options["model"] = {"numerics": Numerics.DEFAULT, "with_mtp": drafter == "mtp"}
             results, steps, preempted = run_over_ranks(tp, short_model, tokenizer, work, **options)
         for result, expected, mine in zip(results, one_plain_run(feature), steps, strict=True):
             features.check_same(result, expected)

@@ -126,6 +126,7 @@ class DecodeSide:
         fatal,
         chunk_len=256,
         host_kv_bytes=0,
+        lookup=None,
         **options,
     ):
         clock = MonotonicClock()
@@ -146,6 +147,7 @@ class DecodeSide:
                 self.pool,
                 max_num_seqs=max_num_seqs,
                 num_draft_tokens=num_drafts,
+                lookup=lookup,
                 eos_token_ids=eos_token_ids,
                 grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
                 host_kv_bytes=host_kv_bytes,

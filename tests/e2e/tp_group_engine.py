@@ -46,6 +46,7 @@ def runner_of(path, tokenizer, group, options):
         communicator=group,
         eos_token_ids=tokenizer.eos_token_ids,
         verification=options.get("verification"),
+        lookup=options.get("lookup"),
         grammars=GrammarCompiler(tokenizer, model.config.vocab_size),
         host_kv_bytes=options.get("host_kv_bytes", 0),
     )

@@ -20,7 +20,12 @@ pytestmark = pytest.mark.fast
 counts = st.integers(1, 40)
 ascending = st.sets(counts, min_size=1, max_size=5).map(lambda values: tuple(sorted(values)))
 all_sizes = st.builds(
-    GraphSizes, sizes=ascending, widths=ascending, num_draft_tokens=st.integers(0, 4), max_entries=st.integers(1, 900)
+    GraphSizes,
+    sizes=ascending,
+    widths=ascending,
+    num_draft_tokens=st.integers(0, 4),
+    max_entries=st.integers(1, 900),
+    has_mtp=st.booleans(),
 )
 
 
@@ -50,7 +55,7 @@ def test_a_step_takes_the_next_size_and_all_its_graphs_are_captured(sizes, num_s
         assert keys is EagerReason.DRAFTS
         return
     assert set(keys) <= set(sizes.keys())
-    kinds = 1 + (sizes.num_draft_tokens >= 1) + (num_drafts >= 2)
+    kinds = 1 + sizes.has_mtp * ((sizes.num_draft_tokens >= 1) + (num_drafts >= 2))
     assert len({key.kind for key in keys}) == len(keys) == kinds
 
 
@@ -58,6 +63,8 @@ def test_a_kind_is_said_and_not_read_off_the_sizes():
     sizes = GraphSizes(sizes=(2,), widths=(4,), num_draft_tokens=2, max_entries=8)
     one_row = {key.kind for key in sizes.keys() if key.num_rows == 1}
     assert one_row == set(GraphKind)  # the MTP head sees every token, also in a step without drafts
+    looked_up = GraphSizes(sizes=(2,), widths=(4,), num_draft_tokens=2, max_entries=8, has_mtp=False)
+    assert [(key.kind, key.num_rows) for key in looked_up.keys()] == [(GraphKind.VERIFY, rows) for rows in (3, 2, 1)]
     assert str(GraphKey(GraphKind.DRAFT, 1, 2, 4)) == "draft of 2 x 1 rows over 4 blocks"
 
 

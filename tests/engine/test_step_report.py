@@ -228,7 +228,7 @@ def test_a_reader_that_forgets_a_fate_is_noticed(forgotten, steps, in_turn, monk
 @fast
 def test_counters_that_miss_a_step_are_noticed(steps, in_turn, monkeypatch):
     add, turn = StepCounters.add, itertools.count()
-    monkeypatch.setattr(StepCounters, "add", lambda *arguments: next(turn) % 10 and add(*arguments))
+    monkeypatch.setattr(StepCounters, "add", lambda *given, **named: next(turn) % 10 and add(*given, **named))
     engine, streams = run_workload(2, 2, "async")
     with pytest.raises(AssertionError):
         check(engine, steps, streams, 2)
