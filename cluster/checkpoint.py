@@ -135,6 +135,18 @@ def _unsupported(message: str, kind: str) -> ModelUnsupported:
     return ModelUnsupported(message, option="format", value=kind)
 
 
+def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> None:
+    from baton.model.eagle_config import EagleConfig, by_one_name
+    from baton.model.tensor_spec import check_tensors
+    from baton.model.weights import read_headers
+
+    path = Path(config.draft_path)
+    made = "dummy" if config.is_dummy else None
+    drafter = EagleConfig.from_directory(path, target, made_weights=made)
+    if not config.is_dummy:
+        check_tensors(drafter.tensors(), by_one_name(read_headers(path)))
+
+
 def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -> None:
     from baton.model.config import ModelConfig
     from baton.model.mtp_fit import require_mtp
@@ -143,12 +155,15 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
 
     sizes = ModelConfig.from_directory(model.path, made_weights="dummy")
     drafts = num_drafts(config, model)
-    uses_head = drafts > 0 and config.lookup() is None
+    uses_head = drafts > 0 and config.lookup() is None and not config.draft_path
     device = "cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu()) else "cpu"
     dtype = resolve_dtype(config.dtype, device)
     found.facts |= {"architecture": sizes.architecture, "dtype": dtype, "device": device}
     found.facts |= {"max_model_len": config.max_model_len or sizes.max_model_len, "num_speculative_tokens": drafts}
-    if drafts and not uses_head:
+    if config.draft_path and drafts:
+        found.notes.append(f"drafts are made by {config.draft_path}")
+        _collect(found, _judge_drafter, config, sizes)
+    elif drafts and not uses_head:
         found.notes.append("drafts are looked up in the text so far, whatever the checkpoint has")
     elif sizes.num_mtp_layers == 0 and drafts == 0:
         found.notes.append("the checkpoint has no MTP head: it is served without drafts")
@@ -174,7 +189,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     num_float8 = sum(prod(shape) for name, shape in spec.required.items() if name in float8)
     weight_bytes = num_float8 + (num_elements - num_float8) * item_bytes
     kv_item_bytes = 1 if config.kv_cache_dtype.value == "fp8" else item_bytes
-    num_kv_layers = sizes.num_layers + uses_head
+    num_kv_layers = sizes.num_layers + (uses_head or bool(config.draft_path))
     found.facts |= {
         "num_parameters": num_elements,
         "weight_gib": round(weight_bytes / _GIB, 3),

@@ -253,6 +253,7 @@ def resolve_worker(
         num_draft_tokens=num_drafts(config, model),
         auto_drafts=config.num_speculative_tokens == "auto" and num_drafts(config, model) > 0,
         lookup=config.lookup(),
+        draft_path=config.draft_path and str(Path(config.draft_path).resolve()),
         numerics=config.numerics,
         dtype=resolve_dtype(config.dtype, device),
         device=device,
@@ -300,7 +301,7 @@ def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:
         return asked
     if config.speculative_method == "ngram":
         return MAX_DRAFTS if asked == "auto" else DEFAULT_LOOKED_UP
-    has_head = model.num_mtp_layers == 1 or config.speculative_method == "mtp"
+    has_head = bool(config.draft_path) or model.num_mtp_layers == 1 or config.speculative_method == "mtp"
     if config.speculative_method == "none" or not has_head:
         return 0
     return MAX_DRAFTS if asked == "auto" else DEFAULT_DRAFTS

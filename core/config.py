@@ -120,18 +120,24 @@ class ServeConfig(BaseModel):
     worker_threads: int = _parallel(1, "torch threads per worker on a CPU", ge=1, le=256)
     ray_address: str = _parallel("local", "local starts a private Ray; auto or HOST:PORT joins one", metavar="address")
 
-    speculative_method: Literal["auto", "mtp", "ngram", "none"] = _drafts(
+    speculative_method: Literal["auto", "mtp", "eagle3", "ngram", "none"] = _drafts(
         "auto",
-        "auto drafts by the checkpoint's MTP head if it has one, mtp requires one; ngram drafts what followed the last "
-        "tokens where they stood before, for any model",
+        "auto drafts by --draft-model, or the checkpoint's MTP head if it has one, mtp requires one; ngram drafts what "
+        "followed the last tokens where they stood before, for any model",
         vllm="--speculative-config (method)",
     )
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(
         None,
         "draft tokens per step, 0 to 4, or auto: as measurements advise",
-        unset="2 by an MTP head, 4 by ngram; else 0",
+        unset="2 by an MTP head or a drafter, 4 by ngram; else 0",
         metavar="tokens",
         vllm="--speculative-config (num_speculative_tokens)",
+    )
+    draft_model: str = _drafts(
+        "",
+        "an EAGLE-3 drafter of the model, as published",
+        metavar="directory",
+        vllm="--speculative-config (model)",
     )
     speculative_config: str = _drafts(
         "", 'as in vLLM: {"method": "mtp", "num_speculative_tokens": 2}', metavar="JSON", vllm="--speculative-config"
@@ -463,8 +469,19 @@ class ServeConfig(BaseModel):
             return f"num_speculative_tokens: {item['input']!r} is neither 0 ... {MAX_DRAFTS} nor auto"
         return f"{where}: {item['msg']}"
 
+    @property
+    def draft_path(self) -> str:
+        """The directory of the drafter that is used, "" if none is."""
+        return self.draft_model if self.speculative_method in ("auto", "eagle3") else ""
+
     def _check_drafts(self) -> None:
         asked = self.num_speculative_tokens
+        if self.speculative_method == "eagle3" and not self.draft_model:
+            message = "speculative_method: eagle3 drafts by a drafter, and draft_model names none"
+            raise ConfigInvalid(message, keys=["speculative_method", "draft_model"])
+        if self.draft_model and not self.draft_path:
+            message = f"draft_model: speculative_method {self.speculative_method} does not use it"
+            raise ConfigInvalid(message, keys=["draft_model", "speculative_method"])
         if isinstance(asked, int) and not 0 <= asked <= MAX_DRAFTS:
             message = f"num_speculative_tokens: {asked} is not in 0 ... {MAX_DRAFTS}"
             raise ConfigInvalid(message, keys=["num_speculative_tokens"])
@@ -620,7 +637,8 @@ class WorkerConfig:
     is_model_len_asked: bool = False  # if not, a KV pool that holds no such sequence makes it shorter
     tls: TlsFiles = field(default_factory=TlsFiles)
     auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
-    lookup: PromptLookup | None = None  # how drafts are found in the text so far; None: the MTP head makes them
+    lookup: PromptLookup | None = None  # how drafts are found in the text so far; None: a draft head makes them
+    draft_path: str = ""  # of an EAGLE-3 drafter; empty: the draft head is the checkpoint's own
     prefix_cache: bool = True
     overcommit: bool = True
     json_whitespace: bool = False

@@ -110,9 +110,23 @@ class ModelConfig:
             ModelUnsupported: an architecture or option that is not implemented, or an absurd size.
         """
         values = read_config(path)
+        return cls.of_values(values, path, identity=values, made_weights=made_weights)
+
+    @classmethod
+    def of_values(
+        cls, values: dict[str, Any], path: Path, *, identity: dict[str, Any], made_weights: str | None = None
+    ) -> "ModelConfig":
+        """From the mapping of config.json, or the part of it that is about layers; `identity` is all of it.
+
+        Raises:
+            Exception: as `from_directory`.
+        """
         _refuse_unsupported(values, path)
         scheme = read_scheme(values, path)
-        model_hash = checkpoint_identity(path, values) if made_weights is None else shape_identity(values, made_weights)
+        if made_weights is None:
+            model_hash = checkpoint_identity(path, identity)
+        else:
+            model_hash = shape_identity(identity, made_weights)
         try:
             return cls(**_fields(values), fp8=scheme, model_hash=model_hash)
         except KeyError as error:

@@ -6,7 +6,7 @@ it. So a pass can be computed as one (`computed`), or piece by piece, where CUDA
 Legend: T tokens, D hidden size, V vocabulary, A query heads, E head size.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TypeVar
 
 import torch
@@ -72,11 +72,21 @@ class Decoder:
             DecoderLayer(source, f"model.layers.{layer}", layer, config, ops) for layer in range(config.num_layers)
         ]
         self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops)
+        self._aux_layers: Collection[int] = ()
+        self._join: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+
+    def tap(self, layers: Collection[int], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
+        """Have every pass put what `join` makes of these layers' inputs beside its hidden states."""
+        self._aux_layers, self._join = layers, join
 
     def pieces(self, token_ids_T: torch.Tensor, inputs: AttentionInputs) -> Pieces[torch.Tensor]:
-        """Hidden states after the final norm, [T, D]."""
+        """Hidden states after the final norm, [T, D], with what was tapped beside them."""
         x_TD = self.embedding_VD[token_ids_T]
         added_TD: torch.Tensor | None = None
-        for layer in self.layers:
+        aux: list[torch.Tensor] = []
+        for index, layer in enumerate(self.layers):
+            if index in self._aux_layers:
+                aux.append(x_TD if added_TD is None else x_TD + added_TD)
             x_TD, added_TD = yield from layer.pieces(x_TD, added_TD, inputs)
-        return self.norm.of_sum(x_TD, added_TD)[0]
+        hidden_TD = self.norm.of_sum(x_TD, added_TD)[0]
+        return hidden_TD if self._join is None else torch.cat([hidden_TD, self._join(aux)], dim=-1)

@@ -16,6 +16,7 @@ from baton.kvcache.layout import WORD_BYTES
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T
+from baton.model.eagle_config import EAGLE_D2T, EagleConfig, by_one_name
 from baton.model.fp8_scheme import invariant_refusal, made_refusal
 from baton.model.fp8_tensors import NO_FLOAT8, PRODUCT_DTYPES
 from baton.model.layers import WeightSource
@@ -45,6 +46,7 @@ def load_model(
     quantization: Quantization = Quantization.NONE,
     kv_dtype: KVDtype = KVDtype.AUTO,
     implementation: Implementation = Implementation.AUTO,
+    draft_path: Path | None = None,
 ) -> Model:
     """Load config and weights, converted to `dtype`; `on_progress(done, total)` counts tensors.
 
@@ -54,7 +56,8 @@ def load_model(
     alone, unless `cut_vocab` is False. With a `quantization`, weights of products are quantized as they are read; the
     KV is another model's then, and so it is with another `kv_dtype`. Weights that are float8 already are multiplied
     with as they are stored, whatever `quantization` says; those that cannot be are dequantized, and that is logged.
-    `implementation` says what computes; left open, device, dtype and numerics do.
+    `implementation` says what computes; left open, device, dtype and numerics do. An EAGLE-3 drafter is read from
+    `draft_path`, whose weights stay in `dtype`; then `with_mtp` is False.
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
@@ -75,6 +78,11 @@ def load_model(
     unfit = _unfit(config, numerics, group, kv_dtype, implementation)
     implementation, why_no_triton = _form(implementation, unfit, device, dtype)
     is_ordered = implementation is Implementation.TRITON and numerics is Numerics.INVARIANT
+    eagle = None
+    if draft_path is not None:
+        assert not with_mtp
+        eagle = EagleConfig.from_directory(draft_path, config, made_weights=made_weights)
+        config = _renamed(config, f"drafted for by {eagle.sizes.model_hash}")
     config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
@@ -94,11 +102,15 @@ def load_model(
     source = WeightSource(
         stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization, kv_dtype, config.fp8, float8
     )
+    drafter = None
+    if draft_path is not None and eagle is not None:
+        drafter, d2t_C = _drafter(draft_path, eagle, source, group, numerics, random_seed)
     model = Model(
         source,
         config,
         numerics,
         with_mtp=with_mtp,
+        eagle=drafter,
         inner=plan.inner,
         d2t_C=None if d2t_C is None else d2t_C.to(device),
         vocab=plan.vocab,
@@ -109,6 +121,35 @@ def load_model(
     if group.rank == 0:
         _tell(source, spec)
     return model
+
+
+def _drafter(
+    path: Path,
+    config: EagleConfig,
+    beside: WeightSource,
+    group: Communicator,
+    numerics: Numerics,
+    random_seed: int | None,
+) -> tuple[tuple[WeightSource, EagleConfig], torch.Tensor]:
+    """A drafter's weights, this rank's part of them, and the token of each column of its head."""
+    spec, d2t_C = config.tensors(), torch.arange(config.draft_vocab_size)
+    stored: Mapping[str, StoredTensor | RandomTensor]
+    if random_seed is not None:
+        stored = random_tensors(spec.required, beside.dtype, beside.device, random_seed)
+        d2t_C = spaced_d2t(config.draft_vocab_size, config.sizes.vocab_size)
+    else:
+        headers = by_one_name(read_headers(path))
+        stored = headers
+        check_tensors(spec, headers)
+        if config.has_table:
+            d2t_C = normalise_d2t(
+                headers[EAGLE_D2T].read_index(), config.sizes.vocab_size, config.sizes.d2t_form or "offset"
+            )
+    plan = ShardPlan(config.sizes, group, numerics, cut_vocab=False)
+    source = WeightSource(
+        stored, beside.dtype, beside.device, len(spec.required), None, plan.cut, kv_dtype=beside.kv_dtype
+    )
+    return (source, config), d2t_C
 
 
 def _stand_in(config: ModelConfig, dtype: torch.dtype, numerics: Numerics) -> Quantization:

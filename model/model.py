@@ -24,6 +24,8 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder, Pieces, computed
 from baton.model.draft_head import HeadIds, columns_in_order, invert_d2t
 from baton.model.draft_names import DRAFT_HEAD
+from baton.model.eagle import EagleHead
+from baton.model.eagle_config import EAGLE_HEAD, EagleConfig
 from baton.model.inputs import AttentionBatch, DecodeBatch, positions_of, slots_of
 from baton.model.layers import WeightSource
 from baton.model.mtp import MTPHead
@@ -31,9 +33,13 @@ from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 
 class Model:
-    """Trunk, lm_head and, if loaded with it, the MTP head; with `d2t_C`, one that proposes only those tokens.
+    """Trunk, lm_head and, if loaded with one, a draft head: the checkpoint's MTP head, or an EAGLE-3 drafter.
+
+    With `d2t_C` it proposes only those tokens.
 
     Attributes:
+        with_mtp: there is a draft head, of either kind.
+        trunk_width: columns of the trunk's output: D, and D more where a drafter's hidden state stands beside them.
         implementation: what computes it: Triton kernels or the torch reference.
         around: which form of the kernels places rows in the pool.
         choosing: which form of the kernels may choose tokens from its logits, as they come; None: torch chooses.
@@ -52,6 +58,7 @@ class Model:
         *,
         with_mtp: bool,
         inner: InnerSum = ALONE,
+        eagle: tuple[WeightSource, EagleConfig] | None = None,
         d2t_C: torch.Tensor | None = None,
         vocab: Vocab = WHOLE,
         implementation: Implementation = Implementation.REFERENCE,
@@ -62,12 +69,22 @@ class Model:
         self.kv_dtype = source.kv_dtype
         self.device = source.device
         self.numerics = numerics
-        self.with_mtp = with_mtp
+        self.with_mtp = with_mtp or eagle is not None
+        self.trunk_width = config.hidden_size
         self.implementation = implementation
         self.why_no_triton = why_no_triton
         self._ops = Ops(numerics, inner, implementation)
         self._decoder = Decoder(source, config, self._ops)
-        self._mtp = MTPHead(source, config, self._ops) if with_mtp else None
+        embedding_VD = self._decoder.embedding_VD
+        self._mtp: MTPHead | EagleHead | None = None
+        self._eagle_sizes: ModelConfig | None = None
+        if with_mtp:
+            self._mtp = MTPHead(source, config, self._ops, embedding_VD)
+        elif eagle is not None:
+            self._mtp = EagleHead(*eagle, config.num_layers, self._ops, embedding_VD)
+            self._eagle_sizes = eagle[1].sizes
+            self._decoder.tap(eagle[1].aux_layers, self._mtp.join)
+            self.trunk_width *= 2
         self.vocab = vocab
         # They read whole rows, and sum float32 in an order that other options of a batch may change.
         has_kernels = implementation is Implementation.TRITON and numerics is Numerics.DEFAULT and not vocab.is_cut
@@ -78,17 +95,24 @@ class Model:
         self._lm_head_WD = self._take_lm_head(source)
         self.d2t_C: torch.Tensor | None = None
         self.draft_columns_C: torch.Tensor | None = None
-        self._draft_head_CD = self._lm_head_WD if d2t_C is None else self._take_draft_head(source, d2t_C)
+        self._draft_head_CD = self._lm_head_WD
+        if d2t_C is not None:
+            head_CD = source.take(DRAFT_HEAD) if eagle is None else eagle[0].take(EAGLE_HEAD)
+            self._draft_head_CD = self._own_columns(head_CD, d2t_C)
         self._t2d_V: torch.Tensor | None = None
-        cpu = torch.device("cpu")  # where they are rounded alike for every device
-        inverse_F = rope_inverse_frequencies(config.head_dim, config.rope_theta, self.dtype, cpu)
-        self._inverse_F = config.rope.scale(inverse_F, config.rope_theta).to(self.device)
+        self._turns = _Turns(config, self.dtype, self.device)
+        self._draft_turns = self._turns
+        if self._eagle_sizes is not None:
+            self._draft_turns = _Turns(self._eagle_sizes, self.dtype, self.device)
 
     def trunk(
         self, token_ids_T: torch.Tensor, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
     ) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm. Calls `on_layer(layer)` right after a layer's KV is written."""
-        inputs = self._inputs(batch, pool, on_layer)
+        """[T, trunk_width]: hidden states after the final norm, and what a drafter takes of the pass beside them.
+
+        Calls `on_layer(layer)` right after a layer's KV is written.
+        """
+        inputs = self._inputs(self._turns, batch, pool, on_layer)
         return computed(self._decoder.pieces(token_ids_T, inputs), inputs)
 
     def trunk_pieces(
@@ -108,7 +132,7 @@ class Model:
             block_tables_BM=slots_T[:, None],
             max_context_len=1,
         )
-        return self._decoder.pieces(token_ids_T, self._inputs(rows, pool, _ignore_layer))
+        return self._decoder.pieces(token_ids_T, self._inputs(self._turns, rows, pool, _ignore_layer))
 
     def mtp(
         self,
@@ -118,19 +142,30 @@ class Model:
         pool: KVPool,
         on_layer: Callable[[int], None],
     ) -> torch.Tensor:
-        """MTP entries [T, D] after the head's norm; entry i has the token after position i and the hidden of i."""
-        assert self._mtp is not None, "the model was loaded without its MTP head"
-        embedded_TD = self._decoder.embedding_VD[token_ids_T]
-        return self._mtp(embedded_TD, hidden_TD, self._inputs(batch, pool, on_layer))
+        """Entries of the draft head, [T, D]; entry i has the token after position i and the hidden of i.
+
+        Args:
+            token_ids_T: int64.
+            hidden_TD: what the trunk gave, or this.
+            batch: where the entries stand.
+            pool: of the model.
+            on_layer: see `trunk`.
+        """
+        assert self._mtp is not None, "the model was loaded without a draft head"
+        hidden_TD = hidden_TD[:, -self.config.hidden_size :]
+        return self._mtp(token_ids_T, hidden_TD, self._inputs(self._draft_turns, batch, pool, on_layer))
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, W], computed in the model's dtype; where torch chooses, returned as float32 if that is narrower."""
-        logits_NW = self._head(hidden_ND, self._lm_head_WD)
+        """[N, W] of what the trunk gave, computed in the model's dtype; where torch chooses, as float32 if narrower."""
+        logits_NW = self._head(hidden_ND[:, : self.config.hidden_size], self._lm_head_WD)
         return self.vocab.close_padding(logits_NW) if isinstance(self.vocab, CutVocab) else logits_NW
 
     def draft_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, C] over the columns of the draft head, as `logits`; of a pruned one over those that are this rank's."""
-        return self.logits(hidden_ND) if self.d2t_C is None else self._head(hidden_ND, self._draft_head_CD)
+        if self.d2t_C is None:
+            return self.logits(hidden_ND)
+        hidden_ND = self._mtp.norm(hidden_ND) if isinstance(self._mtp, EagleHead) else hidden_ND
+        return self._head(hidden_ND, self._draft_head_CD)
 
     def draft_to_target(self, ids: HeadIds) -> torch.Tensor:
         """The tokens of columns of the draft head, int64 of the same shape."""
@@ -165,7 +200,12 @@ class Model:
         if config.num_experts:
             shapes |= {(2 * config.moe_intermediate_size, hidden), (hidden, config.moe_intermediate_size)}
             shapes.add((config.num_experts, hidden))
-        if self.with_mtp:
+        if self._eagle_sizes is not None:
+            own = self._eagle_sizes
+            heads = own.num_heads * own.head_dim
+            shapes |= {(heads + 2 * own.num_kv_heads * own.head_dim, 2 * hidden), (hidden, heads), (hidden, 3 * hidden)}
+            shapes |= {(2 * own.intermediate_size, hidden), (hidden, own.intermediate_size)}
+        elif self.with_mtp:
             shapes.add((hidden, 2 * hidden))
         if self.d2t_C is not None:
             shapes.add((len(self.d2t_C), hidden))
@@ -179,9 +219,9 @@ class Model:
             return head
         return self.vocab.own_rows(head) if is_tied else self.vocab.pad_rows(head)
 
-    def _take_draft_head(self, source: WeightSource, d2t_C: torch.Tensor) -> torch.Tensor:
+    def _own_columns(self, head_CD: torch.Tensor, d2t_C: torch.Tensor) -> torch.Tensor:
         """A pruned head's rows of this rank's tokens, by token."""
-        head_CD, self.d2t_C = columns_in_order(source.take(DRAFT_HEAD), d2t_C)
+        head_CD, self.d2t_C = columns_in_order(head_CD, d2t_C)
         if not isinstance(self.vocab, CutVocab):
             self.draft_columns_C = self.d2t_C
             return head_CD
@@ -194,12 +234,25 @@ class Model:
         logits_NX = self._ops.linear(hidden_ND, head_XD)
         return logits_NX.float() if logits_NX.dtype.itemsize < 4 and self.choosing is None else logits_NX
 
-    def _inputs(self, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]) -> AttentionInputs:
-        cos_TF, sin_TF = rope_angles(positions_of(batch), self._inverse_F)
-        factor = self.config.rope.attention_factor
-        if factor != 1:
-            cos_TF, sin_TF = cos_TF * factor, sin_TF * factor
-        return AttentionInputs(batch, slots_of(batch), pool, cos_TF, sin_TF, on_layer)
+    def _inputs(
+        self, turns: "_Turns", batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
+    ) -> AttentionInputs:
+        return AttentionInputs(batch, slots_of(batch), pool, *turns.angles(positions_of(batch)), on_layer)
+
+
+class _Turns:
+    """How positions turn the heads of a model."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        cpu = torch.device("cpu")  # where they are rounded alike for every device
+        inverse_F = rope_inverse_frequencies(config.head_dim, config.rope_theta, dtype, cpu)
+        self._inverse_F = config.rope.scale(inverse_F, config.rope_theta).to(device)
+        self._factor = config.rope.attention_factor
+
+    def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, [T, F]."""
+        cos_TF, sin_TF = rope_angles(positions_T, self._inverse_F)
+        return (cos_TF, sin_TF) if self._factor == 1 else (cos_TF * self._factor, sin_TF * self._factor)
 
 
 def _ignore_layer(layer: int) -> None:

@@ -32,13 +32,13 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
     optional: dict[str, Shape] = {}
     (optional if config.tie_word_embeddings else required)["lm_head.weight"] = vocab
     for layer in range(config.num_layers):
-        required |= _layer_spec(config, f"model.layers.{layer}", layer)
+        required |= layer_spec(config, f"model.layers.{layer}", layer)
         optional |= _scale_spec(f"model.layers.{layer}")
     if with_mtp:
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             required[f"mtp.{name}.weight"] = (config.hidden_size,)
         required["mtp.fc.weight"] = (config.hidden_size, 2 * config.hidden_size)
-        required |= _layer_spec(config, "mtp.layers.0", config.num_layers)
+        required |= layer_spec(config, "mtp.layers.0", config.num_layers)
         optional |= _scale_spec("mtp.layers.0")
     tables: dict[str, Shape] = {}
     if with_mtp and config.draft_vocab_size is not None:
@@ -47,7 +47,8 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
     return TensorSpec(required, tables, optional)
 
 
-def _layer_spec(config: ModelConfig, prefix: str, layer: int) -> dict[str, Shape]:
+def layer_spec(config: ModelConfig, prefix: str, layer: int) -> dict[str, Shape]:
+    """A decoder layer's."""
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head, config.num_kv_heads * head
     spec: dict[str, Shape] = {

@@ -39,6 +39,7 @@ def expanded(values: dict[str, Any]) -> dict[str, Any]:
 
 _METHODS = {
     "mtp": ("num_speculative_tokens",),
+    "eagle3": ("model", "num_speculative_tokens"),
     "ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
 }
 
@@ -58,11 +59,14 @@ def _speculative(given: Any) -> dict[str, Any]:
         method = "mtp"
     if method not in _METHODS:
         raise ConfigInvalid(
-            f"speculative_config: method {method[:80]!r}; this version drafts by mtp or ngram", keys=keys
+            f"speculative_config: method {method[:80]!r}; this version drafts by {', '.join(_METHODS)}", keys=keys
         )
     known = {"method", *_METHODS[method]}
     unknown = sorted(set(map(str, given)) - known)
     if unknown:
         message = f"speculative_config: {', '.join(unknown)[:200]}: no key of {method}, which reads"
         raise ConfigInvalid(f"{message} {', '.join(sorted(known))}", keys=keys)
-    return {"speculative_method": method} | {key: value for key, value in given.items() if key in _METHODS[method]}
+    known_values = {key: value for key, value in given.items() if key in _METHODS[method]}
+    if "model" in known_values:
+        known_values["draft_model"] = known_values.pop("model")
+    return {"speculative_method": method} | known_values

@@ -182,11 +182,13 @@ class StaticPass:
         padding_C[self._tables :] = pool.num_blocks
         self._padding_BC = padding_C.expand(key.num_sequences, -1)
         self._numbers_BC = self._padding_BC.clone(memory_format=torch.contiguous_format)
-        shape = num_tokens, model.config.hidden_size
-        self._hidden_TD: torch.Tensor | None = None  # what an MTP entry joins its token with
+        trunk, head = model.trunk_width, model.config.hidden_size
+        self._hidden_TD: torch.Tensor | None = None  # what a draft head's entry joins its token with
         if key.kind is not GraphKind.VERIFY:
-            self._hidden_TD = torch.zeros(shape, dtype=model.dtype, device=pool.device)
-        self._output_TD = torch.zeros(shape, dtype=model.dtype, device=pool.device)
+            width = head if key.kind is GraphKind.DRAFT else trunk
+            self._hidden_TD = torch.zeros(num_tokens, width, dtype=model.dtype, device=pool.device)
+        width = trunk if key.kind is GraphKind.VERIFY else head
+        self._output_TD = torch.zeros(num_tokens, width, dtype=model.dtype, device=pool.device)
         self._replay: Replay | None = None
         self._num_written = 0  # rows that a replay has put sequences into, and none has padded since
 

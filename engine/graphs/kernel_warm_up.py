@@ -292,7 +292,8 @@ class _NoPasses:
 
     def trunk(self, ids_BQ: torch.Tensor | None, first_B: torch.Tensor | None) -> Hidden:
         assert ids_BQ is not None
-        return None, _hidden(self._model, ids_BQ.numel())
+        rows = ids_BQ.numel(), self._model.trunk_width
+        return None, torch.zeros(rows, dtype=self._model.dtype, device=self._model.device)
 
     def extend(
         self,

@@ -61,7 +61,7 @@ class RowBuffers:
         numbers_3N = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         numbers_3N[2] = pool.scratch_slot
         query_NAE = torch.zeros(max_rows, num_heads, config.head_dim, dtype=dtype, device=device)
-        output_ND = torch.zeros(max_rows, config.hidden_size, dtype=dtype, device=device)
+        output_ND = torch.zeros(max_rows, model.trunk_width, dtype=dtype, device=device)
         return cls(numbers_3N, query_NAE, torch.zeros_like(query_NAE).flatten(1), output_ND)
 
 

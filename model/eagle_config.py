@@ -1,0 +1,130 @@
+"""What a published EAGLE-3 drafter is: sizes, names, and whether it fits its target. Without torch.
+
+Two layouts are published: that of the paper's authors (`midlayer.*`, sizes at the top of config.json), and that of the
+`speculators` library (`layers.0.*`, sizes under `transformer_layer_config`). Both are the same model: one decoder layer
+whose attention reads a token's embedding beside a hidden state, and a head over the tokens that are drafted most.
+Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025).
+
+Legend: C columns of the draft head, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from baton.core.errors import ModelUnsupported
+from baton.model.config import ModelConfig, read_config
+from baton.model.tensor_spec import Shape, TensorSpec, layer_spec
+
+EAGLE_D2T: Final = "d2t"
+EAGLE_HEAD: Final = "lm_head.weight"
+LAYER: Final = "layers.0"
+_OWN_LAYER: Final = "midlayer"
+_ARCHITECTURES = {
+    "LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
+}  # fmt: skip
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """A drafter of one target.
+
+    Attributes:
+        sizes: of its layer, by the names of a Llama model's; `model_hash` is the identity of its config and weights.
+        draft_vocab_size: C.
+        aux_layers: layers of the target whose inputs the drafter joins, ascending.
+        norms_before_residual: the hidden state that the layer adds to is the normalised one.
+    """
+
+    sizes: ModelConfig
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    norms_before_residual: bool
+
+    @classmethod
+    def from_directory(cls, path: Path, target: ModelConfig, *, made_weights: str | None = None) -> "EagleConfig":
+        """Read config.json, and the safetensors headers for the identity.
+
+        Args:
+            path: the drafter's directory.
+            target: the model it drafts for.
+            made_weights: as of `ModelConfig.from_directory`.
+
+        Raises:
+            ModelMissing: the directory, config.json or the weights are not there.
+            ModelFileDamaged: a file is not what its name says.
+            ModelUnsupported: it is no EAGLE-3 drafter, or not of this target.
+        """
+        values = read_config(path)
+        inner = values.get("transformer_layer_config", values)
+        architectures = values.get("architectures") or []
+        is_published = values.get("speculators_model_type", "eagle3") == "eagle3" and isinstance(inner, dict)
+        if not is_published or not set(architectures) <= _ARCHITECTURES or "draft_vocab_size" not in values:
+            message = f"{path} is no EAGLE-3 drafter: architectures {architectures}, or no draft_vocab_size"
+            raise ModelUnsupported(message, option="draft_model", value=str(path))
+        if values.get("quantization_config") or inner.get("quantization_config"):
+            message = f"{path}: a quantized drafter is not implemented"
+            raise ModelUnsupported(message, option="quantization_config", value=str(path))
+        llama = {**inner, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": values["draft_vocab_size"]}
+        sizes = ModelConfig.of_values(llama, path, identity=values, made_weights=made_weights)
+        own = values.get("eagle_config") or {}
+        aux_layers = values.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
+        num_layers = target.num_layers
+        found = cls(
+            sizes=sizes,
+            draft_vocab_size=sizes.draft_vocab_size or 0,
+            aux_layers=tuple(map(int, aux_layers or (2, num_layers // 2, num_layers - 3))),
+            norms_before_residual=bool(values.get("norm_before_residual", False)),
+        )
+        found._require_fits(path, target, values)
+        return found
+
+    def tensors(self) -> TensorSpec:
+        """Names and shapes, the layer's under `layers.0` in either layout."""
+        hidden = self.sizes.hidden_size
+        required: dict[str, Shape] = {"fc.weight": (hidden, len(self.aux_layers) * hidden), "norm.weight": (hidden,)}
+        required |= {f"{LAYER}.hidden_norm.weight": (hidden,), EAGLE_HEAD: (self.draft_vocab_size, hidden)}
+        for name, shape in layer_spec(self.sizes, LAYER, 0).items():
+            is_qkv = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+            required[name] = (shape[0], 2 * hidden) if is_qkv else shape
+        vocab = (self.sizes.vocab_size, hidden)
+        tables: dict[str, Shape] = {EAGLE_D2T: (self.draft_vocab_size,)} if self.has_table else {}
+        return TensorSpec(required, tables, {"embed_tokens.weight": vocab})
+
+    @property
+    def has_table(self) -> bool:
+        """Whether its head has fewer columns than there are tokens."""
+        return self.draft_vocab_size < self.sizes.vocab_size
+
+    def _require_fits(self, path: Path, target: ModelConfig, values: Mapping[str, Any]) -> None:
+        sizes = self.sizes
+        pairs = {
+            "num_hidden_layers": (sizes.num_layers, 1),
+            "vocab_size": (sizes.vocab_size, target.vocab_size),
+            "hidden_size": (sizes.hidden_size, target.hidden_size),
+            "num_key_value_heads": (sizes.num_kv_heads, target.num_kv_heads),
+            "head_dim": (sizes.head_dim, target.head_dim),
+            "target_hidden_size": (values.get("target_hidden_size") or target.hidden_size, target.hidden_size),
+        }
+        for key, (found, wanted) in pairs.items():
+            if found != wanted:
+                message = f"{path} cannot draft for this model: {key} is {found}, and {wanted} is needed"
+                raise ModelUnsupported(message, option=key, value=found)
+        layers = self.aux_layers
+        if (
+            len(layers) != 3
+            or list(layers) != sorted(set(layers))
+            or not 0 <= layers[0] <= layers[-1] < target.num_layers
+        ):
+            message = f"{path}: eagle_aux_hidden_state_layer_ids = {list(layers)} are not three of the target's"
+            message += f" {target.num_layers} layers"
+            raise ModelUnsupported(message, option="eagle_aux_hidden_state_layer_ids", value=list(layers))
+
+
+def by_one_name(stored: Mapping[str, T]) -> dict[str, T]:
+    """A checkpoint's tensors with the layer's under `layers.0`; `t2d` follows from `d2t` and is left out."""
+    renamed = {name.replace(f"{_OWN_LAYER}.", f"{LAYER}.", 1): tensor for name, tensor in stored.items()}
+    renamed.pop("t2d", None)
+    return renamed

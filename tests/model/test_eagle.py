@@ -1,0 +1,198 @@
+"""EAGLE-3 drafters: logits beside a reference without paging, both layouts, ranks; what does not fit is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.core.errors import (
+    ModelMissing,
+    ModelTensorMisshapen,
+    ModelTensorMissing,
+    ModelTensorUnexpected,
+    ModelUnsupported,
+)
+from baton.core.numerics import Numerics
+from baton.model.config import ModelConfig
+from baton.model.eagle_config import EagleConfig
+from baton.model.loader import load_model
+from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.eagle_checkpoints import EagleReference, write_drafter
+from baton.tests.model.harness import Paged, prompt
+from baton.tests.model.ranks import on_ranks
+
+pytestmark = pytest.mark.fast
+SIZES = {"layers": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "with_mtp": False}
+DRAWN = {
+    "own layout": {},
+    "speculators": {"layout": "speculators", "before": True, "embeds": True},
+    "all columns": {"num_columns": 96},
+    "named layers": {"layout": "speculators", "aux": (0, 1, 5)},
+    "more heads": {"num_heads": 8, "before": True},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("target") / "model", kind="llama", tie=False, **SIZES)
+
+
+def load(path, drafter, group=None, dtype=torch.float64, numerics=Numerics.DEFAULT):
+    return load_model(
+        path,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        numerics=numerics,
+        with_mtp=False,
+        communicator=group,
+        draft_path=drafter,
+    )
+
+
+def whole(model, hidden):
+    """Draft logits over all tokens, -inf where the head has no column; of every rank's tokens."""
+    with torch.inference_mode():
+        logits = model.draft_logits(hidden)
+        width = model.vocab.width(model.config.vocab_size)
+        rows = logits.new_full((len(logits), width), -torch.inf).index_copy(1, model.draft_columns_C, logits)
+        return model.vocab.gather(rows)
+
+
+def drafted(model, ids, group=None, chunk_len=17):
+    """Draft logits of all entries of a prompt in chunks, and of three chained drafts."""
+    paged, length = Paged(model, group=group), len(ids) - 1
+    hidden = paged.prefill(ids, chunk_len=chunk_len)[:-1]
+    parts = [(0, start, min(start + 23, length)) for start in range(0, length, 23)]
+    out = torch.cat([paged.mtp(ids[s + 1 : e + 1], hidden[s:e], paged.prefill_batch([(q, s, e)])) for q, s, e in parts])
+    found = [whole(model, out)]
+    last = out[-1:]
+    for draft in range(3):
+        token = found[-1][-1:].argmax(dim=-1)
+        last = paged.mtp(token, last, paged.decode_batch([0], [length + draft], 1, bound=120))
+        found.append(whole(model, last))
+    assert set(paged.layers) == set(range(model.config.num_layers + 1))
+    return torch.cat(found), paged.logits(hidden)
+
+
+def expected(truth, ids):
+    """The same without paging."""
+    next_ids, hidden, tokens = ids[1:], truth.features(ids)[:-1], truth.tokens()
+
+    def over_vocabulary(logits):
+        rows = logits.new_full((len(logits), truth.truth.config.vocab_size), -torch.inf)
+        return rows.index_copy(1, tokens, logits)
+
+    out = truth.entries(next_ids, hidden)
+    found = [over_vocabulary(truth.logits(out))]
+    for _ in range(3):
+        token = found[-1][-1:].argmax(dim=-1)
+        next_ids, hidden = torch.cat([next_ids, token]), torch.cat([hidden, out[-1:]])
+        out = truth.entries(next_ids, hidden)
+        found.append(over_vocabulary(truth.logits(out[-1:])))
+    return torch.cat(found)
+
+
+def same(found, wanted, most):
+    assert torch.equal(found.isinf(), wanted.isinf())
+    assert float((found - wanted).nan_to_num(0.0).abs().max()) <= most
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", DRAWN)
+def test_drafts_are_those_of_the_equations(kind, ranks, target, reference, tmp_path):
+    drafter = write_drafter(tmp_path / "drafter", target, **DRAWN[kind])
+    truth = reference(target, torch.float64)
+    ids = prompt(61)
+    wanted = expected(EagleReference(drafter, truth), ids)
+    if ranks == 1:
+        made = [drafted(load(target, drafter), ids)]
+    else:
+        made = on_ranks(ranks, lambda group: drafted(load(target, drafter, group), ids, group))
+    for found, logits in made:
+        same(found, wanted, 1e-9)
+        same(logits, truth.logits(ids)[:-1], 1e-9)
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_drafts_in_float32(numerics, target, reference, tmp_path):
+    drafter = write_drafter(tmp_path / "drafter", target, dtype=torch.float32)
+    truth, ids = reference(target, torch.float64), prompt(40)
+    wanted = expected(EagleReference(drafter, truth), ids)
+    found, _ = drafted(load(target, drafter, dtype=torch.float32, numerics=numerics), ids)
+    same(found.double(), wanted, 2e-4)
+
+
+def test_a_drafter_without_weights_is_made_up(target, tmp_path):
+    path = write_drafter(tmp_path / "drafter", target)
+    (path / "model.safetensors").unlink()
+    model = load_model(
+        target, dtype=torch.float32, device=torch.device("cpu"), numerics=Numerics.DEFAULT, with_mtp=False,
+        random_seed=1, draft_path=path,
+    )  # fmt: skip
+    found, _ = drafted(model, prompt(30))
+    assert found.isfinite().sum(dim=1).eq(40).all()
+
+
+def test_other_drafters_have_other_kv(target, tmp_path):
+    hashes = {
+        load(target, write_drafter(tmp_path / str(seed), target, seed=seed)).kv_layout(16).model_hash for seed in (1, 2)
+    }
+    hashes.add(load(target, None).kv_layout(16).model_hash)
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "option"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"vocab_size": 97}, "vocab_size"),
+        ({"hidden_size": 64}, "hidden_size"),
+        ({"target_hidden_size": 64}, "target_hidden_size"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"head_dim": 8}, "head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"architectures": ["MedusaModel"]}, "draft_model"),
+        ({"draft_vocab_size": 97}, "draft_vocab_size"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 8]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 12]}}, "eagle_aux_hidden_state_layer_ids"),
+    ],
+)
+def test_what_does_not_fit_its_target_is_refused_by_name(overrides, option, target, tmp_path):
+    path = write_drafter(tmp_path / "drafter", target, overrides=overrides)
+    with pytest.raises(ModelUnsupported) as refused:
+        EagleConfig.from_directory(path, ModelConfig.from_directory(target))
+    assert refused.value.fields["option"] == option
+    assert str(path) in refused.value.message or option in refused.value.message
+
+
+def test_tensors_that_are_missing_or_have_no_place_are_named(target, tmp_path):
+    with pytest.raises(ModelMissing):
+        load(target, tmp_path / "nowhere")
+    for name, change, error in (
+        ("midlayer.hidden_norm.weight", None, ModelTensorMissing),
+        ("d2t", None, ModelTensorMissing),
+        ("fc.weight", torch.zeros(32, 32), ModelTensorMisshapen),
+        ("d2t", torch.zeros(40), ModelTensorMisshapen),
+        ("midlayer.self_attn.q_norm.weight", torch.zeros(16), ModelTensorUnexpected),
+    ):
+        path = write_drafter(tmp_path / f"{name}-{error.__name__}", target)
+        tensors = load_file(path / "model.safetensors")
+        if change is None:
+            del tensors[name]
+        else:
+            tensors[name] = change
+        save_file(tensors, path / "model.safetensors")
+        with pytest.raises(error, match=name.replace("midlayer", "layers.0")):
+            load(target, path)
+    path = write_drafter(tmp_path / "unsound", target)
+    tensors = load_file(path / "model.safetensors")
+    tensors["d2t"][0] = -1
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelUnsupported, match="d2t, read as offset"):
+        load(target, path)
+    assert json.loads((path / "config.json").read_text())["draft_vocab_size"] == 40
