@@ -12,7 +12,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "request_id", "num_draft_tokens", "priority", "tenant", "truncate_prompt_tokens", "split_only")
+    __slots__ = ("model", "text", "token_ids", "sampling", "request_id", "num_draft_tokens", "priority", "tenant", "truncate_prompt_tokens", "add_special_tokens", "split_only")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPLIT_ONLY_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
@@ -32,8 +33,9 @@ class GenerateRequest(_message.Message):
     priority: int
     tenant: str
     truncate_prompt_tokens: int
+    add_special_tokens: bool
     split_only: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., split_only: bool = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: bool = ..., split_only: bool = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_p", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids", "min_tokens", "logprobs", "prompt_logprobs", "n", "grammar", "include_stop_str_in_output", "skip_special_tokens")
@@ -234,12 +236,14 @@ class SecondToken(_message.Message):
     def __init__(self, total_ms: _Optional[float] = ..., retry_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., verification_ms: _Optional[float] = ..., admission_ms: _Optional[float] = ..., step_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("model", "text")
+    __slots__ = ("model", "text", "add_special_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    add_special_tokens: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., add_special_tokens: bool = ...) -> None: ...
 
 class TokenizeReply(_message.Message):
     __slots__ = ("token_ids",)

@@ -277,7 +277,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """
         self.check_model(request.model)
         self._check_size(request)
-        return await self._encode(request.text)
+        return await self._encode(request)
 
     def model(self) -> inference_pb2.Model:
         """What is served, as the live workers report it.
@@ -466,7 +466,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _prompt(self, asked: inference_pb2.GenerateRequest, limits: RequestLimits) -> Sequence[int]:
         match asked.WhichOneof("prompt"):
             case "text":
-                return await self._encode(asked.text)
+                return await self._encode(asked)
             case "token_ids":
                 if asked.HasField("truncate_prompt_tokens"):
                     return asked.token_ids.ids[-limits.max_model_len :]  # no more is read
@@ -477,10 +477,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 return tuple(asked.token_ids.ids)
         raise EmptyPrompt("the request holds neither a text nor token ids")
 
-    async def _encode(self, text: str) -> list[int]:
-        if len(text) < THREAD_TEXT_LEN:
-            return self._model.tokenizer.encode(text)
-        return await asyncio.to_thread(self._model.tokenizer.encode, text)
+    async def _encode(self, asked: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> list[int]:
+        adds = not asked.HasField("add_special_tokens") or asked.add_special_tokens
+        encode = partial(self._model.tokenizer.encode, asked.text, add_special_tokens=adds)
+        return encode() if len(asked.text) < THREAD_TEXT_LEN else await asyncio.to_thread(encode)
 
     def _limits(self) -> RequestLimits:
         """What every live worker can hold, so that an answer never depends on whose turn it is.

@@ -82,7 +82,7 @@ class LocalCompleter:
         return replace(completion, others=tuple(others))
 
     def _request(self, asked: Asked) -> GenerationRequest:
-        prompt = tuple(self._tokenizer.encode(asked.prompt))
+        prompt = tuple(self._tokenizer.encode(asked.prompt, add_special_tokens=True))
         room_len = self._max_model_len - len(prompt)
         sampling = wire.sampling_from_client(asked.sampling(), room_len=room_len, draw_seed=asked.chosen_seed)
         self._num_requests += 1

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from tokenizers import Tokenizer as _FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
 
@@ -19,10 +20,16 @@ NUM_BYTES = 256
 MAX_PENDING: Final = 32  # tokens that are withheld at most; the bytes of a character are four
 MAX_KNOWN: Final = 1 << 18  # entries of a tokenizer's tables
 REPLACEMENT: Final = "\ufffd"
+ENDS_OF_TURNS: Final = ("<|eot_id|>", "<|eom_id|>")
 
 
 class Tokenizer:
-    """One model's tokenizer and its end-of-sequence tokens."""
+    """One model's tokenizer and its end-of-sequence tokens.
+
+    Attributes:
+        eos_token_ids: any of them ends an answer.
+        special_tokens: token ids by their texts, of those that decoded text leaves out.
+    """
 
     def __init__(self, fast: _FastTokenizer, eos_token_ids: tuple[int, ...]) -> None:
         self._fast = fast
@@ -31,7 +38,8 @@ class Tokenizer:
         self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         added = fast.get_added_tokens_decoder()
         self._added = {token_id: str(token) for token_id, token in added.items()}
-        self._special = {token_id for token_id, token in added.items() if token.special}
+        self.special_tokens = {str(token): token_id for token_id, token in added.items() if token.special}
+        self._special = frozenset(self.special_tokens.values())
         self._is_of_bytes = isinstance(fast.decoder, decoders.ByteLevel)
         self._bytes = {True: _ByteDecoder(self._shown), False: _ByteDecoder(self._decoded)}  # special ones left out?
 
@@ -51,7 +59,8 @@ class Tokenizer:
         # The library raises bare Exception for every kind of bad content.
         except Exception as error:
             raise ModelFileDamaged(f"{path} is not a tokenizer: {error}", path=str(path)) from error
-        return cls(fast, _eos_token_ids(directory))
+        _add_bos(fast, directory)
+        return cls(fast, _with_ends_of_turns(fast, _eos_token_ids(directory)))
 
     @classmethod
     def byte_level(cls, directory: Path, vocab_size: int) -> "Tokenizer":
@@ -71,10 +80,15 @@ class Tokenizer:
         fast.decoder = decoders.ByteLevel()
         return cls(fast, _eos_token_ids(directory))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. None are added; special tokens that are spelled in the text are read as what they are.
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`. Special tokens that are spelled in the text are read as what they are.
 
         So untrusted text may hold those that begin and end the turns of a chat.
+
+        Args:
+            text: a chat that a template has written, or a prompt as it is.
+            add_special_tokens: put before and behind it what the tokenizer does by its post-processor (BOS). A text
+                that begins with the former itself gets it no second time.
 
         Raises:
             InvalidText: `text` holds lone surrogates, so it is no Unicode text.
@@ -84,7 +98,13 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidText(f"the prompt is not valid UTF-8 at character {error.start}", at=error.start) from error
         # `encode` would hold the GIL all along (0.7 s for a megabyte), and with it every stream of the process.
-        return list(self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        token_ids = list(encoding.ids)
+        if not add_special_tokens:
+            return token_ids
+        num_before = next((at for at, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)
+        is_twice = num_before and token_ids[num_before : 2 * num_before] == token_ids[:num_before]
+        return token_ids[num_before:] if is_twice else token_ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
@@ -258,6 +278,29 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelFileDamaged(f"{path} holds no usable eos_token_id: {error}", path=str(path)) from error
     return ()
+
+
+def _with_ends_of_turns(fast: _FastTokenizer, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The same, and those by which Llama 3 ends a turn or a call, which config.json may not list."""
+    added = fast.get_added_tokens_decoder().items()
+    ends = (token_id for token_id, token in added if token.special and str(token) in ENDS_OF_TURNS)
+    return tuple(dict.fromkeys((*eos_token_ids, *ends)))
+
+
+def _add_bos(fast: _FastTokenizer, directory: Path) -> None:
+    """Have BOS put before texts where tokenizer_config.json says `add_bos_token` and tokenizer.json does not do it."""
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        adds, named = config.get("add_bos_token"), config.get("bos_token")
+        bos = named.get("content") if isinstance(named, dict) else named
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
+    token_id = fast.token_to_id(bos) if adds is True and isinstance(bos, str) else None
+    if token_id is not None and token_id not in fast.encode("").ids:
+        fast.post_processor = TemplateProcessing(single=[bos, "$A"], pair=None, special_tokens=[(bos, token_id)])
 
 
 def _byte_characters() -> list[str]:

@@ -475,6 +475,7 @@ def understand_prompts(
             tenant=asked.cache_salt or "",
             priority=asked.turn,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            add_special_tokens=asked.add_special_tokens is True,  # the template has written those that there are
         )
         for prompt in prompts
     ]

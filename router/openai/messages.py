@@ -361,7 +361,9 @@ class CountTokens:
         """How many tokens a conversation's prompt has."""
         try:
             (written,) = (await self._front.reader.read(request, CountTokensRequest)).requests
-            asked = inference_pb2.TokenizeRequest(model=written.model, text=written.text)
+            asked = inference_pb2.TokenizeRequest(
+                model=written.model, text=written.text, add_special_tokens=written.add_special_tokens
+            )
             return JsonResponse({"input_tokens": len(await self._front.inference.tokenize(asked))})
         except (BatonError, HttpRefusal) as error:
             return JsonResponse.of_error(error, manner=Messages.manner)
@@ -374,7 +376,9 @@ def understand_count(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
         InvalidRequest: it can be seen to be wrong.
     """
     request = inference_pb2.GenerateRequest(
-        model=asked.model or "", text=chat_prompt(asked, forms, asked.message_data())
+        model=asked.model or "",
+        text=chat_prompt(asked, forms, asked.message_data()),
+        add_special_tokens=asked.add_special_tokens is True,
     )
     return Understood(asked=asked, request_id=job.request_id, requests=[request])
 

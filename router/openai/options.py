@@ -67,7 +67,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
 # They change nothing in an answer.
 HARMLESS: Final = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction verbosity "
-    "spaces_between_special_tokens add_special_tokens session_id guided_decoding_backend stream_interval "
+    "spaces_between_special_tokens session_id guided_decoding_backend stream_interval "
     "mm_processor_kwargs media_io_kwargs".split()
 )
 
@@ -159,6 +159,7 @@ class Options(Wire):
     best_of: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=HIGH_INT32)
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None

@@ -61,7 +61,9 @@ class Tokens:
         understood = await self._front.reader.read(request, TokenizeRequest)
         asked: Any = understood.asked
         (written,) = understood.requests
-        message = inference_pb2.TokenizeRequest(model=written.model, text=written.text)
+        message = inference_pb2.TokenizeRequest(
+            model=written.model, text=written.text, add_special_tokens=written.add_special_tokens
+        )
         token_ids = await self._front.inference.tokenize(message)
         max_model_len = self._front.inference.model().max_model_len
         data: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_model_len}
@@ -121,7 +123,8 @@ def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: Job) -> Under
     if asked.prompt is None and not asked.messages:
         raise EmptyPrompt("prompt is missing", field="prompt")
     text = chat_prompt(asked, forms, asked.message_data()) if asked.prompt is None else asked.prompt
-    request = inference_pb2.GenerateRequest(model=asked.model or "", text=text)
+    adds = asked.prompt is not None if asked.add_special_tokens is None else asked.add_special_tokens
+    request = inference_pb2.GenerateRequest(model=asked.model or "", text=text, add_special_tokens=adds)
     return Understood(asked=asked, request_id=job.request_id, requests=[request])
 
 

@@ -75,6 +75,7 @@ class Script:
     logprobs: Callable[[int], inference_pb2.TokenLogprobs] | None = None  # of a token, for requests that ask
     forgets_forced: bool = False  # as a worker of an older build would
     hung: set[str] = field(default_factory=set)  # workers that report and answer nothing
+    tokenizer: Tokenizer = TOKENIZER  # by which an answer is tokens
 
 
 @dataclass
@@ -202,8 +203,9 @@ class Prefill(worker_pb2_grpc.PrefillServicer):
             if hangs or script.prefill_hangs or self.worker.worker_id in script.hung:
                 await seen.hang.wait()
             answer = script.attempt_answers.get(request.attempt.attempt, script.answer)
-            token = TOKENIZER.encode(answer)[request.num_forced_tokens]
-            is_last = 0 < request.num_forced_tokens == len(TOKENIZER.encode(answer)[: request.sampling.max_tokens]) - 1
+            token_ids = script.tokenizer.encode(answer)
+            token = token_ids[request.num_forced_tokens]
+            is_last = 0 < request.num_forced_tokens == len(token_ids[: request.sampling.max_tokens]) - 1
             sent_ns = now_ns()
             sixth_ms = (sent_ns - received_ns) / 6e6
             first = worker_pb2.FirstToken(
@@ -284,7 +286,7 @@ class Decode(worker_pb2_grpc.DecodeServicer):
             await wire.abort_with(context, script.prefill_error)
         if hangs or script.prefill_hangs:
             await seen.hang.wait()
-        token = TOKENIZER.encode(script.answer)[request.num_forced_tokens]
+        token = script.tokenizer.encode(script.answer)[request.num_forced_tokens]
         first = worker_pb2.FirstToken(
             token=token,
             index=request.num_forced_tokens,
@@ -304,7 +306,7 @@ class Decode(worker_pb2_grpc.DecodeServicer):
 
     async def answer(self, request, context, seen, hangs_after):
         script = self.worker.script
-        token_ids = TOKENIZER.encode(script.answer)[: request.sampling.max_tokens]
+        token_ids = script.tokenizer.encode(script.answer)[: request.sampling.max_tokens]
         num_steps, num_forced = 0, request.num_forced_tokens
         if 0 < num_forced == len(token_ids) - 1:  # it ends at its first token
             await seen.hang.wait()
@@ -437,12 +439,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(num_prefill=1, num_decode=1, **config):
+async def cluster(num_prefill=1, num_decode=1, tokenizer=TOKENIZER, **config):
     """A running cluster of fakes."""
     values = {"host": "127.0.0.1", "port": 0, "max_queue_len": 64, "request_timeout_s": 20.0, "alive_s": 1.5} | config
-    router = RouterServer(RouterConfig(**values), ServedModel(MODEL, TOKENIZER, 257))
+    router = RouterServer(RouterConfig(**values), ServedModel(MODEL, tokenizer, tokenizer.vocab_size))
     await router.start()
     running = Cluster(router)
+    running.script.tokenizer = tokenizer
     try:
         for index in range(num_prefill):
             await running.add("prefill", f"prefill-{index}")

@@ -69,6 +69,7 @@ COMMON = {
     "best_of": 1,
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
+    "add_special_tokens": True,
     "truncate_prompt_tokens": 2,
     "return_tokens_as_token_ids": True,
     "return_token_ids": True,
