@@ -22,6 +22,7 @@ from baton.core.inside import DeploymentSecret
 from baton.core.kv_transports import TRANSPORT_NAMES
 from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.core.prompt_lookup import MAX_MATCH_LEN, PromptLookup
+from baton.core.requests.answer_structure import ToolCallParserName
 from baton.core.requests.key_spellings import RENAMED, expanded
 from baton.core.telemetry.telemetry import LogFormat, TelemetryConfig
 from baton.core.tls_files import TlsFiles
@@ -268,6 +269,12 @@ class ServeConfig(BaseModel):
         vllm="--chat-template",
         router=True,
     )
+    tool_call_parser: ToolCallParserName = _ports(
+        "auto",
+        "form in which the model writes tool calls; auto: the one its chat template shows",
+        vllm="--tool-call-parser",
+        router=True,
+    )
     json_whitespace: bool = _ports(False, "let JSON answers have white space between tokens")
     allowed_origins: str = _ports(
         "",
@@ -444,6 +451,8 @@ class ServeConfig(BaseModel):
             raise ConfigInvalid(f"quarantine_deaths: {why}", keys=["quarantine_deaths"])
         if config.chat_template and config.http_port is None:
             raise ConfigInvalid("chat_template without http_port: only HTTP has chats", keys=["chat_template"])
+        if config.tool_call_parser != "auto" and config.http_port is None:
+            raise ConfigInvalid("tool_call_parser without http_port: only HTTP has chats", keys=["tool_call_parser"])
         if config.draft_sample_method == "greedy" and config.verification == "coupled":
             message = "draft_sample_method: coupled verification knows no other drafts; it goes with rejection"
             raise ConfigInvalid(message, keys=["draft_sample_method", "verification"])

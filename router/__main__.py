@@ -61,6 +61,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.chat_template and options.http_port is None:
         parser.error("argument --chat-template: only HTTP has chats: give --http-port, too")
+    if options.tool_call_parser != "auto" and options.http_port is None:
+        parser.error("argument --tool-call-parser: only HTTP has chats: give --http-port, too")
     if options.quarantine_deaths == 1:
         parser.error("argument --quarantine-deaths: one death says nothing about who was there; 0, 2 or more")
     return options
@@ -197,7 +199,7 @@ def _http_config(options: argparse.Namespace) -> HttpConfig | None:
         return None
     return HttpConfig(
         port=options.http_port,
-        template=ChatTemplate.load(options.model_path, options.chat_template),
+        template=ChatTemplate.load(options.model_path, options.chat_template, options.tool_call_parser),
         defaults=advised_sampling(options.model_path),
         allowed_origins=tuple(filter(None, map(str.strip, options.allowed_origins.split(",")))),
     )

@@ -7,26 +7,45 @@ grammar of it (`engine.grammar.structure`). Its JSON form is part of the gRPC in
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from baton.core.errors import InvalidGrammar
 
 STRUCTURE: Final = "structure"  # the kind of grammar
-THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+PYTHON_TAG: Final = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+BARE_KEYS: Final = ("name", "parameters", "arguments", "type", "id")  # one of them comes first in a call without a tag
 MAX_TOOLS: Final = 1024
 TOOL_NAME: Final = r"^[A-Za-z0-9_.:-]{1,64}$"
-_KEYS: Final = frozenset(("thought", "calls", "tools", "parallel", "tagged", "text"))
+_KEYS: Final = frozenset(("thought", "thought_form", "calls", "form", "tools", "parallel", "special", "text"))
 
 
 class Thought(StrEnum):
-    """Whether the answer begins with a thought, which is free text up to `</think>`."""
+    """Whether the answer begins with a thought, which is free text up to the tag that closes it."""
 
     NONE = "none"
-    OPTIONAL = "optional"  # if it begins with `<think>`
-    OPEN = "open"  # the prompt ends with `<think>`
+    OPTIONAL = "optional"  # if it begins with the tag
+    OPEN = "open"  # the prompt ends with the tag
+
+
+class ThoughtForm(StrEnum):
+    """The tag that opens a thought."""
+
+    TAGS = "<think>"  # Qwen, DeepSeek
+    BRACKETS = "[THINK]"  # Magistral
+
+    @property
+    def end(self) -> str:
+        """The tag that closes it."""
+        return f"{self[0]}/{self[1:]}"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Both tags; a tokenizer may have special tokens for them."""
+        return (self.value, self.end)
 
 
 class Calls(StrEnum):
@@ -35,6 +54,35 @@ class Calls(StrEnum):
     NONE = "none"
     AUTO = "auto"
     REQUIRED = "required"  # and nothing else
+
+
+ToolCallParserName = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"]
+
+
+class CallForm(StrEnum):
+    """How a call is written."""
+
+    HERMES = "hermes"  # <tool_call>{"name", "arguments"}</tool_call>
+    QWEN3_CODER = "qwen3_coder"  # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
+    LLAMA3_JSON = "llama3_json"  # {"name", "parameters"}, further ones behind a semicolon; or the same behind a tag
+    MISTRAL = "mistral"  # [TOOL_CALLS][{"name", "arguments"}, ...]
+    MISTRAL_ARGS = "mistral_args"  # [TOOL_CALLS]NAME[ARGS]{...}, again for each
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts around calls for which a tokenizer may have special tokens; a call begins with the first.
+
+        In Llama's form it may begin without.
+        """
+        match self:
+            case CallForm.LLAMA3_JSON:
+                return (PYTHON_TAG,)
+            case CallForm.MISTRAL | CallForm.MISTRAL_ARGS:
+                return (TOOL_CALLS, CALL_ID, ARGS)
+        return (CALL, END_CALL)
+
+
+MARKS: Final = frozenset(mark for form in (*CallForm, *ThoughtForm) for mark in form.marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +104,36 @@ class AnswerStructure:
 
     Attributes:
         thought: whether a thought comes first.
+        thought_form: the tags around it.
         calls: whether there are calls.
         tools: what may be called.
         parallel: more than one call.
-        tagged: arguments are tags (`<parameter=NAME>`, Qwen3-Coder) where their schema allows it, else JSON (Hermes).
+        form: how calls are written. A schema that Qwen3-Coder's tags cannot follow makes its calls Hermes'.
+        special: token ids of those of `MARKS` that the model writes as special tokens; the others are text.
         text: the kind and text of the grammar that a text matches, where there are no calls; None: any text, with calls
             among it.
     """
 
     thought: Thought = Thought.NONE
+    thought_form: ThoughtForm = ThoughtForm.TAGS
     calls: Calls = Calls.NONE
     tools: tuple[CallableTool, ...] = ()
     parallel: bool = True
-    tagged: bool = False
+    form: CallForm = CallForm.HERMES
+    special: Mapping[str, int] = field(default_factory=dict)
     text: tuple[str, str] | None = None
 
     def to_json(self) -> str:
         """For `from_json`; equal structures are equal texts."""
-        data: dict[str, Any] = {"thought": self.thought, "calls": self.calls}
+        data: dict[str, Any] = {"thought": self.thought, "thought_form": self.thought_form, "calls": self.calls}
         if self.tools:
             data["tools"] = [
                 {"name": tool.name} | ({} if tool.parameters is None else {"parameters": tool.parameters})
                 for tool in self.tools
             ]
-            data |= {"parallel": self.parallel, "tagged": self.tagged}
+            data |= {"parallel": self.parallel, "form": self.form}
+        if self.special:
+            data["special"] = dict(sorted(self.special.items()))
         if self.text is not None:
             data["text"] = {"kind": self.text[0], "text": self.text[1]}
         return json.dumps(data, ensure_ascii=False)
@@ -100,17 +154,30 @@ class AnswerStructure:
         _require(not unknown, f"has no {''.join(unknown[:1])[:40]!r}")
         try:
             thought, calls = Thought(data.get("thought", "none")), Calls(data.get("calls", "none"))
+            thought_form = ThoughtForm(data.get("thought_form", ThoughtForm.TAGS))
+            form = CallForm(data.get("form", CallForm.HERMES))
         except ValueError as error:
             raise _refusal(str(error)) from error
         tools = data.get("tools", [])
         _require(isinstance(tools, list) and len(tools) <= MAX_TOOLS, f"tools is no list of at most {MAX_TOOLS}")
         _require(bool(tools) == (calls is not Calls.NONE), "tools and calls go together")
-        flags = {name: data.get(name, default) for name, default in (("parallel", True), ("tagged", False))}
-        _require(all(isinstance(flag, bool) for flag in flags.values()), "parallel and tagged are true or false")
+        parallel, special = data.get("parallel", True), data.get("special", {})
+        _require(isinstance(parallel, bool), "parallel is true or false")
+        _require(isinstance(special, dict) and special.keys() <= MARKS, "special names no such token")
+        _require(all(type(token_id) is int and token_id >= 0 for token_id in special.values()), "special has token ids")
         found = None if data.get("text") is None else _text(data["text"])
         _require(found is not None or calls is not Calls.NONE, "has neither calls nor a text")
         _require(found is None or calls is not Calls.REQUIRED, "calls are required, so that there is no text")
-        return cls(thought=thought, calls=calls, tools=tuple(map(_tool, tools)), text=found, **flags)
+        return cls(
+            thought=thought,
+            thought_form=thought_form,
+            calls=calls,
+            tools=tuple(map(_tool, tools)),
+            parallel=parallel,
+            form=form,
+            special=special,
+            text=found,
+        )
 
 
 def _tool(data: Any) -> CallableTool:

@@ -8,18 +8,20 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from baton.core.errors import InvalidGrammar
 from baton.core.requests.answer_structure import (
-    CALL,
-    END_THINK,
+    ARGS,
+    BARE_KEYS,
+    CALL_ID,
+    END_CALL,
     LIBRARY_KEY,
     STRUCTURE,
-    THINK,
     AnswerStructure,
     CallableTool,
+    CallForm,
     Calls,
     Thought,
 )
@@ -31,6 +33,8 @@ _TOP: Final = _NOTES | {"properties", "required", "additionalProperties", "$defs
 _DEFINITIONS: Final = ("$defs", "definitions")
 _KEY: Final = re.compile(r"[^\s<>][^\r\n<>]{0,126}[^\s<>]|[^\s<>]")
 _END_PARAMETER: Final = "</parameter>"
+# A text that might be a call without a tag: its first key is one of a call's, or is spelled with escapes.
+_BARE_CALL: Final = rf'[ \t\r\n]*\{{[ \t\r\n,]*"(({"|".join(BARE_KEYS)})"|[^"]*\\)(?s:.*)'
 
 
 def structure_text(structure: AnswerStructure, part_text: Callable[[str, str], str], options: str) -> str:
@@ -60,17 +64,17 @@ class _Writer:
         thought = {
             Thought.NONE: "",
             Thought.OPEN: "thought GAP?",
-            Thought.OPTIONAL: f"({_quoted(THINK)} thought GAP?)?",
+            Thought.OPTIONAL: f"({self._mark(structure.thought_form)} thought GAP?)?",
         }[structure.thought]
         if structure.thought is not Thought.NONE:
-            self._rules.append(f"thought[lazy]: /(?s:.*){_pattern(END_THINK)}/")
+            self._add_up_to("thought", structure.thought_form.end)
         if structure.calls is not Calls.NONE:
             self._add_calls()
+        if thought:
+            self._rules.append(f"GAP: /\\n{{1,{MAX_GAP}}}/")
         if structure.calls is Calls.AUTO and structure.text is None:
-            start = self._free()
+            start = self._free_json() if structure.form is CallForm.LLAMA3_JSON else self._free()
         else:
-            if thought:
-                self._rules.append(f"GAP: /\\n{{1,{MAX_GAP}}}/")
             bound = [] if structure.calls is Calls.NONE else ["calls"]
             bound += [] if structure.text is None else [self._form(*structure.text)]
             start = f"{thought} ({' | '.join(bound)})"
@@ -78,36 +82,86 @@ class _Writer:
         named = [{"name": name, "lark_grammar": text} for text, name in self._names.items()]
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": top}, *named]})
 
+    def _mark(self, text: str) -> str:
+        """A tag, as text or as the token that it is."""
+        token_id = self._structure.special.get(text)
+        return _quoted(text) if token_id is None else f"<[{token_id}]>"
+
+    def _add_up_to(self, name: str, mark: str, excluded: str = "") -> None:
+        """A rule of any text and the tag behind it; text never holds a special token.
+
+        Args:
+            name: the rule's.
+            mark: the tag.
+            excluded: what the text is not.
+        """
+        before = name.upper()
+        if mark in self._structure.special:
+            self._rules += [f"{name}: {before}? {self._mark(mark)}", f"{before}: /(?s:.+)/{excluded}"]
+        else:
+            self._rules += [f"{name}[lazy]: {before}", f"{before}: /(?s:.*){_pattern(mark)}/{excluded}"]
+
     def _free(self) -> str:
         """Calls among any text."""
-        has_tag = f"(?s:.*){_pattern(CALL)}"
-        self._rules += [f"opening[lazy]: /{has_tag}/", f"TEXT: /(?s:.+)/ & ~/{has_tag}(?s:.*)/"]
-        many = "(opening call)*" if self._structure.parallel else "(opening call)?"
-        if self._structure.thought is not Thought.OPTIONAL:
-            thought = "thought " if self._structure.thought is Thought.OPEN else ""
+        structure = self._structure
+        is_many = structure.parallel and structure.form is not CallForm.MISTRAL  # which has one list for all
+        many, more = ("(opening call)*", "(opening call)* ") if is_many else ("(opening call)?", "")
+        self._add_up_to("opening", structure.form.marks[0])
+        self._rules.append(f"TEXT: /(?s:.+)/{self._without([structure.form.marks[0]], '(?s:.*)')}")
+        if structure.thought is not Thought.OPTIONAL:
+            thought = "thought " if structure.thought is Thought.OPEN else ""
             return f"{thought}{many} TEXT?"
-        thinks = f"~/{_pattern(THINK)}(?s:.*)/"
-        self._rules += [
-            "first_opening[lazy]: FIRST_OPENING",
-            f"FIRST_OPENING: /{has_tag}/ & {thinks}",
-            f"FIRST_TEXT: /(?s:.+)/ & ~/{has_tag}(?s:.*)/ & {thinks}",
-        ]
-        more = "(opening call)* " if self._structure.parallel else ""
-        return f"{_quoted(THINK)} thought {many} TEXT? | first_opening call {more}TEXT? | FIRST_TEXT?"
+        thinks = self._without([structure.thought_form])
+        self._add_up_to("first_opening", structure.form.marks[0], thinks)
+        self._rules.append(f"FIRST_TEXT: /(?s:.+)/{self._without([structure.form.marks[0]], '(?s:.*)')}{thinks}")
+        thought = f"{self._mark(structure.thought_form)} thought"
+        return f"{thought} {many} TEXT? | first_opening call {more}TEXT? | FIRST_TEXT?"
+
+    def _free_json(self) -> str:
+        """Calls alone, or any text that does not look like one; calls behind the tag may follow it."""
+        structure = self._structure
+        tag = structure.form.marks[0]
+        plain = f"/(?s:.+)/ & ~/{_BARE_CALL}/{self._without([tag], '(?s:.*)')}"
+        tagged = f" ({self._mark(tag)} bare)?" if tag in structure.special else ""
+        self._rules.append(f"PLAIN: {plain}")
+        if structure.thought is not Thought.OPTIONAL:
+            thought = "thought GAP? " if structure.thought is Thought.OPEN else ""
+            return f"{thought}(bare | PLAIN?{tagged})"
+        self._rules.append(f"FIRST_PLAIN: {plain}{self._without([structure.thought_form])}")
+        thought = f"{self._mark(structure.thought_form)} thought GAP?"
+        return f"{thought} (bare | PLAIN?{tagged}) | bare | FIRST_PLAIN?{tagged}"
+
+    def _without(self, marks: Sequence[str], before: str = "") -> str:
+        """The exclusion of texts with a tag at the beginning, or behind the pattern `before`; no text holds a token."""
+        spelled = [mark for mark in marks if mark not in self._structure.special]
+        return "".join(f" & ~/{before}{_pattern(mark)}(?s:.*)/" for mark in spelled)
 
     def _add_calls(self) -> None:
-        opened = f"{_quoted(CALL)} call"
-        more = f' ("\\n" {opened})*' if self._structure.parallel else ""
-        tools = [self._tool(at, tool) for at, tool in enumerate(self._structure.tools)]
+        structure = self._structure
+        mark = self._mark(structure.form.marks[0])
+        tools = [self._tool(at, tool) for at, tool in enumerate(structure.tools)]
+        match structure.form:
+            case CallForm.LLAMA3_JSON:
+                tag = f"{mark}? " if structure.form.marks[0] in structure.special else ""
+                more = ' ("; " tool)*' if structure.parallel else ""
+                self._rules += [f"calls: {tag}bare", f"bare: tool{more}"]
+            case CallForm.MISTRAL:
+                more = ' (", " tool)*' if structure.parallel else ""
+                self._rules += [f"calls: {mark} call", f'call: " "? "[" tool{more} "]"']
+            case CallForm.MISTRAL_ARGS:
+                more = f" ({mark} call)*" if structure.parallel else ""
+                self._rules += [f"calls: {mark} call{more}", "call: tool"]
+            case _:
+                more = f' ("\\n" {mark} call)*' if structure.parallel else ""
+                self._rules += [f"calls: {mark} call{more}", f'call: "\\n"? tool "\\n"? {self._mark(END_CALL)}']
         self._rules += [
-            f"calls: {opened}{more}",
-            'call: "\\n"? tool "\\n"? "</tool_call>"',
             f"tool: {' | '.join(f'tool{at}' for at in range(len(tools)))}",
             *(f"tool{at}: {rule}" for at, rule in enumerate(tools)),
         ]
 
     def _tool(self, at: int, tool: CallableTool) -> str:
-        if self._structure.tagged:
+        form = self._structure.form
+        if form is CallForm.QWEN3_CODER:
             rule = self._tagged(at, tool)
             if rule is not None:
                 return rule
@@ -115,7 +169,12 @@ class _Writer:
             arguments = self._named("json_object", "")
         else:
             arguments = self._named("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
-        begin = f'{{"name": {_quoted(tool.name)}, "arguments": '
+        if form is CallForm.MISTRAL_ARGS:
+            has_ids = CALL_ID in self._structure.special
+            call_id = f"({self._mark(CALL_ID)} /[a-zA-Z0-9]{{9}}/)? " if has_ids else ""
+            return f"{_quoted(tool.name)} {call_id}{self._mark(ARGS)} {arguments}"
+        key = "parameters" if form is CallForm.LLAMA3_JSON else "arguments"
+        begin = f'{{"name": {_quoted(tool.name)}, "{key}": '
         return f'{_quoted(begin)} {arguments} "}}"'
 
     def _tagged(self, at: int, tool: CallableTool) -> str | None:
@@ -163,9 +222,12 @@ class _Writer:
         if kind != "regex":
             return self._named(kind, text)
         written = self._part_text(kind, text).partition("\n")[0].removeprefix("start: ")
-        tags = [CALL] if self._structure.calls is not Calls.NONE else []
-        tags += [THINK] if self._structure.thought is Thought.OPTIONAL else []
-        excluded = "".join(f" & ~/{_pattern(tag)}(?s:.*)/" for tag in tags)
+        structure = self._structure
+        tags = [structure.form.marks[0]] if structure.calls is not Calls.NONE else []
+        tags += [structure.thought_form] if structure.thought is Thought.OPTIONAL else []
+        excluded = self._without(tags)
+        if structure.calls is not Calls.NONE and structure.form is CallForm.LLAMA3_JSON:
+            excluded += f" & ~/{_BARE_CALL}/"
         self._rules.append(f"FORM: {written}{excluded}")
         return "FORM"
 
@@ -205,7 +267,7 @@ def _quoted(text: str) -> str:
 
 def _pattern(tag: str) -> str:
     """A tag in a regular expression between slashes."""
-    return tag.replace("/", "\\/")
+    return re.sub(r"([/|\[\]])", r"\\\1", tag)
 
 
 MAX_ARRAYS: Final = 128  # that one schema is replaced by

@@ -24,6 +24,7 @@ from starlette.requests import Request
 
 from baton.core.errors import InternalError, NoWorker, Overloaded, from_wire
 from baton.core.inside import ENVIRONMENT
+from baton.core.requests.answer_structure import MARKS
 from baton.router.inference import InferenceService
 from baton.router.openai.body import Translated, read_bytes, too_large
 from baton.router.openai.chat_request import ChatRequest
@@ -31,6 +32,7 @@ from baton.router.openai.front import Forms, HttpConfig, principal_of
 from baton.router.openai.limits import is_light
 from baton.router.openai.reader_process import LAST, first_frame, job_frame
 from baton.router.openai.reading_turns import ReadingTurns
+from baton.router.openai.tool_calls import READ_BY_TOOLS
 from baton.router.openai.understand import understand
 from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
 from baton.router.served_model import ServedModel
@@ -75,7 +77,11 @@ class BodyReader:
         self._answer_timeout_s = answer_timeout_s
         self._place_timeout_s = place_timeout_s
         self._forms = Forms(
-            name=model.name, encode=model.tokenizer.encode, template=config.template, defaults=config.defaults
+            name=model.name,
+            encode=model.tokenizer.encode,
+            template=config.template,
+            special={text: token_id for text, token_id in model.tokenizer.special_tokens.items() if text in MARKS},
+            defaults=config.defaults,
         )
         self._idle: list[_Process] = []
         self._turns = ReadingTurns(NUM_PROCESSES)
@@ -126,7 +132,7 @@ class BodyReader:
             request_id=secrets.token_hex(16) if request_id is None else request_id or " ",
             max_answers=self._inference.max_answers,
             max_model_len=max_model_len,
-            keeps_schemas=template is not None and template.calls_have_tags,
+            keeps_schemas=template is not None and template.call_form in READ_BY_TOOLS,
         )
 
     async def _ask(self, job: Job, body: bytes, tenant: str) -> list[bytes]:

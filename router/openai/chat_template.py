@@ -15,6 +15,15 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import ConfigInvalid, InvalidRequest, ModelFileDamaged
+from baton.core.requests.answer_structure import (
+    ARGS,
+    CALL,
+    PYTHON_TAG,
+    TOOL_CALLS,
+    CallForm,
+    ThoughtForm,
+    ToolCallParserName,
+)
 
 TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 BUILT_IN: Final = "chatml"
@@ -30,25 +39,44 @@ class ChatTemplate:
     Args:
         sources: jinja text by name; "default" is always there.
         special_tokens: what templates may read: `bos_token` and its like.
+        tool_call_parser: the form of tool calls; `auto`: the one that the templates speak of.
+
+    Attributes:
+        call_form: how the model writes tool calls.
+        thought_form: how it writes thoughts; None if it has none.
     """
 
-    def __init__(self, sources: dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        sources: dict[str, str],
+        special_tokens: dict[str, str] | None = None,
+        tool_call_parser: ToolCallParserName = "auto",
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self.sources = sources
         self._templates = {name: environment.from_string(text) for name, text in sources.items()}
         self.special_tokens = special_tokens or {}
-        self.thinks = any("<think>" in text for text in sources.values())
-        self.calls_have_tags = any("<function=" in text for text in sources.values())  # Qwen3-Coder's form
+        self.tool_call_parser = tool_call_parser
+        self.call_form = _call_form("\n".join(sources.values()), tool_call_parser)
+        self.thought_form = _thought_form("\n".join(sources.values()))
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model has thoughts."""
+        return self.thought_form is not None
 
     @classmethod
-    def load(cls, directory: Path, given: str = "") -> "ChatTemplate | None":
+    def load(
+        cls, directory: Path, given: str = "", tool_call_parser: ToolCallParserName = "auto"
+    ) -> "ChatTemplate | None":
         """The template an operator names, or else the model's own; None where there is neither.
 
         Args:
             directory: the model's.
             given: a file, `chatml` for the built-in one, or nothing.
+            tool_call_parser: see `ChatTemplate`.
 
         Raises:
             ConfigInvalid: the file cannot be read, or is no template.
@@ -58,7 +86,7 @@ class ChatTemplate:
         if given:
             path = Path(__file__).with_name("chatml.jinja") if given == BUILT_IN else Path(given).expanduser()
             try:
-                return cls({"default": path.read_text(encoding="utf-8")}, tokens)
+                return cls({"default": path.read_text(encoding="utf-8")}, tokens, tool_call_parser)
             except (OSError, ValueError, TemplateError) as error:
                 raise ConfigInvalid(f"chat_template: {given}: {error}", keys=["chat_template"]) from error
         for name in TEMPLATE_FILES:
@@ -68,7 +96,7 @@ class ChatTemplate:
             try:
                 sources = _sources(path)
                 if sources:
-                    return cls(sources, tokens)
+                    return cls(sources, tokens, tool_call_parser)
             except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
                 raise ModelFileDamaged(f"{path} holds no usable chat template: {error}", path=str(path)) from error
         return None
@@ -124,6 +152,29 @@ class ChatTemplate:
                 message = "the chat template changes the final message, so it cannot be continued"
                 raise InvalidRequest(message, field="continue_final_message")
         return text
+
+
+def _call_form(text: str, parser: ToolCallParserName) -> CallForm:
+    """What templates show a model of calls; those that show none of these forms get Hermes'."""
+    says_mistral = CallForm.MISTRAL_ARGS if ARGS in text else CallForm.MISTRAL
+    if parser != "auto":
+        return says_mistral if parser == "mistral" else CallForm(parser)
+    if TOOL_CALLS in text:
+        return says_mistral
+    if "<function=" in text:
+        return CallForm.QWEN3_CODER
+    is_llama_json = "<|start_header_id|>" in text and '"parameters": ' in text  # 3.2 names no tag
+    if CALL not in text and (PYTHON_TAG in text or is_llama_json):
+        return CallForm.LLAMA3_JSON
+    return CallForm.HERMES
+
+
+def _thought_form(text: str) -> ThoughtForm | None:
+    """A template that only drops old thoughts names the closing tag alone (DeepSeek-R1)."""
+    for form in (ThoughtForm.BRACKETS, ThoughtForm.TAGS):
+        if form in text or form.end in text:
+            return form
+    return None
 
 
 def _sources(path: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: choices of a chat and their replies, streamed or whole."""
 
 import secrets
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -9,13 +10,13 @@ from pydantic import BaseModel, Field
 
 from baton.core.errors import ConflictingOptions, InvalidRequest, InvalidText
 from baton.core.requests.answer_structure import (
-    END_THINK,
     JSON_OBJECT,
-    THINK,
     AnswerStructure,
     CallableTool,
+    CallForm,
     Calls,
     Thought,
+    ThoughtForm,
 )
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
@@ -36,7 +37,7 @@ from baton.router.openai.generation import Call, GenerationEndpoint
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PROMPTS
 from baton.router.openai.reasoning import ReasoningCount, ReasoningSplitter
 from baton.router.openai.token_names import TokenNames
-from baton.router.openai.tool_calls import CallReader, EitherCallReader, Parts, Splitter, TaggedCalls
+from baton.router.openai.tool_calls import Parts, Splitter, calls_of
 from baton.router.openai.understood import Job, Understood
 
 _FIELD: Final = "tool_choice"
@@ -88,27 +89,23 @@ def tool_use(asked: ChatRequest) -> ToolUse:
 
 def thought_of(asked: ChatRequest, prompt: str, template: ChatTemplate | None) -> Thought:
     """Whether the answer to a prompt begins with a thought."""
-    if template is None or not template.thinks:
+    form = None if template is None else template.thought_form
+    if form is None:
         return Thought.NONE
-    if is_open(prompt):
+    if prompt.rstrip().endswith(form):
         return Thought.OPEN
-    is_over = asked.continue_final_message or prompt.rstrip().endswith(END_THINK)
+    is_over = asked.continue_final_message or prompt.rstrip().endswith(form.end)
     return Thought.NONE if is_over else Thought.OPTIONAL
 
 
-def is_open(prompt: str) -> bool:
-    """Whether a prompt ends with the beginning of a thought."""
-    return prompt.rstrip().endswith(THINK)
-
-
-def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, *, tagged: bool) -> inference_pb2.Sampling:
+def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, forms: Forms) -> inference_pb2.Sampling:
     """Bind an answer to calls of the tools or a text of the format, if any of them is binding; thoughts are free.
 
     Args:
         sampling: its grammar is the format.
         use: of the tools.
         thought: whether one comes first.
-        tagged: the model writes arguments as tags.
+        forms: how the model writes both.
 
     Raises:
         InvalidText: a tool's schema is not Unicode text.
@@ -120,15 +117,19 @@ def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, *, ta
     if use.calls is Calls.AUTO and not (has_format or use.is_restricted or is_strict):
         return sampling
     is_required = use.calls is Calls.REQUIRED
+    call_form, thought_form = _written(forms.template)
+    marks = {*(call_form.marks if use.calls is not Calls.NONE else ()), *thought_form.marks}
     structure = AnswerStructure(
         thought=thought,
+        thought_form=thought_form,
         calls=use.calls,
+        form=call_form,
+        special={mark: token_id for mark, token_id in forms.special.items() if mark in marks},
         tools=tuple(
             CallableTool(function.name, function.parameters if function.strict or is_required else None)
             for function in use.functions
         ),
         parallel=use.parallel,
-        tagged=tagged,
         text=_format(sampling.grammar) if has_format and not is_required else None,
     )
     try:
@@ -136,6 +137,13 @@ def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, *, ta
     except UnicodeEncodeError as error:
         raise InvalidText(f"tools: not valid UTF-8 at character {error.start}", field="tools") from error
     return sampling
+
+
+def _written(template: ChatTemplate | None) -> tuple[CallForm, ThoughtForm]:
+    """How a model writes calls and thoughts; the usual forms where nothing is known of them."""
+    if template is None:
+        return CallForm.HERMES, ThoughtForm.TAGS
+    return template.call_form, template.thought_form or ThoughtForm.TAGS
 
 
 def _format(grammar: inference_pb2.Grammar) -> tuple[str, str]:
@@ -151,6 +159,14 @@ def _named(functions: Sequence[Function], names: Sequence[str]) -> list[Function
     return [function for function in functions if function.name in names]
 
 
+def call_id(form: CallForm) -> str:
+    """An id for a call: of nine letters and digits for Mistral's templates, which refuse any other."""
+    if form in (CallForm.MISTRAL, CallForm.MISTRAL_ARGS):
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"
+
+
+_ALPHANUMERIC: Final = string.ascii_letters + string.digits
 Delta = dict[str, Any]
 THOUGHTS: Final = ("reasoning", "reasoning_content")  # vLLM's name, and the older one
 _NOTHING_ELSE: Final[Delta] = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
@@ -167,6 +183,7 @@ class ChatChoice:
         tools: splits off calls; None leaves them in the text.
         calls_finish: whether a call that ends the answer is its reason (`tool_calls`).
         make_id: of a call.
+        shows_special: special tokens are part of the text, those around thoughts and calls among them.
     """
 
     def __init__(
@@ -178,13 +195,17 @@ class ChatChoice:
         reasoning: ReasoningSplitter | None = None,
         tools: Splitter | None = None,
         calls_finish: bool = True,
-        make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
+        make_id: Callable[[], str] = lambda: call_id(CallForm.HERMES),
+        shows_special: bool = False,
     ) -> None:
         self._index = index
         self._asked = asked
         self._names = names
         self._reasoning = reasoning
-        self._count = None if reasoning is None else ReasoningCount(names.stream(), is_open=reasoning.is_open)
+        self._count = None
+        if reasoning is not None:
+            stream = names.stream(skip_special_tokens=not shows_special)
+            self._count = ReasoningCount(stream, is_open=reasoning.is_open, form=reasoning.form)
         self._tools = tools
         self._calls_finish = calls_finish
         self._make_id = make_id
@@ -408,18 +429,19 @@ class ChatCall(Call[ChatRequest]):
 
     def _choice(self, index: int) -> ChatChoice:
         asked = self._asked
-        template = self._template
-        is_open, schemas = self._understood.is_open, self._understood.schemas
-        reads_tags = template is not None and template.calls_have_tags
         understood = self._understood
-        tools = TaggedCalls((lambda: EitherCallReader(schemas)) if reads_tags else CallReader)
+        call_form, thought_form = _written(self._template)
+        reasoning = ReasoningSplitter(is_open=understood.is_open, form=thought_form)
+        sampling = understood.sampling
         return ChatChoice(
             index,
             asked,
             self._names,
-            reasoning=ReasoningSplitter(is_open=is_open) if understood.splits_thought else None,
-            tools=tools if understood.splits_calls else None,
+            reasoning=reasoning if understood.splits_thought else None,
+            tools=calls_of(call_form, understood.schemas) if understood.splits_calls else None,
             calls_finish=not isinstance(asked.tool_choice, NamedToolChoice),
+            make_id=lambda: call_id(call_form),
+            shows_special=sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens,
         )
 
 
@@ -464,9 +486,14 @@ def understand_prompts(
     thought = thought_of(asked, prompts[0], forms.template)
     if any(thought_of(asked, prompt, forms.template) is not thought for prompt in prompts):
         raise ConflictingOptions("some of the answers begin with a thought and others do not", field="messages")
-    tagged = forms.template is not None and forms.template.calls_have_tags
-    sampling = bind(sampling, use, thought, tagged=tagged)
+    sampling = bind(sampling, use, thought, forms)
     thinks = forms.template is not None and forms.template.thinks
+    splits_thought = thinks and (thought is not Thought.NONE or not sampling.HasField("grammar"))
+    splits_calls = use.calls is not Calls.NONE
+    call_form, thought_form = _written(forms.template)
+    marks = {*(thought_form.marks if splits_thought else ()), *(call_form.marks if splits_calls else ())}
+    if not marks.isdisjoint(forms.special):
+        sampling.skip_special_tokens = False  # else nothing would be left to split by
     requests = [
         inference_pb2.GenerateRequest(
             model=asked.model or "",
@@ -484,9 +511,9 @@ def understand_prompts(
         request_id=job.request_id,
         requests=requests,
         sampling=sampling,
-        is_open=is_open(prompts[0]),
-        splits_thought=thinks and (thought is not Thought.NONE or not sampling.HasField("grammar")),
-        splits_calls=use.calls is not Calls.NONE,
+        is_open=thought is Thought.OPEN,
+        splits_thought=splits_thought,
+        splits_calls=splits_calls,
         schemas={one.name: one.parameters or {} for one in use.functions} if job.keeps_schemas else {},
     )
 

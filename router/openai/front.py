@@ -139,12 +139,14 @@ class Forms:
         encode: text to tokens.
         template: for chats; without one they are refused.
         defaults: sampling values of requests that name none.
+        special: token ids of texts around calls and thoughts that are special tokens of this model.
     """
 
     name: str
     encode: Callable[[str], list[int]]
     template: ChatTemplate | None
     defaults: Mapping[str, Any]
+    special: Mapping[str, int] = field(default_factory=dict)
 
     def with_defaults(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
         """Fill in what the model's makers advise where the client said nothing."""

@@ -43,7 +43,10 @@ def first_frame(forms: Forms, model: ServedModel) -> bytes:
         "name": forms.name,
         "source": model.source,
         "tokenizer": "" if model.source else model.tokenizer.to_json(),
-        "template": None if template is None else [template.sources, template.special_tokens],
+        "template": None
+        if template is None
+        else [template.sources, template.special_tokens, template.tool_call_parser],
+        "special": dict(forms.special),
         "defaults": dict(forms.defaults),
         "log_rotates": rotates(),
     }
@@ -59,7 +62,13 @@ def forms_of(frame: bytes) -> Forms:
     """What `first_frame` says."""
     about = json.loads(parted(frame)[0])
     template = None if about["template"] is None else ChatTemplate(*about["template"])
-    return Forms(name=about["name"], encode=_encoder(about), template=template, defaults=about["defaults"])
+    return Forms(
+        name=about["name"],
+        encode=_encoder(about),
+        template=template,
+        special=about["special"],
+        defaults=about["defaults"],
+    )
 
 
 def answer(frame: bytes, forms: Forms) -> list[bytes]:

@@ -1,18 +1,14 @@
-"""The split of an answer into thinking and the rest, for models that think between `<think>` and `</think>`.
+"""The split of an answer into thinking and the rest, for models that think between tags (`ThoughtForm`).
 
 White space around the tags belongs to neither part. However the text is cut into pieces, the parts are the same.
 """
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Final
 
-from baton.core.requests.answer_structure import END_THINK, THINK
+from baton.core.requests.answer_structure import ThoughtForm
 from baton.core.requests.tokenizer import TokenStream
 from baton.router.openai.tool_calls import MAX_SPACE, certain_len, stripped_len
-
-OPEN: Final = THINK
-CLOSE: Final = END_THINK
 
 
 class _State(Enum):
@@ -27,10 +23,12 @@ class ReasoningSplitter:
 
     Args:
         is_open: the prompt ended inside a thought, so the answer begins with its continuation.
+        form: of the tags.
     """
 
-    def __init__(self, *, is_open: bool = False) -> None:
+    def __init__(self, *, is_open: bool = False, form: ThoughtForm = ThoughtForm.TAGS) -> None:
         self.is_open = is_open
+        self.form = form
         self._state = _State.START
         self._held = ""
         self._shown_any = False
@@ -57,21 +55,21 @@ class ReasoningSplitter:
         """Only at the very beginning a tag opens a thought."""
         begun = self._held.lstrip()
         is_late = len(self._held) - len(begun) > MAX_SPACE
-        if begun.startswith(OPEN) and not is_late:
-            self._held = begun[len(OPEN) :].lstrip()
+        if begun.startswith(self.form) and not is_late:
+            self._held = begun[len(self.form) :].lstrip()
             self._state = _State.THINKING
-        elif is_late or not OPEN.startswith(begun):
+        elif is_late or not self.form.startswith(begun):
             self._state = _State.THINKING if self.is_open else _State.REST
 
     def _think(self) -> str:
         if not self._shown_any:
             self._held = self._held.lstrip()
-        at = self._held.find(CLOSE)
+        at = self._held.find(self.form.end)
         if at >= 0:
-            shown, self._held = self._held[: stripped_len(self._held[:at])], self._held[at + len(CLOSE) :]
+            shown, self._held = self._held[: stripped_len(self._held[:at])], self._held[at + len(self.form.end) :]
             self._state = _State.AFTER
         else:
-            size = certain_len(self._held, CLOSE)
+            size = certain_len(self._held, self.form.end)
             shown, self._held = self._held[:size], self._held[size:]
         self._shown_any = self._shown_any or bool(shown)
         return shown
@@ -93,16 +91,18 @@ class ReasoningCount:
     Args:
         stream: decodes the answer.
         is_open: see `ReasoningSplitter`.
+        form: likewise.
 
     Attributes:
         num_before_text: tokens up to the end of the tag that closes the thoughts; 0 while it has not come.
     """
 
-    def __init__(self, stream: TokenStream, *, is_open: bool) -> None:
+    def __init__(self, stream: TokenStream, *, is_open: bool, form: ThoughtForm) -> None:
         self.num_before_text = 0
         self._num_pushed = 0
         self._num_certain = 0
         self._stream = stream
+        self._form = form
         self._is_open = is_open  # behind the tag
         self._is_over = False
         self._text = ""  # that may hold a tag
@@ -126,17 +126,17 @@ class ReasoningCount:
     def _look(self) -> None:
         if not self._is_open:
             begun = self._text.lstrip()
-            if not begun.startswith(OPEN):
-                self._is_over = not OPEN.startswith(begun)  # there are none
+            if not begun.startswith(self._form):
+                self._is_over = not self._form.startswith(begun)  # there are none
                 return
             self._is_open = True
-            self._text, self._begins = begun[len(OPEN) :], []
-        at = self._text.find(CLOSE)
+            self._text, self._begins = begun[len(self._form) :], []
+        at = self._text.find(self._form.end)
         self._is_over = at >= 0
         if self._is_over:
             self.num_before_text = self._num_pushed
         # Of the last characters it is not clear yet whether they begin the tag.
-        num_certain = at if self._is_over else max(0, len(self._text) - len(CLOSE) + 1)
+        num_certain = at if self._is_over else max(0, len(self._text) - len(self._form.end) + 1)
         later = [begin for begin in self._begins if begin >= num_certain]
         self._num_certain += len(self._begins) - len(later)
         self._begins = [begin - num_certain for begin in later]

@@ -20,9 +20,9 @@ class TokenNames:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
-    def stream(self) -> TokenStream:
+    def stream(self, *, skip_special_tokens: bool = True) -> TokenStream:
         """A decoder for one answer's tokens."""
-        return self._tokenizer.stream()
+        return self._tokenizer.stream(skip_special_tokens=skip_special_tokens)
 
     def name(self, token_id: int) -> str:
         """The text of a token; a part of a character reads as U+FFFD."""

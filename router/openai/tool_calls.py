@@ -1,16 +1,18 @@
 """The split of an answer into text and tool calls. However the text is cut into pieces, the parts are the same.
 
-Qwen's models write calls as `<tool_call>` JSON `</tool_call>` among their text (Hermes' form), and Qwen3-Coder writes
-functions and parameters as further tags.
+The forms are those of `CallForm`. Qwen's models write calls as `<tool_call>` JSON `</tool_call>` among their text
+(Hermes' form), and Qwen3-Coder writes functions and parameters as further tags. Llama 3 writes JSON alone or behind
+`<|python_tag|>`; Mistral's models write `[TOOL_CALLS]`, and behind it a list of JSON objects, or names and arguments.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
 
-from baton.core.requests.answer_structure import CALL, END_CALL
+from baton.core.requests.answer_structure import ARGS, BARE_KEYS, CALL, CALL_ID, END_CALL, CallForm
 
 NAME: Final = "name"
 ARGUMENTS: Final = ("arguments", "parameters")
@@ -53,6 +55,21 @@ class CallReader:
     def is_broken(self) -> bool:
         """Whether it is no such object."""
         return self._state is _State.BROKEN
+
+    @property
+    def key(self) -> str:
+        """The last one that was read."""
+        return self._key
+
+    @property
+    def has_arguments(self) -> bool:
+        """Whether they have begun."""
+        return self._has_arguments
+
+    @property
+    def is_between(self) -> bool:
+        """Whether it is behind a member, or before the first."""
+        return self._state is _State.MEMBER
 
     def arguments(self) -> str:
         """The arguments read since the last time; nothing before the name is known. Without any, `{}`."""
@@ -336,6 +353,153 @@ class EitherCallReader:
         return self._reader.feed(character)
 
 
+class BareCallReader:
+    """Reads an object without a tag, which is a call only if it names one of the tools and has arguments.
+
+    It begins with one of a call's keys: any other object is known for text at its first key.
+
+    Args:
+        names: of the tools.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._reader = CallReader()
+        self._is_call = False
+        self._is_other = False
+
+    @property
+    def name(self) -> str | None:
+        """The function's, once it is known that this is a call."""
+        return self._reader.name if self._is_call else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call is complete."""
+        return self._is_call and self._reader.is_done
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is none."""
+        return self._is_other or self._reader.is_broken
+
+    def arguments(self) -> str:
+        """The arguments read since the last time."""
+        return self._reader.arguments() if self._is_call else ""
+
+    def take_unread(self) -> str:
+        """As of `CallReader`."""
+        return ""
+
+    def feed(self, character: str) -> bool:
+        """Take one character; False if it does not belong to the call."""
+        if self._is_other or not self._reader.feed(character):
+            return False
+        if not self._is_call:
+            name, key = self._reader.name, self._reader.key
+            is_known = name is not None and self._reader.has_arguments
+            has_other_key = key != "" and key not in BARE_KEYS
+            has_other_name = name is not None and name not in self._names
+            self._is_other = has_other_key or has_other_name or (self._reader.is_done and not is_known)
+            self._is_call = is_known and not self._is_other
+        return True
+
+
+class _HeadState(Enum):
+    NAME = "name"
+    TAG = "tag"
+    ID = "id"
+    BEFORE_ARGUMENTS = "before arguments"
+    ARGUMENTS = "arguments"
+    BROKEN = "broken"
+
+
+class NamedCallReader:
+    """Reads a name and its arguments, with `[ARGS]` between them, or before it `[CALL_ID]` and an id, or neither."""
+
+    def __init__(self) -> None:
+        self._reader = CallReader()  # of the same call in JSON
+        self._state = _HeadState.NAME
+        self._name = ""
+        self._tag = ""
+        self._num_id = 0  # its characters
+
+    @property
+    def name(self) -> str | None:
+        """The function's, once the arguments begin."""
+        return self._reader.name
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the arguments are closed."""
+        return self._reader.is_done
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is no call."""
+        return self._state is _HeadState.BROKEN or self._reader.is_broken
+
+    def arguments(self) -> str:
+        """The arguments read since the last time."""
+        return self._reader.arguments()
+
+    def take_unread(self) -> str:
+        """As of `CallReader`."""
+        return ""
+
+    def feed(self, character: str) -> bool:
+        """Take one character; False if it does not belong to the call, which has then ended or is broken."""
+        if self._state is not _HeadState.ARGUMENTS:
+            self._read_head(character)
+            return not self.is_broken
+        if not self._reader.feed(character):
+            return False
+        if self._reader.is_between:
+            self._reader.feed("}")
+        return True
+
+    def _read_head(self, character: str) -> None:
+        match self._state:
+            case _HeadState.TAG:
+                self._read_tag(self._tag + character)
+            case _HeadState.NAME | _HeadState.ID if character == "[":
+                self._read_tag(character)
+            case _HeadState.NAME | _HeadState.ID | _HeadState.BEFORE_ARGUMENTS if character == "{":
+                self._begin_arguments()
+            case _HeadState.NAME if _NAME.fullmatch(self._name + character):
+                self._name += character
+            case _HeadState.ID if _ID.fullmatch(character) and self._num_id < MAX_NAME_LEN:
+                self._num_id += 1
+            case _HeadState.NAME if character in _SPACE and not self._name:
+                pass
+            case _HeadState.BEFORE_ARGUMENTS if character in _SPACE:
+                pass
+            case _:
+                self._state = _HeadState.BROKEN
+
+    def _read_tag(self, tag: str) -> None:
+        tags = (ARGS,) if self._num_id else (ARGS, CALL_ID)
+        self._tag = tag
+        if tag in tags:
+            self._state = _HeadState.BEFORE_ARGUMENTS if tag == ARGS else _HeadState.ID
+        elif self._name and any(one.startswith(tag) for one in tags):
+            self._state = _HeadState.TAG
+        else:
+            self._state = _HeadState.BROKEN
+
+    def _begin_arguments(self) -> None:
+        if not self._name:
+            self._state = _HeadState.BROKEN
+            return
+        for character in f'{{"{NAME}": "{self._name}", "{ARGUMENTS[0]}": {{':
+            self._reader.feed(character)
+        self._state = _HeadState.ARGUMENTS
+
+
+_NAME: Final = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_LEN - 2}}}")  # a string of its length fits `CallReader`
+_ID: Final = re.compile(r"[A-Za-z0-9_-]")
+
+
 def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
 
@@ -429,14 +593,13 @@ class Splitter(Protocol):
 class _Calls:
     """Numbers calls and passes on what is read of them."""
 
-    def __init__(self, make_reader: Callable[[], Reader]) -> None:
+    def __init__(self) -> None:
         self.reader: Reader | None = None
         self.is_announced = False
-        self._make_reader = make_reader
         self._num = 0
 
-    def begin(self) -> None:
-        self.reader, self.is_announced = self._make_reader(), False
+    def begin(self, reader: Reader) -> None:
+        self.reader, self.is_announced = reader, False
 
     def feed(self, text: str, parts: Parts) -> int:
         """How many characters of `text` belong to the call."""
@@ -466,7 +629,8 @@ class TaggedCalls:
 
     def __init__(self, make_reader: Callable[[], Reader] = CallReader) -> None:
         self._held = ""
-        self._calls = _Calls(make_reader)
+        self._calls = _Calls()
+        self._make_reader = make_reader
         self._raw = ""  # of a call that has not been announced
         self._after_call = False
 
@@ -501,7 +665,7 @@ class TaggedCalls:
             return False
         self._held = self._held[at + len(OPEN) :]
         self._raw = ""
-        self._calls.begin()
+        self._calls.begin(self._make_reader())
         return True
 
     def _call(self, parts: Parts) -> bool:
@@ -530,3 +694,199 @@ class TaggedCalls:
         else:
             parts.content += OPEN + self._raw + ended
         return True
+
+
+_BETWEEN: Final = f"{_SPACE},;"
+
+
+class _MarkedCalls:
+    """Calls behind a mark that nothing closes, among text.
+
+    White space around calls is dropped. What stands behind a mark and is no call is text, mark and all.
+
+    Args:
+        mark: it.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._calls = _Calls()
+        self._held = ""
+        self._raw = ""  # of a call that has not been announced
+        self._after_call = False
+        self._step: Callable[[Parts], bool] = self._text  # takes what it can of `_held`; True if another is to go on
+
+    def push(self, text: str) -> Parts:
+        """What became certain with this piece."""
+        self._held += text
+        parts = Parts("", [], [])
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> Parts:
+        """What was withheld at the end: an unfinished call without a name is text, what goes between calls is not."""
+        held = self._raw + self._held
+        self._raw = self._held = ""
+        is_nothing = self._calls.is_announced and not held.strip(_BETWEEN)
+        return Parts("" if is_nothing else held, [], [])
+
+    def _text(self, parts: Parts) -> bool:
+        """Show text up to a mark."""
+        if self._after_call:
+            self._held = self._held.lstrip()
+            self._after_call = not self._held
+        at = self._held.find(self._mark)
+        size = stripped_len(self._held[:at]) if at >= 0 else certain_len(self._held, self._mark)
+        parts.content += self._held[:size]
+        self._held = self._held[size:]
+        if at < 0:
+            return False
+        self._calls.is_announced = False
+        end = at - size + len(self._mark)
+        self._raw, self._held = self._held[:end], self._held[end:]
+        self._step = self._behind_mark
+        return True
+
+    def _behind_mark(self, parts: Parts) -> bool:
+        """See what stands behind a mark."""
+        raise NotImplementedError
+
+    def _behind_call(self, parts: Parts) -> bool:
+        """See what stands behind a call."""
+        raise NotImplementedError
+
+    def _begin(self, reader: Reader) -> bool:
+        self._calls.begin(reader)
+        self._step = self._call
+        return True
+
+    def _no_call(self, parts: Parts) -> bool:
+        """What was held for a call is text."""
+        parts.content += self._raw
+        self._raw, self._step = "", self._text
+        return True
+
+    def _call(self, parts: Parts) -> bool:
+        """Read on in a call."""
+        reader = self._calls.reader
+        assert reader is not None
+        size = self._calls.feed(self._held, parts)
+        self._raw = "" if self._calls.is_announced else self._raw + self._held[:size]
+        self._held = self._held[size:]
+        if reader.is_done:
+            self._step = self._behind_call
+            return True
+        if reader.is_broken:
+            self._after_call = self._calls.is_announced
+            return self._no_call(parts)
+        return False
+
+    def _skip(self, characters: str) -> str:
+        """Hold what comes first of these characters; returns the one behind them, or nothing if none has come."""
+        size = len(self._held) - len(self._held.lstrip(characters))
+        self._raw, self._held = self._raw + self._held[:size], self._held[size:]
+        return self._held[:1]
+
+
+class LlamaCalls(_MarkedCalls):
+    """Calls that an answer begins with, further ones behind a semicolon or white space, and calls behind a mark.
+
+    Without a mark an object is a call only if it names one of the tools; behind one it may name any.
+
+    Args:
+        names: of the tools.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(CallForm.LLAMA3_JSON.marks[0])
+        self._names = names
+        self._step = self._start
+
+    def _start(self, parts: Parts) -> bool:
+        first = self._skip(_SPACE)
+        if first == "{" and len(self._raw) <= MAX_SPACE:
+            return self._begin(BareCallReader(self._names))
+        if not first and len(self._raw) <= MAX_SPACE:
+            return False
+        self._raw, self._held, self._step = "", self._raw + self._held, self._text
+        return True
+
+    def _behind_mark(self, parts: Parts) -> bool:
+        first = self._skip(_SPACE)
+        if first == "{":
+            return self._begin(CallReader())
+        return self._no_call(parts) if first else False
+
+    def _behind_call(self, parts: Parts) -> bool:
+        first = self._skip(f"{_SPACE};")
+        self._raw = self._raw.lstrip(_SPACE)
+        if first == "{":
+            return self._begin(BareCallReader(self._names))
+        if self._mark.startswith(self._held):
+            return False
+        if not self._held.startswith(self._mark):
+            return self._no_call(parts)
+        size = len(self._mark)
+        self._raw, self._held = self._raw + self._held[:size], self._held[size:]
+        self._step = self._behind_mark
+        return True
+
+
+class MistralCalls(_MarkedCalls):
+    """Calls behind a mark: a list of objects, or a name and its arguments with a mark for each."""
+
+    def __init__(self) -> None:
+        super().__init__(CallForm.MISTRAL.marks[0])
+        self._is_list = False
+
+    def _behind_mark(self, parts: Parts) -> bool:
+        first = self._skip(_SPACE)
+        if not first:
+            return False
+        self._is_list = first == "["
+        if not self._is_list:
+            return self._begin(CallReader() if first == "{" else NamedCallReader())
+        self._raw, self._held, self._step = self._raw + first, self._held[1:], self._in_list
+        return True
+
+    def _behind_call(self, parts: Parts) -> bool:
+        self._after_call = not self._is_list
+        self._step = self._in_list if self._is_list else self._text
+        return True
+
+    def _in_list(self, parts: Parts) -> bool:
+        """See what stands before an object of a list, or behind the last."""
+        first = self._skip(f"{_SPACE},")
+        if first == "{":
+            return self._begin(CallReader())
+        if not first:
+            return False
+        if first != "]":
+            return self._no_call(parts)
+        self._held = self._held[1:]
+        if self._calls.is_announced:
+            self._raw, self._after_call = "", True
+        else:
+            self._raw += first
+        return self._no_call(parts)
+
+
+def calls_of(form: CallForm, schemas: Mapping[str, Mapping[str, Any]]) -> Splitter:
+    """What splits the calls of one answer off its text.
+
+    Args:
+        form: of the calls.
+        schemas: of the tools' parameters, by name, where the form is read by them.
+    """
+    match form:
+        case CallForm.QWEN3_CODER:
+            return TaggedCalls(lambda: EitherCallReader(schemas))
+        case CallForm.LLAMA3_JSON:
+            return LlamaCalls(schemas.keys())
+        case CallForm.MISTRAL | CallForm.MISTRAL_ARGS:
+            return MistralCalls()
+    return TaggedCalls()
+
+
+READ_BY_TOOLS: Final = frozenset((CallForm.QWEN3_CODER, CallForm.LLAMA3_JSON))  # by their schemas, or their names

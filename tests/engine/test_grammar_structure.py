@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 
 from baton.core.errors import InvalidGrammar
-from baton.core.requests.answer_structure import STRUCTURE, AnswerStructure, CallableTool, Calls, Thought, check_grammar
+from baton.core.requests.answer_structure import (
+    STRUCTURE,
+    AnswerStructure,
+    CallableTool,
+    CallForm,
+    Calls,
+    Thought,
+    check_grammar,
+)
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar.grammar import GrammarCompiler
@@ -282,7 +290,7 @@ def tagged(name="f", **values):
 def test_calls_of_tags(compiler, text, want):
     patterned = {"type": "object", "properties": {"s": {"type": "string", "pattern": "^ab"}}, "required": ["s"]}
     tools = (CallableTool("f", TAGGED), CallableTool("free"), CallableTool("json", patterned))
-    structure = AnswerStructure(calls=Calls.REQUIRED, tools=tools, tagged=True)
+    structure = AnswerStructure(calls=Calls.REQUIRED, tools=tools, form=CallForm.QWEN3_CODER)
     assert takes(compiler, structure, text) == want
 
 
@@ -331,7 +339,7 @@ def many_parameters(values):
     """A tool of many parameters, and definitions as large as all of them."""
     parameters = {"type": "object", "properties": values, "$defs": {"many": {"enum": MANY}}}
     tools = (CallableTool("f", parameters),)
-    return STRUCTURE, AnswerStructure(calls=Calls.REQUIRED, tools=tools, tagged=True).to_json()
+    return STRUCTURE, AnswerStructure(calls=Calls.REQUIRED, tools=tools, form=CallForm.QWEN3_CODER).to_json()
 
 
 @pytest.mark.parametrize(

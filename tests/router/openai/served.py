@@ -19,9 +19,9 @@ CHATML = (
 
 
 @asynccontextmanager
-async def served(template=CHATML, num_prefill=1, num_decode=1, http=None, **config):
+async def served(template=CHATML, num_prefill=1, num_decode=1, http=None, parser="auto", **config):
     """A running cluster of fakes and a client of its HTTP side."""
-    made = None if template is None else ChatTemplate({"default": template})
+    made = None if template is None else ChatTemplate({"default": template}, None, parser)
     options = HttpConfig(**({"port": 0, "template": made} | (http or {})))
     async with cluster(0, 0, http=options, **config) as running:
         for role, num in (("prefill", num_prefill), ("decode", num_decode)):
