@@ -256,7 +256,7 @@ def _request(prompt: Prompt, asked: CompletionRequest, job: Job) -> inference_pb
         tenant=asked.cache_salt or "",
         priority=asked.turn,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
-        add_special_tokens=asked.add_special_tokens,
+        add_special_tokens=asked.add_special_tokens is not False,
     )
     if isinstance(prompt, str):
         request.text = prompt

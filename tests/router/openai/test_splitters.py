@@ -6,8 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from baton.core.requests.answer_structure import ThoughtForm
 from baton.router.openai.reasoning import ReasoningSplitter
-from baton.router.openai.tool_calls import EitherCallReader, TaggedCalls
+from baton.router.openai.tool_calls import EitherCallReader, LlamaCalls, MistralCalls, TaggedCalls
 
 pytestmark = pytest.mark.fast
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</", "think>", "tool_call>")
@@ -30,7 +31,23 @@ TAG_BITS = (
     "1",
     ">",
 )
-BITS = st.sampled_from((*TAGS, *SPACES_AND_WORDS, *JSON_BITS, *TAG_BITS, *CALLS))
+MARK_BITS = (
+    "<|python_tag|>",
+    "<|python_tag",
+    "[TOOL_CALLS]",
+    "[TOOL_CALLS]f",
+    "[ARGS]",
+    "[CALL_ID]",
+    "[THINK]",
+    "[/THINK]",
+    "; ",
+    ", ",
+    "f{",
+    '{"name": "f", "parameters": {',
+    '{"name": "f", "parameters": {"a": 1}}',
+    '[TOOL_CALLS][{"name": "f", "arguments": {}}',
+)
+BITS = st.sampled_from((*TAGS, *SPACES_AND_WORDS, *JSON_BITS, *TAG_BITS, *MARK_BITS, *CALLS))
 TEXTS = st.lists(BITS, max_size=14).map("".join)
 
 
@@ -43,8 +60,8 @@ def cut_texts(draw):
     return text, [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def thought(pieces, *, is_open=False):
-    splitter = ReasoningSplitter(is_open=is_open)
+def thought(pieces, *, is_open=False, form=ThoughtForm.TAGS):
+    splitter = ReasoningSplitter(is_open=is_open, form=form)
     parts = [splitter.push(piece) for piece in pieces] + [splitter.finish()]
     return tuple("".join(part) for part in zip(*parts, strict=True))
 
@@ -73,10 +90,36 @@ def coder(*pieces):
     return calls_of(TaggedCalls(lambda: EitherCallReader(SCHEMAS)), pieces)
 
 
-@given(cut_texts(), st.booleans())
-def test_thinking_does_not_depend_on_the_cuts(cut, is_open):
+def llama(*pieces):
+    return calls_of(LlamaCalls({"f", "g", "é"}), pieces)
+
+
+def mistral(*pieces):
+    return calls_of(MistralCalls(), pieces)
+
+
+@given(cut_texts(), st.booleans(), st.sampled_from(ThoughtForm))
+def test_thinking_does_not_depend_on_the_cuts(cut, is_open, form):
     text, pieces = cut
-    assert thought(pieces, is_open=is_open) == thought([text], is_open=is_open)
+    assert thought(pieces, is_open=is_open, form=form) == thought([text], is_open=is_open, form=form)
+
+
+@given(cut_texts())
+@example((" " * 255 + '{"name": "f", "parameters": {}}', [" " * 255, ' {"name": "f", "parameters": {}}']))
+@example((" " * 300 + "<|python_tag|>{", [" " * 257, " " * 43 + "<|python_", "tag|>{"]))
+@example(('{"name": "f", "parameters": {}}\n ; \n x', ['{"name": "f", "parameters": {}}\n', " ; \n", " x"]))
+@example(('{"name": "f", "parameters": {}}<|python_tag|>{}', ['{"name": "f", "parameters": {}}<|pyth', "on_tag|>{}"]))
+def test_calls_of_llama_do_not_depend_on_the_cuts(cut):
+    text, pieces = cut
+    assert llama(*pieces) == llama(text) == llama(*text)
+
+
+@given(cut_texts())
+@example(("[TOOL_CALLS][[TOOL_CALLS] []", ["[TOOL_CALLS][", "[TOOL_CALLS] [", "]"]))
+@example(("a [TOOL_CALLS]f[CALL_ID]1[ARGS]{}", ["a [TOOL_", "CALLS]f[CALL_ID]", "1[AR", "GS]{}"]))
+def test_calls_of_mistral_do_not_depend_on_the_cuts(cut):
+    text, pieces = cut
+    assert mistral(*pieces) == mistral(text) == mistral(*text)
 
 
 @given(cut_texts())
@@ -127,6 +170,142 @@ def test_every_call_comes_back_as_it_was_written(calls, ascii_only, indent, name
     assert coder(*pieces) == (content, found), "a model that writes tags may write JSON"
 
 
+@given(
+    st.lists(st.tuples(st.text("fg_.:-0", min_size=1, max_size=5), st.dictionaries(st.text(), JSON, max_size=3))),
+    st.integers(1, 7),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+)
+def test_every_call_of_every_form_comes_back(calls, size, indent, more):
+    """`more`: with what a form may have and need not: a tag, an id."""
+
+    def written(key):
+        return [json.dumps({"name": name, key: arguments}, indent=indent) for name, arguments in calls]
+
+    def named():
+        head = "[CALL_ID]a1B2c3D4e[ARGS]" if more else "[ARGS]"
+        return "".join(f"[TOOL_CALLS]{name}{head}{json.dumps(values, indent=indent)}" for name, values in calls)
+
+    def split(splitter, text):
+        content, found = calls_of(splitter, [text[at : at + size] for at in range(0, len(text), size)])
+        assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+        return content
+
+    names = {name for name, _ in calls}
+    tag = "<|python_tag|>" if more and calls else ""
+    assert split(LlamaCalls(names), tag + "; ".join(written("parameters"))) == ""
+    assert split(LlamaCalls(names), (tag or ";").join(["", *written("parameters")][not tag :])) == ""
+    if calls:
+        assert split(MistralCalls(), f"so: [TOOL_CALLS]{' ' * more}[{', '.join(written('arguments'))}]") == "so:"
+    assert split(MistralCalls(), f"so:{named()}\n") == ("so:" if calls else "so:\n")
+
+
+@given(TEXTS.filter(lambda text: "[TOOL_CALLS]" not in text))
+def test_text_without_a_mark_is_kept_whole(text):
+    assert mistral(text) == (text, [])
+    assert llama(f"so {text}".replace("<|python_tag|>", "")) == (f"so {text}".replace("<|python_tag|>", ""), [])
+
+
+ONE = '{"name": "f", "parameters": {"a": 1}}'
+A = ("f", '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (ONE, "", [A]),
+        (f"\n\n {ONE} \n", "", [A]),
+        ('{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [A]),
+        ('{"parameters": {"a": 1}, "name": "f"}', "", [A]),
+        ('{"name": "f", "arguments": {"a": 1}}', "", [A]),
+        (f"{ONE};{ONE}", "", [A, A]),
+        (f"{ONE}; \n{ONE};", "", [A, A]),
+        (f"{ONE}\n{ONE}", "", [A, A]),
+        (f"<|python_tag|>{ONE}", "", [A]),
+        (f"<|python_tag|>{ONE}; {ONE}", "", [A, A]),
+        (f"{ONE}<|python_tag|>{ONE}", "", [A, A]),
+        (f"I will.\n<|python_tag|>{ONE}", "I will.", [A]),
+        ('<|python_tag|>{"name": "f"}', "", [("f", "{}")]),
+        ('<|python_tag|>{"name": "other", "parameters": {}}', "", [("other", "{}")]),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("so <|python_tag|>f.call(x={})", "so <|python_tag|>f.call(x={})", []),
+        ("<|python_tag|>", "<|python_tag|>", []),
+        (f"Call {ONE}", f"Call {ONE}", []),
+        (f"{ONE} then", "then", [A]),
+        (f"{ONE}; then", "; then", [A]),
+        (f'{ONE}; {{"b": 1}}', '; {"b": 1}', [A]),
+        ('{"name": "f"}', '{"name": "f"}', []),
+        ('{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+        ('{"answer": {"name": "f", "parameters": {}}}', '{"answer": {"name": "f", "parameters": {}}}', []),
+        ('{"name": "f", "age": 3}', '{"name": "f", "age": 3}', []),
+        ("{}", "{}", []),
+        ("{", "{", []),
+        ("[1]", "[1]", []),
+        ('{"name": "f", "parameters": {"a": ', "", [("f", '{"a": ')]),
+        ('{"name": "f", "parameters": {"a": 1}, oops', "oops", [A]),
+        ("", "", []),
+        ("  ", "  ", []),
+    ],
+)
+def test_what_is_a_call_of_llama(text, content, calls):
+    assert llama(text) == (content, calls)
+
+
+def test_json_that_is_no_call_is_not_withheld():
+    splitter = LlamaCalls({"f"})
+    assert splitter.push('{"answer"').content == '{"answer"'
+    splitter = LlamaCalls({"f"})
+    assert splitter.push('{"name": "Bob').content == ""
+    assert splitter.push('"').content == '{"name": "Bob"'
+    splitter = LlamaCalls({"f"})
+    assert splitter.push('{"name": "f", "parameters": ').begun == []
+    parts = splitter.push('{"a"')
+    assert (parts.begun, parts.arguments) == ([(0, "f")], [(0, '{"a"')])
+
+
+M = '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"[TOOL_CALLS][{M}]", "", [A]),
+        (f"[TOOL_CALLS] [{M}, {M}]", "", [A, A]),
+        (f"so\n[TOOL_CALLS]\n[\n{M}\n]\n", "so", [A]),
+        (f"[TOOL_CALLS][{M}] more", "more", [A]),
+        (f"[TOOL_CALLS][{M}", "", [A]),
+        (f"[TOOL_CALLS][{M}, ", "", [A]),
+        (f"[TOOL_CALLS]{M}", "", [A]),
+        (f"[TOOL_CALLS][{M}][TOOL_CALLS][{M}]", "", [A, A]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "a1B2c3D4e"}]', "", [("f", "{}")]),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}', "", [A]),
+        ('[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}', "", [A]),
+        ('[TOOL_CALLS] f{"a": 1}', "", [A]),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [A, ("g", "{}")]),
+        ('I see.[TOOL_CALLS]f[ARGS] {"a": 1}\nand', "I see.and", [A]),
+        ('[TOOL_CALLS]f[ARGS]{"a": "}[TOOL_CALLS]"}', "", [("f", '{"a": "}[TOOL_CALLS]"}')]),
+        ('[TOOL_CALLS]f[ARGS]{"a": ', "", [("f", '{"a": ')]),
+        ("[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[ARGS]", []),
+        ("[TOOL_CALLS]f[ARGS]3", "[TOOL_CALLS]f[ARGS]3", []),
+        ("[TOOL_CALLS]f[OTHER]{}", "[TOOL_CALLS]f[OTHER]{}", []),
+        ("[TOOL_CALLS][ARGS]{}", "[TOOL_CALLS][ARGS]{}", []),
+        ("[TOOL_CALLS]f[CALL_ID]1[CALL_ID]2[ARGS]{}", "[TOOL_CALLS]f[CALL_ID]1[CALL_ID]2[ARGS]{}", []),
+        ("[TOOL_CALLS]a b{}", "[TOOL_CALLS]a b{}", []),
+        ("[TOOL_CALLS]" + "f" * 255 + "{}", "[TOOL_CALLS]" + "f" * 255 + "{}", []),
+        ("[TOOL_CALLS]" + "f" * 254 + "{}", "", [("f" * 254, "{}")]),
+        ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+        (f"[TOOL_CALLS][{M}] [TOOL_CALLS][]", "[TOOL_CALLS][]", [A]),
+        ("[TOOL_CALLS][3]", "[TOOL_CALLS][3]", []),
+        (f"[TOOL_CALLS][{M}, 3]", ", 3]", [A]),
+        ('x [TOOL_CALLS][{"name": 7}]', 'x [TOOL_CALLS][{"name": 7}]', []),
+        ("[TOOL_CALLS", "[TOOL_CALLS", []),
+        ("x [TOOL_CALLS]", "x [TOOL_CALLS]", []),
+    ],
+)
+def test_what_is_a_call_of_mistral(text, content, calls):
+    assert mistral(text) == (content, calls)
+
+
 @given(TEXTS.filter(lambda text: "<tool_call>" not in text))
 def test_text_without_calls_is_kept_whole(text):
     assert tagged(text) == (text, [])
@@ -153,6 +332,10 @@ def test_text_without_calls_is_kept_whole(text):
 )
 def test_what_is_thinking(text, is_open, reasoning, rest):
     assert thought([text], is_open=is_open) == (reasoning, rest)
+    bracketed = text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]").replace("</thi", "[/THI")
+    found = thought([bracketed.replace("<thin", "[THIN")], is_open=is_open, form=ThoughtForm.BRACKETS)
+    want = [part.replace("<think>", "[THINK]").replace("</think>", "[/THINK]") for part in (reasoning, rest)]
+    assert found == tuple(part.replace("</thi", "[/THI").replace("<thin", "[THIN") for part in want)
 
 
 CALL = '{"name": "f", "arguments": {"a": 1}}'
