@@ -20,7 +20,7 @@ TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 BARE_KEYS: Final = ("name", "parameters", "arguments", "type", "id")  # one of them comes first in a call without a tag
 MAX_TOOLS: Final = 1024
 TOOL_NAME: Final = r"^[A-Za-z0-9_.:-]{1,64}$"
-_KEYS: Final = frozenset(("thought", "thought_form", "calls", "form", "tools", "parallel", "special", "text"))
+_KEYS: Final = frozenset(("thought", "thought_form", "calls", "form", "tools", "parallel", "tokens", "text"))
 
 
 class Thought(StrEnum):
@@ -44,7 +44,7 @@ class ThoughtForm(StrEnum):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Both tags; a tokenizer may have special tokens for them."""
+        """Both tags; a tokenizer may have tokens of their own for them."""
         return (self.value, self.end)
 
 
@@ -70,7 +70,7 @@ class CallForm(StrEnum):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts around calls for which a tokenizer may have special tokens; a call begins with the first.
+        """The texts around calls for which a tokenizer may have tokens of their own; a call begins with the first.
 
         In Llama's form it may begin without.
         """
@@ -109,7 +109,8 @@ class AnswerStructure:
         tools: what may be called.
         parallel: more than one call.
         form: how calls are written. A schema that Qwen3-Coder's tags cannot follow makes its calls Hermes'.
-        special: token ids of those of `MARKS` that the model writes as special tokens; the others are text.
+        tokens: of those of `MARKS` that the tokenizer adds to its vocabulary, which are written as one token; the
+            others are spelled.
         text: the kind and text of the grammar that a text matches, where there are no calls; None: any text, with calls
             among it.
     """
@@ -120,7 +121,7 @@ class AnswerStructure:
     tools: tuple[CallableTool, ...] = ()
     parallel: bool = True
     form: CallForm = CallForm.HERMES
-    special: Mapping[str, int] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
     text: tuple[str, str] | None = None
 
     def to_json(self) -> str:
@@ -132,8 +133,8 @@ class AnswerStructure:
                 for tool in self.tools
             ]
             data |= {"parallel": self.parallel, "form": self.form}
-        if self.special:
-            data["special"] = dict(sorted(self.special.items()))
+        if self.tokens:
+            data["tokens"] = dict(sorted(self.tokens.items()))
         if self.text is not None:
             data["text"] = {"kind": self.text[0], "text": self.text[1]}
         return json.dumps(data, ensure_ascii=False)
@@ -161,10 +162,10 @@ class AnswerStructure:
         tools = data.get("tools", [])
         _require(isinstance(tools, list) and len(tools) <= MAX_TOOLS, f"tools is no list of at most {MAX_TOOLS}")
         _require(bool(tools) == (calls is not Calls.NONE), "tools and calls go together")
-        parallel, special = data.get("parallel", True), data.get("special", {})
+        parallel, tokens = data.get("parallel", True), data.get("tokens", {})
         _require(isinstance(parallel, bool), "parallel is true or false")
-        _require(isinstance(special, dict) and special.keys() <= MARKS, "special names no such token")
-        _require(all(type(token_id) is int and token_id >= 0 for token_id in special.values()), "special has token ids")
+        _require(isinstance(tokens, dict) and tokens.keys() <= MARKS, "tokens are of other texts than those of calls")
+        _require(all(type(token_id) is int and token_id >= 0 for token_id in tokens.values()), "tokens are token ids")
         found = None if data.get("text") is None else _text(data["text"])
         _require(found is not None or calls is not Calls.NONE, "has neither calls nor a text")
         _require(found is None or calls is not Calls.REQUIRED, "calls are required, so that there is no text")
@@ -175,7 +176,7 @@ class AnswerStructure:
             tools=tuple(map(_tool, tools)),
             parallel=parallel,
             form=form,
-            special=special,
+            tokens=tokens,
             text=found,
         )
 

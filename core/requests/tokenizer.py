@@ -28,7 +28,8 @@ class Tokenizer:
 
     Attributes:
         eos_token_ids: any of them ends an answer.
-        special_tokens: token ids by their texts, of those that decoded text leaves out.
+        added_tokens: token ids by their texts, of those that are read as one wherever a text spells them.
+        special_tokens: the same, of those of them that decoded text leaves out.
     """
 
     def __init__(self, fast: _FastTokenizer, eos_token_ids: tuple[int, ...]) -> None:
@@ -38,6 +39,7 @@ class Tokenizer:
         self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         added = fast.get_added_tokens_decoder()
         self._added = {token_id: str(token) for token_id, token in added.items()}
+        self.added_tokens = {str(token): token_id for token_id, token in added.items()}
         self.special_tokens = {str(token): token_id for token_id, token in added.items() if token.special}
         self._special = frozenset(self.special_tokens.values())
         self._is_of_bytes = isinstance(fast.decoder, decoders.ByteLevel)

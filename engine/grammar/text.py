@@ -83,12 +83,12 @@ class _Writer:
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": top}, *named]})
 
     def _mark(self, text: str) -> str:
-        """A tag, as text or as the token that it is."""
-        token_id = self._structure.special.get(text)
+        """A tag, as text or as the token that it is; the library takes such a token for no text, or for other text."""
+        token_id = self._structure.tokens.get(text)
         return _quoted(text) if token_id is None else f"<[{token_id}]>"
 
     def _add_up_to(self, name: str, mark: str, excluded: str = "") -> None:
-        """A rule of any text and the tag behind it; text never holds a special token.
+        """A rule of any text up to a tag and the tag behind it.
 
         Args:
             name: the rule's.
@@ -96,24 +96,27 @@ class _Writer:
             excluded: what the text is not.
         """
         before = name.upper()
-        if mark in self._structure.special:
-            self._rules += [f"{name}: {before}? {self._mark(mark)}", f"{before}: /(?s:.+)/{excluded}"]
+        if mark in self._structure.tokens:
+            text = f"/(?s:.+)/{_without([mark], '(?s:.*)')}{excluded}"
+            self._rules += [f"{name}: {before}? {self._mark(mark)}", f"{before}: {text}"]
         else:
             self._rules += [f"{name}[lazy]: {before}", f"{before}: /(?s:.*){_pattern(mark)}/{excluded}"]
 
     def _free(self) -> str:
         """Calls among any text."""
         structure = self._structure
+        mark = structure.form.marks[0]
         is_many = structure.parallel and structure.form is not CallForm.MISTRAL  # which has one list for all
         many, more = ("(opening call)*", "(opening call)* ") if is_many else ("(opening call)?", "")
-        self._add_up_to("opening", structure.form.marks[0])
-        self._rules.append(f"TEXT: /(?s:.+)/{self._without([structure.form.marks[0]], '(?s:.*)')}")
+        text = f"/(?s:.+)/{_without([mark], '(?s:.*)')}"
+        self._add_up_to("opening", mark)
+        self._rules.append(f"TEXT: {text}")
         if structure.thought is not Thought.OPTIONAL:
             thought = "thought " if structure.thought is Thought.OPEN else ""
             return f"{thought}{many} TEXT?"
-        thinks = self._without([structure.thought_form])
-        self._add_up_to("first_opening", structure.form.marks[0], thinks)
-        self._rules.append(f"FIRST_TEXT: /(?s:.+)/{self._without([structure.form.marks[0]], '(?s:.*)')}{thinks}")
+        thinks = _without([structure.thought_form])
+        self._add_up_to("first_opening", mark, thinks)
+        self._rules.append(f"FIRST_TEXT: {text}{thinks}")
         thought = f"{self._mark(structure.thought_form)} thought"
         return f"{thought} {many} TEXT? | first_opening call {more}TEXT? | FIRST_TEXT?"
 
@@ -121,20 +124,21 @@ class _Writer:
         """Calls alone, or any text that does not look like one; calls behind the tag may follow it."""
         structure = self._structure
         tag = structure.form.marks[0]
-        plain = f"/(?s:.+)/ & ~/{_BARE_CALL}/{self._without([tag], '(?s:.*)')}"
-        tagged = f" ({self._mark(tag)} bare)?" if tag in structure.special else ""
-        self._rules.append(f"PLAIN: {plain}")
+        plain = f"/(?s:.+)/ & ~/{_BARE_CALL}/{_without([tag], '(?s:.*)')}"
+        tagged = f" ({self._mark(tag)} bare)?" if tag in structure.tokens else ""
+        # Text may begin as a call does. The library goes on with what is longer: so this begins with one lexeme, too.
+        begins = (
+            f'/\\n{{0,{MAX_GAP}}}{re.escape(self._head(tool))}/ arguments{at} "}}"'
+            for at, tool in enumerate(structure.tools)
+        )
+        more = ' ("; " tool)*' if structure.parallel else ""
+        self._rules += [f"PLAIN: {plain}", f"alone: ({' | '.join(begins)}){more}"]
         if structure.thought is not Thought.OPTIONAL:
-            thought = "thought GAP? " if structure.thought is Thought.OPEN else ""
-            return f"{thought}(bare | PLAIN?{tagged})"
-        self._rules.append(f"FIRST_PLAIN: {plain}{self._without([structure.thought_form])}")
-        thought = f"{self._mark(structure.thought_form)} thought GAP?"
-        return f"{thought} (bare | PLAIN?{tagged}) | bare | FIRST_PLAIN?{tagged}"
-
-    def _without(self, marks: Sequence[str], before: str = "") -> str:
-        """The exclusion of texts with a tag at the beginning, or behind the pattern `before`; no text holds a token."""
-        spelled = [mark for mark in marks if mark not in self._structure.special]
-        return "".join(f" & ~/{before}{_pattern(mark)}(?s:.*)/" for mark in spelled)
+            thought = "thought " if structure.thought is Thought.OPEN else ""
+            return f"{thought}(alone | PLAIN?{tagged})"
+        self._rules.append(f"FIRST_PLAIN: {plain}{_without([structure.thought_form])}")
+        thought = f"{self._mark(structure.thought_form)} thought"
+        return f"{thought} (alone | PLAIN?{tagged}) | alone | FIRST_PLAIN?{tagged}"
 
     def _add_calls(self) -> None:
         structure = self._structure
@@ -142,7 +146,7 @@ class _Writer:
         tools = [self._tool(at, tool) for at, tool in enumerate(structure.tools)]
         match structure.form:
             case CallForm.LLAMA3_JSON:
-                tag = f"{mark}? " if structure.form.marks[0] in structure.special else ""
+                tag = f"{mark}? " if structure.form.marks[0] in structure.tokens else ""
                 more = ' ("; " tool)*' if structure.parallel else ""
                 self._rules += [f"calls: {tag}bare", f"bare: tool{more}"]
             case CallForm.MISTRAL:
@@ -165,17 +169,24 @@ class _Writer:
             rule = self._tagged(at, tool)
             if rule is not None:
                 return rule
+        text = self._structure.text
+        if form is CallForm.LLAMA3_JSON and text is not None and text[0].startswith("json"):
+            # Where both may begin with a brace, the library tells them apart if both are its own JSON.
+            return self._named("json_schema", json.dumps(_call_schema(tool), ensure_ascii=False))
         if tool.parameters is None:
             arguments = self._named("json_object", "")
         else:
             arguments = self._named("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
+        self._rules.append(f"arguments{at}: {arguments}")
         if form is CallForm.MISTRAL_ARGS:
-            has_ids = CALL_ID in self._structure.special
-            call_id = f"({self._mark(CALL_ID)} /[a-zA-Z0-9]{{9}}/)? " if has_ids else ""
-            return f"{_quoted(tool.name)} {call_id}{self._mark(ARGS)} {arguments}"
-        key = "parameters" if form is CallForm.LLAMA3_JSON else "arguments"
-        begin = f'{{"name": {_quoted(tool.name)}, "{key}": '
-        return f'{_quoted(begin)} {arguments} "}}"'
+            call_id = f"({self._mark(CALL_ID)} /[a-zA-Z0-9]{{9}}/)? " if CALL_ID in self._structure.tokens else ""
+            return f"{_quoted(tool.name)} {call_id}{self._mark(ARGS)} arguments{at}"
+        return f'{_quoted(self._head(tool))} arguments{at} "}}"'
+
+    def _head(self, tool: CallableTool) -> str:
+        """A call in JSON up to the arguments."""
+        key = "parameters" if self._structure.form is CallForm.LLAMA3_JSON else "arguments"
+        return f'{{"name": {_quoted(tool.name)}, "{key}": '
 
     def _tagged(self, at: int, tool: CallableTool) -> str | None:
         """A call whose arguments are tags; None where these could not keep to the schema."""
@@ -225,7 +236,7 @@ class _Writer:
         structure = self._structure
         tags = [structure.form.marks[0]] if structure.calls is not Calls.NONE else []
         tags += [structure.thought_form] if structure.thought is Thought.OPTIONAL else []
-        excluded = self._without(tags)
+        excluded = _without(tags)
         if structure.calls is not Calls.NONE and structure.form is CallForm.LLAMA3_JSON:
             excluded += f" & ~/{_BARE_CALL}/"
         self._rules.append(f"FORM: {written}{excluded}")
@@ -250,6 +261,30 @@ def _can_be_tagged(parameters: Mapping[str, Any]) -> bool:
     )
 
 
+def _call_schema(tool: CallableTool) -> Any:
+    """A whole call in Llama's form, as a schema."""
+    arguments = {"type": "object"} if tool.parameters is None else _moved(tool.parameters, "#/properties/parameters")
+    properties = {"name": {"const": tool.name}, "parameters": arguments}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _moved(schema: Any, to: str, *, are_names: bool = False) -> Any:
+    """A schema whose references to places in itself are right where it stands at `to` in another."""
+    if isinstance(schema, list):
+        return [_moved(item, to) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key == "$ref" and not are_names and isinstance(value, str) and value.startswith("#"):
+            found[key] = to + value[1:]
+        elif key in _LITERAL and not are_names:
+            found[key] = value
+        else:
+            found[key] = _moved(value, to, are_names=key in _NAMED and not are_names)
+    return found
+
+
 def _references(schema: Any) -> Iterator[str]:
     """To whatever is elsewhere."""
     if isinstance(schema, list):
@@ -259,6 +294,11 @@ def _references(schema: Any) -> Iterator[str]:
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
         yield from _references(list(schema.values()))
+
+
+def _without(marks: Sequence[str], before: str = "") -> str:
+    """The exclusion of texts with one of these tags at the beginning, or behind what matches the pattern `before`."""
+    return "".join(f" & ~/{before}{_pattern(mark)}(?s:.*)/" for mark in marks)
 
 
 def _quoted(text: str) -> str:

@@ -80,8 +80,9 @@ class BodyReader:
             name=model.name,
             encode=model.tokenizer.encode,
             template=config.template,
-            special={text: token_id for text, token_id in model.tokenizer.special_tokens.items() if text in MARKS},
             defaults=config.defaults,
+            marks={text: token_id for text, token_id in model.tokenizer.added_tokens.items() if text in MARKS},
+            hidden=MARKS & model.tokenizer.special_tokens.keys(),
         )
         self._idle: list[_Process] = []
         self._turns = ReadingTurns(NUM_PROCESSES)

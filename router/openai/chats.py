@@ -118,13 +118,16 @@ def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, forms
         return sampling
     is_required = use.calls is Calls.REQUIRED
     call_form, thought_form = _written(forms.template)
-    marks = {*(call_form.marks if use.calls is not Calls.NONE else ()), *thought_form.marks}
+    marks = {
+        *(call_form.marks if use.calls is not Calls.NONE else ()),
+        *(thought_form.marks if thought is not Thought.NONE else ()),
+    }
     structure = AnswerStructure(
         thought=thought,
         thought_form=thought_form,
         calls=use.calls,
         form=call_form,
-        special={mark: token_id for mark, token_id in forms.special.items() if mark in marks},
+        tokens={mark: token_id for mark, token_id in forms.marks.items() if mark in marks},
         tools=tuple(
             CallableTool(function.name, function.parameters if function.strict or is_required else None)
             for function in use.functions
@@ -492,7 +495,7 @@ def understand_prompts(
     splits_calls = use.calls is not Calls.NONE
     call_form, thought_form = _written(forms.template)
     marks = {*(thought_form.marks if splits_thought else ()), *(call_form.marks if splits_calls else ())}
-    if not marks.isdisjoint(forms.special):
+    if not marks.isdisjoint(forms.hidden):
         sampling.skip_special_tokens = False  # else nothing would be left to split by
     requests = [
         inference_pb2.GenerateRequest(

@@ -139,14 +139,16 @@ class Forms:
         encode: text to tokens.
         template: for chats; without one they are refused.
         defaults: sampling values of requests that name none.
-        special: token ids of texts around calls and thoughts that are special tokens of this model.
+        marks: tokens of texts around calls and thoughts, where the tokenizer has them.
+        hidden: those of these texts that decoded text leaves out.
     """
 
     name: str
     encode: Callable[[str], list[int]]
     template: ChatTemplate | None
     defaults: Mapping[str, Any]
-    special: Mapping[str, int] = field(default_factory=dict)
+    marks: Mapping[str, int] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
 
     def with_defaults(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
         """Fill in what the model's makers advise where the client said nothing."""

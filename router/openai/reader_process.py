@@ -46,8 +46,9 @@ def first_frame(forms: Forms, model: ServedModel) -> bytes:
         "template": None
         if template is None
         else [template.sources, template.special_tokens, template.tool_call_parser],
-        "special": dict(forms.special),
         "defaults": dict(forms.defaults),
+        "marks": dict(forms.marks),
+        "hidden": sorted(forms.hidden),
         "log_rotates": rotates(),
     }
     return joined([json.dumps(about).encode("ascii")])
@@ -66,8 +67,9 @@ def forms_of(frame: bytes) -> Forms:
         name=about["name"],
         encode=_encoder(about),
         template=template,
-        special=about["special"],
         defaults=about["defaults"],
+        marks=about["marks"],
+        hidden=frozenset(about["hidden"]),
     )
 
 

@@ -180,17 +180,18 @@ BOUND = [
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("template", "make", "form", "marks"),
+    ("template", "make", "form", "marks", "are_special"),
     [
-        (HERMES, qwen, "hermes", []),
-        (HERMES, lambda: of_bytes(["<tool_call>", "</tool_call>"]), "hermes", ["</tool_call>", "<tool_call>"]),
-        (LLAMA, llama, "llama3_json", ["<|python_tag|>"]),
-        (MISTRAL, mistral, "mistral", ["[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"]),
-        (MISTRAL, qwen, "mistral", []),
-        (MISTRAL_ARGS, mistral, "mistral_args", ["[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"]),
+        (HERMES, of_bytes, "hermes", [], False),
+        (HERMES, qwen, "hermes", ["</tool_call>", "<tool_call>"], False),
+        (HERMES, lambda: of_bytes(["<tool_call>", "</tool_call>"]), "hermes", ["</tool_call>", "<tool_call>"], True),
+        (LLAMA, llama, "llama3_json", ["<|python_tag|>"], True),
+        (MISTRAL, mistral, "mistral", ["[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"], True),
+        (MISTRAL, qwen, "mistral", [], False),
+        (MISTRAL_ARGS, mistral, "mistral_args", ["[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"], True),
     ],
 )
-async def test_calls_are_bound_in_the_models_form(template, make, form, marks):
+async def test_calls_are_bound_in_the_models_form(template, make, form, marks, are_special):
     tokenizer = make()
     async with served(template, tokenizer=tokenizer) as (running, client):
         for body, calls, names in BOUND:
@@ -198,8 +199,8 @@ async def test_calls_are_bound_in_the_models_form(template, make, form, marks):
             sampling = sent_to(running)[-1].sampling
             found = AnswerStructure.from_json(sampling.grammar.structure)
             assert (found.form, found.calls, [one.name for one in found.tools]) == (form, calls, names), body
-            assert found.special == {mark: tokenizer.special_tokens[mark] for mark in sorted(marks)}
-            assert (sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens) == bool(marks)
+            assert found.tokens == {mark: tokenizer.added_tokens[mark] for mark in sorted(marks)}
+            assert sampling.skip_special_tokens != are_special
 
 
 # A template and what it opens, its tokenizer, an answer, its thought and its text.
@@ -298,7 +299,7 @@ async def test_a_parser_holds_for_light_and_heavy_bodies():
             assert [call.function.name for call in message.tool_calls] == ["weather", "tree"]
             await chat(client, HI, tools=TOOLS, tool_choice="required", **more)
             found = AnswerStructure.from_json(sent_to(running)[-1].sampling.grammar.structure)
-            assert (found.form, list(found.special)) == ("llama3_json", ["<|python_tag|>"])
+            assert (found.form, list(found.tokens)) == ("llama3_json", ["<|python_tag|>"])
             assert (running.router._reader.num_in_process > 0) == bool(more)
 
 
