@@ -712,7 +712,7 @@ class _MarkedCalls:
         self._mark = mark
         self._calls = _Calls()
         self._held = ""
-        self._raw = ""  # of a call that has not been announced
+        self._raw: list[str] = []  # of a call that has not been announced
         self._after_call = False
         self._step: Callable[[Parts], bool] = self._text  # takes what it can of `_held`; True if another is to go on
 
@@ -726,8 +726,8 @@ class _MarkedCalls:
 
     def finish(self) -> Parts:
         """What was withheld at the end: an unfinished call without a name is text, what goes between calls is not."""
-        held = self._raw + self._held
-        self._raw = self._held = ""
+        held = "".join(self._raw) + self._held
+        self._raw, self._held = [], ""
         is_nothing = self._calls.is_announced and not held.strip(_BETWEEN)
         return Parts("" if is_nothing else held, [], [])
 
@@ -744,7 +744,7 @@ class _MarkedCalls:
             return False
         self._calls.is_announced = False
         end = at - size + len(self._mark)
-        self._raw, self._held = self._held[:end], self._held[end:]
+        self._raw, self._held = [self._held[:end]], self._held[end:]
         self._step = self._behind_mark
         return True
 
@@ -763,8 +763,8 @@ class _MarkedCalls:
 
     def _no_call(self, parts: Parts) -> bool:
         """What was held for a call is text."""
-        parts.content += self._raw
-        self._raw, self._step = "", self._text
+        parts.content += "".join(self._raw)
+        self._raw, self._step = [], self._text
         return True
 
     def _call(self, parts: Parts) -> bool:
@@ -772,8 +772,9 @@ class _MarkedCalls:
         reader = self._calls.reader
         assert reader is not None
         size = self._calls.feed(self._held, parts)
-        self._raw = "" if self._calls.is_announced else self._raw + self._held[:size]
-        self._held = self._held[size:]
+        self._take(size)
+        if self._calls.is_announced:
+            self._raw = []
         if reader.is_done:
             self._step = self._behind_call
             return True
@@ -784,9 +785,13 @@ class _MarkedCalls:
 
     def _skip(self, characters: str) -> str:
         """Hold what comes first of these characters; returns the one behind them, or nothing if none has come."""
-        size = len(self._held) - len(self._held.lstrip(characters))
-        self._raw, self._held = self._raw + self._held[:size], self._held[size:]
+        self._take(len(self._held) - len(self._held.lstrip(characters)))
         return self._held[:1]
+
+    def _take(self, size: int) -> None:
+        """Hold so many characters for a call."""
+        self._raw.append(self._held[:size])
+        self._held = self._held[size:]
 
 
 class LlamaCalls(_MarkedCalls):
@@ -805,11 +810,13 @@ class LlamaCalls(_MarkedCalls):
 
     def _start(self, parts: Parts) -> bool:
         first = self._skip(_SPACE)
-        if first == "{" and len(self._raw) <= MAX_SPACE:
+        is_near = sum(map(len, self._raw)) <= MAX_SPACE
+        if first == "{" and is_near:
             return self._begin(BareCallReader(self._names))
-        if not first and len(self._raw) <= MAX_SPACE:
+        if not first and is_near:
             return False
-        self._raw, self._held, self._step = "", self._raw + self._held, self._text
+        self._held = "".join(self._raw) + self._held
+        self._raw, self._step = [], self._text
         return True
 
     def _behind_mark(self, parts: Parts) -> bool:
@@ -820,15 +827,14 @@ class LlamaCalls(_MarkedCalls):
 
     def _behind_call(self, parts: Parts) -> bool:
         first = self._skip(f"{_SPACE};")
-        self._raw = self._raw.lstrip(_SPACE)
+        self._raw = ["".join(self._raw).lstrip(_SPACE)]
         if first == "{":
             return self._begin(BareCallReader(self._names))
         if self._mark.startswith(self._held):
             return False
         if not self._held.startswith(self._mark):
             return self._no_call(parts)
-        size = len(self._mark)
-        self._raw, self._held = self._raw + self._held[:size], self._held[size:]
+        self._take(len(self._mark))
         self._step = self._behind_mark
         return True
 
@@ -847,7 +853,8 @@ class MistralCalls(_MarkedCalls):
         self._is_list = first == "["
         if not self._is_list:
             return self._begin(CallReader() if first == "{" else NamedCallReader())
-        self._raw, self._held, self._step = self._raw + first, self._held[1:], self._in_list
+        self._take(1)
+        self._step = self._in_list
         return True
 
     def _behind_call(self, parts: Parts) -> bool:
@@ -864,11 +871,9 @@ class MistralCalls(_MarkedCalls):
             return False
         if first != "]":
             return self._no_call(parts)
-        self._held = self._held[1:]
+        self._take(1)
         if self._calls.is_announced:
-            self._raw, self._after_call = "", True
-        else:
-            self._raw += first
+            self._raw, self._after_call = [], True
         return self._no_call(parts)
 
 

@@ -39,6 +39,14 @@ def hermes_of(*calls):
     return "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>' for name, text in calls)
 
 
+def coder_of(*calls):
+    written = [(name, json.loads(text)["in"]) for name, text in calls]
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n<parameter=in>\n{city}\n</parameter>\n</function>\n</tool_call>"
+        for name, city in written
+    )
+
+
 def llama_of(*calls):
     return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in calls)
 
@@ -54,6 +62,7 @@ def args_of(*calls):
 # A template, its tokenizer, an answer of two calls, and the text of it.
 ANSWERS = {
     "hermes": (HERMES, qwen, "Well.\n" + hermes_of(ROME, OSLO), "Well."),
+    "qwen3 coder": (HERMES + "{# <function= #}", qwen, f"Well.\n{coder_of(ROME, OSLO)}", "Well."),
     "llama": (LLAMA, llama, llama_of(ROME, OSLO), None),
     "llama, with the tag": (LLAMA, llama, "<|python_tag|>" + llama_of(ROME, OSLO), None),
     "llama, text before the tag": (LLAMA, llama, "Well.\n<|python_tag|>" + llama_of(ROME, OSLO), "Well."),

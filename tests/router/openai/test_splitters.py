@@ -90,6 +90,9 @@ def coder(*pieces):
     return calls_of(TaggedCalls(lambda: EitherCallReader(SCHEMAS)), pieces)
 
 
+TWO = ('{"name": "f", "parameters": {}}; ', '<|python_tag|>{"name": "g"}')
+
+
 def llama(*pieces):
     return calls_of(LlamaCalls({"f", "g", "é"}), pieces)
 
@@ -109,6 +112,7 @@ def test_thinking_does_not_depend_on_the_cuts(cut, is_open, form):
 @example((" " * 300 + "<|python_tag|>{", [" " * 257, " " * 43 + "<|python_", "tag|>{"]))
 @example(('{"name": "f", "parameters": {}}\n ; \n x', ['{"name": "f", "parameters": {}}\n', " ; \n", " x"]))
 @example(('{"name": "f", "parameters": {}}<|python_tag|>{}', ['{"name": "f", "parameters": {}}<|pyth', "on_tag|>{}"]))
+@example((f"{TWO[0]}{TWO[1]}", [f"{TWO[0]}<|pyth", "on_tag|>" + TWO[1].removeprefix("<|python_tag|>")]))
 def test_calls_of_llama_do_not_depend_on_the_cuts(cut):
     text, pieces = cut
     assert llama(*pieces) == llama(text) == llama(*text)
