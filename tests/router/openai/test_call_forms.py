@@ -274,6 +274,7 @@ async def test_a_thought_and_then_calls():
         (HERMES + "<function=", CallForm.QWEN3_CODER, None),
         (QWEN_THINKING, CallForm.HERMES, ThoughtForm.TAGS),
         (R1, CallForm.HERMES, ThoughtForm.TAGS),
+        ("{{ messages[0].content.split('</think>')[-1] }}", CallForm.HERMES, ThoughtForm.TAGS),
         ("{{ messages }}", CallForm.HERMES, None),
     ],
 )
