@@ -6,6 +6,7 @@ Sentences of each form, mutants of them and walks of random tokens go through th
 import itertools
 import json
 import random
+from functools import cache
 
 import jsonschema
 import numpy as np
@@ -22,9 +23,11 @@ from baton.core.requests.answer_structure import (
     check_grammar,
 )
 from baton.core.requests.sampling import GrammarSpec
+from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.router.openai.reasoning import ReasoningSplitter
 from baton.router.openai.tool_calls import calls_of
+from baton.tests.e2e.conftest import TINY
 from baton.tests.router.openai.tokenizers_of_families import llama, mistral, of_bytes, qwen
 
 pytestmark = pytest.mark.fast
@@ -70,16 +73,23 @@ def special_hermes():
     return of_bytes(["<eos>", "<tool_call>", "</tool_call>"], ends=["<eos>"])
 
 
+@cache
+def tiny():
+    return Tokenizer.from_directory(TINY)
+
+
 # A form, its tokenizer, and how calls may be written: the first is the usual one.
 FORMS = {
     "hermes": (CallForm.HERMES, qwen, (hermes_of,)),
     "hermes, special": (CallForm.HERMES, special_hermes, (hermes_of,)),
     "llama": (CallForm.LLAMA3_JSON, llama, (llama_of, tagged_of)),
     "llama, no tag": (CallForm.LLAMA3_JSON, qwen, (llama_of,)),
+    "llama, tokens of several characters": (CallForm.LLAMA3_JSON, tiny, (llama_of,)),
     "mistral": (CallForm.MISTRAL, mistral, (mistral_of,)),
     "mistral, text": (CallForm.MISTRAL, qwen, (mistral_of,)),
     "mistral args": (CallForm.MISTRAL_ARGS, mistral, (args_of, ids_of)),
     "mistral args, text": (CallForm.MISTRAL_ARGS, qwen, (args_of,)),
+    "mistral args, tokens of several characters": (CallForm.MISTRAL_ARGS, tiny, (args_of,)),
 }
 COMPILERS = {}
 
