@@ -97,7 +97,7 @@ class ReasoningCount:
         num_before_text: tokens up to the end of the tag that closes the thoughts; 0 while it has not come.
     """
 
-    def __init__(self, stream: TokenStream, *, is_open: bool, form: ThoughtForm) -> None:
+    def __init__(self, stream: TokenStream, *, is_open: bool, form: ThoughtForm = ThoughtForm.TAGS) -> None:
         self.num_before_text = 0
         self._num_pushed = 0
         self._num_certain = 0
