@@ -70,11 +70,11 @@ class _Writer:
             self._add_up_to("thought", structure.thought_form.end)
         if structure.calls is not Calls.NONE:
             self._add_calls()
-        if thought:
-            self._rules.append(f"GAP: /\\n{{1,{MAX_GAP}}}/")
         if structure.calls is Calls.AUTO and structure.text is None:
             start = self._free_json() if structure.form is CallForm.LLAMA3_JSON else self._free()
         else:
+            if thought:
+                self._rules.append(f"GAP: /\\n{{1,{MAX_GAP}}}/")
             bound = [] if structure.calls is Calls.NONE else ["calls"]
             bound += [] if structure.text is None else [self._form(*structure.text)]
             start = f"{thought} ({' | '.join(bound)})"
@@ -83,7 +83,7 @@ class _Writer:
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": top}, *named]})
 
     def _mark(self, text: str) -> str:
-        """A tag, as text or as the token that it is; the library takes such a token for no text, or for other text."""
+        """A tag, spelled or as the token that the tokenizer has for it: to the library `<...>` tokens spell nothing."""
         token_id = self._structure.tokens.get(text)
         return _quoted(text) if token_id is None else f"<[{token_id}]>"
 
