@@ -132,7 +132,7 @@ class _RandomWeights:
             self.norm(f"{name}.self_attn.k_norm", head, mean=1.5)
         if self.config["model_type"] == "qwen2":
             for part, rows in (("q", queries), ("k", keys), ("v", keys)):
-                self.tensors[f"{name}.self_attn.{part}_proj.bias"] = self._draw(rows).to(self.dtype)
+                self.tensors[f"{name}.self_attn.{part}_proj.bias"] = (0.2 * self._draw(rows)).to(self.dtype)
         if not is_sparse:
             self.mlp(f"{name}.mlp", self.config["intermediate_size"])
             return

@@ -23,8 +23,8 @@ VOCAB_SIZE = 384
 NUM_TOKENS = 64
 LENGTHS = (3, 17, 48, 90)
 NUM_OF_LENGTH = 5
-# What layers add outweighs a token's own embedding, which a tied head would repeat for ever; biases do not drown keys.
-GAINS = {"o_proj": 3.0, "down_proj": 3.0, ".bias": 0.15}
+# What layers add outweighs a token's own embedding, which a tied head would repeat for ever.
+GAINS = {"o_proj": 3.0, "down_proj": 3.0}
 FAMILIES = {
     "llama": {"rope_scaling": ROPES["llama3"]},
     "mistral": {},

@@ -1,0 +1,165 @@
+"""The families without an MTP head, in float64: neither hand-off nor scheduling changes a token.
+
+Disaggregated output equals one-process output over prompt chunks, sampling and topologies, as `test_same_tokens` has it
+for the bundled model; asynchronous scheduling equals one plain run, step after step on one rank, over preemption and
+ranks, too, as `test_async_equals_sync` has it.
+"""
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+
+from baton.core.numerics import Numerics
+from baton.engine.local import LocalEngine
+from baton.model.loader import load_model
+from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.e2e.test_async_equals_sync import PREEMPTIONS, sizes_of
+from baton.tests.e2e.test_same_tokens import (
+    CHUNKS,
+    NUM_PROMPTS,
+    SAMPLED,
+    TOPOLOGIES,
+    WHOLE,
+    cell_id,
+    disaggregated,
+    local_tokens,
+)
+from baton.tests.e2e.tp_group_engine import run_over_ranks
+from baton.tests.model.checkpoints import write_checkpoint
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES = {
+    "llama": {"tie": False, "overrides": {"rope_scaling": LLAMA3}},
+    "mistral": {"tie": True},
+    "qwen2": {"tie": False},
+    "qwen3_moe": {"tie": True, "layers": 3, "overrides": {"mlp_only_layers": [1]}},
+}
+MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": False}
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory, tokenizer):
+    @cache
+    def write(family):
+        return write_checkpoint(
+            tmp_path_factory.mktemp(family),
+            kind=family,
+            with_mtp=False,
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=48,
+            **FAMILIES[family],
+        )
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def model_of(path_of):
+    return cache(lambda family: load_model(path_of(family), **MODEL))
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    return token_prompts(tokenizer, NUM_PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def one_process(model_of, tokenizer, prompts):
+    """Tokens of every prompt, made without chunking and hand-off."""
+
+    @cache
+    def run(family, mode):
+        requests = requests_for(prompts, sampled=SAMPLED[mode], num_drafts=0)
+        tokens = local_tokens(model_of(family), tokenizer, requests)
+        assert len({token for text in tokens for token in text}) > 100, "texts say too little"
+        return tokens
+
+    return run
+
+
+HANDED_OVER = list(itertools.product(FAMILIES, SAMPLED, (0,), CHUNKS, TOPOLOGIES))
+HANDED_OVER_DEFAULT = {
+    ("llama", "greedy", 0, 48, "2P1D"),
+    ("mistral", "coupled", 0, 16, "1P1D"),
+    ("qwen2", "coupled", 0, WHOLE, "1P2D"),
+    ("qwen3_moe", "greedy", 0, 16, "1P2D"),
+}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=f"{cell[0]}-{cell_id(cell[1:])}", marks=marks)
+        for cell in HANDED_OVER
+        for marks in [[] if cell in HANDED_OVER_DEFAULT else [pytest.mark.slow]]
+    ],
+)
+def test_disaggregated_tokens_are_those_of_one_process(cell, model_of, one_process, tokenizer, prompts):
+    family, *how = cell
+
+    def load(*options, with_mtp):
+        assert (*options, with_mtp) == (torch.float64, Numerics.DEFAULT, False)
+        return model_of(family)
+
+    assert disaggregated(load, tokenizer, prompts, how) == one_process(family, how[0])
+
+
+SCHEDULED = list(itertools.product(FAMILIES, SAMPLED, PREEMPTIONS, (16, WHOLE), (1, 2)))
+SCHEDULED_DEFAULT = {
+    ("llama", "coupled", "stays", 16, 2),
+    ("mistral", "greedy", "computed again", WHOLE, 1),
+    ("qwen2", "coupled", "to host memory", 16, 1),
+    ("qwen3_moe", "greedy", "to host memory", WHOLE, 2),
+}
+
+
+def scheduled_id(cell):
+    family, mode, preemption, chunk_len, tp = cell
+    return f"{family}-{mode}-{preemption.replace(' ', '_')}-{chunk_len}-tp{tp}"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=scheduled_id(cell), marks=marks)
+        for cell in SCHEDULED
+        for marks in [[] if cell in SCHEDULED_DEFAULT else [pytest.mark.slow]]
+    ],
+)
+def test_asynchronous_tokens_are_those_of_one_plain_run(cell, path_of, model_of, one_plain_run, tokenizer):
+    family, mode, preemption, chunk_len, tp = cell
+    options = sizes_of(0, chunk_len, scheduling="async", **PREEMPTIONS[preemption])
+    requests = scheduled_requests(tokenizer, mode)
+
+    def work(engine):
+        return engine.generate(requests), engine.preemptions
+
+    if tp == 1:
+        results, preempted = work(LocalEngine(model_of(family), tokenizer, **options))
+    else:
+        results, preempted = run_over_ranks(tp, path_of(family), tokenizer, work, model=MODEL, **options)
+    assert [result.token_ids for result in results] == one_plain_run(family, mode)
+    assert (preempted.num_preemptions > 0) == (preemption != "stays")
+    assert (preempted.num_offloaded_blocks > 0) == (preemption == "to host memory")
+
+
+@pytest.fixture(scope="module")
+def one_plain_run(model_of, tokenizer):
+    @cache
+    def run(family, mode):
+        engine = LocalEngine(model_of(family), tokenizer, **sizes_of(0, WHOLE, scheduling="sync"))
+        return [result.token_ids for result in engine.generate(scheduled_requests(tokenizer, mode))]
+
+    return run
+
+
+def scheduled_requests(tokenizer, mode):
+    return requests_for(token_prompts(tokenizer, 8, max_len=60), sampled=SAMPLED[mode], num_drafts=0, max_tokens=24)
