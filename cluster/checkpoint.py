@@ -210,7 +210,7 @@ def _judge_tensors(
     headers = read_headers(model.path)
     float8 = check_tensors(spec, headers, sizes.fp8)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
-        _collect(found, require_cut_float8, sizes, headers, float8, size)
+        _collect(found, require_cut_float8, spec, float8, size)
     num_float16 = sum(headers[name].dtype_name == "F16" for name in spec.required)
     if num_float16 and dtype == "bfloat16":
         found.notes.append(f"{num_float16} float16 weights are rounded to bfloat16, which has 3 bits less")
@@ -226,7 +226,7 @@ def _judge_float8(
     kept = {name for name in float8.scales if name in spec.required}
     num_float8 = len(kept)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
-        whys = dequantized_weights(sizes, float8, spec.required, dtype, size)
+        whys = dequantized_weights(sizes, float8, spec, dtype, size)
         kept -= set(whys)
         if whys:
             at = f" on {size} ranks" if config.tp_prefill != config.tp_decode else ""

@@ -1,32 +1,30 @@
 """Which float8 weights of a checkpoint cannot stay so, by headers alone, without torch: what the loader will log."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from baton.model.config import ModelConfig
-from baton.model.fp8_tensors import NO_PRODUCT, Fp8Tensors, Shape, why_wide
-from baton.model.tp_fit import cut_of, layer_cuts
-from baton.model.weights import Cut
+from baton.model.fp8_tensors import NO_PRODUCT, Fp8Tensors, why_wide
+from baton.model.tensor_spec import TensorSpec
 
 
 def dequantized_weights(
-    config: ModelConfig, float8: Fp8Tensors, shapes: Mapping[str, Shape], dtype: str, size: int
+    config: ModelConfig, float8: Fp8Tensors, spec: TensorSpec, dtype: str, size: int
 ) -> dict[str, str]:
     """Why, by the name of each float8 weight that one of `size` ranks dequantizes.
 
     Args:
         config: of a checkpoint in float8.
         float8: which weights are.
-        shapes: of every weight that is read.
+        spec: of every weight that is read.
         dtype: in which the model is computed, by torch's name.
         size: ranks; each has parts of the same shapes.
     """
     assert config.fp8 is not None
-    cuts = layer_cuts(config, 0, size) if size > 1 else {}
-    found = {name: NO_PRODUCT for name in float8.scales if name in shapes}
-    for stacks, whole in _products(shapes, config.num_experts):
+    found = {name: NO_PRODUCT for name in float8.scales if name in spec.weights}
+    for stacks, whole in _products(spec.weights, config.num_experts):
         whys = []
         for stack in stacks:
-            parts = {name: _part(shapes[name], name, cuts) for name in stack}
+            parts = {name: spec.weights[name].part_shape(0, size) for name in stack}
             whys.append(why_wide(config.fp8, float8.scales, parts, dtype, whole=whole))
         why = next((one for one in whys if one), "")
         for name in (name for stack in stacks for name in stack if name in found):
@@ -37,14 +35,9 @@ def dequantized_weights(
     return found
 
 
-def _part(shape: Shape, name: str, cuts: Mapping[str, Cut]) -> Shape:
-    cut = cut_of(cuts, name)
-    return shape if cut is None else (*shape[: cut.dim], cut.count, *shape[cut.dim + 1 :])
-
-
-def _products(shapes: Mapping[str, Shape], num_experts: int) -> Iterator[tuple[list[tuple[str, ...]], bool]]:
+def _products(names: Iterable[str], num_experts: int) -> Iterator[tuple[list[tuple[str, ...]], bool]]:
     """Weights that are multiplied with in one call: stacks of them, and whether each weight must be whole blocks."""
-    for name in shapes:
+    for name in names:
         prefix, _, part = name.rpartition(".self_attn.")
         if part == "q_proj.weight":
             yield [tuple(f"{prefix}.self_attn.{one}_proj.weight" for one in "qkv")], False

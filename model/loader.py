@@ -88,14 +88,14 @@ def load_model(
     stored: Mapping[str, StoredTensor | RandomTensor]
     float8, d2t_C = NO_FLOAT8, None
     if random_seed is not None:
-        stored = random_tensors(spec.required, dtype, device, random_seed)
+        stored = random_tensors(spec.weights, dtype, device, random_seed)
         if D2T in spec.tables:
             d2t_C = spaced_d2t(spec.tables[D2T][0], config.vocab_size)
     else:
         headers = stored = read_headers(path)
         float8 = check_tensors(spec, headers, config.fp8)
         require_cut(config, group.size, numerics)
-        require_cut_float8(config, headers, float8, group.size)
+        require_cut_float8(spec, float8, group.size)
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
     plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab)

@@ -19,7 +19,8 @@ from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.inner_sum import InnerSum
 from baton.model.config import ModelConfig
-from baton.model.tp_fit import cut_of, layer_cuts, require_cut
+from baton.model.tensor_spec import tensor_spec
+from baton.model.tp_fit import require_cut
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 from baton.model.weights import Cut
 
@@ -125,15 +126,14 @@ class ShardPlan:
         self.inner = InnerSum(self._size, communicator.all_sum)
         size = self._size
         require_cut(config, size, numerics)
-        self._parts = layer_cuts(config, self._rank, size)
+        self._weights = tensor_spec(config, with_mtp=True).weights
+        self._head: Cut | None = None
         self.vocab: Vocab = WHOLE
         if cut_vocab and size > 1:
             cut = CutVocab(config.vocab_size, self._rank, size, communicator.all_gather)
-            self._parts[".lm_head.weight"] = Cut(0, min(cut.first, config.vocab_size), cut.num_ids)
+            self._head = Cut(0, min(cut.first, config.vocab_size), cut.num_ids)
             self.vocab = cut
 
     def cut(self, name: str) -> Cut | None:
         """The part of the tensor `name`; None is all of it."""
-        if self._size == 1:
-            return None
-        return cut_of(self._parts, name)
+        return self._head if name == "lm_head.weight" else self._weights[name].cut(self._rank, self._size)

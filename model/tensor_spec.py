@@ -1,4 +1,7 @@
-"""Names and shapes of the tensors a checkpoint must hold, and the errors when it does not. Reads no file itself."""
+"""The tensors of an architecture in one table: name, shape, what of it each rank holds, and how it is made at random.
+
+And the errors when a checkpoint does not hold them. Reads no file itself.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,81 +11,137 @@ from baton.model.config import ModelConfig
 from baton.model.draft_names import D2T, DRAFT_HEAD, T2D
 from baton.model.fp8_scheme import Fp8Scheme
 from baton.model.fp8_tensors import NO_FLOAT8, Fp8Tensors, match_scales
-from baton.model.weights import StoredTensor
+from baton.model.weights import Cut, StoredTensor
 
 Shape = tuple[int, ...]
 # Of an attention layer, read for KV in float8 alone. ModelOpt writes them beside the projections, AutoFP8 one for both.
 KV_SCALES = (("k_scale", "k_proj.k_scale", "kv_scale"), ("v_scale", "v_proj.v_scale", "kv_scale"))
 _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 
+# How random weights are spread, see `model.random_weights`.
+_NORM_SPREAD = 0.1
+_BIAS_SPREAD = 0.5
+_HEAD_NORM_MEAN = 1.5  # of queries and keys: attention that is neither uniform nor fixed on one token
+_LOGIT_GAIN = 3.0
+_ROUTER_GAIN = 2.0  # routers that are neither undecided nor always of one mind
+_ADDED_GAIN = 3.0  # what layers add outweighs a token's own embedding, which a tied lm_head would repeat for ever
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One weight.
+
+    Attributes:
+        shape: of the whole.
+        cut_dim: the dimension that ranks share; None: each holds all of it.
+        group_len: how many places of that dimension stay together, a head's.
+        mean: of random numbers in its place.
+        spread: their standard deviation.
+    """
+
+    shape: Shape
+    cut_dim: int | None = None
+    group_len: int = 1
+    mean: float = 0.0
+    spread: float = 0.0
+
+    def cut(self, rank: int, size: int) -> Cut | None:
+        """The part of one of `size` ranks; None is all of it. Ranks share a group if there are fewer than ranks."""
+        if self.cut_dim is None or size == 1:
+            return None
+        num_groups = self.shape[self.cut_dim] // self.group_len
+        if num_groups < size:
+            return Cut(self.cut_dim, rank * num_groups // size * self.group_len, self.group_len)
+        count = num_groups // size * self.group_len
+        return Cut(self.cut_dim, rank * count, count)
+
+    def part_shape(self, rank: int, size: int) -> Shape:
+        """The shape of that part."""
+        cut = self.cut(rank, size)
+        return self.shape if cut is None else (*self.shape[: cut.dim], cut.count, *self.shape[cut.dim + 1 :])
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Tensors to load, tables of ids to load, and tensors that may be there and are not needed."""
+    """Weights to load, tables of ids to load, and tensors that may be there and are not needed."""
 
-    required: dict[str, Shape]
+    weights: dict[str, WeightSpec]
     tables: dict[str, Shape]
     optional: dict[str, Shape]
+
+    @property
+    def required(self) -> dict[str, Shape]:
+        """Shapes of the weights."""
+        return {name: weight.shape for name, weight in self.weights.items()}
 
 
 def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
     """What the architecture needs, with or without its MTP head."""
-    vocab = (config.vocab_size, config.hidden_size)
-    required: dict[str, Shape] = {"model.embed_tokens.weight": vocab, "model.norm.weight": (config.hidden_size,)}
+    hidden = config.hidden_size
+    vocab = _matrix(config.vocab_size, hidden, _LOGIT_GAIN)
+    weights = {"model.embed_tokens.weight": vocab, "model.norm.weight": _norm(hidden)}
     optional: dict[str, Shape] = {}
-    (optional if config.tie_word_embeddings else required)["lm_head.weight"] = vocab
+    if config.tie_word_embeddings:
+        optional["lm_head.weight"] = vocab.shape
+    else:
+        weights["lm_head.weight"] = vocab
     for layer in range(config.num_layers):
-        required |= layer_spec(config, f"model.layers.{layer}", layer)
-        optional |= _scale_spec(f"model.layers.{layer}")
-    if with_mtp:
-        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-            required[f"mtp.{name}.weight"] = (config.hidden_size,)
-        required["mtp.fc.weight"] = (config.hidden_size, 2 * config.hidden_size)
-        required |= layer_spec(config, "mtp.layers.0", config.num_layers)
-        optional |= _scale_spec("mtp.layers.0")
+        weights |= _layer(config, f"model.layers.{layer}", layer)
+        optional |= _scales(f"model.layers.{layer}")
     tables: dict[str, Shape] = {}
-    if with_mtp and config.draft_vocab_size is not None:
-        required[DRAFT_HEAD] = (config.draft_vocab_size, config.hidden_size)
-        tables[D2T] = (config.draft_vocab_size,)
-    return TensorSpec(required, tables, optional)
+    if with_mtp:
+        weights |= {f"mtp.{name}.weight": _norm(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+        weights |= {"mtp.norm.weight": _norm(hidden), "mtp.fc.weight": _matrix(hidden, 2 * hidden)}
+        weights |= _layer(config, "mtp.layers.0", config.num_layers)
+        optional |= _scales("mtp.layers.0")
+        if config.draft_vocab_size is not None:
+            weights[DRAFT_HEAD] = _matrix(config.draft_vocab_size, hidden, _LOGIT_GAIN)
+            tables[D2T] = (config.draft_vocab_size,)
+    return TensorSpec(weights, tables, optional)
 
 
-def layer_spec(config: ModelConfig, prefix: str, layer: int) -> dict[str, Shape]:
-    """A decoder layer's."""
+def _layer(config: ModelConfig, prefix: str, layer: int) -> dict[str, WeightSpec]:
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head, config.num_kv_heads * head
-    spec: dict[str, Shape] = {
-        f"{prefix}.input_layernorm.weight": (hidden,),
-        f"{prefix}.post_attention_layernorm.weight": (hidden,),
-        f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
-        f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
-        f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
-        f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
-    }
+    weights = {f"{prefix}.{name}_layernorm.weight": _norm(hidden) for name in ("input", "post_attention")}
+    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+        weights[f"{prefix}.self_attn.{name}_proj.weight"] = _matrix(rows, hidden, cut_dim=0, group_len=head)
+        if config.has_qkv_bias:
+            bias = WeightSpec((rows,), cut_dim=0, group_len=head, spread=_BIAS_SPREAD)
+            weights[f"{prefix}.self_attn.{name}_proj.bias"] = bias
+    weights[f"{prefix}.self_attn.o_proj.weight"] = _matrix(hidden, queries, _ADDED_GAIN, cut_dim=1, group_len=head)
     if config.has_head_norms:
-        spec |= {f"{prefix}.self_attn.{part}_norm.weight": (head,) for part in "qk"}
-    if config.has_qkv_bias:
-        sizes = {"q": queries, "k": keys, "v": keys}
-        spec |= {f"{prefix}.self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
+        weights |= {f"{prefix}.self_attn.{name}_norm.weight": _norm(head, _HEAD_NORM_MEAN) for name in "qk"}
     if not config.is_sparse(layer):
-        return spec | _mlp_spec(f"{prefix}.mlp", hidden, config.intermediate_size)
-    spec[f"{prefix}.mlp.gate.weight"] = (config.num_experts, hidden)
+        return weights | _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
+    weights[f"{prefix}.mlp.gate.weight"] = _matrix(config.num_experts, hidden, _ROUTER_GAIN)
     for expert in range(config.num_experts):
-        spec |= _mlp_spec(f"{prefix}.mlp.experts.{expert}", hidden, config.moe_intermediate_size)
-    return spec
+        weights |= _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config.moe_intermediate_size)
+    return weights
 
 
-def _scale_spec(prefix: str) -> dict[str, Shape]:
+def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, WeightSpec]:
+    return {
+        f"{prefix}.gate_proj.weight": _matrix(inner, hidden, cut_dim=0),
+        f"{prefix}.up_proj.weight": _matrix(inner, hidden, cut_dim=0),
+        f"{prefix}.down_proj.weight": _matrix(hidden, inner, _ADDED_GAIN, cut_dim=1),
+    }
+
+
+def _matrix(
+    rows: int, columns: int, gain: float = 1.0, *, cut_dim: int | None = None, group_len: int = 1
+) -> WeightSpec:
+    """Random numbers keep the size of what goes through, but for the gain."""
+    return WeightSpec((rows, columns), cut_dim, group_len, spread=gain * columns**-0.5)
+
+
+def _norm(size: int, mean: float = 1.0) -> WeightSpec:
+    return WeightSpec((size,), mean=mean, spread=_NORM_SPREAD)
+
+
+def _scales(prefix: str) -> dict[str, Shape]:
     """One number each, stored as a scalar or as a list of one."""
     return {f"{prefix}.self_attn.{name}": () for names in KV_SCALES for name in names}
-
-
-def _mlp_spec(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
-    return {
-        f"{prefix}.gate_proj.weight": (inner, hidden),
-        f"{prefix}.up_proj.weight": (inner, hidden),
-        f"{prefix}.down_proj.weight": (hidden, inner),
-    }
 
 
 def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme | None = None) -> Fp8Tensors:
@@ -95,8 +154,8 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor], scheme: 
         ModelTensorMisshapen: a shape differs, or a dtype is not a plain float of 16 to 64 bits nor float8 with a scale.
         ModelUnsupported: there is a scheme, and no float8 weight.
     """
-    float8 = NO_FLOAT8 if scheme is None else match_scales(scheme, [*spec.required, *spec.optional], stored)
-    missing = sorted({*spec.required, *spec.tables} - set(stored))
+    float8 = NO_FLOAT8 if scheme is None else match_scales(scheme, [*spec.weights, *spec.optional], stored)
+    missing = sorted({*spec.weights, *spec.tables} - set(stored))
     if missing:
         message = f"the checkpoint lacks {_named(missing)}"
         if all(name.startswith("mtp.") for name in missing):
@@ -131,8 +190,8 @@ def _is_ignored(name: str, spec: TensorSpec) -> bool:
     if name.endswith(".rotary_emb.inv_freq"):  # old checkpoints store this constant
         return True
     if name == T2D:  # follows from d2t
-        return DRAFT_HEAD in spec.required or "mtp.fc.weight" not in spec.required
-    return name.startswith("mtp.") and "mtp.fc.weight" not in spec.required
+        return DRAFT_HEAD in spec.weights or "mtp.fc.weight" not in spec.weights
+    return name.startswith("mtp.") and "mtp.fc.weight" not in spec.weights
 
 
 def _named(names: list[str]) -> str:

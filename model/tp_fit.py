@@ -1,13 +1,11 @@
 """Whether and how a model is cut into so many ranks: read off its config, before anything is loaded; without torch."""
 
-from collections.abc import Mapping
-
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.slices import num_slices
 from baton.model.config import ModelConfig
 from baton.model.fp8_tensors import Fp8Tensors, require_whole_blocks
-from baton.model.weights import Cut, StoredTensor
+from baton.model.tensor_spec import TensorSpec
 
 
 def require_cut(config: ModelConfig, size: int, numerics: Numerics) -> None:
@@ -34,47 +32,17 @@ def require_cut(config: ModelConfig, size: int, numerics: Numerics) -> None:
                 raise _refusal(f"--batch-invariant cuts {name} into {num_slices(length)} slices", size)
 
 
-def layer_cuts(config: ModelConfig, rank: int, size: int) -> dict[str, Cut]:
-    """A rank's part of the weights and biases of layers that are cut, by the end of their names (`cut_of`)."""
-    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-    cuts = {
-        f".self_attn.{part}_proj.{kind}": _cut(0, count, config.head_dim, rank, size)
-        for part, count in heads.items()
-        for kind in ("weight", "bias")
-    }
-    cuts[".self_attn.o_proj.weight"] = _cut(1, config.num_heads, config.head_dim, rank, size)
-    for infix, length in ((".mlp", config.intermediate_size), (".experts", config.moe_intermediate_size)):
-        for part, dim in (("gate", 0), ("up", 0), ("down", 1)):
-            cuts[f"{infix}.{part}_proj.weight"] = _cut(dim, length, 1, rank, size)
-    return cuts
-
-
-def cut_of(cuts: Mapping[str, Cut], name: str) -> Cut | None:
-    """The part of the tensor `name`; None is all of it."""
-    names = name.split(".")
-    if "experts" in names:
-        names = ["", "experts", *names[-2:]]
-    return cuts.get("." + ".".join(names[-3:]))
-
-
-def require_cut_float8(config: ModelConfig, stored: Mapping[str, StoredTensor], float8: Fp8Tensors, size: int) -> None:
+def require_cut_float8(spec: TensorSpec, float8: Fp8Tensors, size: int) -> None:
     """Check that `size` ranks can have whole blocks of the float8 weights of products.
 
     Raises:
         ModelUnsupported: they cannot; the message names a weight.
     """
     for rank in range(size if size > 1 else 0):
-        cuts = layer_cuts(config, rank, size)
         for name, scale in float8.scales.items():
-            require_whole_blocks(name, scale, stored[name].shape, cut_of(cuts, name), size)
-
-
-def _cut(dim: int, num_groups: int, length: int, rank: int, size: int) -> Cut:
-    """A rank's of `num_groups` groups of `length`; one of them if there are fewer than ranks."""
-    if num_groups < size:
-        return Cut(dim, rank * num_groups // size * length, length)
-    count = num_groups // size * length
-    return Cut(dim, rank * count, count)
+            if name in spec.weights:
+                weight = spec.weights[name]
+                require_whole_blocks(name, scale, weight.shape, weight.cut(rank, size), size)
 
 
 def _refusal(why: str, size: int) -> ModelUnsupported:

@@ -269,10 +269,10 @@ def test_headers_tell_what_the_loader_will_count(layout, kind, dtype, size, floa
     config, headers = ModelConfig.from_directory(path), read_headers(path)
     spec = tensor_spec(config, with_mtp=True)
     stored, name = check_tensors(spec, headers, config.fp8), str(dtype).removeprefix("torch.")
-    whys = dequantized_weights(config, stored, spec.required, name, size)
+    whys = dequantized_weights(config, stored, spec, name, size)
     if (layout, kind, size) == ("qwen3-fp8", "qwen3_moe", 4):  # refused, as its parts are no whole blocks
         with pytest.raises(ModelUnsupported, match="no whole blocks"):
-            require_cut_float8(config, headers, stored, size)
+            require_cut_float8(spec, stored, size)
         return
     with caplog.at_level(logging.WARNING):
         load(path, dtype, Rank(0, size))

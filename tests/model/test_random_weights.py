@@ -14,6 +14,7 @@ from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
 from baton.model.loader import load_model
 from baton.model.random_weights import RandomTensor, random_tensors
+from baton.model.tensor_spec import WeightSpec
 from baton.model.weights import Cut
 from baton.scripts.model_shape import SHAPES, write_shape
 
@@ -22,6 +23,7 @@ CPU = torch.device("cpu")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "head_dim": 16, "max_position_embeddings": 256}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "eos_token_id": 500}
 SMALL_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SPEC = WeightSpec((32, 48), spread=1.0)
 KINDS = {"tied": "qwen3-0.6b", "dense": "qwen3-8b", "moe": "qwen3-30b-a3b"}
 
 
@@ -106,11 +108,11 @@ def test_random_weights_never_pass_for_the_checkpoint_of_the_directory():
 
 @pytest.mark.fast
 def test_a_tensor_depends_on_its_name_and_the_seed_alone():
-    few, many = ({name: (32, 48) for name in names} for names in ("b", "abc"))
+    few, many = ({name: SPEC for name in names} for names in ("b", "abc"))
     (one,), other = random_tensors(few, torch.float32, CPU, 3).values(), random_tensors(many, torch.float32, CPU, 3)
     assert torch.equal(one.read(), other["b"].read())
     assert not torch.equal(one.read(), other["a"].read())
-    assert not torch.equal(one.read(), RandomTensor("b", (32, 48), torch.float32, CPU, 4).read())
+    assert not torch.equal(one.read(), RandomTensor("b", SPEC, torch.float32, CPU, 4).read())
     for cut in (Cut(0, 8, 16), Cut(1, 40, 8)):
         assert torch.equal(one.read(cut), one.read().narrow(cut.dim, cut.first, cut.count))
 
