@@ -53,6 +53,21 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "qwen1.5-moe-a2.7b": _QWEN3
+    | _sizes(2048, 24, 16, 16, 5632)
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_643,
+    },
 }
 TINY: Final = "tiny"
 ALIASES: Final = {name.removeprefix("qwen3-"): name for name in SHAPES}

@@ -30,19 +30,28 @@ class _Family:
         has_head_norms: queries and keys are normalised.
         has_qkv_bias: their projections and the values' have biases.
         slides: `sliding_window` holds unless it is null; else only with `use_sliding_window`.
+        is_moe: layers have experts.
+        has_shared_expert: beside them one that takes every token.
+        sparse_block: the part of a layer that holds the experts.
+        expert_parts: gate, up and down projection of one.
     """
 
     has_head_norms: bool = False
     has_qkv_bias: bool = False
     slides: bool = False
+    is_moe: bool = False
+    has_shared_expert: bool = False
+    sparse_block: str = "mlp"
+    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(slides=True),
     "Qwen2ForCausalLM": _Family(has_qkv_bias=True),
+    "Qwen2MoeForCausalLM": _Family(has_qkv_bias=True, is_moe=True, has_shared_expert=True),
     "Qwen3ForCausalLM": _Family(has_head_norms=True),
-    "Qwen3MoeForCausalLM": _Family(has_head_norms=True),
+    "Qwen3MoeForCausalLM": _Family(has_head_norms=True, is_moe=True),
 }
 
 
@@ -56,8 +65,11 @@ class ModelConfig:
         num_experts: 0 for a dense model.
         num_experts_per_token: experts a token is sent to.
         moe_intermediate_size: of one expert.
+        shared_expert_size: intermediate size of the expert that takes every token; 0: there is none.
         renormalise_experts: whether chosen probabilities are made to sum to 1 (norm_topk_prob).
         sparse_layers: trunk layers with experts.
+        sparse_block: the part of such a layer's tensor names that stands for its experts and their router.
+        expert_parts: likewise for an expert's gate, up and down projections.
         num_mtp_layers: MTP layers the checkpoint says it has.
         has_head_norms: queries and keys are normalised head by head.
         has_qkv_bias: the projections of queries, keys and values have biases.
@@ -88,8 +100,11 @@ class ModelConfig:
     num_experts: int
     num_experts_per_token: int
     moe_intermediate_size: int
+    shared_expert_size: int
     renormalise_experts: bool
     sparse_layers: frozenset[int]
+    sparse_block: str
+    expert_parts: tuple[str, str, str]
     num_mtp_layers: int
     draft_vocab_size: int | None
     d2t_form: str | None
@@ -152,6 +167,12 @@ class ModelConfig:
         """Whether a layer has experts; the MTP layer (index num_layers) has them where the model has any."""
         return self.num_experts > 0 if layer == self.num_layers else layer in self.sparse_layers
 
+    def expert_names(self, layer_prefix: str, expert: int) -> tuple[str, str, str]:
+        """Weights of an expert: its gate, up and down projections."""
+        prefix = f"{layer_prefix}.{self.sparse_block}.experts.{expert}"
+        gate, up, down = (f"{prefix}.{part}.weight" for part in self.expert_parts)
+        return gate, up, down
+
 
 def read_config(path: Path) -> dict[str, Any]:
     """The mapping in config.json."""
@@ -201,11 +222,6 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
     num_heads = _size(values, "num_attention_heads", limit=_MAX_HEADS)
     hidden_size = _size(values, "hidden_size")
     family = _FAMILIES[architecture]
-    is_moe = architecture == "Qwen3MoeForCausalLM"
-    num_experts = _num_experts(values) if is_moe else 0
-    dense_layers = values.get("mlp_only_layers") or []
-    sparse_step = _size(values, "decoder_sparse_step", default=1)
-    sparse = [i for i in range(num_layers) if num_experts and i not in dense_layers and (i + 1) % sparse_step == 0]
     num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
@@ -221,19 +237,33 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": _rope_theta(values, architecture),
         "rope": read_scaling(values),
         "has_head_norms": family.has_head_norms,
-        "has_qkv_bias": family.has_qkv_bias,
+        "has_qkv_bias": family.has_qkv_bias and bool(values.get("qkv_bias", True)),
         "sliding_window": _size(values, "sliding_window") if family.slides and values.get("sliding_window") else None,
         "rms_norm_eps": _positive(values, "rms_norm_eps"),
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
         "intermediate_size": _size(values, "intermediate_size"),
-        "num_experts": num_experts,
-        "num_experts_per_token": _size(values, "num_experts_per_tok", limit=max(1, num_experts)) if is_moe else 0,
-        "moe_intermediate_size": _size(values, "moe_intermediate_size") if is_moe else 0,
-        "renormalise_experts": bool(values.get("norm_topk_prob", False)),
-        "sparse_layers": frozenset(sparse),
+        **_expert_fields(values, family, num_layers),
         "draft_vocab_size": _draft_vocab_size(values),
         "d2t_form": None if values.get("d2t_form") is None else str(values["d2t_form"]),
         "num_mtp_layers": int(values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0),
+    }
+
+
+def _expert_fields(values: dict[str, Any], family: _Family, num_layers: int) -> dict[str, Any]:
+    num_experts = _num_experts(values) if family.is_moe else 0
+    dense_layers = values.get("mlp_only_layers") or []
+    sparse_step = _size(values, "decoder_sparse_step", default=1)
+    sparse = [i for i in range(num_layers) if num_experts and i not in dense_layers and (i + 1) % sparse_step == 0]
+    num_chosen = _size(values, "num_experts_per_tok", limit=max(1, num_experts)) if family.is_moe else 0
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_token": num_chosen,
+        "moe_intermediate_size": _size(values, "moe_intermediate_size") if family.is_moe else 0,
+        "shared_expert_size": _size(values, "shared_expert_intermediate_size") if family.has_shared_expert else 0,
+        "renormalise_experts": bool(values.get("norm_topk_prob", False)),
+        "sparse_layers": frozenset(sparse),
+        "sparse_block": family.sparse_block,
+        "expert_parts": family.expert_parts,
     }
 
 

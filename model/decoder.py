@@ -48,9 +48,7 @@ class DecoderLayer:
         self.attention = Attention(source, f"{prefix}.self_attn", layer, config, ops)
         self.mlp_norm = RMSNorm(source, f"{prefix}.post_attention_layernorm", eps, ops)
         self.mlp: MLP | SparseMLP = (
-            SparseMLP(source, f"{prefix}.mlp", config, ops)
-            if config.is_sparse(layer)
-            else MLP(source, f"{prefix}.mlp", ops)
+            SparseMLP(source, prefix, config, ops) if config.is_sparse(layer) else MLP(source, f"{prefix}.mlp", ops)
         )
 
     def pieces(

@@ -1,10 +1,10 @@
 """Which float8 weights of a checkpoint cannot stay so, by headers alone, without torch: what the loader will log."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from baton.model.config import ModelConfig
 from baton.model.fp8_tensors import NO_PRODUCT, Fp8Tensors, why_wide
-from baton.model.tensor_spec import TensorSpec
+from baton.model.tensor_spec import TensorSpec, mlp_names
 
 
 def dequantized_weights(
@@ -21,7 +21,7 @@ def dequantized_weights(
     """
     assert config.fp8 is not None
     found = {name: NO_PRODUCT for name in float8.scales if name in spec.weights}
-    for stacks, whole in _products(spec.weights, config.num_experts):
+    for stacks, whole in _products(config, spec):
         whys = []
         for stack in stacks:
             parts = {name: spec.weights[name].part_shape(0, size) for name in stack}
@@ -35,21 +35,20 @@ def dequantized_weights(
     return found
 
 
-def _products(names: Iterable[str], num_experts: int) -> Iterator[tuple[list[tuple[str, ...]], bool]]:
+def _products(config: ModelConfig, spec: TensorSpec) -> Iterator[tuple[list[tuple[str, ...]], bool]]:
     """Weights that are multiplied with in one call: stacks of them, and whether each weight must be whole blocks."""
-    for name in names:
-        prefix, _, part = name.rpartition(".self_attn.")
-        if part == "q_proj.weight":
-            yield [tuple(f"{prefix}.self_attn.{one}_proj.weight" for one in "qkv")], False
-            yield [(f"{prefix}.self_attn.o_proj.weight",)], False
-        prefix, _, part = name.rpartition(".mlp.")
-        if part == "gate_proj.weight":
-            yield _mlp(f"{prefix}.mlp")[:1], False
-            yield _mlp(f"{prefix}.mlp")[1:], False
-        elif part == "experts.0.gate_proj.weight":
-            experts = [_mlp(f"{prefix}.mlp.experts.{expert}") for expert in range(num_experts)]
-            yield [gate_up for gate_up, _ in experts] + [down for _, down in experts], True
-
-
-def _mlp(prefix: str) -> list[tuple[str, ...]]:
-    return [(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"), (f"{prefix}.down_proj.weight",)]
+    prefixes = [*(f"model.layers.{layer}" for layer in range(config.num_layers)), "mtp.layers.0"]
+    for layer, prefix in enumerate(prefixes):
+        if f"{prefix}.input_layernorm.weight" not in spec.weights:  # the MTP head, and it is not loaded
+            continue
+        yield [tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv")], False
+        yield [(f"{prefix}.self_attn.o_proj.weight",)], False
+        mlps = [] if config.is_sparse(layer) else [mlp_names(f"{prefix}.mlp")]
+        if config.is_sparse(layer):
+            experts = [config.expert_names(prefix, expert) for expert in range(config.num_experts)]
+            yield [*((gate, up) for gate, up, _ in experts), *((down,) for _, _, down in experts)], True
+            if config.shared_expert_size:
+                mlps = [mlp_names(f"{prefix}.{config.sparse_block}.shared_expert")]
+        for gate, up, down in mlps:
+            yield [(gate, up)], False
+            yield [(down,)], False

@@ -20,7 +20,7 @@ from baton.kernels.ops import Experts, Ops, Weight
 from baton.model.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
 from baton.model.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
 from baton.model.random_weights import RandomTensor
-from baton.model.tensor_spec import KV_SCALES
+from baton.model.tensor_spec import KV_SCALES, mlp_names
 from baton.model.weights import Cut, ReadBuffer, StoredTensor
 
 
@@ -250,8 +250,9 @@ class MLP:
     """SwiGLU with gate and up projections in one product."""
 
     def __init__(self, source: WeightSource, prefix: str, ops: Ops) -> None:
-        self.gate_up_JD = source.take_product(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-        self.down_DI = source.take_product(f"{prefix}.down_proj.weight")
+        gate, up, down = mlp_names(prefix)
+        self.gate_up_JD = source.take_product(gate, up)
+        self.down_DI = source.take_product(down)
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool) -> torch.Tensor:

@@ -200,6 +200,8 @@ class Model:
         if config.num_experts:
             shapes |= {(2 * config.moe_intermediate_size, hidden), (hidden, config.moe_intermediate_size)}
             shapes.add((config.num_experts, hidden))
+        if config.shared_expert_size:
+            shapes |= {(2 * config.shared_expert_size, hidden), (hidden, config.shared_expert_size), (1, hidden)}
         if self._eagle_sizes is not None:
             own = self._eagle_sizes
             heads = own.num_heads * own.head_dim

@@ -20,7 +20,7 @@ _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 
 # How random weights are spread, see `model.random_weights`.
 _NORM_SPREAD = 0.1
-_BIAS_SPREAD = 0.5
+_BIAS_SPREAD = 0.1  # a larger one moves every token alike
 _HEAD_NORM_MEAN = 1.5  # of queries and keys: attention that is neither uniform nor fixed on one token
 _LOGIT_GAIN = 3.0
 _ROUTER_GAIN = 2.0  # routers that are neither undecided nor always of one mind
@@ -113,18 +113,28 @@ def _layer(config: ModelConfig, prefix: str, layer: int) -> dict[str, WeightSpec
     if config.has_head_norms:
         weights |= {f"{prefix}.self_attn.{name}_norm.weight": _norm(head, _HEAD_NORM_MEAN) for name in "qk"}
     if not config.is_sparse(layer):
-        return weights | _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
-    weights[f"{prefix}.mlp.gate.weight"] = _matrix(config.num_experts, hidden, _ROUTER_GAIN)
+        return weights | _mlp(mlp_names(f"{prefix}.mlp"), hidden, config.intermediate_size)
+    block = f"{prefix}.{config.sparse_block}"
+    weights[f"{block}.gate.weight"] = _matrix(config.num_experts, hidden, _ROUTER_GAIN)
     for expert in range(config.num_experts):
-        weights |= _mlp(f"{prefix}.mlp.experts.{expert}", hidden, config.moe_intermediate_size)
+        weights |= _mlp(config.expert_names(prefix, expert), hidden, config.moe_intermediate_size)
+    if config.shared_expert_size:
+        weights |= _mlp(mlp_names(f"{block}.shared_expert"), hidden, config.shared_expert_size)
+        weights[f"{block}.shared_expert_gate.weight"] = _matrix(1, hidden)
     return weights
 
 
-def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, WeightSpec]:
+def mlp_names(prefix: str) -> tuple[str, str, str]:
+    """Weights of a SwiGLU: its gate, up and down projections."""
+    return f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight", f"{prefix}.down_proj.weight"
+
+
+def _mlp(names: tuple[str, str, str], hidden: int, inner: int) -> dict[str, WeightSpec]:
+    gate, up, down = names
     return {
-        f"{prefix}.gate_proj.weight": _matrix(inner, hidden, cut_dim=0),
-        f"{prefix}.up_proj.weight": _matrix(inner, hidden, cut_dim=0),
-        f"{prefix}.down_proj.weight": _matrix(hidden, inner, _ADDED_GAIN, cut_dim=1),
+        gate: _matrix(inner, hidden, cut_dim=0),
+        up: _matrix(inner, hidden, cut_dim=0),
+        down: _matrix(hidden, inner, _ADDED_GAIN, cut_dim=1),
     }
 
 

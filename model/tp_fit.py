@@ -20,6 +20,8 @@ def require_cut(config: ModelConfig, size: int, numerics: Numerics) -> None:
         inner_sizes["intermediate_size"] = config.intermediate_size
     if config.num_experts:
         inner_sizes["moe_intermediate_size"] = config.moe_intermediate_size
+    if config.shared_expert_size:
+        inner_sizes["shared_expert_intermediate_size"] = config.shared_expert_size
     for name, length in inner_sizes.items():
         if length % size:
             raise _refusal(f"{name} = {length} is no multiple of it", size)

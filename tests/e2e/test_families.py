@@ -41,6 +41,7 @@ FAMILIES = {
     "mistral": {"tie": True},
     "qwen2": {"tie": False},
     "qwen3_moe": {"tie": True, "layers": 3, "overrides": {"mlp_only_layers": [1]}},
+    "qwen2_moe": {"tie": False, "overrides": {"num_experts": 5}},
 }
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": False}
 
@@ -91,6 +92,7 @@ HANDED_OVER_DEFAULT = {
     ("mistral", "coupled", 0, 16, "1P1D"),
     ("qwen2", "coupled", 0, WHOLE, "1P2D"),
     ("qwen3_moe", "greedy", 0, 16, "1P2D"),
+    ("qwen2_moe", "greedy", 0, WHOLE, "2P1D"),
 }
 
 
@@ -118,6 +120,7 @@ SCHEDULED_DEFAULT = {
     ("mistral", "greedy", "computed again", WHOLE, 1),
     ("qwen2", "coupled", "to host memory", 16, 1),
     ("qwen3_moe", "greedy", "to host memory", WHOLE, 2),
+    ("qwen2_moe", "coupled", "computed again", 16, 2),
 }
 
 

@@ -56,6 +56,7 @@ SIZES = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 16_384,
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 384}
 FP8 = {"quantization": Quantization.FP8}
 FP8_KV = {"kv_dtype": KVDtype.FP8}
 REJECTION = VerificationConfig(mode=VerificationMode.REJECTION)
@@ -74,6 +75,8 @@ MODELS = {
     "ordered": ("qwen3-8b", {"vocab_size": 40_000}, INVARIANT, 1, None),  # of a head that is like no other product
     "ordered pruned": ("qwen3-8b", {"draft_vocab_size": 300}, INVARIANT | FP8, 2, REJECTION),
     "ordered moe": ("qwen3-30b-a3b", EXPERTS, INVARIANT | FP8, 1, None),
+    "shared": ("qwen1.5-moe-a2.7b", SHARED, FP8, 1, None),
+    "ordered shared": ("qwen1.5-moe-a2.7b", SHARED, INVARIANT, 1, None),
     "ordered alone": ("qwen3-8b", {"intermediate_size": 1280}, INVARIANT, 1, None),
     "tied": ("qwen3-8b", {"tie_word_embeddings": True, "vocab_size": 999}, FP8_KV, 1, REJECTION),
     "pruned": ("qwen3-8b", {"draft_vocab_size": 300}, FP8, 2, REJECTION),

@@ -10,6 +10,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
@@ -56,15 +57,17 @@ def write_checkpoint(
         "bos_token_id": 1,
         "eos_token_id": 1,
     }
-    if kind == "qwen3_moe":
+    if kind in ("qwen2_moe", "qwen3_moe"):
         config |= {
             "num_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
+            "norm_topk_prob": kind == "qwen3_moe",
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+    if kind == "qwen2_moe":
+        config["shared_expert_intermediate_size"] = 40
     if with_mtp:
         config["mtp_num_hidden_layers"] = 1
     config |= overrides or {}
@@ -130,7 +133,7 @@ class _RandomWeights:
         if self.config["model_type"].startswith("qwen3"):
             self.norm(f"{name}.self_attn.q_norm", head, mean=1.5)
             self.norm(f"{name}.self_attn.k_norm", head, mean=1.5)
-        if self.config["model_type"] == "qwen2":
+        if self.config["model_type"].startswith("qwen2") and self.config.get("qkv_bias", True):
             for part, rows in (("q", queries), ("k", keys), ("v", keys)):
                 self.tensors[f"{name}.self_attn.{part}_proj.bias"] = (0.2 * self._draw(rows)).to(self.dtype)
         if not is_sparse:
@@ -139,6 +142,9 @@ class _RandomWeights:
         self.matrix(f"{name}.mlp.gate", self.config["num_experts"], hidden, gain=2.0)
         for expert in range(self.config["num_experts"]):
             self.mlp(f"{name}.mlp.experts.{expert}", self.config["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in self.config:
+            self.mlp(f"{name}.mlp.shared_expert", self.config["shared_expert_intermediate_size"])
+            self.matrix(f"{name}.mlp.shared_expert_gate", 1, hidden, gain=2.0)
 
 
 def write_tokenizer(path, vocab_size):

@@ -14,6 +14,7 @@ from baton.tests.model.checkpoints import write_checkpoint
 SIZES = {"hidden_size": 256, "head_dim": 128, "num_heads": 4, "num_kv_heads": 2, "tie": False}
 INNER = {"intermediate_size": 512}
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+MOE = {"qwen3_moe": EXPERTS, "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 512}}
 IGNORED = ("lm_head", "model.layers.1.self_attn.o_proj")
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None, "actorder": None}
 INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
@@ -78,7 +79,7 @@ def write_float8(path, layout, *, kind="qwen3", ignored=IGNORED, seed=5, **optio
     `ignored` modules are stored in float32. Blocks, channels and tensors differ a lot in size, so that a scale in
     another's place shows.
     """
-    overrides = INNER | (EXPERTS if kind == "qwen3_moe" else {}) | options.pop("overrides", {})
+    overrides = INNER | MOE.get(kind, {}) | options.pop("overrides", {})
     sizes = SIZES | {"with_mtp": True} | options
     write_checkpoint(path / "float8", kind=kind, seed=seed, overrides=overrides, **sizes)
     write_checkpoint(path / "plain", kind=kind, seed=seed, overrides=overrides, **sizes)

@@ -12,12 +12,12 @@ from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.model.rope_scaling import read_scaling
 from baton.model.tensor_spec import tensor_spec
-from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.checkpoints import ARCHITECTURES, write_checkpoint
 from baton.tests.model.harness import Paged, prompt
 from baton.tests.model.ranks import on_ranks
 
 pytestmark = pytest.mark.fast
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -64,6 +64,24 @@ def test_logits_are_transformers_at_any_number_of_ranks(kind, tie, tmp_path, ref
     for size in (2, 4):  # of 2 KV heads
         for logits in on_ranks(size, lambda group: run(load(path, group), ids, group)):
             check_logits(kind, logits, wanted)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"mlp_only_layers": [2], "decoder_sparse_step": 2, "num_experts_per_tok": 1},
+        {"norm_topk_prob": True, "qkv_bias": False, "num_experts_per_tok": 8},
+    ],
+    ids=["dense layers", "renormalised, no biases"],
+)
+def test_options_of_qwen2_moe(overrides, tmp_path, reference, check_logits):
+    options = {"kind": "qwen2_moe", "layers": 4, "num_heads": 8, "num_kv_heads": 2, "with_mtp": False}
+    path = write_checkpoint(tmp_path / "model", **options, overrides=overrides)
+    ids = prompt(60)
+    wanted = reference(path, torch.float64).logits(ids)
+    check_logits("qwen2_moe", run(load(path), ids), wanted)
+    for logits in on_ranks(2, lambda group: run(load(path, group), ids, group)):
+        check_logits("qwen2_moe", logits, wanted)
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -115,6 +133,7 @@ def test_a_tensor_of_the_family_that_is_missing_is_named(tmp_path):
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "rope_type"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "surprise": 1}}, "rope_type"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
     ],
 )
 def test_what_changes_the_computation_is_refused_by_name(kind, overrides, option, tmp_path):
@@ -139,11 +158,20 @@ LLAMA = {
     "rope_theta": 5e5,
     "max_position_embeddings": 8192,
 }
+QWEN2_MOE = LLAMA | {"architectures": ["Qwen2MoeForCausalLM"], "num_experts_per_tok": 4}
 PUBLISHED = {
     "llama-3.1-8b": (LLAMA, 4096, 32, 32, 8, 14336, 128_256, 8_030_261_248),
     "llama-2-7b": (LLAMA | {"rope_theta": None}, 4096, 32, 32, 32, 11008, 32_000, 6_738_415_616),
     "mistral-7b": (
         LLAMA | {"architectures": ["MistralForCausalLM"]}, 4096, 32, 32, 8, 14336, 32_000, 7_241_732_096,
+    ),
+    "qwen1.5-moe-a2.7b": (
+        QWEN2_MOE | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60},
+        2048, 24, 16, 16, 5632, 151_936, 14_315_784_192,
+    ),
+    "qwen2-57b-a14b": (
+        QWEN2_MOE | {"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480, "num_experts": 64},
+        3584, 28, 28, 4, 18944, 151_936, 57_408_658_944,
     ),
     "qwen2.5-7b": (
         LLAMA | {"architectures": ["Qwen2ForCausalLM"]}, 3584, 28, 28, 4, 18944, 152_064, 7_615_616_512,
@@ -152,10 +180,17 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_shapes_have_as_many_weights_as_published(name, tmp_path):
+def test_published_shapes_have_as_many_weights_as_published_and_in_transformers(name, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     values, hidden, layers, heads, kv_heads, inner, vocab, count = PUBLISHED[name]
     values = values | {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     values |= {"num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocab}
+    kind = next(kind for kind, architecture in ARCHITECTURES.items() if values["architectures"] == [architecture])
+    values = {key: value for key, value in values.items() if value is not None} | {"model_type": kind}
     (tmp_path / "config.json").write_text(json.dumps(values))
     spec = tensor_spec(ModelConfig.from_directory(tmp_path, made_weights="none"), with_mtp=False)
     assert sum(torch.Size(shape).numel() for shape in spec.required.values()) == count
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == count

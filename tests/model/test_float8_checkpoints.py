@@ -133,7 +133,7 @@ FAST = {("qwen3-fp8", 1), ("autofp8", 2), ("compressed channel", 1)}
 CASES = [
     pytest.param(layout, kind, size, marks=[pytest.mark.fast] if (layout, size) in FAST else [])
     for layout in LAYOUTS
-    for kind in ("qwen3", "qwen3_moe")
+    for kind in ("qwen3", "qwen3_moe", "qwen2_moe")
     for size in (1, 2)
 ]
 
@@ -158,7 +158,7 @@ def test_weights_are_values_times_scales_and_products_round_activations(layout, 
         assert relative_error(logits, wanted) < 0.25  # it may choose other experts
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2_moe"])
 def test_weights_are_those_that_transformers_dequantizes(kind, float8, monkeypatch):
     """Its own reading of the same directory; it asks for a package that nothing here needs."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -211,7 +211,7 @@ def test_bfloat16_is_near(float8):
     assert (wide - narrow).norm() < 0.1 * wide.norm()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize("layout", ["deepseek", "modelopt"])
 def test_kernels_give_the_references_logits(layout, kind, float8):
     path, _ = float8(layout, kind)
@@ -262,7 +262,7 @@ def test_what_is_dequantized_is_counted_in_one_line(layout, why, count, float8, 
 @pytest.mark.fast
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize("layout", ["qwen3-fp8", "modelopt", "compressed channel", "compressed weight-only"])
 def test_headers_tell_what_the_loader_will_count(layout, kind, dtype, size, float8, caplog):
     path, _ = float8(layout, kind)
@@ -270,7 +270,7 @@ def test_headers_tell_what_the_loader_will_count(layout, kind, dtype, size, floa
     spec = tensor_spec(config, with_mtp=True)
     stored, name = check_tensors(spec, headers, config.fp8), str(dtype).removeprefix("torch.")
     whys = dequantized_weights(config, stored, spec, name, size)
-    if (layout, kind, size) == ("qwen3-fp8", "qwen3_moe", 4):  # refused, as its parts are no whole blocks
+    if (layout, size) == ("qwen3-fp8", 4) and kind != "qwen3":  # refused, as its parts are no whole blocks
         with pytest.raises(ModelUnsupported, match="no whole blocks"):
             require_cut_float8(spec, stored, size)
         return

@@ -15,6 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SHAPES = {
     "dense, group 4": {"kind": "qwen3", "num_heads": 8, "num_kv_heads": 2, "tie": False},
     "moe, group 2": {"kind": "qwen3_moe"},
+    "moe, shared expert": {"kind": "qwen2_moe"},
     # Wide enough that MKL splits rows and inner sizes between threads.
     "moe, wide": {"kind": "qwen3_moe", "hidden_size": 640, "head_dim": 64, "num_heads": 8, "vocab_size": 1000},
 }

@@ -24,7 +24,9 @@ from baton.tests.model.ranks import on_ranks
 DENSE = {"kind": "qwen3", "num_heads": 8, "num_kv_heads": 2, "tie": False}
 SPARSE = {"kind": "qwen3_moe", "num_heads": 8, "num_kv_heads": 4}
 MIXED = {"kind": "qwen3_moe", "num_heads": 8, "num_kv_heads": 1, "layers": 4, "overrides": {"decoder_sparse_step": 2}}
-KINDS = {"dense": DENSE, "sparse": SPARSE, "mixed": MIXED}
+SHARED = {"kind": "qwen2_moe", "num_heads": 8, "num_kv_heads": 4}
+KINDS = {"dense": DENSE, "sparse": SPARSE, "mixed": MIXED, "shared": SHARED}
+WIDE_SHARED = SHARED | {"num_heads": 16, "overrides": {"moe_intermediate_size": 32}}
 CASES = [
     pytest.param(
         kind, size, id=f"{kind}, {size} ranks", marks=[pytest.mark.fast] if (kind, size) == ("sparse", 2) else []
@@ -209,6 +211,7 @@ def test_every_weight_is_at_some_rank_in_order(tiny_checkpoint):
         (2, DENSE | {"num_heads": 6, "num_kv_heads": 3}, Numerics.DEFAULT, "num_key_value_heads = 3"),
         (32, DENSE | {"num_heads": 32}, Numerics.DEFAULT, "intermediate_size = 48"),
         (16, SPARSE | {"num_heads": 16}, Numerics.DEFAULT, "moe_intermediate_size = 24"),
+        (16, WIDE_SHARED, Numerics.DEFAULT, "shared_expert_intermediate_size = 40"),
         (16, DENSE | {"num_heads": 16}, Numerics.INVARIANT, "8 slices"),
     ],
 )

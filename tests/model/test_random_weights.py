@@ -24,11 +24,13 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "head_di
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "eos_token_id": 500}
 SMALL_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SPEC = WeightSpec((32, 48), spread=1.0)
-KINDS = {"tied": "qwen3-0.6b", "dense": "qwen3-8b", "moe": "qwen3-30b-a3b"}
+SMALL_SHARED = SMALL_MOE | {"shared_expert_intermediate_size": 96}
+EXPERTS = {"moe": SMALL_MOE, "shared": SMALL_SHARED}
+KINDS = {"tied": "qwen3-0.6b", "dense": "qwen3-8b", "moe": "qwen3-30b-a3b", "shared": "qwen1.5-moe-a2.7b"}
 
 
 def shape_of(path, kind, **changes):
-    return write_shape(KINDS[kind], path, **(SMALL | (SMALL_MOE if kind == "moe" else {}) | changes))
+    return write_shape(KINDS[kind], path, **(SMALL | EXPERTS.get(kind, {}) | changes))
 
 
 def load(path, *, seed=0, dtype=torch.float64, with_mtp=True, numerics=Numerics.DEFAULT):
@@ -137,5 +139,6 @@ def test_published_shapes_are_served(tmp_path, name):
     num_weights = 0
     for shape in tensor_spec(config, with_mtp=False).required.values():
         num_weights += torch.Size(shape).numel()
-    billions = {"qwen3-0.6b": 0.6, "qwen3-8b": 8.2, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5}[name]
+    billions = {"qwen3-0.6b": 0.6, "qwen3-8b": 8.2, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "qwen1.5-moe-a2.7b": 14.3}
+    billions = billions[name]
     assert num_weights / 1e9 == pytest.approx(billions, abs=0.05)

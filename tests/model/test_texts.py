@@ -31,6 +31,7 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {"rope_scaling": ROPES["yarn"]},
     "qwen3_moe": {},
+    "qwen2_moe": {},
 }
 # Two tokens whose logits are nearer than this are tied. Scaled frequencies are float32 in transformers.
 NEAR_TIES = {torch.float32: 2e-4, torch.float64: 2e-9}

@@ -34,11 +34,17 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
-@pytest.fixture(params=["dense", "moe"], scope="module")
+# All experts are chosen: which ones is no matter of rounding.
+SHARED = {"shared_expert_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 4}
+
+
+@pytest.fixture(params=["dense", "moe", "shared"], scope="module")
 def shape(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     if request.param == "moe":
         return write_shape("qwen3-30b-a3b", path, **(SIZES | EXPERTS))
+    if request.param == "shared":
+        return write_shape("qwen1.5-moe-a2.7b", path, **(SIZES | EXPERTS | SHARED))
     return write_shape("qwen3-8b", path, **SIZES)
 
 
