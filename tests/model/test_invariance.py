@@ -155,3 +155,15 @@ def test_the_self_test_knows_every_product_of_a_model(name, tiny_checkpoint, loa
     hidden = paged.prefill(ids)
     paged.logits(paged.mtp(ids, hidden, paged.prefill_batch([(0, 0, 5)])))
     assert seen == set(model.linear_shapes())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_weight_of_a_shared_expert_does_not_know_the_rows_beside_it(dtype, tiny_checkpoint, load):
+    model = load(tiny_checkpoint(kind="qwen2_moe"), dtype, Numerics.INVARIANT)
+    shared = model._decoder.layers[0].mlp.shared
+    generator = torch.Generator().manual_seed(2)
+    x_TD, mixed_TD = (torch.randn(300, 32, generator=generator).to(dtype) for _ in range(2))
+    with torch.inference_mode():
+        whole_TD = shared.add_to(mixed_TD, x_TD)
+        for row in range(300):
+            assert torch.equal(shared.add_to(mixed_TD[row : row + 1], x_TD[row : row + 1])[0], whole_TD[row]), row
