@@ -34,6 +34,8 @@ class _Family:
         has_shared_expert: beside them one that takes every token.
         sparse_block: the part of a layer that holds the experts.
         expert_parts: gate, up and down projection of one.
+        expert_size: the key that says its intermediate size.
+        renormalises: chosen probabilities sum to 1; else only with `norm_topk_prob`.
     """
 
     has_head_norms: bool = False
@@ -43,11 +45,21 @@ class _Family:
     has_shared_expert: bool = False
     sparse_block: str = "mlp"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    expert_size: str = "moe_intermediate_size"
+    renormalises: bool = False
 
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(slides=True),
+    "MixtralForCausalLM": _Family(
+        slides=True,
+        is_moe=True,
+        sparse_block="block_sparse_moe",
+        expert_parts=("w1", "w3", "w2"),
+        expert_size="intermediate_size",
+        renormalises=True,
+    ),
     "Qwen2ForCausalLM": _Family(has_qkv_bias=True),
     "Qwen2MoeForCausalLM": _Family(has_qkv_bias=True, is_moe=True, has_shared_expert=True),
     "Qwen3ForCausalLM": _Family(has_head_norms=True),
@@ -258,9 +270,9 @@ def _expert_fields(values: dict[str, Any], family: _Family, num_layers: int) -> 
     return {
         "num_experts": num_experts,
         "num_experts_per_token": num_chosen,
-        "moe_intermediate_size": _size(values, "moe_intermediate_size") if family.is_moe else 0,
+        "moe_intermediate_size": _size(values, family.expert_size) if family.is_moe else 0,
         "shared_expert_size": _size(values, "shared_expert_intermediate_size") if family.has_shared_expert else 0,
-        "renormalise_experts": bool(values.get("norm_topk_prob", False)),
+        "renormalise_experts": family.renormalises or bool(values.get("norm_topk_prob", False)),
         "sparse_layers": frozenset(sparse),
         "sparse_block": family.sparse_block,
         "expert_parts": family.expert_parts,

@@ -41,6 +41,7 @@ FAMILIES = {
     "mistral": {"tie": True},
     "qwen2": {"tie": False},
     "qwen3_moe": {"tie": True, "layers": 3, "overrides": {"mlp_only_layers": [1]}},
+    "mixtral": {"tie": True},
     "qwen2_moe": {"tie": False, "overrides": {"num_experts": 5}},
 }
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": False}

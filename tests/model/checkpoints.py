@@ -9,6 +9,7 @@ VOCAB_SIZE = 96
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -68,6 +69,8 @@ def write_checkpoint(
         }
     if kind == "qwen2_moe":
         config["shared_expert_intermediate_size"] = 40
+    if kind == "mixtral":
+        config |= {"num_local_experts": 8, "num_experts_per_tok": 2}
     if with_mtp:
         config["mtp_num_hidden_layers"] = 1
     config |= overrides or {}
@@ -85,8 +88,12 @@ def random_tensors(config, *, seed, with_mtp, dtype):
     hidden = config["hidden_size"]
     weights.matrix("model.embed_tokens", config["vocab_size"], hidden, gain=hidden**0.5 / 8)
     for index in range(config["num_hidden_layers"]):
-        is_sparse = "num_experts" in config and index not in config["mlp_only_layers"]
-        weights.layer(f"model.layers.{index}", is_sparse and (index + 1) % config["decoder_sparse_step"] == 0)
+        is_sparse = "num_local_experts" in config or (
+            "num_experts" in config
+            and index not in config["mlp_only_layers"]
+            and (index + 1) % config["decoder_sparse_step"] == 0
+        )
+        weights.layer(f"model.layers.{index}", is_sparse)
     weights.norm("model.norm", hidden)
     if not config["tie_word_embeddings"]:
         weights.matrix("lm_head", config["vocab_size"], hidden)
@@ -94,7 +101,7 @@ def random_tensors(config, *, seed, with_mtp, dtype):
         weights.matrix("mtp.fc", hidden, 2 * hidden)
         for name in ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"):
             weights.norm(name, hidden)
-        weights.layer("mtp.layers.0", "num_experts" in config)
+        weights.layer("mtp.layers.0", "num_experts_per_tok" in config)
     return weights.tensors
 
 
@@ -138,6 +145,13 @@ class _RandomWeights:
                 self.tensors[f"{name}.self_attn.{part}_proj.bias"] = (0.2 * self._draw(rows)).to(self.dtype)
         if not is_sparse:
             self.mlp(f"{name}.mlp", self.config["intermediate_size"])
+            return
+        if self.config["model_type"] == "mixtral":
+            self.matrix(f"{name}.block_sparse_moe.gate", self.config["num_local_experts"], hidden, gain=2.0)
+            for expert in range(self.config["num_local_experts"]):
+                inner = self.config["intermediate_size"]
+                for part, shape in (("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden))):
+                    self.matrix(f"{name}.block_sparse_moe.experts.{expert}.{part}", *shape)
             return
         self.matrix(f"{name}.mlp.gate", self.config["num_experts"], hidden, gain=2.0)
         for expert in range(self.config["num_experts"]):

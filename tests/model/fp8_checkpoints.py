@@ -15,6 +15,8 @@ SIZES = {"hidden_size": 256, "head_dim": 128, "num_heads": 4, "num_kv_heads": 2,
 INNER = {"intermediate_size": 512}
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
 MOE = {"qwen3_moe": EXPERTS, "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 512}}
+MOE["mixtral"] = {"num_local_experts": 4}
+QUANTIZED = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "mtp.fc.weight")
 IGNORED = ("lm_head", "model.layers.1.self_attn.o_proj")
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None, "actorder": None}
 INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
@@ -85,7 +87,7 @@ def write_float8(path, layout, *, kind="qwen3", ignored=IGNORED, seed=5, **optio
     write_checkpoint(path / "plain", kind=kind, seed=seed, overrides=overrides, **sizes)
     tensors = load_file(path / "float8" / "model.safetensors")
     plain, generator = dict(tensors), torch.Generator().manual_seed(seed)
-    for name in [name for name in tensors if name.endswith("_proj.weight") or name == "mtp.fc.weight"]:
+    for name in [name for name in tensors if name.endswith(QUANTIZED)]:
         module = name.removesuffix(".weight")
         if module in ignored:
             continue

@@ -100,7 +100,7 @@ def _dequantize(module):
         def router(x):
             logits = torch.nn.functional.linear(x.reshape(-1, module.hidden_dim), module.weight)
             weight, index = torch.topk(logits.softmax(dim=-1), module.top_k, dim=-1)
-            if module.norm_topk_prob:
+            if getattr(module, "norm_topk_prob", True):  # Mixtral's has no choice
                 weight = weight / weight.sum(dim=-1, keepdim=True)
             return logits, weight, index
 

@@ -17,7 +17,7 @@ from baton.tests.model.harness import Paged, prompt
 from baton.tests.model.ranks import on_ranks
 
 pytestmark = pytest.mark.fast
-FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -164,6 +164,10 @@ PUBLISHED = {
     "llama-2-7b": (LLAMA | {"rope_theta": None}, 4096, 32, 32, 32, 11008, 32_000, 6_738_415_616),
     "mistral-7b": (
         LLAMA | {"architectures": ["MistralForCausalLM"]}, 4096, 32, 32, 8, 14336, 32_000, 7_241_732_096,
+    ),
+    "mixtral-8x7b": (
+        LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
+        4096, 32, 32, 8, 14336, 32_000, 46_702_792_704,
     ),
     "qwen1.5-moe-a2.7b": (
         QWEN2_MOE | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60},

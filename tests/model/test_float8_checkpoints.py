@@ -136,6 +136,7 @@ CASES = [
     for kind in ("qwen3", "qwen3_moe", "qwen2_moe")
     for size in (1, 2)
 ]
+CASES += [pytest.param("autofp8", "mixtral", size) for size in (1, 2)]
 
 
 @pytest.mark.parametrize(("layout", "kind", "size"), CASES)
@@ -262,7 +263,7 @@ def test_what_is_dequantized_is_counted_in_one_line(layout, why, count, float8, 
 @pytest.mark.fast
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2_moe", "mixtral"])
 @pytest.mark.parametrize("layout", ["qwen3-fp8", "modelopt", "compressed channel", "compressed weight-only"])
 def test_headers_tell_what_the_loader_will_count(layout, kind, dtype, size, float8, caplog):
     path, _ = float8(layout, kind)
@@ -270,7 +271,10 @@ def test_headers_tell_what_the_loader_will_count(layout, kind, dtype, size, floa
     spec = tensor_spec(config, with_mtp=True)
     stored, name = check_tensors(spec, headers, config.fp8), str(dtype).removeprefix("torch.")
     whys = dequantized_weights(config, stored, spec, name, size)
-    if (layout, size) == ("qwen3-fp8", 4) and kind != "qwen3":  # refused, as its parts are no whole blocks
+    if (layout, size) == ("qwen3-fp8", 4) and kind in (
+        "qwen3_moe",
+        "qwen2_moe",
+    ):  # refused, as its parts are no whole blocks
         with pytest.raises(ModelUnsupported, match="no whole blocks"):
             require_cut_float8(spec, stored, size)
         return

@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3": {"rope_scaling": ROPES["yarn"]},
     "qwen3_moe": {},
     "qwen2_moe": {},
+    "mixtral": {},
 }
 # Two tokens whose logits are nearer than this are tied. Scaled frequencies are float32 in transformers.
 NEAR_TIES = {torch.float32: 2e-4, torch.float64: 2e-9}
