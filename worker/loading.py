@@ -370,7 +370,11 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
         num_tokens=step.max_num_batched_tokens,
         num_rows=step.max_num_seqs * (config.num_draft_tokens + 1),
         hidden_size=sizes.hidden_size,
-        inner_size=max(sizes.intermediate_size, sizes.moe_intermediate_size * sizes.num_experts_per_token),
+        inner_size=max(
+            sizes.intermediate_size,
+            sizes.moe_intermediate_size * sizes.num_experts_per_token,
+            sizes.shared_expert_size,
+        ),
         vocab_size=sizes.vocab_size,
     )
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
