@@ -5,13 +5,14 @@ Token ids of the end of a text are not here: the tokenizer has them.
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
 from baton.model.fp8_scheme import Fp8Scheme, read_scheme
-from baton.model.rope_scaling import RopeScaling, read_scaling
+from baton.model.rope_scaling import RopeScaling, read_scaling, rope_parameters
 from baton.model.weights import checkpoint_identity, shape_identity
 
 _MAX_LAYERS = 1000
@@ -36,6 +37,7 @@ class _Family:
         expert_parts: gate, up and down projection of one.
         expert_size: the key that says its intermediate size.
         renormalises: chosen probabilities sum to 1; else only with `norm_topk_prob`.
+        absent: what a key means that config.json leaves out, where that is the family's own.
     """
 
     has_head_norms: bool = False
@@ -47,11 +49,12 @@ class _Family:
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     expert_size: str = "moe_intermediate_size"
     renormalises: bool = False
+    absent: Mapping[str, Any] = field(default_factory=dict)
 
 
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(),
-    "MistralForCausalLM": _Family(slides=True),
+    "LlamaForCausalLM": _Family(slides=True, absent={"num_key_value_heads": None, "rope_theta": 10_000.0}),
+    "MistralForCausalLM": _Family(slides=True, absent={"sliding_window": 4096}),
     "MixtralForCausalLM": _Family(
         slides=True,
         is_moe=True,
@@ -62,9 +65,16 @@ _FAMILIES = {
     ),
     "Qwen2ForCausalLM": _Family(has_qkv_bias=True),
     "Qwen2MoeForCausalLM": _Family(has_qkv_bias=True, is_moe=True, has_shared_expert=True),
-    "Qwen3ForCausalLM": _Family(has_head_norms=True),
+    "Qwen3ForCausalLM": _Family(has_head_norms=True, absent={"head_dim": 128}),
     "Qwen3MoeForCausalLM": _Family(has_head_norms=True, is_moe=True),
 }
+
+
+# Of other families. transformers does not look at them in these; a checkpoint that has one was made otherwise.
+_OF_OTHERS = (
+    "alibi", "attn_logit_softcapping", "attention_multiplier", "clip_qkv", "embedding_multiplier",
+    "final_logit_softcapping", "logit_scale", "logits_scaling", "residual_multiplier", "scale_depth", "scale_emb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,16 +220,17 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
         known = ", ".join(_FAMILIES)
         message = f"{path} is of architecture {architectures or 'unknown'}; this version serves {known}"
         raise ModelUnsupported(message, option="architectures", value=architectures)
-    rope = values.get("rope_parameters")
-    rotary = (rope if isinstance(rope, dict) else values).get("partial_rotary_factor", 1)
+    rotaries = [where.get("partial_rotary_factor") for where in (values, rope_parameters(values))]
     refused = {
         "use_sliding_window": bool(values.get("use_sliding_window")),
         "attention_bias": bool(values.get("attention_bias")),
         "mlp_bias": bool(values.get("mlp_bias")),
-        "partial_rotary_factor": rotary not in (None, 1),
+        "partial_rotary_factor": any(rotary not in (None, 1) for rotary in rotaries),
         "hidden_act": values.get("hidden_act", "silu") != "silu",
         "layer_types": any(kind != "full_attention" for kind in values.get("layer_types") or []),
-    }
+        "is_causal": not values.get("is_causal", True),
+        "attention_chunk_size": values.get("attention_chunk_size") is not None,
+    } | {option: values.get(option) not in (None, False, 1) for option in _OF_OTHERS}
     for option, is_refused in refused.items():
         if is_refused:
             value = values.get(option)
@@ -230,11 +241,13 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
 def _fields(values: dict[str, Any]) -> dict[str, Any]:
     """Fields of ModelConfig by the names config.json uses. KeyError names a key that is missing."""
     architecture = values["architectures"][0]
+    family = _FAMILIES[architecture]
+    values = {**family.absent, **values}
     num_layers = _size(values, "num_hidden_layers", limit=_MAX_LAYERS)
     num_heads = _size(values, "num_attention_heads", limit=_MAX_HEADS)
     hidden_size = _size(values, "hidden_size")
-    family = _FAMILIES[architecture]
-    num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=num_heads)
+    default = num_heads if "num_key_value_heads" in values else None  # of null
+    num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=default)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
     return {
@@ -246,7 +259,7 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "head_dim": _size(values, "head_dim", default=hidden_size // num_heads),
         "vocab_size": _size(values, "vocab_size", limit=_MAX_VOCAB_SIZE),
         "max_model_len": _size(values, "max_position_embeddings", limit=_MAX_POSITIONS),
-        "rope_theta": _rope_theta(values, architecture),
+        "rope_theta": _positive(values | rope_parameters(values), "rope_theta"),
         "rope": read_scaling(values),
         "has_head_norms": family.has_head_norms,
         "has_qkv_bias": family.has_qkv_bias and bool(values.get("qkv_bias", True)),
@@ -277,13 +290,6 @@ def _expert_fields(values: dict[str, Any], family: _Family, num_layers: int) -> 
         "sparse_block": family.sparse_block,
         "expert_parts": family.expert_parts,
     }
-
-
-def _rope_theta(values: dict[str, Any], architecture: str) -> float:
-    rope = values.get("rope_parameters") or {}
-    if values.get("rope_theta") is None and "rope_theta" not in rope and architecture == "LlamaForCausalLM":
-        return 10_000.0  # Llama 2 does not write it
-    return _positive(rope if "rope_theta" in rope else values, "rope_theta")
 
 
 def _draft_vocab_size(values: dict[str, Any]) -> int | None:

@@ -83,16 +83,33 @@ class RopeScaling:
         return dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
+def rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of positions, under `rope_parameters` or `rope_scaling`; {} if nothing.
+
+    Raises:
+        ModelUnsupported: it is no mapping, both are there and differ, or kinds of layers have one each.
+    """
+    found = [rope for rope in (values.get("rope_parameters"), values.get("rope_scaling")) if rope]
+    for rope in found:
+        if not isinstance(rope, dict):
+            raise _refusal("is no mapping", rope)
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise _refusal("one for each kind of layer is not implemented", rope)
+        if rope != found[0]:
+            raise _refusal("rope_parameters and rope_scaling differ", found)
+    return dict(found[0]) if found else {}
+
+
 def read_scaling(values: Mapping[str, Any]) -> RopeScaling:
-    """What config.json says, under `rope_parameters` or `rope_scaling`.
+    """How config.json has positions scaled.
 
     Raises:
         ModelUnsupported: a type or a parameter that is not implemented, or one that makes no sense.
     """
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise _refusal("is no mapping", rope)
+    rope = rope_parameters(values)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind in ("llama3", "yarn") and values.get("original_max_position_embeddings") is not None:
+        rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]  # goes before its own
     if kind not in ROPE_TYPES:
         raise _refusal(f"rope_type {kind!r} is not implemented; this version serves {', '.join(ROPE_TYPES)}", rope)
     given = {key for key, value in rope.items() if value is not None} - {"rope_type", "type", "rope_theta"}

@@ -143,8 +143,9 @@ def test_what_changes_the_computation_is_refused_by_name(kind, overrides, option
     assert refused.value.fields["option"] == option
 
 
-def test_a_window_is_served_only_where_it_never_bites(tmp_path):
-    path = write_checkpoint(tmp_path / "model", kind="mistral", with_mtp=False, overrides={"sliding_window": 128})
+@pytest.mark.parametrize("kind", ["llama", "mistral", "mixtral"])
+def test_a_window_is_served_only_where_it_never_bites(kind, tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind=kind, with_mtp=False, overrides={"sliding_window": 128})
     config = ModelConfig.from_directory(path)
     config.require_full_attention(128)
     for length in (129, None):
