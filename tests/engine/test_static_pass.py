@@ -15,6 +15,7 @@ KINDS = [(GraphKind.VERIFY, 1), (GraphKind.VERIFY, 3), (GraphKind.DRAFT, 1), (Gr
 SHAPES = {
     "dense": {"kind": "qwen3", "num_heads": 8, "num_kv_heads": 2, "tie": False},
     "moe": {"kind": "qwen3_moe"},
+    "shared expert": {"kind": "qwen2_moe"},
 }
 
 
