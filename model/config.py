@@ -70,11 +70,19 @@ _FAMILIES = {
 }
 
 
-# Of other families. transformers does not look at them in these; a checkpoint that has one was made otherwise.
-_OF_OTHERS = (
-    "alibi", "attn_logit_softcapping", "attention_multiplier", "clip_qkv", "embedding_multiplier",
-    "final_logit_softcapping", "logit_scale", "logits_scaling", "residual_multiplier", "scale_depth", "scale_emb",
-)  # fmt: skip
+# Of other families, and the value that says nothing, beside null. transformers does not look at them in these families;
+# a checkpoint that has one was not made by their equations.
+_OF_OTHERS = {
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "embedding_multiplier": 1,
+    "final_logit_softcapping": None,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "residual_multiplier": 1,
+    "scale_emb": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +238,7 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
         "layer_types": any(kind != "full_attention" for kind in values.get("layer_types") or []),
         "is_causal": not values.get("is_causal", True),
         "attention_chunk_size": values.get("attention_chunk_size") is not None,
-    } | {option: values.get(option) not in (None, False, 1) for option in _OF_OTHERS}
+    } | {option: values.get(option) not in (None, nothing) for option, nothing in _OF_OTHERS.items()}
     for option, is_refused in refused.items():
         if is_refused:
             value = values.get(option)
