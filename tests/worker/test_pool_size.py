@@ -18,7 +18,12 @@ pytestmark = pytest.mark.fast
 TOTAL_BYTES = 20 << 30
 WEIGHT_BYTES = 3 << 30
 SIZES = SimpleNamespace(
-    hidden_size=1024, intermediate_size=4096, moe_intermediate_size=0, num_experts_per_token=0, vocab_size=32_000
+    hidden_size=1024,
+    intermediate_size=4096,
+    moe_intermediate_size=0,
+    num_experts_per_token=0,
+    shared_expert_size=0,
+    vocab_size=32_000,
 )
 
 
@@ -36,8 +41,10 @@ def num_blocks(monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, f
     return loading._num_blocks(config, loaded, layout, Alone(), sizes), layout.bytes_per_block
 
 
-def room_of(share=0.5, chunk_len=256):
-    steps = loading.step_bytes(num_tokens=chunk_len, num_rows=48, hidden_size=1024, inner_size=4096, vocab_size=32_000)
+def room_of(share=0.5, chunk_len=256, inner_size=4096):
+    steps = loading.step_bytes(
+        num_tokens=chunk_len, num_rows=48, hidden_size=1024, inner_size=inner_size, vocab_size=32_000
+    )
     return int(TOTAL_BYTES * share) - WEIGHT_BYTES - loading.CONTEXT_BYTES - steps
 
 
@@ -51,6 +58,18 @@ def test_the_share_is_of_the_whole_card_and_weights_and_steps_are_in_it(monkeypa
 def test_longer_steps_leave_less(monkeypatch):
     found, block_bytes = num_blocks(monkeypatch, dtype="bfloat16", chunk_len=8192)
     assert found == room_of(chunk_len=8192) // block_bytes - 1 < room_of() // block_bytes - 1
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"shared_expert_size": 65_536}, {"moe_intermediate_size": 8192, "num_experts_per_token": 8}], ids=str
+)
+def test_the_widest_rows_of_a_layer_leave_less(sizes, monkeypatch):
+    for name, size in sizes.items():
+        monkeypatch.setattr(SIZES, name, size)
+    found, block_bytes = num_blocks(monkeypatch, dtype="bfloat16", chunk_len=8192)
+    assert (
+        found == room_of(chunk_len=8192, inner_size=65_536) // block_bytes - 1 < room_of(chunk_len=8192) // block_bytes
+    )
 
 
 def test_what_others_hold_is_not_taken(monkeypatch):
