@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from baton.core.errors import ModelUnsupported
 from baton.model.config import ModelConfig, read_config
-from baton.model.tensor_spec import Shape, TensorSpec, layer_spec
+from baton.model.tensor_spec import LOGIT_GAIN, Shape, TensorSpec, layer_weights, matrix, norm
 
 EAGLE_D2T: Final = "d2t"
 EAGLE_HEAD: Final = "lm_head.weight"
@@ -84,14 +84,13 @@ class EagleConfig:
     def tensors(self) -> TensorSpec:
         """Names and shapes, the layer's under `layers.0` in either layout."""
         hidden = self.sizes.hidden_size
-        required: dict[str, Shape] = {"fc.weight": (hidden, len(self.aux_layers) * hidden), "norm.weight": (hidden,)}
-        required |= {f"{LAYER}.hidden_norm.weight": (hidden,), EAGLE_HEAD: (self.draft_vocab_size, hidden)}
-        for name, shape in layer_spec(self.sizes, LAYER, 0).items():
-            is_qkv = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-            required[name] = (shape[0], 2 * hidden) if is_qkv else shape
+        weights = {"fc.weight": matrix(hidden, len(self.aux_layers) * hidden), "norm.weight": norm(hidden)}
+        weights |= {f"{LAYER}.hidden_norm.weight": norm(hidden)}
+        weights |= layer_weights(self.sizes, LAYER, 0, input_len=2 * hidden)
+        weights[EAGLE_HEAD] = matrix(self.draft_vocab_size, hidden, LOGIT_GAIN)
         vocab = (self.sizes.vocab_size, hidden)
         tables: dict[str, Shape] = {EAGLE_D2T: (self.draft_vocab_size,)} if self.has_table else {}
-        return TensorSpec(required, tables, {"embed_tokens.weight": vocab})
+        return TensorSpec(weights, tables, {"embed_tokens.weight": vocab})
 
     @property
     def has_table(self) -> bool:

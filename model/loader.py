@@ -26,7 +26,7 @@ from baton.model.parallel import Alone, Communicator, ShardPlan
 from baton.model.random_weights import RandomTensor, random_identity, random_tensors
 from baton.model.tensor_spec import TensorSpec, check_tensors, tensor_spec
 from baton.model.tp_fit import require_cut, require_cut_float8
-from baton.model.weights import StoredTensor, read_headers
+from baton.model.weights import Cut, StoredTensor, read_headers
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _drafter(
     spec, d2t_C = config.tensors(), torch.arange(config.draft_vocab_size)
     stored: Mapping[str, StoredTensor | RandomTensor]
     if random_seed is not None:
-        stored = random_tensors(spec.required, beside.dtype, beside.device, random_seed)
+        stored = random_tensors(spec.weights, beside.dtype, beside.device, random_seed)
         d2t_C = spaced_d2t(config.draft_vocab_size, config.sizes.vocab_size)
     else:
         headers = by_one_name(read_headers(path))
@@ -145,10 +145,12 @@ def _drafter(
             d2t_C = normalise_d2t(
                 headers[EAGLE_D2T].read_index(), config.sizes.vocab_size, config.sizes.d2t_form or "offset"
             )
-    plan = ShardPlan(config.sizes, group, numerics, cut_vocab=False)
-    source = WeightSource(
-        stored, beside.dtype, beside.device, len(spec.required), None, plan.cut, kv_dtype=beside.kv_dtype
-    )
+    require_cut(config.sizes, group.size, numerics)
+
+    def cut(name: str) -> Cut | None:
+        return spec.weights[name].cut(group.rank, group.size) if name in spec.weights else None
+
+    source = WeightSource(stored, beside.dtype, beside.device, len(spec.weights), None, cut, kv_dtype=beside.kv_dtype)
     return (source, config), d2t_C
 
 

@@ -22,7 +22,7 @@ _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.1  # a larger one moves every token alike
 _HEAD_NORM_MEAN = 1.5  # of queries and keys: attention that is neither uniform nor fixed on one token
-_LOGIT_GAIN = 3.0
+LOGIT_GAIN = 3.0
 _ROUTER_GAIN = 2.0  # routers that are neither undecided nor always of one mind
 _ADDED_GAIN = 3.0  # what layers add outweighs a token's own embedding, which a tied lm_head would repeat for ever
 
@@ -78,49 +78,52 @@ class TensorSpec:
 def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
     """What the architecture needs, with or without its MTP head."""
     hidden = config.hidden_size
-    vocab = _matrix(config.vocab_size, hidden, _LOGIT_GAIN)
-    weights = {"model.embed_tokens.weight": vocab, "model.norm.weight": _norm(hidden)}
+    vocab = matrix(config.vocab_size, hidden, LOGIT_GAIN)
+    weights = {"model.embed_tokens.weight": vocab, "model.norm.weight": norm(hidden)}
     optional: dict[str, Shape] = {}
     if config.tie_word_embeddings:
         optional["lm_head.weight"] = vocab.shape
     else:
         weights["lm_head.weight"] = vocab
     for layer in range(config.num_layers):
-        weights |= _layer(config, f"model.layers.{layer}", layer)
+        weights |= layer_weights(config, f"model.layers.{layer}", layer)
         optional |= _scales(f"model.layers.{layer}")
     tables: dict[str, Shape] = {}
     if with_mtp:
-        weights |= {f"mtp.{name}.weight": _norm(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-        weights |= {"mtp.norm.weight": _norm(hidden), "mtp.fc.weight": _matrix(hidden, 2 * hidden)}
-        weights |= _layer(config, "mtp.layers.0", config.num_layers)
+        weights |= {f"mtp.{name}.weight": norm(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+        weights |= {"mtp.norm.weight": norm(hidden), "mtp.fc.weight": matrix(hidden, 2 * hidden)}
+        weights |= layer_weights(config, "mtp.layers.0", config.num_layers)
         optional |= _scales("mtp.layers.0")
         if config.draft_vocab_size is not None:
-            weights[DRAFT_HEAD] = _matrix(config.draft_vocab_size, hidden, _LOGIT_GAIN)
+            weights[DRAFT_HEAD] = matrix(config.draft_vocab_size, hidden, LOGIT_GAIN)
             tables[D2T] = (config.draft_vocab_size,)
     return TensorSpec(weights, tables, optional)
 
 
-def _layer(config: ModelConfig, prefix: str, layer: int) -> dict[str, WeightSpec]:
+def layer_weights(
+    config: ModelConfig, prefix: str, layer: int, *, input_len: int | None = None
+) -> dict[str, WeightSpec]:
+    """A decoder layer's; its attention reads rows of `input_len`, of the hidden size if None."""
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head, config.num_kv_heads * head
-    weights = {f"{prefix}.{name}_layernorm.weight": _norm(hidden) for name in ("input", "post_attention")}
+    weights = {f"{prefix}.{name}_layernorm.weight": norm(hidden) for name in ("input", "post_attention")}
     for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-        weights[f"{prefix}.self_attn.{name}_proj.weight"] = _matrix(rows, hidden, cut_dim=0, group_len=head)
+        weights[f"{prefix}.self_attn.{name}_proj.weight"] = matrix(rows, input_len or hidden, cut_dim=0, group_len=head)
         if config.has_qkv_bias:
             bias = WeightSpec((rows,), cut_dim=0, group_len=head, spread=_BIAS_SPREAD)
             weights[f"{prefix}.self_attn.{name}_proj.bias"] = bias
-    weights[f"{prefix}.self_attn.o_proj.weight"] = _matrix(hidden, queries, _ADDED_GAIN, cut_dim=1, group_len=head)
+    weights[f"{prefix}.self_attn.o_proj.weight"] = matrix(hidden, queries, _ADDED_GAIN, cut_dim=1, group_len=head)
     if config.has_head_norms:
-        weights |= {f"{prefix}.self_attn.{name}_norm.weight": _norm(head, _HEAD_NORM_MEAN) for name in "qk"}
+        weights |= {f"{prefix}.self_attn.{name}_norm.weight": norm(head, _HEAD_NORM_MEAN) for name in "qk"}
     if not config.is_sparse(layer):
         return weights | _mlp(mlp_names(f"{prefix}.mlp"), hidden, config.intermediate_size)
     block = f"{prefix}.{config.sparse_block}"
-    weights[f"{block}.gate.weight"] = _matrix(config.num_experts, hidden, _ROUTER_GAIN)
+    weights[f"{block}.gate.weight"] = matrix(config.num_experts, hidden, _ROUTER_GAIN)
     for expert in range(config.num_experts):
         weights |= _mlp(config.expert_names(prefix, expert), hidden, config.moe_intermediate_size)
     if config.shared_expert_size:
         weights |= _mlp(mlp_names(f"{block}.shared_expert"), hidden, config.shared_expert_size)
-        weights[f"{block}.shared_expert_gate.weight"] = _matrix(1, hidden)
+        weights[f"{block}.shared_expert_gate.weight"] = matrix(1, hidden)
     return weights
 
 
@@ -132,20 +135,19 @@ def mlp_names(prefix: str) -> tuple[str, str, str]:
 def _mlp(names: tuple[str, str, str], hidden: int, inner: int) -> dict[str, WeightSpec]:
     gate, up, down = names
     return {
-        gate: _matrix(inner, hidden, cut_dim=0),
-        up: _matrix(inner, hidden, cut_dim=0),
-        down: _matrix(hidden, inner, _ADDED_GAIN, cut_dim=1),
+        gate: matrix(inner, hidden, cut_dim=0),
+        up: matrix(inner, hidden, cut_dim=0),
+        down: matrix(hidden, inner, _ADDED_GAIN, cut_dim=1),
     }
 
 
-def _matrix(
-    rows: int, columns: int, gain: float = 1.0, *, cut_dim: int | None = None, group_len: int = 1
-) -> WeightSpec:
+def matrix(rows: int, columns: int, gain: float = 1.0, *, cut_dim: int | None = None, group_len: int = 1) -> WeightSpec:
     """Random numbers keep the size of what goes through, but for the gain."""
     return WeightSpec((rows, columns), cut_dim, group_len, spread=gain * columns**-0.5)
 
 
-def _norm(size: int, mean: float = 1.0) -> WeightSpec:
+def norm(size: int, mean: float = 1.0) -> WeightSpec:
+    """The weight of a norm."""
     return WeightSpec((size,), mean=mean, spread=_NORM_SPREAD)
 
 

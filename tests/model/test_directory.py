@@ -216,7 +216,7 @@ def test_a_missing_mtp_head_says_how_to_go_on(copy):
         load(copy)
     assert load(copy, with_mtp=False).config.num_mtp_layers == 1
     rewrite_config(copy, mtp_num_hidden_layers=...)
-    with pytest.raises(ModelTensorMissing, match="--speculative-method none would serve"):
+    with pytest.raises(ModelTensorMissing, match="--speculative-method ngram drafts without one, none not at all"):
         load(copy)
     rewrite_config(copy, num_nextn_predict_layers=2)
     with pytest.raises(ModelUnsupported, match="2 MTP layers"):

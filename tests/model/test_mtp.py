@@ -51,5 +51,5 @@ def test_a_model_loaded_without_its_head_has_none(tiny_checkpoint, load):
     assert (model.kv_layout(16).has_mtp, load(path).kv_layout(16).has_mtp) == (False, True)
     assert load(path).kv_layout(16).num_layers == model.config.num_layers + 1
     paged = Paged(model)
-    with pytest.raises(AssertionError, match="without its MTP head"):
+    with pytest.raises(AssertionError, match="without a draft head"):
         paged.mtp(prompt(3), torch.zeros(3, 32), paged.prefill_batch([(0, 0, 3)]))
