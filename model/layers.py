@@ -20,8 +20,11 @@ from baton.kernels.ops import Experts, Ops, Weight
 from baton.model.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
 from baton.model.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
 from baton.model.random_weights import RandomTensor
+from baton.model.tensor_reader import Part, TensorReader
 from baton.model.tensor_spec import KV_SCALES, mlp_names
-from baton.model.weights import Cut, ReadBuffer, StoredTensor
+from baton.model.weights import Cut, StoredTensor
+
+_NUM_WIDE = 8  # experts that are read before they are quantized
 
 
 def whole(name: str) -> Cut | None:
@@ -42,6 +45,7 @@ class WeightSource:
     """
 
     stored: Mapping[str, StoredTensor | RandomTensor]
+    reader: TensorReader
     dtype: torch.dtype
     device: torch.device
     num_total: int
@@ -54,7 +58,6 @@ class WeightSource:
     num_done: int = field(default=0, init=False)
     num_kept: int = field(default=0, init=False)
     num_dequantized: Counter[str] = field(default_factory=Counter, init=False)
-    _buffer: ReadBuffer = field(default_factory=ReadBuffer, init=False)
 
     def take(self, *names: str) -> torch.Tensor:
         """One tensor, or several one above the other (fused projections)."""
@@ -74,13 +77,8 @@ class WeightSource:
 
     def take_stacked(self, groups: Sequence[Sequence[str]], why: str = "") -> torch.Tensor:
         """[len(groups), ...]: the tensors of each group one above the other, the groups stacked; `why` no float8."""
-        stacked: torch.Tensor | None = None
-        for index, names in enumerate(groups):
-            part = self._take(names, why)
-            if stacked is None:
-                stacked = part.new_empty(len(groups), *part.shape)
-            stacked[index] = part
-        assert stacked is not None
+        stacked = self._new((len(groups), *self._stack_shape(groups[0])), self.dtype)
+        self._fill(list(zip(groups, stacked, strict=True)), why)
         return stacked
 
     def take_experts(self, gate_up: Sequence[Sequence[str]], down: Sequence[Sequence[str]]) -> Experts:
@@ -117,37 +115,61 @@ class WeightSource:
         name = next((name for name in names if name in self.stored), None)
         if name is None:
             return torch.ones(1, device=self.device)
-        scale = self.stored[name].read(None).to(torch.float32).reshape(1)
+        scale = self.stored[name].read().to(torch.float32).reshape(1)
         if not 0 < float(scale) < math.inf:
             raise ModelUnsupported(f"{name} = {float(scale):g} is no scale", option=name, value=float(scale))
         return scale.to(self.device)
 
     def _take_quantized(self, groups: Sequence[Sequence[str]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [len(groups), ...] and scales of stacked weights."""
-        parts = [_quantized(self.take(*names), names[0]) for names in groups]
-        return torch.stack([part.values_NK for part in parts]), torch.stack([part.scales_BG for part in parts])
+        """Values [len(groups), ...] and scales of stacked weights, few of which are wide at the same time."""
+        values, scales = [], []
+        for at in range(0, len(groups), _NUM_WIDE):
+            some = groups[at : at + _NUM_WIDE]
+            parts = [_quantized(wide, names[0]) for names, wide in zip(some, self.take_stacked(some), strict=True)]
+            values.append(torch.stack([part.values_NK for part in parts]))
+            scales.append(torch.stack([part.scales_BG for part in parts]))
+        return torch.cat(values), torch.cat(scales)
 
     def _take(self, names: Sequence[str], why: str) -> torch.Tensor:
         """Tensors one above the other in the model's dtype; `why` says why those in float8 do not stay so."""
-        parts = [self._dequantized(name, why) if name in self.float8.scales else self._read(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        target = self._new(self._stack_shape(names), self.dtype)
+        self._fill([(names, target)], why)
+        return target
 
-    def _read(self, name: str) -> torch.Tensor:
-        tensor = self._moved(name, self.dtype)
-        self._count()
-        return tensor
+    def _fill(self, stacks: Sequence[tuple[Sequence[str], torch.Tensor]], why: str | None) -> None:
+        """Read tensors one above the other into what they become; `why` those in float8 do not stay so; None: they do.
 
-    def _moved(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """This rank's part on the device, in this dtype or as it is stored."""
-        stored = self.stored[name]
-        is_copied = self.device.type != "cpu" or dtype not in (None, stored.dtype)  # else it stays where it was read
-        tensor = stored.read(self.cut(name), self._buffer if is_copied else None).to(self.device)
-        return tensor if dtype is None else tensor.to(dtype)  # on the device, which is faster at it
+        Raises:
+            ModelUnsupported: a number of a scale is negative or not finite.
+        """
+        parts = []
+        for names, whole in stacks:
+            lengths = [self._shape(name)[0] for name in names]
+            for name, target in zip(names, whole.split(lengths), strict=True):
+                stored, cut = self.stored[name], self.cut(name)
+                if isinstance(stored, RandomTensor):
+                    target.copy_(stored.read(cut))
+                    continue
+                is_wide = name in self.float8.scales and why is not None
+                scale = self._row_scales(name) if is_wide else None
+                parts.append(Part(stored=stored, target=target, cut=cut, scale=scale))
+        self.reader.fill(parts)
+        for name in (name for names, _ in stacks for name in names):
+            if name in self.float8.scales and why is not None:
+                self.num_dequantized[why] += 1
+            elif name in self.float8.scales:
+                self.num_kept += 1
+            self.num_done += 1
+            if self.on_progress is not None:
+                self.on_progress(self.num_done, self.num_total)
 
-    def _count(self) -> None:
-        self.num_done += 1
-        if self.on_progress is not None:
-            self.on_progress(self.num_done, self.num_total)
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def _stack_shape(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Of this rank's parts of tensors one above the other."""
+        shapes = [self._shape(name) for name in names]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _why_wide(self, names: Sequence[str], *, whole: bool) -> str:
         """Why a product's weights do not stay in float8; "" if they do. `whole`: the last one has whole blocks, too."""
@@ -163,18 +185,15 @@ class WeightSource:
 
     def _take_float8(self, names: Sequence[str]) -> Fp8Weight:
         """Weights one above the other as they are stored, with a scale for each block."""
-        values, blocks = [], []
-        for name in names:
-            values.append(self._moved(name))
-            blocks.append(self._block_scales(name))
-            self.num_kept += 1
-            self._count()
-        return Fp8Weight.of(torch.cat(values), torch.cat(blocks))
+        values, scales = self._stack_float8([names])
+        return Fp8Weight.of(values[0], scales[0])
 
     def _stack_float8(self, groups: Sequence[Sequence[str]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [len(groups), ...] and scales of stacked weights."""
-        parts = [self._take_float8(names) for names in groups]
-        return torch.stack([part.values_NK for part in parts]), torch.stack([part.scales_BG for part in parts])
+        scales = torch.stack([torch.cat([self._block_scales(name) for name in names]) for names in groups])
+        values = self._new((len(groups), *self._stack_shape(groups[0])), torch.float8_e4m3fn)
+        self._fill(list(zip(groups, values, strict=True)), None)
+        return values, scales
 
     def _weight_scale(self, name: str) -> torch.Tensor:
         """The scale of a float8 weight as it is stored, float32, on the device.
@@ -183,7 +202,7 @@ class WeightSource:
             ModelUnsupported: a number of it is negative or not finite.
         """
         scale_name = self.float8.scales[name].name
-        scale = self.stored[scale_name].read(None).to(torch.float32)
+        scale = self.stored[scale_name].read().to(torch.float32)
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             message = f"{scale_name} holds a number that is no scale: negative or not finite"
             raise ModelUnsupported(message, option=scale_name, value=str(float(scale.min())))
@@ -197,26 +216,24 @@ class WeightSource:
             return scale.reshape(1, 1).expand(-(-num_rows // BLOCK_LEN), num_columns // BLOCK_LEN)
         return scale if cut is None else scale.narrow(cut.dim, cut.first // BLOCK_LEN, -(-cut.count // BLOCK_LEN))
 
-    def _dequantized(self, name: str, why: str) -> torch.Tensor:
-        """This rank's part of a float8 weight times its scales, rounded once to the model's dtype."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        cut, scale = self.cut(name), self._weight_scale(name).to(wide)
-        match self.float8.scales[name].kind:
-            case ScaleKind.TENSOR:
-                scale_NK = scale.reshape(1, 1)
-            case ScaleKind.CHANNEL:
-                scale_NK = scale.reshape(-1, 1)
-                scale_NK = scale_NK.narrow(0, cut.first, cut.count) if cut is not None and cut.dim == 0 else scale_NK
-            case ScaleKind.BLOCK:
-                scale_NK = scale
-                for dim, length in enumerate(self.stored[name].shape):  # a part need not begin with a block
-                    scale_NK = scale_NK.repeat_interleave(BLOCK_LEN, dim).narrow(dim, 0, length)
-                    if cut is not None and cut.dim == dim:
-                        scale_NK = scale_NK.narrow(dim, cut.first, cut.count)
-        values_NK = self._moved(name, wide)
-        self.num_dequantized[why] += 1
-        self._count()
-        return (values_NK * scale_NK).to(self.dtype)
+    def _row_scales(self, name: str) -> Callable[[int, int], torch.Tensor]:
+        """What rows of this rank's part of a float8 weight are multiplied with, by where they begin and end."""
+        scale = self._weight_scale(name).to(torch.promote_types(self.dtype, torch.float32))
+        cut, num_columns = self.cut(name), self.stored[name].shape[1]
+        first, count = (cut.first, cut.count) if cut is not None and cut.dim == 1 else (0, num_columns)
+
+        def of_rows(begin: int, end: int) -> torch.Tensor:
+            match self.float8.scales[name].kind:
+                case ScaleKind.TENSOR:
+                    return scale.reshape(1, 1)
+                case ScaleKind.CHANNEL:
+                    return scale.reshape(-1, 1)[begin:end]
+                case ScaleKind.BLOCK:  # a part need not begin with one
+                    blocks = scale[begin // BLOCK_LEN : -(-end // BLOCK_LEN)].repeat_interleave(BLOCK_LEN, 0)
+                    rows = blocks[begin % BLOCK_LEN :][: end - begin]
+                    return rows.repeat_interleave(BLOCK_LEN, 1)[:, first : first + count]
+
+        return of_rows
 
 
 def _quantized(weight_NK: torch.Tensor, name: str) -> Fp8Weight:

@@ -24,6 +24,7 @@ from baton.model.model import Model
 from baton.model.mtp_fit import require_mtp
 from baton.model.parallel import Alone, Communicator, ShardPlan
 from baton.model.random_weights import RandomTensor, random_identity, random_tensors
+from baton.model.tensor_reader import TensorReader
 from baton.model.tensor_spec import TensorSpec, check_tensors, tensor_spec
 from baton.model.tp_fit import require_cut, require_cut_float8
 from baton.model.weights import Cut, StoredTensor, read_headers
@@ -61,10 +62,10 @@ def load_model(
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
-        ModelFileDamaged: a file is truncated or not what its name says.
+        ModelFileDamaged: a file is truncated or not what its name says, or was changed while it was read.
         ModelUnsupported: config.json asks for something that is not implemented, or a draft head's table is unsound.
         ModelTensorMissing: tensors are not there, among them those of an MTP head that was asked for.
-        ModelTensorUnexpected: the checkpoint holds tensors the architecture has no place for.
+        ModelTensorUnexpected: the checkpoint holds tensors the architecture has no place for, or one twice.
         ModelTensorMisshapen: a tensor's shape or dtype is not the one config.json implies.
     """
     is_random = random_seed is not None
@@ -99,24 +100,36 @@ def load_model(
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
     plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab)
-    source = WeightSource(
-        stored, dtype, device, len(spec.required), on_progress, plan.cut, quantization, kv_dtype, config.fp8, float8
-    )
-    drafter = None
-    if draft_path is not None and eagle is not None:
-        drafter, d2t_C = _drafter(draft_path, eagle, source, group, numerics, random_seed)
-    model = Model(
-        source,
-        config,
-        numerics,
-        with_mtp=with_mtp,
-        eagle=drafter,
-        inner=plan.inner,
-        d2t_C=None if d2t_C is None else d2t_C.to(device),
-        vocab=plan.vocab,
-        implementation=implementation,
-        why_no_triton=why_no_triton,
-    )
+    with TensorReader(device) as reader:
+        source = WeightSource(
+            stored,
+            reader,
+            dtype,
+            device,
+            len(spec.required),
+            on_progress,
+            plan.cut,
+            quantization,
+            kv_dtype,
+            config.fp8,
+            float8,
+        )
+        drafter = None
+        if draft_path is not None and eagle is not None:
+            drafter, d2t_C = _drafter(draft_path, eagle, source, group, numerics, random_seed)
+        model = Model(
+            source,
+            config,
+            numerics,
+            with_mtp=with_mtp,
+            eagle=drafter,
+            inner=plan.inner,
+            d2t_C=None if d2t_C is None else d2t_C.to(device),
+            vocab=plan.vocab,
+            implementation=implementation,
+            why_no_triton=why_no_triton,
+        )
+        reader.require_unchanged()
     assert source.num_done == len(spec.required)
     if group.rank == 0:
         _tell(source, spec)
@@ -150,7 +163,9 @@ def _drafter(
     def cut(name: str) -> Cut | None:
         return spec.weights[name].cut(group.rank, group.size) if name in spec.weights else None
 
-    source = WeightSource(stored, beside.dtype, beside.device, len(spec.weights), None, cut, kv_dtype=beside.kv_dtype)
+    source = WeightSource(
+        stored, beside.reader, beside.dtype, beside.device, len(spec.weights), None, cut, kv_dtype=beside.kv_dtype
+    )
     return (source, config), d2t_C
 
 

@@ -5,12 +5,14 @@ Knows files and names, not architectures. Everything that can be told from heade
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baton.core.errors import ModelFileDamaged, ModelMissing, ModelTensorMissing
+from baton.core.errors import ModelFileDamaged, ModelMissing, ModelTensorMissing, ModelTensorUnexpected
 
 if TYPE_CHECKING:  # headers are judged without it; it takes seconds to import
     import torch
@@ -19,9 +21,12 @@ _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _SAMPLE_BYTES = 64
+_NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 _INDEX_DTYPES = {"I64": ("int64", 8), "I32": ("int32", 4)}  # torch's name, bytes of an element
 _FLOAT8_DTYPES = {"F8_E4M3": ("float8_e4m3fn", 1)}
 _STORED_DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+
+Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +39,29 @@ class Cut:
 
 
 class ReadBuffer:
-    """Memory that one tensor after the other is read into: to touch new pages takes longer than to read the files."""
+    """Memory that one chunk after the other is read into: to touch new pages takes longer than to read the files."""
 
-    def __init__(self) -> None:
-        self._data = bytearray()
+    def __init__(self, allocate: "Callable[[int], bytearray | memoryview]" = bytearray) -> None:
+        self._allocate = allocate
+        self._data = allocate(0)
 
     def of(self, num_bytes: int) -> memoryview:
         """So many bytes, of which earlier views hold the same."""
         if len(self._data) < num_bytes:
-            self._data = bytearray(num_bytes)
+            self._data = self._allocate(num_bytes)
         return memoryview(self._data)[:num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies; `dtype` is None for a kind no weight may have."""
+    """Where one tensor lies; `dtype` is None for a kind no weight may have.
+
+    Attributes:
+        stamp: of the file when its header was read.
+    """
 
     file: Path
+    stamp: Stamp
     dtype_name: str
     shape: tuple[int, ...]
     start: int
@@ -81,38 +92,77 @@ class StoredTensor:
         """The torch dtype of a table of ids, or None if it is no such table."""
         return _torch_dtype(_INDEX_DTYPES.get(self.dtype_name))
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one index of its first dimension."""
+        return (self.end - self.start) // self.shape[0]
+
     def read_index(self) -> "torch.Tensor":
         """A table of ids, int64, on the CPU."""
         assert self.index_dtype is not None
-        return self._read(self.index_dtype, self.start, self.end, self.shape).long()
+        return self._read(self.index_dtype).long()
 
-    def read(self, cut: Cut | None = None, buffer: ReadBuffer | None = None) -> "torch.Tensor":
-        """The tensor, or a part of it, on the CPU, as stored. Of a cut along the first dimension no more is read.
-
-        With a `buffer` it may lie there, and is valid until the next tensor is read into that.
-        """
+    def read(self) -> "torch.Tensor":
+        """The whole tensor, on the CPU, as stored: for those that are small. `model.tensor_reader` reads weights."""
         assert self.dtype is not None
-        start, end, shape = self.start, self.end, self.shape
-        if cut is not None and cut.dim == 0:
-            row_bytes = (end - start) // shape[0]
-            start += cut.first * row_bytes
-            end, shape = start + cut.count * row_bytes, (cut.count, *shape[1:])
-        tensor = self._read(self.dtype, start, end, shape, buffer)
-        return tensor if cut is None or cut.dim == 0 else tensor.narrow(cut.dim, cut.first, cut.count).contiguous()
+        return self._read(self.dtype)
 
-    def _read(
-        self, dtype: "torch.dtype", start: int, end: int, shape: tuple[int, ...], buffer: ReadBuffer | None = None
-    ) -> "torch.Tensor":
+    def _read(self, dtype: "torch.dtype") -> "torch.Tensor":
         import torch
 
-        data = (buffer or ReadBuffer()).of(end - start)
-        with self.file.open("rb") as stream:
-            stream.seek(start)
-            if stream.readinto(data) != len(data):
-                raise ModelFileDamaged(f"{self.file} shrank while it was read", path=str(self.file))
+        data = bytearray(self.end - self.start)
+        descriptor = open_unchanged(self.file, self.stamp)
+        try:
+            read_bytes(descriptor, self.start, memoryview(data), self.file)
+        finally:
+            os.close(descriptor)
         if not data:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(data, dtype=dtype).view(shape)
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).view(self.shape)
+
+
+def open_unchanged(file: Path, stamp: Stamp) -> int:
+    """A descriptor of a file whose header was read.
+
+    Raises:
+        ModelFileDamaged: it is not the same any more.
+        ModelMissing: it cannot be read.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if _stamp(descriptor) != stamp:
+        os.close(descriptor)
+        raise ModelFileDamaged(f"{file} was changed while it was read", path=str(file))
+    return descriptor
+
+
+def read_bytes(descriptor: int, begin: int, data: memoryview, file: Path) -> None:
+    """Fill `data` from a file's byte `begin` on.
+
+    Raises:
+        ModelFileDamaged: the file ends before.
+        ModelMissing: it cannot be read.
+    """
+    while data:
+        try:
+            num_read = os.preadv(descriptor, [data], begin)
+        except OSError as error:
+            raise _unreadable(file, error) from error
+        if num_read == 0:
+            raise ModelFileDamaged(f"{file} shrank while it was read", path=str(file))
+        begin, data = begin + num_read, data[num_read:]
+
+
+def _stamp(descriptor: int) -> Stamp:
+    """What changes when a file is replaced or written to. Not its inode, which some network file systems make up."""
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_mtime_ns
+
+
+def _unreadable(file: Path, error: OSError) -> ModelMissing:
+    return ModelMissing(f"cannot read {file}: {error.strerror}", path=str(file))
 
 
 def _torch_dtype(found: tuple[str, int] | None) -> "torch.dtype | None":
@@ -129,9 +179,10 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of the directory's checkpoint, by name.
 
     Raises:
-        ModelMissing: no safetensors file, or a shard the index names is not there.
+        ModelMissing: no safetensors file, or a shard the index names is not there, or a file cannot be read.
         ModelFileDamaged: a file is truncated or not a safetensors file.
         ModelTensorMissing: the index promises a tensor its shard does not hold.
+        ModelTensorUnexpected: two shards hold the same tensor.
     """
     if (path / _SINGLE_NAME).is_file():
         return _read_header(path / _SINGLE_NAME)
@@ -141,59 +192,91 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     absent = sorted({name for name in weight_map.values() if not (path / name).is_file()})
     if absent:
         raise ModelMissing(f"{path} lacks {', '.join(absent)}", path=str(path), files=absent)
-    tensors: dict[str, StoredTensor] = {}
-    for name in sorted(set(weight_map.values())):
-        tensors |= _read_header(path / name)
-    missing = sorted(set(weight_map) - set(tensors))
+    shards = {name: _read_header(path / name) for name in sorted(set(weight_map.values()))}
+    missing = sorted(name for name, shard in weight_map.items() if name not in shards[shard])
     if missing:
-        message = f"the shards of {path} lack tensors their index names: {', '.join(missing[:5])}"
+        shown = ", ".join(f"{name} ({weight_map[name]})" for name in missing[:_NUM_NAMED])
+        message = f"the shards of {path} lack tensors their index names: {shown}"
         raise ModelTensorMissing(message, path=str(path), tensors=missing)
+    tensors: dict[str, StoredTensor] = {}
+    for shard, held in shards.items():
+        doubled = sorted(tensors.keys() & held.keys())
+        if doubled:
+            message = f"{path}: {tensors[doubled[0]].file.name} and {shard} both hold {', '.join(doubled[:_NUM_NAMED])}"
+            raise ModelTensorUnexpected(message, path=str(path), tensors=doubled)
+        tensors |= held
     return tensors
 
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = _parsed(file.read_bytes())["weight_map"]
         return {str(name): str(shard) for name, shard in weight_map.items()}
     except OSError as error:
-        raise ModelMissing(f"cannot read {file}: {error.strerror}", path=str(file)) from error
+        raise _unreadable(file, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileDamaged(f"{file} is not an index of shards: {error!r}", path=str(file)) from error
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_len = int.from_bytes(stream.read(8), "little")
-        if size < 8 or header_len > min(size - 8, _MAX_HEADER_BYTES):
-            message = f"{file} is truncated or no safetensors file: {size} bytes cannot hold its header"
-            raise ModelFileDamaged(message, path=str(file), size_bytes=size)
-        raw = stream.read(header_len)
+    try:
+        with file.open("rb") as stream:
+            size, _ = stamp = _stamp(stream.fileno())
+            header_len = int.from_bytes(stream.read(8), "little")
+            if size < 8 or header_len > min(size - 8, _MAX_HEADER_BYTES):
+                message = f"{file} is truncated or no safetensors file: {size} bytes cannot hold its header"
+                raise ModelFileDamaged(message, path=str(file), size_bytes=size)
+            raw = stream.read(header_len)
+    except OSError as error:
+        raise _unreadable(file, error) from error
     begin = 8 + header_len
     try:
-        header = json.loads(raw)
+        header = _parsed(raw)
         header.pop("__metadata__", None)
-        tensors = {name: _stored(file, begin, entry) for name, entry in header.items()}
+        tensors = {name: _stored(file, stamp, begin, name, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelFileDamaged(f"{file}: its header is not that of a safetensors file", path=str(file)) from error
+        message = f"{file}: its header is not that of a safetensors file: {error!r}"
+        raise ModelFileDamaged(message, path=str(file)) from error
     promised = max((tensor.end for tensor in tensors.values()), default=begin)
     if promised != size:
         kind = "truncated" if size < promised else "longer than its header says"
         message = f"{file} is {kind}: {size} bytes where the header promises {promised}"
         raise ModelFileDamaged(message, path=str(file), size_bytes=size, promised_bytes=promised)
+    end = begin
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if tensor.start != end:
+            kind = "overlaps" if tensor.start < end else "does not begin at the end of"
+            message = f"{file}: {name} {kind} the tensor before it"
+            raise ModelFileDamaged(message, path=str(file), tensor=name)
+        end = tensor.end
     return tensors
 
 
-def _stored(file: Path, begin: int, entry: Mapping[str, Any]) -> StoredTensor:
-    shape = tuple(int(length) for length in entry["shape"])
-    start, end = (int(offset) for offset in entry["data_offsets"])
-    tensor = StoredTensor(file, str(entry["dtype"]), shape, begin + start, begin + end)
-    num_elements = 1
-    for length in shape:
-        num_elements *= length
+def _parsed(raw: bytes) -> Any:
+    """JSON whose keys are unique.
+
+    Raises:
+        ValueError: it is not.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for name in found if [key for key, _ in pairs].count(name) > 1)
+            raise ValueError(f"{twice} is there twice")
+        return found
+
+    return json.loads(raw, object_pairs_hook=unique)
+
+
+def _stored(file: Path, stamp: Stamp, begin: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError(f"{name} has shape {list(shape)} and data_offsets {[start, end]}")
+    tensor = StoredTensor(file, stamp, str(entry["dtype"]), shape, begin + start, begin + end)
     _, item_bytes = (_STORED_DTYPES | _FLOAT8_DTYPES | _INDEX_DTYPES).get(tensor.dtype_name, ("", 0))
-    if item_bytes and num_elements * item_bytes != end - start:
-        raise ValueError(f"{end - start} bytes for shape {shape}")
+    if start > end or (item_bytes and prod(shape) * item_bytes != end - start):
+        raise ValueError(f"{name} has {end - start} bytes for {tensor.dtype_name} of shape {list(shape)}")
     return tensor
 
 
@@ -205,18 +288,20 @@ def checkpoint_identity(path: Path, config: Mapping[str, Any]) -> str:
     """
     digest = _config_digest(config)
     tensors = read_headers(path)
-    streams = {file: file.open("rb") for file in sorted({tensor.file for tensor in tensors.values()})}
+    descriptors: dict[Path, int] = {}
     try:
         for name in sorted(tensors):
             tensor = tensors[name]
+            if tensor.file not in descriptors:
+                descriptors[tensor.file] = open_unchanged(tensor.file, tensor.stamp)
             digest.update(repr((name, tensor.dtype_name, tensor.shape)).encode())
             middle = (tensor.start + tensor.end) // 2
-            stream = streams[tensor.file]
-            stream.seek(middle)
-            digest.update(stream.read(min(_SAMPLE_BYTES, tensor.end - middle)))
+            sample = bytearray(min(_SAMPLE_BYTES, tensor.end - middle))
+            read_bytes(descriptors[tensor.file], middle, memoryview(sample), tensor.file)
+            digest.update(sample)
     finally:
-        for stream in streams.values():
-            stream.close()
+        for descriptor in descriptors.values():
+            os.close(descriptor)
     return digest.hexdigest()
 
 

@@ -1,0 +1,149 @@
+"""Reads tensors of a checkpoint to where the model keeps them: several threads, each a chunk of rows at a time.
+
+A chunk goes straight into the tensor if it lies there as it is stored. Else it goes through memory that its thread
+keeps, pinned for a GPU, from which it is copied to the device, and there cut, scaled and converted; the copies of one
+thread run beside the reading of the others. So the host needs `NUM_READERS` chunks beside the model's tensors. Files
+are opened once, must be those whose headers were read, and must stay so (`require_unchanged`).
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from baton.model.weights import Cut, ReadBuffer, StoredTensor, open_unchanged, read_bytes
+
+NUM_READERS = 4
+CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """What is read of one tensor, and where to.
+
+    Attributes:
+        stored: the tensor, of at least one dimension.
+        target: contiguous memory of the part, of the reader's device and any dtype.
+        cut: which part; None: all.
+        scale: by which rows of the part are multiplied before they are rounded to the target's dtype, given the
+            numbers of the first of them and of the one after the last, counted in the whole tensor.
+    """
+
+    stored: StoredTensor
+    target: torch.Tensor
+    cut: Cut | None = None
+    scale: Callable[[int, int], torch.Tensor] | None = None
+
+
+class TensorReader:
+    """Threads, their memory, and open files, until it is left."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tensor-reader")
+        self._of_thread = threading.local()
+        self._files: dict[Path, tuple[int, tuple[int, int]]] = {}
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        if self._stream is not None:
+            self._stream.synchronize()  # it reads memory that threads kept
+        for descriptor, _ in self._files.values():
+            os.close(descriptor)
+
+    def fill(self, parts: Sequence[Part]) -> None:
+        """Read all of these. What goes to a GPU is in its stream then, and need not have arrived.
+
+        Raises:
+            ModelFileDamaged: a file is not the one whose header was read, or became shorter.
+            ModelMissing: a file cannot be read.
+        """
+        for stored in (part.stored for part in parts):
+            if stored.file not in self._files:
+                self._files[stored.file] = open_unchanged(stored.file, stored.stamp), stored.stamp
+        chunks = [(part, first, stop) for part in parts for first, stop in _chunks(part)]
+        for _ in self._pool.map(lambda chunk: self._read(*chunk), chunks):
+            pass  # or raise what a thread raised
+
+    def require_unchanged(self) -> None:
+        """Check that files are still those whose headers were read.
+
+        Raises:
+            ModelFileDamaged: one was replaced or written to.
+            ModelMissing: one is gone.
+        """
+        for file, (_, stamp) in self._files.items():
+            os.close(open_unchanged(file, stamp))
+
+    @torch.inference_mode()  # which each thread has its own of, as it has its own stream
+    def _read(self, part: Part, first: int, stop: int) -> None:
+        """Read rows of a part."""
+        stored, cut, target = part.stored, part.cut, part.target[first:stop]
+        is_cut_inside = cut is not None and cut.dim > 0
+        before = cut.first if cut is not None and cut.dim == 0 else 0
+        descriptor, _ = self._files[stored.file]
+        begin = stored.start + (before + first) * stored.row_bytes
+        if target.device.type == "cpu" and target.dtype is stored.dtype and not is_cut_inside and part.scale is None:
+            read_bytes(descriptor, begin, target.view(-1).view(torch.uint8).numpy().data, stored.file)
+            return
+        assert stored.dtype is not None
+        staging = self._staging()
+        data = staging.of((stop - first) * stored.row_bytes)
+        read_bytes(descriptor, begin, data, stored.file)
+        with torch.cuda.stream(self._stream):
+            rows = torch.frombuffer(data, dtype=stored.dtype).view(-1, *stored.shape[1:])
+            rows = rows.to(self._device, non_blocking=True)
+            staging.leave()
+            if cut is not None and is_cut_inside:
+                rows = rows.narrow(cut.dim, cut.first, cut.count)
+            if part.scale is not None:
+                scale = part.scale(before + first, before + stop)
+                rows = rows.to(scale.dtype) * scale
+            target.copy_(rows)
+
+    def _staging(self) -> "_Staging":
+        if not hasattr(self._of_thread, "staging"):
+            self._of_thread.staging = _Staging(self._stream)
+        found: _Staging = self._of_thread.staging
+        return found
+
+
+class _Staging:
+    """Memory of one thread that chunks pass through, one after the other."""
+
+    def __init__(self, stream: "torch.cuda.Stream | None") -> None:
+        self._stream = stream
+        self._buffer = ReadBuffer(bytearray if stream is None else _pinned)
+        self._copied = None if stream is None else torch.cuda.Event(blocking=True)
+
+    def of(self, num_bytes: int) -> memoryview:
+        """So many bytes, once the GPU has what was in them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._buffer.of(num_bytes)
+
+    def leave(self) -> None:
+        """Have the next `of` wait for copies that have begun."""
+        if self._copied is not None:
+            self._copied.record(self._stream)
+
+
+def _chunks(part: Part) -> Iterator[tuple[int, int]]:
+    num_rows, at_once = len(part.target), max(1, CHUNK_BYTES // part.stored.row_bytes)
+    for first in range(0, num_rows, at_once):
+        yield first, min(num_rows, first + at_once)
+
+
+def _pinned(num_bytes: int) -> memoryview:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
