@@ -80,7 +80,7 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
     if not is_dir:
         raise ModelMissing(f"{path} is not a directory", path=str(path))
     for name in ("config.json",) if is_dummy else ("config.json", "tokenizer.json"):
-        if not (path / name).is_file():
+        if not _is_file(path / name):
             raise ModelMissing(f"{path / name} does not exist", path=str(path / name))
     if not is_dummy:
         _require_weights(path)
@@ -103,6 +103,13 @@ def _name_of(path: Path) -> str:
     if path.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
     return path.name
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except PermissionError as error:  # of the directory
+        raise ModelMissing(f"cannot read {path}: {error.strerror}", path=str(path)) from error
 
 
 def _require_weights(path: Path) -> None:

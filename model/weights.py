@@ -210,11 +210,14 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        weight_map = _parsed(file.read_bytes())["weight_map"]
-        return {str(name): str(shard) for name, shard in weight_map.items()}
+        index = _parsed(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise _unreadable(file, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        raise ModelFileDamaged(f"{file} is not JSON: {error}", path=str(file)) from error
+    try:
+        return {str(name): str(shard) for name, shard in index["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelFileDamaged(f"{file} is not an index of shards: {error!r}", path=str(file)) from error
 
 
@@ -252,7 +255,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _parsed(raw: bytes) -> Any:
+def _parsed(raw: str | bytes) -> Any:
     """JSON whose keys are unique.
 
     Raises:
