@@ -1,0 +1,185 @@
+"""Chunks of tensors, read by threads: whichever part, dtype and scale, it is what torch makes of the whole."""
+
+import gc
+import json
+import os
+import re
+import threading
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.core.errors import ModelFileDamaged
+from baton.core.numerics import Numerics
+from baton.model import tensor_reader
+from baton.model.config import ModelConfig
+from baton.model.loader import load_model
+from baton.model.parallel import ShardPlan
+from baton.model.tensor_reader import CHUNK_BYTES, NUM_READERS, Part, TensorReader
+from baton.model.tensor_spec import tensor_spec
+from baton.model.weights import Cut, read_headers
+from baton.tests.model.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.fast
+CPU = torch.device("cpu")
+SHAPE = (37, 24)
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+CUTS = [None, Cut(0, 11, 19), Cut(0, 36, 1), Cut(1, 8, 16), Cut(1, 23, 1)]
+MIB = 1 << 20
+
+
+class Rank:
+    """A rank whose part is loaded, and not used."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def all_sum(self, x):
+        raise AssertionError
+
+    all_gather = all_sum
+
+
+def stored(path, tensor, name="one"):
+    """The tensor between two others of another size, so that its place in the file is no round number."""
+    beside = {"a": torch.ones(3, dtype=torch.uint8), name: tensor, "z": torch.ones(5)}
+    save_file(beside, path / "model.safetensors")
+    return read_headers(path)[name]
+
+
+def part_of(tensor, cut):
+    return tensor if cut is None else tensor.narrow(cut.dim, cut.first, cut.count)
+
+
+def drawn(dtype, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 20], ids="{} bytes a chunk".format)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_part_in_chunks_of_any_size_is_that_of_the_whole(dtype, cut, chunk_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", chunk_bytes)
+    whole = drawn(dtype, *SHAPE)
+    tensor = stored(tmp_path, whole)
+    wanted = part_of(whole, cut)
+    for target_dtype in (dtype, torch.float32):
+        targets = torch.full((2, *wanted.shape), -9.0, dtype=torch.float32).to(target_dtype)
+        with TensorReader(CPU) as reader:
+            reader.fill([Part(stored=tensor, target=targets[1], cut=cut)])
+        assert torch.equal(targets[1].double(), wanted.to(target_dtype).double())
+        assert (targets[0].double() == -9).all(), "what is before the target is not written to"
+
+
+@pytest.mark.parametrize("cut", [None, Cut(0, 5, 3)], ids=str)
+def test_vectors_and_scales_of_rows(cut, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 3)
+    whole, factors = drawn(torch.float8_e4m3fn, 17), drawn(torch.float32, 17)
+    wanted = part_of(whole.float() * factors, cut)
+    target = torch.empty_like(wanted)
+    part = Part(stored=stored(tmp_path, whole), target=target, cut=cut, scale=lambda begin, end: factors[begin:end])
+    with TensorReader(CPU) as reader:
+        reader.fill([part])
+    assert torch.equal(target, wanted)
+
+
+def test_a_target_whose_rows_are_apart_is_no_silent_copy(tmp_path):
+    tensor = stored(tmp_path, drawn(torch.float32, *SHAPE))
+    with TensorReader(CPU) as reader, pytest.raises(RuntimeError, match="view"):
+        reader.fill([Part(stored=tensor, target=torch.empty(24, 37).T)])
+
+
+def test_chunks_are_read_at_the_same_time(tmp_path, monkeypatch):
+    """Each read waits for all the other threads': one after the other they would never meet."""
+    together = threading.Barrier(NUM_READERS, timeout=60)
+    read_bytes = tensor_reader.read_bytes
+
+    def meet(*arguments):
+        together.wait()
+        read_bytes(*arguments)
+
+    monkeypatch.setattr(tensor_reader, "read_bytes", meet)
+    whole = drawn(torch.float32, NUM_READERS, 6)
+    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 24)
+    target = torch.empty(NUM_READERS, 6)
+    with TensorReader(CPU) as reader:
+        reader.fill([Part(stored=stored(tmp_path, whole), target=target)])
+    assert torch.equal(target, whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_no_row_of_another_and_its_columns_once(rank, tiny_checkpoint, monkeypatch):
+    path, read, num_bytes = tiny_checkpoint(tie=False, kind="qwen3"), tensor_reader.read_bytes, []
+
+    def counted(descriptor, begin, data, file):
+        num_bytes.append(len(data))
+        read(descriptor, begin, data, file)
+
+    monkeypatch.setattr(tensor_reader, "read_bytes", counted)
+    model = load(path, communicator=Rank(rank, 2))
+    plan, wanted = ShardPlan(model.config, Rank(rank, 2), Numerics.DEFAULT), 0
+    for name, shape in tensor_spec(model.config, with_mtp=False).required.items():
+        cut = plan.cut(name)
+        wanted += 4 * prod((cut.count, *shape[1:]) if cut is not None and cut.dim == 0 else shape)
+    assert sum(num_bytes) == wanted
+
+
+def load(path, dtype=torch.float32, **options):
+    return load_model(path, dtype=dtype, device=CPU, numerics=Numerics.DEFAULT, with_mtp=False, **options)
+
+
+def test_a_file_that_is_no_more_the_one_whose_header_was_read_is_not_opened(tmp_path):
+    tensor = stored(tmp_path, torch.zeros(*SHAPE))
+    stored(tmp_path, torch.ones(*SHAPE))
+    os.utime(tmp_path / "model.safetensors", ns=(0, 0))  # both writes may be within one tick of the file system's clock
+    with TensorReader(CPU) as reader, pytest.raises(ModelFileDamaged, match=r"model\.safetensors was changed while"):
+        reader.fill([Part(stored=tensor, target=torch.empty(*SHAPE))])
+    with pytest.raises(ModelFileDamaged, match=r"model\.safetensors was changed while"):
+        tensor.read()
+
+
+def write_hollow(path, shapes, dtype="F32", item_bytes=4):
+    """Tensors of zeros that take no disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + item_bytes * prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def resident(key):
+    return 1024 * int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text()).group(1))
+
+
+def host_bytes():
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
+def test_the_host_needs_a_chunk_for_each_thread_beside_the_tensors(size, dtype, tmp_path, monkeypatch):
+    """By the kernel's own count of the process's memory. Whole tensors on their way would be 64 MiB and more."""
+    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", MIB)
+    path = write_checkpoint(tmp_path, kind="llama", layers=1, with_mtp=False)
+    values = json.loads((path / "config.json").read_text()) | {"hidden_size": 1024, "intermediate_size": 16384}
+    (path / "config.json").write_text(json.dumps(values))
+    config = ModelConfig.from_directory(path, made_weights="x")
+    shapes = tensor_spec(config, with_mtp=False).required
+    write_hollow(path, shapes)
+    largest = 4 * max(prod(shape) for shape in shapes.values())
+    assert largest == 64 * MIB
+    group = {} if size == 1 else {"communicator": Rank(0, size)}
+    gc.collect()
+    held, before = host_bytes(), resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    model = load(path, dtype, **group)
+    beside = resident("VmHWM") - before - (host_bytes() - held)
+    assert model.config.num_layers == 1
+    assert beside <= NUM_READERS * MIB + 24 * MIB
+    assert NUM_READERS * CHUNK_BYTES <= 256 * MIB, "that is the promise, whatever the largest tensor"
