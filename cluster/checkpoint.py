@@ -24,13 +24,13 @@ from baton.cluster.resolve import (
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, ConfigInvalid, ModelMissing, ModelUnsupported
 from baton.core.numerics import Numerics
+from baton.kvcache.layout import ITEM_BYTES, KVLayout
 
 if TYPE_CHECKING:
     from baton.model.config import ModelConfig
     from baton.model.fp8_tensors import Fp8Tensors
     from baton.model.tensor_spec import TensorSpec
 
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GIB = 1 << 30
 
@@ -160,11 +160,9 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     dtype = resolve_dtype(config.dtype, device)
     found.facts |= {"architecture": sizes.architecture, "dtype": dtype, "device": device}
     found.facts |= {"max_model_len": config.max_model_len or sizes.max_model_len, "num_speculative_tokens": drafts}
+    found.facts["drafter"] = _drafter(config, sizes) if drafts else None
     if config.draft_path and drafts:
-        found.notes.append(f"drafts are made by {config.draft_path}")
         _collect(found, _judge_drafter, config, sizes)
-    elif drafts and not uses_head:
-        found.notes.append("drafts are looked up in the text so far, whatever the checkpoint has")
     elif sizes.num_mtp_layers == 0 and drafts == 0:
         found.notes.append("the checkpoint has no MTP head: it is served without drafts")
     elif sizes.num_mtp_layers and drafts == 0:
@@ -184,19 +182,64 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     if not found.errors and not config.is_dummy:
         stored = _judge_tensors(config, sizes, model, spec, dtype, found)
         float8 = stored if sizes.fp8 is not None else float8
-    item_bytes = _DTYPE_BYTES[dtype]
+    num_layers = sizes.num_layers + (drafts > 0 and config.lookup() is None)
+    _judge_pool(config, sizes, num_layers, drafts, dtype, device, found)
+    item_bytes = ITEM_BYTES[dtype]
     num_elements = sum(prod(shape) for shape in spec.required.values())
     num_float8 = sum(prod(shape) for name, shape in spec.required.items() if name in float8)
     weight_bytes = num_float8 + (num_elements - num_float8) * item_bytes
-    kv_item_bytes = 1 if config.kv_cache_dtype.value == "fp8" else item_bytes
-    num_kv_layers = sizes.num_layers + (uses_head or bool(config.draft_path))
     found.facts |= {
         "num_parameters": num_elements,
         "weight_gib": round(weight_bytes / _GIB, 3),
-        "kv_bytes_per_token": 2 * num_kv_layers * sizes.num_kv_heads * sizes.head_dim * kv_item_bytes,
         "tp_prefill": config.tp_prefill,
         "tp_decode": config.tp_decode,
     }
+
+
+def _drafter(config: ServeConfig, sizes: "ModelConfig") -> str:
+    if config.draft_path:
+        return f"EAGLE-3, {config.draft_path}"
+    if config.lookup() is not None:
+        return "n-grams of the text so far"
+    return "MTP head" if sizes.draft_vocab_size is None else f"MTP head over {sizes.draft_vocab_size} tokens"
+
+
+def _judge_pool(
+    config: ServeConfig, sizes: "ModelConfig", num_layers: int, drafts: int, dtype: str, device: str, found: Judgement
+) -> None:
+    """How much KV a worker has; on a GPU what weights leave, which each worker says when it starts.
+
+    Where it is known, what no worker could start with is an error here, as it is there (`worker.loading`).
+    """
+    from baton.model.fp8_scheme import kv_refusal
+
+    refusal = kv_refusal(config.kv_cache_dtype, sizes.head_dim)
+    found.errors += [] if refusal is None else [refusal]
+    layout = KVLayout.of_attention(
+        model_hash="",
+        num_layers=num_layers,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        block_size=config.block_size,
+        dtype=config.kv_cache_dtype.of(dtype),
+    )
+    found.facts |= {"kv_bytes_per_token": layout.bytes_per_position, "kv_tokens": None}
+    if device != "cpu":
+        return
+    num_blocks = (config.kv_memory_mib << 20) // layout.bytes_per_block - 1  # one is the null block
+    if num_blocks < 1:
+        message = f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib"
+        found.errors.append(ConfigInvalid(message, keys=["kv_memory_mib"]))
+        return
+    found.facts["kv_tokens"] = kv_tokens = num_blocks * config.block_size
+    wanted, fits = found.facts["max_model_len"], kv_tokens - drafts
+    holds = f"the KV pool holds {kv_tokens} positions, drafts among them"
+    if fits < wanted and config.max_model_len is not None:
+        message = f"max_model_len {wanted}: {holds}; lower it, or raise kv_memory_mib"
+        found.errors.append(ConfigInvalid(message, keys=["max_model_len", "kv_memory_mib"]))
+    elif fits < wanted:
+        found.facts["max_model_len"] = fits
+        found.notes.append(f"max_model_len {fits}, not the model's: {holds}")
 
 
 def _judge_tensors(

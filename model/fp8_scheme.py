@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
+from baton.core.numerics import KVDtype
+from baton.kvcache.layout import WORD_BYTES
 
 BLOCK_LEN = 128  # of the float8 kernels, in both dimensions
 MODELOPT_FILE = "hf_quant_config.json"
@@ -99,6 +101,14 @@ def made_refusal(dtype: str, *, is_ordered: bool) -> ModelUnsupported | None:
     if not problem:
         return None
     return ModelUnsupported(f"--quantization fp8 goes with {problem}", option="quantization", value="fp8")
+
+
+def kv_refusal(kv_dtype: KVDtype, head_dim: int) -> ModelUnsupported | None:
+    """Why KV cannot be narrower than the model's dtype; None if it can, or is not."""
+    if kv_dtype is KVDtype.AUTO or head_dim % WORD_BYTES == 0:
+        return None
+    message = f"--kv-cache-dtype {kv_dtype.value} moves {WORD_BYTES} elements at once; heads have {head_dim}"
+    return ModelUnsupported(message, option="kv_dtype", value=kv_dtype.value)
 
 
 def _modelopt_file(path: Path) -> Any:

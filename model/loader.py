@@ -12,12 +12,11 @@ from baton.core.errors import ModelUnsupported
 from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.kernels.implementation import Implementation
 from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
-from baton.kvcache.layout import WORD_BYTES
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T
 from baton.model.eagle_config import EAGLE_D2T, EagleConfig, by_one_name
-from baton.model.fp8_scheme import invariant_refusal, made_refusal
+from baton.model.fp8_scheme import invariant_refusal, kv_refusal, made_refusal
 from baton.model.fp8_tensors import NO_FLOAT8, PRODUCT_DTYPES
 from baton.model.layers import WeightSource
 from baton.model.model import Model
@@ -226,11 +225,11 @@ def _with_kv(config: ModelConfig, kv_dtype: KVDtype, dtype: torch.dtype) -> Mode
     Raises:
         ModelUnsupported: heads are not made of whole words of such KV.
     """
+    refusal = kv_refusal(kv_dtype, config.head_dim)
+    if refusal is not None:
+        raise refusal
     if kv_dtype is KVDtype.AUTO:
         return config
-    if config.head_dim % WORD_BYTES:
-        message = f"--kv-cache-dtype {kv_dtype.value} moves {WORD_BYTES} elements at once; heads have {config.head_dim}"
-        raise ModelUnsupported(message, option="kv_dtype", value=kv_dtype.value)
     return _renamed(config, f"KV {kv_dtype.value} of {_named(dtype)}")
 
 

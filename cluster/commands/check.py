@@ -33,12 +33,20 @@ def _text(found: Judgement) -> str:
         f"{found.model} can be served: {facts['architecture']}, {facts['num_parameters'] / 1e9:.2f}B parameters",
         f"name: {', '.join(facts['names'])}",
         f"runs in {facts['dtype']} on {facts['device']}, up to {facts['max_model_len']} positions, "
-        + (f"{drafts} draft tokens a step" if drafts else "without drafts"),
+        + (f"{drafts} draft tokens a step by its {facts['drafter']}" if drafts else "without drafts"),
         *([f"weights: {facts['weights']}"] if facts["weights"] else []),
         f"memory of each worker: weights {facts['weight_gib']:.2f} GiB{_ranks(facts)}, "
-        f"KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a token",
+        f"KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a token{_pool(facts)}",
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _pool(facts: dict[str, Any]) -> str:
+    """How many tokens there is memory for; on a GPU, where that is not known yet, what the longest sequence takes."""
+    if facts["kv_tokens"] is not None:
+        return f", for {facts['kv_tokens']} tokens"
+    num_bytes = facts["kv_bytes_per_token"] * facts["max_model_len"]
+    return f", {num_bytes / (1 << 30):.2f} GiB for a sequence of {facts['max_model_len']}"
 
 
 def _ranks(facts: dict[str, Any]) -> str:
