@@ -142,7 +142,7 @@ def load(path: Path, case: str, device: torch.device) -> dict[str, float]:
     torch.set_num_threads(1)  # as workers have by default
     size, dtype = LOADS[case]
     if device.type == "cuda":
-        torch.empty(1, device=device, pin_memory=False)
+        torch.empty(1, device=device)
         torch.cuda.synchronize(device)
     held, before = _host_tensor_bytes(), _resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew

@@ -20,8 +20,10 @@ from baton.model.loader import load_model
 from baton.model.parallel import ShardPlan
 from baton.model.tensor_reader import CHUNK_BYTES, NUM_READERS, Part, TensorReader
 from baton.model.tensor_spec import tensor_spec
-from baton.model.weights import Cut, read_headers
+from baton.model.weights import Cut, read_bytes, read_headers
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.fp8_checkpoints import LAYOUTS, SIZES, write_float8
+from baton.tests.model.test_float8_checkpoints import plain_of, weights_of
 
 pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
@@ -94,7 +96,7 @@ def test_a_target_whose_rows_are_apart_is_no_silent_copy(tmp_path):
 
 def test_chunks_are_read_at_the_same_time(tmp_path, monkeypatch):
     """Each read waits for all the other threads': one after the other they would never meet."""
-    together = threading.Barrier(NUM_READERS, timeout=60)
+    together = threading.Barrier(NUM_READERS, timeout=20)
     read_bytes = tensor_reader.read_bytes
 
     def meet(*arguments):
@@ -139,6 +141,32 @@ def test_a_file_that_is_no_more_the_one_whose_header_was_read_is_not_opened(tmp_
         reader.fill([Part(stored=tensor, target=torch.empty(*SHAPE))])
     with pytest.raises(ModelFileDamaged, match=r"model\.safetensors was changed while"):
         tensor.read()
+
+
+def test_a_file_that_ends_too_soon_is_no_tensor_of_zeros(tmp_path):
+    tensor = stored(tmp_path, torch.ones(*SHAPE))
+    with tensor.file.open("rb") as file:
+        os.truncate(tensor.file, tensor.end - 1)
+        with pytest.raises(ModelFileDamaged, match=r"model\.safetensors shrank while it was read"):
+            read_bytes(file.fileno(), tensor.start, memoryview(bytearray(tensor.end - tensor.start)), tensor.file)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("qwen3-fp8", torch.float64), ("compressed channel", torch.float32), ("deepseek", torch.float32)],
+)
+def test_chunks_change_no_bit_of_a_float8_checkpoint(layout, dtype, size, tmp_path, monkeypatch):
+    """Chunks begin and end inside of blocks that share a scale."""
+    path, _ = write_float8(tmp_path, LAYOUTS[layout], with_mtp=False)
+    group = Rank(size - 1, size)
+    wanted = [(place, plain_of(weight)) for place, weight in weights_of(load(path, dtype, communicator=group))]
+    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 37 * SIZES["hidden_size"])
+    found = dict(weights_of(load(path, dtype, communicator=group)))
+    for place, tensors in wanted:
+        for one, other in zip(tensors, plain_of(found.pop(place)), strict=True):
+            assert torch.equal(one, other), place
+    assert not found
 
 
 def write_hollow(path, shapes, dtype="F32", item_bytes=4):
