@@ -143,9 +143,9 @@ class WeightSource:
             ModelUnsupported: a number of a scale is negative or not finite.
         """
         parts = []
-        for names, whole in stacks:
+        for names, stack in stacks:
             lengths = [self._shape(name)[0] for name in names]
-            for name, target in zip(names, whole.split(lengths), strict=True):
+            for name, target in zip(names, stack.split(lengths), strict=True):
                 stored, cut = self.stored[name], self.cut(name)
                 if isinstance(stored, RandomTensor):
                     target.copy_(stored.read(cut))

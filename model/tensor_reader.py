@@ -20,6 +20,7 @@ from baton.model.weights import Cut, ReadBuffer, StoredTensor, open_unchanged, r
 
 NUM_READERS = 4
 CHUNK_BYTES = 16 << 20
+_SCALED = 8  # bytes that a float8 number takes meanwhile: widened, and its scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,7 +110,7 @@ class TensorReader:
                 rows = rows.narrow(cut.dim, cut.first, cut.count)
             if part.scale is not None:
                 scale = part.scale(before + first, before + stop)
-                rows = rows.to(scale.dtype) * scale
+                rows = rows.to(scale.dtype).mul_(scale)
             target.copy_(rows)
 
     def _staging(self) -> "_Staging":
@@ -140,7 +141,9 @@ class _Staging:
 
 
 def _chunks(part: Part) -> Iterator[tuple[int, int]]:
-    num_rows, at_once = len(part.target), max(1, CHUNK_BYTES // part.stored.row_bytes)
+    """Rows that are read together; fewer of those that are scaled, which grow to float32, as do their scales."""
+    row_bytes = part.stored.row_bytes * (1 if part.scale is None else _SCALED)
+    num_rows, at_once = len(part.target), max(1, CHUNK_BYTES // row_bytes)
     for first in range(0, num_rows, at_once):
         yield first, min(num_rows, first + at_once)
 

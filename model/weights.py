@@ -25,6 +25,7 @@ _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 _INDEX_DTYPES = {"I64": ("int64", 8), "I32": ("int32", 4)}  # torch's name, bytes of an element
 _FLOAT8_DTYPES = {"F8_E4M3": ("float8_e4m3fn", 1)}
 _STORED_DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+_DTYPES = _STORED_DTYPES | _FLOAT8_DTYPES | _INDEX_DTYPES
 
 Stamp = tuple[int, int]
 
@@ -277,7 +278,7 @@ def _stored(file: Path, stamp: Stamp, begin: int, name: str, entry: Mapping[str,
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError(f"{name} has shape {list(shape)} and data_offsets {[start, end]}")
     tensor = StoredTensor(file, stamp, str(entry["dtype"]), shape, begin + start, begin + end)
-    _, item_bytes = (_STORED_DTYPES | _FLOAT8_DTYPES | _INDEX_DTYPES).get(tensor.dtype_name, ("", 0))
+    _, item_bytes = _DTYPES.get(tensor.dtype_name, ("", 0))
     if start > end or (item_bytes and prod(shape) * item_bytes != end - start):
         raise ValueError(f"{name} has {end - start} bytes for {tensor.dtype_name} of shape {list(shape)}")
     return tensor

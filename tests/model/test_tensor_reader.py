@@ -161,7 +161,7 @@ def test_chunks_change_no_bit_of_a_float8_checkpoint(layout, dtype, size, tmp_pa
     path, _ = write_float8(tmp_path, LAYOUTS[layout], with_mtp=False)
     group = Rank(size - 1, size)
     wanted = [(place, plain_of(weight)) for place, weight in weights_of(load(path, dtype, communicator=group))]
-    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 37 * SIZES["hidden_size"])
+    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 37 * 8 * SIZES["hidden_size"])
     found = dict(weights_of(load(path, dtype, communicator=group)))
     for place, tensors in wanted:
         for one, other in zip(tensors, plain_of(found.pop(place)), strict=True):
@@ -211,3 +211,18 @@ def test_the_host_needs_a_chunk_for_each_thread_beside_the_tensors(size, dtype, 
     assert model.config.num_layers == 1
     assert beside <= NUM_READERS * MIB + 24 * MIB
     assert NUM_READERS * CHUNK_BYTES <= 256 * MIB, "that is the promise, whatever the largest tensor"
+
+
+def test_numbers_that_are_widened_and_scaled_take_no_more_of_the_host(tmp_path, monkeypatch):
+    """A number and its scale are float32 each, on the way to a tensor of any dtype."""
+    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 1024)
+    read, tensor = [], stored(tmp_path, torch.zeros(*SHAPE).to(torch.float8_e4m3fn))
+
+    def scale(begin, end):
+        read.append((begin, end))
+        return torch.ones(end - begin, SHAPE[1])
+
+    with TensorReader(CPU) as reader:
+        reader.fill([Part(stored=tensor, target=torch.empty(*SHAPE, dtype=torch.bfloat16), scale=scale)])
+    assert sum(end - begin for begin, end in read) == SHAPE[0]
+    assert max(end - begin for begin, end in read) * SHAPE[1] * 2 * 4 <= 1024
