@@ -77,7 +77,8 @@ class Drafter(nn.Module):
         rope = rope_tables(self.shape, positions)
 
         def heads(layer: nn.Linear) -> Tensor:
-            return linear(pair, layer.weight).unflatten(-1, (-1, self.shape.head_dim))
+            joined: Tensor = linear(pair, layer.weight).unflatten(-1, (-1, self.shape.head_dim))
+            return joined
 
         query = rotate(heads(self.q_proj), rope).transpose(1, 2)
         key, value = rotate(heads(self.k_proj), rope).transpose(1, 2), heads(self.v_proj).transpose(1, 2)
@@ -95,7 +96,8 @@ class Drafter(nn.Module):
 
     def logits(self, entries: Tensor) -> Tensor:
         """Return scores over the columns."""
-        return linear(self.norm(entries), self.head)
+        scores: Tensor = linear(self.norm(entries), self.head)
+        return scores
 
 
 @torch.no_grad()

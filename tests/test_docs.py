@@ -273,7 +273,8 @@ def test_what_no_command_takes_is_refused(line):
 
 
 def options_of(found):
-    return {option for param in found.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+    params = found.get_params(typer.Context(found))  # flags that are keys are made when they are first asked for
+    return {option for param in params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
 
 
 def all_options(found=BATON):

@@ -94,5 +94,5 @@ def test_every_key_says_what_it_does_in_one_line():
         assert not key.text.endswith("."), name
         assert key.vllm.startswith(("--", "VLLM_")) or not key.vllm, name
     speaking = [name for name, key in keys_of(ServeConfig).items() if not key.default]
-    silent = {"tensor_parallel_size", "speculative_config"}
+    silent = {"tensor_parallel_size", "speculative_config", "draft_model"}
     assert {name for name in speaking if not name.endswith(("_file", "_server_name", "_endpoint"))} == silent

@@ -11,6 +11,7 @@ from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
+TINY_EAGLE3 = TINY.with_name("tiny-eagle3")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,8 +31,8 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def load_tiny():
     @cache
-    def load(dtype=torch.float64, numerics=Numerics.DEFAULT, with_mtp=True, device="cpu", kv_dtype=KVDtype.AUTO):
-        place = torch.device(device)
-        return load_model(TINY, dtype=dtype, device=place, numerics=numerics, with_mtp=with_mtp, kv_dtype=kv_dtype)
+    def load(dtype=torch.float64, numerics=Numerics.DEFAULT, device="cpu", **options):
+        options = {"with_mtp": True, "kv_dtype": KVDtype.AUTO, **options}
+        return load_model(TINY, dtype=dtype, device=torch.device(device), numerics=numerics, **options)
 
     return load

@@ -20,7 +20,7 @@ from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
 from baton.model.loader import load_model
 from baton.tests.e2e import features
-from baton.tests.e2e.conftest import TINY
+from baton.tests.e2e.conftest import TINY, TINY_EAGLE3
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import pairwise
 from baton.tests.e2e.tp_group_engine import run_over_ranks
@@ -197,7 +197,8 @@ PREEMPTIONS = {
     "computed again": {"overcommit": True, "preempt_at": (1, 6)},
     "to host memory": {"overcommit": True, "preempt_at": (1, 6), "host_kv_bytes": 64 << 20},
 }
-DRAFTERS = {"mtp": None, "ngram": PromptLookup(min_match_len=1, max_match_len=3)}
+DRAFTERS = ("mtp", "ngram", "eagle3")
+LOOKUP = PromptLookup(min_match_len=1, max_match_len=3)
 FEATURE_CELLS = list(itertools.product(features.FEATURES, DRAFTS, PREEMPTIONS, (16, 4096), (1, 2), DRAFTERS))
 FEATURE_PAIRWISE = pairwise(FEATURE_CELLS)
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT}
@@ -219,10 +220,19 @@ def short_model(tmp_path_factory):
     return path
 
 
+def drafting(drafter):
+    """How a model is loaded for a drafter."""
+    return {"with_mtp": drafter == "mtp", "draft_path": TINY_EAGLE3 if drafter == "eagle3" else None}
+
+
 @pytest.fixture(scope="module")
 def on_one_rank(short_model, tokenizer):
-    models = {with_mtp: load_model(short_model, **MODEL, with_mtp=with_mtp) for with_mtp in (False, True)}
-    return lambda **options: LocalEngine(models[options.get("lookup") is None], tokenizer, **options)
+    models = {drafter: load_model(short_model, **MODEL, **drafting(drafter)) for drafter in DRAFTERS}
+
+    def engine(drafter, **options):
+        return LocalEngine(models[drafter], tokenizer, lookup=LOOKUP if drafter == "ngram" else None, **options)
+
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +260,7 @@ def one_plain_run(on_one_rank, feature_prompts):
     @cache
     def run_once(feature):
         plain = None if feature == "plain" else [result.token_ids for result in run_once("plain")]
-        engine = on_one_rank(**sizes_of(0, 4096, scheduling="sync"))
+        engine = on_one_rank("mtp", **sizes_of(0, 4096, scheduling="sync"))
         return engine.generate(features.requests_for(feature, feature_prompts, 0, plain))
 
     return run_once
@@ -262,16 +272,17 @@ def check_feature(monkeypatch, cell, on_one_rank, one_plain_run, feature_prompts
     requests = features.requests_for(feature, feature_prompts, k, plain)
     taken = {}
     for scheduling in ("sync", "async"):
-        options = sizes_of(k, chunk_len, scheduling=scheduling, lookup=DRAFTERS[drafter], **PREEMPTIONS[preemption])
+        options = sizes_of(k, chunk_len, scheduling=scheduling, **PREEMPTIONS[preemption])
 
         def work(engine):
             made = generate(monkeypatch, engine, requests)
             return *made, engine.preemptions
 
         if tp == 1:
-            results, steps, preempted = work(on_one_rank(**options))
+            results, steps, preempted = work(on_one_rank(drafter, **options))
         else:
-            options["model"] = {"numerics": Numerics.DEFAULT, "with_mtp": drafter == "mtp"}
+            options["model"] = {"numerics": Numerics.DEFAULT, **drafting(drafter)}
+            options["lookup"] = LOOKUP if drafter == "ngram" else None
             results, steps, preempted = run_over_ranks(tp, short_model, tokenizer, work, **options)
         for result, expected, mine in zip(results, one_plain_run(feature), steps, strict=True):
             features.check_same(result, expected)

@@ -12,6 +12,7 @@ import torch
 from baton.core.numerics import Numerics
 from baton.core.prompt_lookup import PromptLookup
 from baton.engine.local import LocalEngine
+from baton.tests.e2e.conftest import TINY_EAGLE3
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
 
@@ -78,9 +79,11 @@ def reference(load_tiny, tokenizer, prompts):
     return get
 
 
-def disaggregated(load_tiny, tokenizer, prompts, cell, dtype=torch.float64, numerics=Numerics.DEFAULT, lookup=None):
+def disaggregated(load_tiny, tokenizer, prompts, cell, dtype=torch.float64, numerics=Numerics.DEFAULT, drafter="mtp"):
     mode, num_drafts, chunk_len, topology = cell
-    model = load_tiny(dtype, numerics, with_mtp=num_drafts > 0 and lookup is None)
+    lookup = PromptLookup(min_match_len=1, max_match_len=3) if drafter == "ngram" else None
+    drafting = {"draft_path": TINY_EAGLE3} if drafter == "eagle3" else {}
+    model = load_tiny(dtype, numerics, with_mtp=num_drafts > 0 and drafter == "mtp", **drafting)
     requests = requests_for(prompts, sampled=SAMPLED[mode], num_drafts=num_drafts, max_tokens=MAX_TOKENS)
     num_prefill, num_decode = TOPOLOGIES[topology]
     with Topology(
@@ -95,7 +98,7 @@ def disaggregated(load_tiny, tokenizer, prompts, cell, dtype=torch.float64, nume
         outcomes = deployment.generate(requests)
         deployment.wait_idle()
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    if lookup is not None:
+    if drafter != "mtp":
         assert sum(outcome.decode_stats.num_accepted_tokens for outcome in outcomes) > 0
     return [outcome.token_ids for outcome in outcomes]
 
@@ -124,19 +127,19 @@ def test_float64_tokens_are_identical_in_every_other_cell(load_tiny, tokenizer, 
     assert disaggregated(load_tiny, tokenizer, prompts, cell) == reference(cell[0])
 
 
-LOOKED_UP = [cell for cell in CELLS if cell[1]]
-LOOKED_UP_DEFAULT = {("greedy", 4, 48, "2P1D"), ("coupled", 2, 16, "1P2D"), ("coupled", 1, WHOLE, "1P1D")}
+DRAFTED = [cell for cell in CELLS if cell[1]]
+DRAFTED_DEFAULT = {("greedy", 4, 48, "2P1D"), ("coupled", 2, 16, "1P2D"), ("coupled", 1, WHOLE, "1P1D")}
 
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=[] if cell in LOOKED_UP_DEFAULT else [pytest.mark.slow]) for cell in LOOKED_UP],
+    [pytest.param(cell, marks=[] if cell in DRAFTED_DEFAULT else [pytest.mark.slow]) for cell in DRAFTED],
     ids=cell_id,
 )
-def test_float64_tokens_are_identical_where_drafts_are_looked_up(load_tiny, tokenizer, prompts, reference, cell):
-    """No head makes them: neither a draft nor a hidden state crosses with the prompt."""
-    lookup = PromptLookup(min_match_len=1, max_match_len=3)
-    assert disaggregated(load_tiny, tokenizer, prompts, cell, lookup=lookup) == reference(cell[0])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_float64_tokens_are_identical_with_every_drafter(load_tiny, tokenizer, prompts, reference, cell, drafter):
+    """Looked up, neither a draft nor a hidden state crosses with the prompt; EAGLE-3's KV is one more layer's."""
+    assert disaggregated(load_tiny, tokenizer, prompts, cell, drafter=drafter) == reference(cell[0])
 
 
 @pytest.mark.parametrize(

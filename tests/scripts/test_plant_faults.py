@@ -21,7 +21,7 @@ def test_it_can_be_planted_and_its_tests_exist(fault):
     assert plant_faults.problem_of(fault) == ""
     assert fault.old != fault.new
     for test in fault.tests:
-        path, _, name = test.partition("::")
+        path, _, name = test.partition("[")[0].partition("::")
         assert f"def {name}(" in (ROOT / path).read_text()
 
 

@@ -91,7 +91,7 @@ FORMS = {
     "mistral args, text": (CallForm.MISTRAL_ARGS, qwen, (args_of,)),
     "mistral args, tokens of several characters": (CallForm.MISTRAL_ARGS, tiny, (args_of,)),
 }
-COMPILERS = {}
+COMPILERS: dict = {}
 
 
 def compiler_of(make):
