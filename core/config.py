@@ -123,14 +123,13 @@ class ServeConfig(BaseModel):
 
     speculative_method: Literal["auto", "mtp", "eagle3", "ngram", "none"] = _drafts(
         "auto",
-        "auto drafts by --draft-model, or the checkpoint's MTP head if it has one, mtp requires one; ngram drafts what "
-        "followed the last tokens where they stood before, for any model",
+        "auto drafts by --draft-model or the checkpoint's MTP head, if there is one; ngram looks drafts up",
         vllm="--speculative-config (method)",
     )
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(
         None,
         "draft tokens per step, 0 to 4, or auto: as measurements advise",
-        unset="2 by an MTP head or a drafter, 4 by ngram; else 0",
+        unset="2; 4 by ngram; 0 without a head",
         metavar="tokens",
         vllm="--speculative-config (num_speculative_tokens)",
     )

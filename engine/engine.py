@@ -642,7 +642,8 @@ class Engine:
             self.speculation.disturb()
         if flight.planned is not None:
             # A row for which no draft was found has paid for its k as well: it counts as one whose drafts fell.
-            proposed_lens = flight.ticket.layout.proposed_lens
+            num_drafts = flight.planned.num_drafts
+            proposed_lens = [min(sequence.draft_cap, num_drafts) for sequence in flight.decode]
             self.speculation.read(flight.planned, proposed_lens, [row.accepted_len for row in output.decode])
         self._untimed.append(flight)
         while self._untimed:

@@ -96,7 +96,7 @@ class Drafter(nn.Module):
 
     def logits(self, entries: Tensor) -> Tensor:
         """Return scores over the columns."""
-        scores: Tensor = linear(self.norm(entries), self.head)
+        scores: Tensor = linear(self.norm(entries), self.get_buffer("head"))
         return scores
 
 
