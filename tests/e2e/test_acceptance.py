@@ -3,15 +3,18 @@
 import pytest
 import torch
 
+from baton.core.prompt_lookup import PromptLookup
 from baton.core.requests.request import AttemptKey, GenerationRequest, SpeculationCounts
 from baton.core.requests.sampling import SamplingParams
 from baton.engine.local import LocalEngine
+from baton.tests.e2e.conftest import TINY_EAGLE3
 from baton.tests.e2e.prompts import token_prompts
 
 NUM_PROMPTS = 24
 
 
-def speculate(model, tokenizer, num_drafts, temperature):
+def speculate(model, tokenizer, num_drafts, temperature, prompts=None, lookup=None):
+    prompts = prompts or token_prompts(tokenizer, NUM_PROMPTS + 8, seed=5)[8:]
     engine = LocalEngine(
         model,
         tokenizer,
@@ -20,6 +23,7 @@ def speculate(model, tokenizer, num_drafts, temperature):
         num_draft_tokens=num_drafts,
         chunk_len=512,
         max_num_sequences=8,
+        lookup=lookup,
     )
     requests = [
         GenerationRequest(
@@ -29,7 +33,7 @@ def speculate(model, tokenizer, num_drafts, temperature):
             deadline_s=1e12,
             num_draft_tokens=num_drafts,
         )
-        for index, prompt in enumerate(token_prompts(tokenizer, NUM_PROMPTS + 8, seed=5)[8:])
+        for index, prompt in enumerate(prompts)
     ]
     total = SpeculationCounts()
     for result in engine.generate(requests):
@@ -43,15 +47,36 @@ def speculate(model, tokenizer, num_drafts, temperature):
     return total
 
 
-@pytest.mark.parametrize(
-    ("num_drafts", "temperature", "least_acceptance", "least_tokens_per_step"),
-    [(1, 0.0, 0.62, 1.6), (3, 0.0, 0.5, 2.0), (1, 1.0, 0.5, 1.5), (3, 1.0, 0.3, 1.7)],
-)
-def test_drafts_stand(load_tiny, tokenizer, num_drafts, temperature, least_acceptance, least_tokens_per_step, capsys):
-    total = speculate(load_tiny(torch.float32), tokenizer, num_drafts, temperature)
+def check(total, what, least_acceptance, least_tokens_per_step, capsys):
     acceptance = total.num_accepted_tokens / total.num_draft_tokens
     tokens_per_step = total.num_emitted_tokens / total.num_verify_steps
     with capsys.disabled():
-        print(f"\nk={num_drafts} T={temperature}: acceptance {acceptance:.3f}, {tokens_per_step:.2f} tokens a step")
+        print(f"\n{what}: acceptance {acceptance:.3f}, {tokens_per_step:.2f} tokens a step")
     assert acceptance >= least_acceptance
     assert tokens_per_step >= least_tokens_per_step
+
+
+@pytest.mark.parametrize(
+    ("drafter", "num_drafts", "temperature", "least_acceptance", "least_tokens_per_step"),
+    [
+        ("mtp", 1, 0.0, 0.62, 1.6),
+        ("mtp", 3, 0.0, 0.5, 2.0),
+        ("mtp", 1, 1.0, 0.5, 1.5),
+        ("mtp", 3, 1.0, 0.3, 1.7),
+        ("eagle3", 1, 0.0, 0.6, 1.6),
+        ("eagle3", 3, 0.0, 0.4, 2.0),
+    ],
+)
+def test_drafts_stand(
+    load_tiny, tokenizer, drafter, num_drafts, temperature, least_acceptance, least_tokens_per_step, capsys
+):
+    options = {"with_mtp": False, "draft_path": TINY_EAGLE3} if drafter == "eagle3" else {}
+    total = speculate(load_tiny(torch.float32, **options), tokenizer, num_drafts, temperature)
+    what = f"{drafter} k={num_drafts} T={temperature}"
+    check(total, what, least_acceptance, least_tokens_per_step, capsys)
+
+
+def test_what_is_looked_up_stands_where_text_repeats_itself(load_tiny, tokenizer, capsys):
+    prompts = [prompt[:24] * 3 for prompt in token_prompts(tokenizer, NUM_PROMPTS + 8, seed=5)[8:]]
+    total = speculate(load_tiny(torch.float32, with_mtp=False), tokenizer, 4, 0.0, prompts, PromptLookup())
+    check(total, "ngram k=4", 0.4, 1.8, capsys)

@@ -12,6 +12,7 @@ import torch
 
 from baton.engine.local import LocalEngine
 from baton.engine.step.runner import Runner
+from baton.tests.e2e.conftest import TINY_EAGLE3
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
 
@@ -80,9 +81,13 @@ def split(model, tokenizer, requests, num_drafts):
     return [Speculated(outcome.decode_steps, counts_of(outcome.decode_stats)) for outcome in outcomes]
 
 
-@pytest.mark.parametrize(("sampled", "num_drafts"), CELLS)
-def test_acceptance_is_that_of_one_process(sampled, num_drafts, load_tiny, tokenizer, starts):
-    model = load_tiny(torch.float64)
+@pytest.mark.parametrize(
+    ("drafter", "sampled", "num_drafts"),
+    [*(("mtp", *cell) for cell in CELLS), ("eagle3", False, 3), ("eagle3", True, 2)],
+)
+def test_acceptance_is_that_of_one_process(drafter, sampled, num_drafts, load_tiny, tokenizer, starts):
+    options = {"with_mtp": False, "draft_path": TINY_EAGLE3} if drafter == "eagle3" else {}
+    model = load_tiny(torch.float64, **options)
     prompts = token_prompts(tokenizer, NUM_PROMPTS)
     requests = requests_for(prompts, sampled=sampled, num_drafts=num_drafts, max_tokens=MAX_TOKENS)
     expected = locally(model, tokenizer, requests, num_drafts)
