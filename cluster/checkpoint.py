@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from baton.cluster.resolve import (
     BUNDLED_MODELS,
     ModelDirectory,
+    find_drafter,
     find_model,
     has_gpu,
     num_drafts,
@@ -140,7 +141,7 @@ def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> None:
     from baton.model.tensor_spec import check_tensors
     from baton.model.weights import read_headers
 
-    path = Path(config.draft_path)
+    path = find_drafter(config.draft_path)
     made = "dummy" if config.is_dummy else None
     drafter = EagleConfig.from_directory(path, target, made_weights=made)
     if not config.is_dummy:
@@ -198,7 +199,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
 
 def _drafter(config: ServeConfig, sizes: "ModelConfig") -> str:
     if config.draft_path:
-        return f"EAGLE-3, {config.draft_path}"
+        return f"EAGLE-3 drafter {config.draft_path}"
     if config.lookup() is not None:
         return "n-grams of the text so far"
     return "MTP head" if sizes.draft_vocab_size is None else f"MTP head over {sizes.draft_vocab_size} tokens"

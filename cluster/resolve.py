@@ -29,6 +29,7 @@ from baton.core.telemetry.span_export import SpanFile
 from baton.core.tls_files import TlsFiles
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned")
+BUNDLED_DRAFTERS = ("tiny-eagle3",)
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
 # Of the names that both configurations have: what a worker gets is decided below, not copied.
 DECIDED = frozenset(
@@ -70,8 +71,7 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
         ModelMissing: the directory or a file of it does not exist.
         ModelFileDamaged: config.json or the weights' index is not JSON, or lacks the model's length.
     """
-    bundled = model in BUNDLED_MODELS
-    path = Path(str(resources.files("baton.assets") / model)) if bundled else Path(model)
+    path = _bundled(model) if model in BUNDLED_MODELS else Path(model)
     try:
         path = path.expanduser().resolve()
         is_dir = path.is_dir()
@@ -91,7 +91,7 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
         raise ModelFileDamaged(f"{path}/config.json holds no max_position_embeddings", path=str(path / "config.json"))
     return ModelDirectory(
         path=path,
-        name=model if bundled else _name_of(path),
+        name=model if model in BUNDLED_MODELS else _name_of(path),
         max_model_len=max_model_len,
         num_mtp_layers=num_mtp_layers(config),
     )
@@ -260,7 +260,7 @@ def resolve_worker(
         num_draft_tokens=num_drafts(config, model),
         auto_drafts=config.num_speculative_tokens == "auto" and num_drafts(config, model) > 0,
         lookup=config.lookup(),
-        draft_path=config.draft_path and str(Path(config.draft_path).resolve()),
+        draft_path=config.draft_path and str(find_drafter(config.draft_path)),
         numerics=config.numerics,
         dtype=resolve_dtype(config.dtype, device),
         device=device,
@@ -285,6 +285,15 @@ def resolve_worker(
         key=key.hex(),
         **{name: getattr(config, name) for name in COPIED},
     )
+
+
+def find_drafter(drafter: str) -> Path:
+    """A drafter's directory, or a bundled one; what it holds is judged where it is read."""
+    return _bundled(drafter) if drafter in BUNDLED_DRAFTERS else Path(drafter).expanduser().resolve()
+
+
+def _bundled(name: str) -> Path:
+    return Path(str(resources.files("baton.assets") / name))
 
 
 def served_names(config: ServeConfig, model: ModelDirectory) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class ServeConfig(BaseModel):
     )
     draft_model: str = _drafts(
         "",
-        "an EAGLE-3 drafter of the model, as published",
+        "an EAGLE-3 drafter of the model, as published, or the bundled one of tiny: tiny-eagle3",
         metavar="directory",
         vllm="--speculative-config (model)",
     )

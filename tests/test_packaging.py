@@ -77,7 +77,7 @@ def test_the_wheel_holds_the_rooms_and_their_data_only(wheel):
         ".md",
     }
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
-    for model in ("tiny", "tiny-pruned"):
+    for model in ("tiny", "tiny-pruned", "tiny-eagle3"):
         shipped = {path.name for path in (ROOT / "assets" / model).iterdir() if path.is_file()}
         assert {Path(name).name for name in code if name.startswith(f"baton/assets/{model}/")} == shipped
 

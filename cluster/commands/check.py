@@ -33,7 +33,7 @@ def _text(found: Judgement) -> str:
         f"{found.model} can be served: {facts['architecture']}, {facts['num_parameters'] / 1e9:.2f}B parameters",
         f"name: {', '.join(facts['names'])}",
         f"runs in {facts['dtype']} on {facts['device']}, up to {facts['max_model_len']} positions, "
-        + (f"{drafts} draft tokens a step by its {facts['drafter']}" if drafts else "without drafts"),
+        + (f"{drafts} draft tokens a step by the {facts['drafter']}" if drafts else "without drafts"),
         *([f"weights: {facts['weights']}"] if facts["weights"] else []),
         f"memory of each worker: weights {facts['weight_gib']:.2f} GiB{_ranks(facts)}, "
         f"KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a token{_pool(facts)}",

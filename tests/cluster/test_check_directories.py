@@ -409,7 +409,7 @@ def test_a_person_reads_the_drafter_and_the_kv(told):
     def text(name):
         return _text(Judgement(model="m", facts=told[name]["facts"]))
 
-    assert "up to 128 positions, 2 draft tokens a step by its MTP head over 16 tokens\n" in text("draft head")
+    assert "up to 128 positions, 2 draft tokens a step by the MTP head over 16 tokens\n" in text("draft head")
     assert "KV 3.0 KiB a token, for 87360 tokens" in text("MTP")
     assert "128 positions, without drafts\n" in text("Qwen3 BF16")
     assert "KV 2.0 KiB a token, for 131056 tokens" in text("Qwen3 BF16")

@@ -1,0 +1,67 @@
+"""Which drafter `baton check` and workers take, by flags; and drafters that are refused before anything is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.cluster.checkpoint import judge
+from baton.cluster.resolve import find_drafter, find_model, read_config, resolve_worker
+from baton.core.errors import ConfigInvalid
+
+pytestmark = pytest.mark.fast
+NAMED = {"draft_model": "tiny-eagle3"}
+VLLMS = '{"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}'
+TINY = Path(__file__).parents[2] / "assets" / "tiny"
+
+
+def worker_of(**flags):
+    config = read_config(None, {"model": "tiny", "device": "cpu", **flags})
+    return resolve_worker(config, find_model(config.model), worker_id="decode-0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafts", "path", "is_looked_up"),
+    [
+        ({}, 2, "", False),
+        (NAMED, 2, "tiny-eagle3", False),
+        ({**NAMED, "num_speculative_tokens": "auto"}, 4, "tiny-eagle3", False),
+        ({**NAMED, "speculative_method": "eagle3", "num_speculative_tokens": 0}, 0, "tiny-eagle3", False),
+        ({"speculative_method": "ngram"}, 4, "", True),
+        ({"speculative_config": VLLMS}, 3, "tiny-eagle3", False),
+    ],
+)
+def test_what_a_worker_drafts_by(flags, drafts, path, is_looked_up):
+    worker = worker_of(**flags)
+    assert worker.num_draft_tokens == drafts
+    assert worker.draft_path == (str(TINY.with_name(path)) if path else "")
+    assert (worker.lookup is not None) == is_looked_up
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"speculative_method": "eagle3"}, "draft_model names none"),
+        ({"speculative_method": "ngram", "draft_model": "tiny-eagle3"}, "ngram does not use it"),
+        ({"speculative_method": "none", "draft_model": "tiny-eagle3"}, "none does not use it"),
+        ({"speculative_method": "mtp", "draft_model": "tiny-eagle3"}, "mtp does not use it"),
+    ],
+)
+def test_flags_that_say_two_things_are_refused(flags, sentence):
+    with pytest.raises(ConfigInvalid, match=sentence):
+        worker_of(**flags)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sentence"),
+    [
+        ("nowhere", "there is no model directory"),
+        (str(TINY), "is no EAGLE-3 drafter"),
+    ],
+)
+def test_check_says_why_a_drafter_cannot_be_used(drafter, sentence):
+    config = read_config(None, {"model": "tiny", "device": "cpu", "draft_model": drafter})
+    found = judge(config)
+    assert [sentence in str(error) for error in found.errors] == [True]
+    assert find_drafter("tiny-eagle3").is_dir()
+    good = judge(read_config(None, {"model": "tiny", "device": "cpu", "draft_model": "tiny-eagle3"}))
+    assert (good.errors, good.facts["drafter"]) == ([], "EAGLE-3 drafter tiny-eagle3")
