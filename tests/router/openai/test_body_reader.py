@@ -262,6 +262,16 @@ async def test_the_first_body_finds_a_process(monkeypatch):
         assert reader._idle == [process]
 
 
+async def test_a_router_that_has_started_has_a_process():
+    async with served() as (running, _):
+        reader = running.router._reader
+        assert reader._idle == []
+        running.router.warm_up()
+        async with asyncio.timeout(60):
+            while not reader._idle:
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("command", [("cat",), ("no-such-program",)], ids=["waits", "is missing"])
 async def test_a_router_ends_while_its_first_process_starts(monkeypatch, command):
     started = []
