@@ -1,4 +1,4 @@
-"""The families without an MTP head, in float64: neither hand-off nor scheduling changes a token.
+"""The families without an MTP head, in float64: neither hand-off, scheduling nor drafts change a token.
 
 Disaggregated output equals one-process output over prompt chunks, sampling and topologies, as `test_same_tokens` has it
 for the bundled model; asynchronous scheduling equals one plain run, step after step on one rank, over preemption and
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.prompt_lookup import PromptLookup
 from baton.engine.local import LocalEngine
 from baton.model.loader import load_model
 from baton.tests.e2e.prompts import requests_for, token_prompts
@@ -28,6 +29,7 @@ from baton.tests.e2e.test_same_tokens import (
 )
 from baton.tests.e2e.tp_group_engine import run_over_ranks
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.eagle_checkpoints import write_drafter
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -36,11 +38,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LAYERS = 3  # of which a drafter joins all
 FAMILIES = {
     "llama": {"tie": False, "overrides": {"rope_scaling": LLAMA3}},
     "mistral": {"tie": True},
     "qwen2": {"tie": False},
-    "qwen3_moe": {"tie": True, "layers": 3, "overrides": {"mlp_only_layers": [1]}},
+    "qwen3_moe": {"tie": True, "overrides": {"mlp_only_layers": [1]}},
     "mixtral": {"tie": True},
     "qwen2_moe": {"tie": False, "overrides": {"num_experts": 5}},
 }
@@ -57,6 +60,7 @@ def path_of(tmp_path_factory, tokenizer):
             with_mtp=False,
             vocab_size=tokenizer.vocab_size,
             hidden_size=48,
+            layers=LAYERS,
             **FAMILIES[family],
         )
 
@@ -64,8 +68,20 @@ def path_of(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def model_of(path_of):
-    return cache(lambda family: load_model(path_of(family), **MODEL))
+def drafter_of(path_of, tmp_path_factory):
+    """An EAGLE-3 drafter of a family's model, with random weights too."""
+    return cache(lambda family: write_drafter(tmp_path_factory.mktemp(family), path_of(family), aux=range(LAYERS)))
+
+
+@pytest.fixture(scope="module")
+def drafting(drafter_of):
+    """How a model is loaded for a drafter."""
+    return lambda family, drafter: {"draft_path": drafter_of(family) if drafter == "eagle3" else None}
+
+
+@pytest.fixture(scope="module")
+def model_of(path_of, drafting):
+    return cache(lambda family, drafter="": load_model(path_of(family), **MODEL, **drafting(family, drafter)))
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +131,23 @@ def test_disaggregated_tokens_are_those_of_one_process(cell, model_of, one_proce
     assert disaggregated(load, tokenizer, prompts, how) == one_process(family, how[0])
 
 
+DRAFTED = list(itertools.product(FAMILIES, ("ngram", "eagle3"), SAMPLED))
+DRAFTED_DEFAULT = {("llama", "eagle3", "greedy"), ("qwen2", "ngram", "coupled"), ("qwen2_moe", "eagle3", "coupled")}
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter", "mode"),
+    [pytest.param(*cell, marks=[] if cell in DRAFTED_DEFAULT else [pytest.mark.slow]) for cell in DRAFTED],
+)
+def test_drafts_change_no_token_that_is_handed_over(family, drafter, mode, model_of, one_process, tokenizer, prompts):
+    def load(*options, with_mtp, draft_path=None):
+        assert (*options, with_mtp) == (torch.float64, Numerics.DEFAULT, False)
+        return model_of(family, drafter)
+
+    tokens = disaggregated(load, tokenizer, prompts, (mode, 3, 16, "1P2D"), drafter=drafter)
+    assert tokens == one_process(family, mode)
+
+
 SCHEDULED = list(itertools.product(FAMILIES, SAMPLED, PREEMPTIONS, (16, WHOLE), (1, 2)))
 SCHEDULED_DEFAULT = {
     ("llama", "coupled", "stays", 16, 2),
@@ -155,6 +188,37 @@ def test_asynchronous_tokens_are_those_of_one_plain_run(cell, path_of, model_of,
     assert (preempted.num_offloaded_blocks > 0) == (preemption == "to host memory")
 
 
+LATER = list(itertools.product(FAMILIES, ("ngram", "eagle3"), PREEMPTIONS, (1, 2)))
+LATER_DEFAULT = {
+    ("mistral", "eagle3", "to host memory", 2),
+    ("mixtral", "ngram", "computed again", 1),
+    ("qwen3_moe", "eagle3", "computed again", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter", "preemption", "tp"),
+    [pytest.param(*cell, marks=[] if cell in LATER_DEFAULT else [pytest.mark.slow]) for cell in LATER],
+)
+def test_drafts_change_no_token_of_asynchronous_steps(
+    family, drafter, preemption, tp, path_of, model_of, drafting, one_plain_run, tokenizer
+):
+    options = sizes_of(3, 16, scheduling="async", **PREEMPTIONS[preemption])
+    options["lookup"] = PromptLookup(min_match_len=1) if drafter == "ngram" else None
+    requests = scheduled_requests(tokenizer, "coupled", num_drafts=3)
+
+    def work(engine):
+        return engine.generate(requests)
+
+    if tp == 1:
+        results = work(LocalEngine(model_of(family, drafter), tokenizer, **options))
+    else:
+        model = MODEL | drafting(family, drafter)
+        results = run_over_ranks(tp, path_of(family), tokenizer, work, model=model, **options)
+    assert [result.token_ids for result in results] == one_plain_run(family, "coupled")
+    assert sum(result.counts.num_draft_tokens for result in results) > 0
+
+
 @pytest.fixture(scope="module")
 def one_plain_run(model_of, tokenizer):
     @cache
@@ -165,5 +229,6 @@ def one_plain_run(model_of, tokenizer):
     return run
 
 
-def scheduled_requests(tokenizer, mode):
-    return requests_for(token_prompts(tokenizer, 8, max_len=60), sampled=SAMPLED[mode], num_drafts=0, max_tokens=24)
+def scheduled_requests(tokenizer, mode, num_drafts=0):
+    prompts = token_prompts(tokenizer, 8, max_len=60)
+    return requests_for(prompts, sampled=SAMPLED[mode], num_drafts=num_drafts, max_tokens=24)

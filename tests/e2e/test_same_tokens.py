@@ -79,7 +79,9 @@ def reference(load_tiny, tokenizer, prompts):
     return get
 
 
-def disaggregated(load_tiny, tokenizer, prompts, cell, dtype=torch.float64, numerics=Numerics.DEFAULT, drafter="mtp"):
+def disaggregated(
+    load_tiny, tokenizer, prompts, cell, dtype=torch.float64, numerics=Numerics.DEFAULT, drafter="mtp", least_accepted=0
+):
     mode, num_drafts, chunk_len, topology = cell
     lookup = PromptLookup(min_match_len=1, max_match_len=3) if drafter == "ngram" else None
     drafting = {"draft_path": TINY_EAGLE3} if drafter == "eagle3" else {}
@@ -98,8 +100,7 @@ def disaggregated(load_tiny, tokenizer, prompts, cell, dtype=torch.float64, nume
         outcomes = deployment.generate(requests)
         deployment.wait_idle()
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    if drafter != "mtp":
-        assert sum(outcome.decode_stats.num_accepted_tokens for outcome in outcomes) > 0
+    assert sum(outcome.decode_stats.num_accepted_tokens for outcome in outcomes) >= least_accepted
     return [outcome.token_ids for outcome in outcomes]
 
 
@@ -139,7 +140,8 @@ DRAFTED_DEFAULT = {("greedy", 4, 48, "2P1D"), ("coupled", 2, 16, "1P2D"), ("coup
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
 def test_float64_tokens_are_identical_with_every_drafter(load_tiny, tokenizer, prompts, reference, cell, drafter):
     """Looked up, neither a draft nor a hidden state crosses with the prompt; EAGLE-3's KV is one more layer's."""
-    assert disaggregated(load_tiny, tokenizer, prompts, cell, drafter=drafter) == reference(cell[0])
+    tokens = disaggregated(load_tiny, tokenizer, prompts, cell, drafter=drafter, least_accepted=20)
+    assert tokens == reference(cell[0])
 
 
 @pytest.mark.parametrize(
