@@ -43,6 +43,7 @@ FAMILIES = {
     "llama": {"tie": False, "overrides": {"rope_scaling": LLAMA3}},
     "mistral": {"tie": True},
     "qwen2": {"tie": False},
+    "qwen3": {"tie": True},
     "qwen3_moe": {"tie": True, "overrides": {"mlp_only_layers": [1]}},
     "mixtral": {"tie": True},
     "qwen2_moe": {"tie": False, "overrides": {"num_experts": 5}},

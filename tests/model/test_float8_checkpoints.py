@@ -136,7 +136,10 @@ CASES = [
     for kind in ("qwen3", "qwen3_moe", "qwen2_moe")
     for size in (1, 2)
 ]
-CASES += [pytest.param("autofp8", "mixtral", size) for size in (1, 2)]
+# Others differ in what float8 does not touch: one layout of each kind of scale.
+OTHERS = [("autofp8", "mixtral"), ("autofp8", "llama"), ("compressed channel", "llama"), ("qwen3-fp8", "mistral")]
+OTHERS += [("compressed tensor", "mistral"), ("compressed block", "qwen2"), ("modelopt", "qwen2")]
+CASES += [pytest.param(*other, size) for other in OTHERS for size in (1, 2)]
 
 
 @pytest.mark.parametrize(("layout", "kind", "size"), CASES)

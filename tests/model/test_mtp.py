@@ -53,3 +53,20 @@ def test_a_model_loaded_without_its_head_has_none(tiny_checkpoint, load):
     paged = Paged(model)
     with pytest.raises(AssertionError, match="without a draft head"):
         paged.mtp(prompt(3), torch.zeros(3, 32), paged.prefill_batch([(0, 0, 3)]))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_chained_drafts_of_each_family(kind, tiny_checkpoint, load, reference, check_logits):
+    """The families whose checkpoints may have a head."""
+    path = tiny_checkpoint(kind=kind)
+    model, truth, ids = load(path, torch.float64), reference(path, torch.float64), prompt(40)
+    paged = Paged(model)
+    hidden = paged.prefill(ids)[:-1]
+    out = paged.mtp(ids[1:], hidden, paged.prefill_batch([(0, 0, 39)]))
+    wanted = truth.mtp(ids[1:], truth.hidden(ids)[:-1])
+    check_logits("MTP head", paged.logits(out), truth.lm_head(wanted))
+    token = truth.lm_head(wanted[-1:]).argmax(dim=-1)
+    chained = paged.mtp(token, out[-1:], paged.decode_batch([0], [39], 1, bound=80))
+    wanted = truth.mtp(torch.cat([ids[1:], token]), torch.cat([truth.hidden(ids)[:-1], wanted[-1:]]))[-1:]
+    check_logits("MTP head", paged.logits(chained), truth.lm_head(wanted))

@@ -1,0 +1,156 @@
+"""Write docs/models.md: which family is served with which feature, each cell by the test that proves it.
+
+python scripts/models_doc.py            # ends with 1 if the file is not what the tests prove
+python scripts/models_doc.py --write    # makes it so; after a family, a feature or a refusal is added
+
+A cell is `yes` if the tests of its column are collected for its family. Refusals are the sentences that `baton check`
+gives, made here from config.json alone.
+"""
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.cluster.checkpoint import judge
+from baton.cluster.resolve import read_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+# Families by the names that tests have for them.
+FAMILIES = {
+    "llama": "Llama 2, 3, 3.1, 3.2, 3.3",
+    "mistral": "Mistral 7B, Nemo, Small (no window, or none that bites)",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A column.
+
+    Attributes:
+        name: its heading.
+        proofs: patterns of test ids, each of which must be collected; `{kind}` is the family.
+    """
+
+    name: str
+    proofs: tuple[str, ...]
+
+
+_LOGITS = "tests/model/test_families.py::test_logits_are_transformers_at_any_number_of_ranks"
+_FP8 = "tests/model/test_float8_checkpoints.py::test_weights_are_values_times_scales_and_products_round_activations"
+_E2E = "tests/e2e/test_families.py::"
+FEATURES = (
+    Feature("bf16, f16", (f"{_LOGITS}[{{kind}}-*",)),
+    Feature("texts of transformers", ("tests/model/test_texts.py::test_greedy_texts_are_transformers[{kind}-*",)),
+    Feature("FP8", (f"{_FP8}[*-{{kind}}-?]",)),
+    Feature("TP", (f"{_E2E}test_asynchronous_tokens_are_those_of_one_plain_run[{{kind}}-*-tp2]",)),
+    Feature("hand-off", (f"{_E2E}test_disaggregated_tokens_are_those_of_one_process[{{kind}}-*",)),
+    Feature("n-grams", (f"{_E2E}test_drafts_change_no_token_that_is_handed_over[{{kind}}-ngram-*",)),
+    Feature("EAGLE-3", (f"{_E2E}test_drafts_change_no_token_that_is_handed_over[{{kind}}-eagle3-*",)),
+    Feature("MTP", ("tests/model/test_mtp.py::test_chained_drafts_of_each_family[{kind}]",)),
+)
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("an architecture that is not implemented", {"architectures": ["GemmaForCausalLM"]}),
+    ("a window that bites", {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}),
+    ("Qwen2's window", {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}),
+    ("AWQ, GPTQ", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
+    ("NF4", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
+    ("biases of the MLP", {"mlp_bias": True}),
+    ("partial rotation", {"partial_rotary_factor": 0.5}),
+)
+HEAD = """# Models
+<!-- scripts/models_doc.py writes this file from the tests -->
+
+`baton check DIR` says in a second or two what a directory would run as, or why it cannot. A cell is `yes` where the
+tests of its column hold for the family: logits within 1e-9 of transformers' in float64 at 1, 2 and 4 ranks, greedy
+texts equal to `transformers.generate`, every float8 layout, and tokens that neither tensor parallelism, hand-off,
+preemption nor drafts change. CUDA graphs, the prefix cache, `--kv-cache-dtype fp8` and `--batch-invariant` do not ask
+which family a model is of; with them a model of experts computes batch-invariant steps by torch. A test holds every
+family to as few operations of torch in a layer as Qwen3.
+
+"""
+TAIL = """
+Rope types: default, linear, dynamic, llama3, yarn, each beyond the original context. MTP needs a checkpoint that has
+such a head; EAGLE-3 a drafter of the model (`--draft-model`). Tool calls and thoughts follow the chat template, not
+the family: [openai.md](openai.md). `CONTRIBUTING.md` says which files another family takes.
+
+## What is refused
+In the sentence that `baton check` and `baton serve` give, before anything is loaded.
+
+| What | The sentence |
+|---|---|
+"""
+PLAIN = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "head_dim": 16,
+}  # fmt: skip
+
+
+def collected() -> list[str]:
+    """Ids of the tests that prove something."""
+    files = sorted({proof.partition("::")[0] for feature in FEATURES for proof in feature.proofs})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-m", "", *files]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in found.stdout.splitlines() if "::" in line]
+
+
+def is_proved(feature: Feature, kind: str, ids: Sequence[str]) -> bool:
+    """Whether every proof of a feature is there for a family."""
+    patterns = [proof.format(kind=kind).replace("[", "[[]", 1) for proof in feature.proofs]
+    return all(any(fnmatch.fnmatchcase(test, pattern) for test in ids) for pattern in patterns)
+
+
+def refusal(changes: dict[str, Any]) -> str:
+    """What is said of a directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "DIR"
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(PLAIN | changes))
+        found = judge(read_config(None, {"model": str(path), "load_format": "dummy", "device": "cpu"}))
+        [error] = found.errors
+        return str(error).replace(str(path), "DIR").replace("|", r"\|")
+
+
+def page() -> str:
+    """The whole file."""
+    ids = collected()
+    lines = [
+        "| Family | " + " | ".join(feature.name for feature in FEATURES) + " |",
+        "|---" * (len(FEATURES) + 1) + "|",
+    ]
+    for kind, name in FAMILIES.items():
+        cells = ["yes" if is_proved(feature, kind, ids) else "-" for feature in FEATURES]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    refused = [f"| {what} | {refusal(changes)} |" for what, changes in REFUSED]
+    return HEAD + "\n".join(lines) + "\n" + TAIL + "\n".join(refused) + "\n"
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--write", action="store_true", help="write the file instead of comparing it")
+    text = page()
+    if parser.parse_args().write:
+        PAGE.write_text(text)
+        return 0
+    if PAGE.read_text() == text:
+        return 0
+    print(f"{PAGE.name} is not what the tests prove: run scripts/models_doc.py --write", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
