@@ -224,18 +224,19 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
     architectures = values.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in _FAMILIES:
+    if architectures not in [[name] for name in _FAMILIES]:
         known = ", ".join(_FAMILIES)
         message = f"{path} is of architecture {architectures or 'unknown'}; this version serves {known}"
         raise ModelUnsupported(message, option="architectures", value=architectures)
     rotaries = [where.get("partial_rotary_factor") for where in (values, rope_parameters(values))]
+    kinds = values.get("layer_types") or []
     refused = {
         "use_sliding_window": bool(values.get("use_sliding_window")),
         "attention_bias": bool(values.get("attention_bias")),
         "mlp_bias": bool(values.get("mlp_bias")),
         "partial_rotary_factor": any(rotary not in (None, 1) for rotary in rotaries),
         "hidden_act": values.get("hidden_act", "silu") != "silu",
-        "layer_types": any(kind != "full_attention" for kind in values.get("layer_types") or []),
+        "layer_types": not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds),
         "is_causal": not values.get("is_causal", True),
         "attention_chunk_size": values.get("attention_chunk_size") is not None,
     } | {option: values.get(option) not in (None, nothing) for option, nothing in _OF_OTHERS.items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from baton.core.errors import ModelUnsupported
+from baton.core.errors import ModelFileDamaged, ModelUnsupported
 from baton.model.config import ModelConfig, read_config
 from baton.model.tensor_spec import LOGIT_GAIN, Shape, TensorSpec, layer_weights, matrix, norm
 
@@ -58,10 +58,19 @@ class EagleConfig:
             ModelUnsupported: it is no EAGLE-3 drafter, or not of this target.
         """
         values = read_config(path)
+        try:
+            return cls._of(values, path, target, made_weights)
+        except (TypeError, ValueError, AttributeError) as error:
+            message = f"{path / 'config.json'} holds a value of the wrong kind: {error}"
+            raise ModelFileDamaged(message, path=str(path)) from error
+
+    @classmethod
+    def _of(cls, values: dict[str, Any], path: Path, target: ModelConfig, made_weights: str | None) -> "EagleConfig":
         inner = values.get("transformer_layer_config", values)
         architectures = values.get("architectures") or []
         is_published = values.get("speculators_model_type", "eagle3") == "eagle3" and isinstance(inner, dict)
-        if not is_published or not set(architectures) <= _ARCHITECTURES or "draft_vocab_size" not in values:
+        is_published = is_published and architectures in [[], *([name] for name in _ARCHITECTURES)]
+        if not is_published or "draft_vocab_size" not in values:
             message = f"{path} is no EAGLE-3 drafter: architectures {architectures}, or no draft_vocab_size"
             raise ModelUnsupported(message, option="draft_model", value=str(path))
         if values.get("quantization_config") or inner.get("quantization_config"):

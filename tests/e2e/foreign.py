@@ -94,9 +94,9 @@ class Injection:
         return sorted(range(len(self.names)), key=lambda point: sha256(self.names[point].encode()).digest())[:number]
 
     def restore(self):
-        for function, code in self._old:
+        for function, code in reversed(self._old):  # one that is reached on two ways was changed twice
             function.__code__ = code
-        delattr(builtins, NAME)
+        setattr(builtins, NAME, lambda point: None)  # closures that were made meanwhile go on asking
 
 
 def _functions(code):

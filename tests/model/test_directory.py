@@ -281,3 +281,17 @@ def test_what_is_converted_takes_no_more_of_the_host_than_its_largest_tensor(tin
     finally:
         tracemalloc.stop()
     assert max(sizes) <= peak <= max(sizes) + 300_000 < sum(sizes)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5}, {"architectures": {"a": 1}}, {"architectures": [["x"]]}, {"architectures": True},
+        {"layer_types": 5}, {"layer_types": {"a": 1}}, {"layer_types": [["full_attention"]]}, {"layer_types": True},
+    ],
+)  # fmt: skip
+def test_keys_of_the_wrong_kind_are_named_errors(copy, changes):
+    rewrite_config(copy, **changes)
+    with pytest.raises((ModelUnsupported, ModelFileDamaged)):
+        load(copy)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import (
+    ModelFileDamaged,
     ModelMissing,
     ModelTensorMisshapen,
     ModelTensorMissing,
@@ -168,6 +169,20 @@ def test_what_does_not_fit_its_target_is_refused_by_name(overrides, option, targ
         EagleConfig.from_directory(path, ModelConfig.from_directory(target))
     assert refused.value.fields["option"] == option
     assert str(path) in refused.value.message or option in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"architectures": 5}, {"architectures": [["x"]]}, {"architectures": {"a": 1}}, {"eagle_config": 7},
+        {"eagle_aux_hidden_state_layer_ids": "abc"}, {"eagle_aux_hidden_state_layer_ids": 4}, {"hidden_size": "wide"},
+        {"transformer_layer_config": []}, {"draft_vocab_size": "many"}, {"num_hidden_layers": None}, {"rope_theta": {}},
+    ],
+)  # fmt: skip
+def test_values_of_the_wrong_kind_are_named_errors(overrides, target, tmp_path):
+    path = write_drafter(tmp_path / "drafter", target, overrides=overrides)
+    with pytest.raises((ModelFileDamaged, ModelUnsupported)):
+        EagleConfig.from_directory(path, ModelConfig.from_directory(target))
 
 
 def test_tensors_that_are_missing_or_have_no_place_are_named(target, tmp_path):
