@@ -16,6 +16,7 @@ from types import TracebackType
 
 import torch
 
+from baton.kernels.copies import to_device
 from baton.model.weights import Cut, ReadBuffer, StoredTensor, open_unchanged, read_bytes
 
 NUM_READERS = 4
@@ -104,7 +105,7 @@ class TensorReader:
         read_bytes(descriptor, begin, data, stored.file)
         with torch.cuda.stream(self._stream):
             rows = torch.frombuffer(data, dtype=stored.dtype).view(-1, *stored.shape[1:])
-            rows = rows.to(self._device, non_blocking=True)
+            rows = to_device(rows, self._device)
             staging.leave()
             if cut is not None and is_cut_inside:
                 rows = rows.narrow(cut.dim, cut.first, cut.count)
