@@ -116,7 +116,10 @@ async def told_all_idle(router):
     members, asked_s = router.members, MonotonicClock().now_s() + LAG_S
     async with asyncio.timeout(10):
         while any(
-            member.heartbeat_s <= asked_s or member.state.inventory.num_requests_held
+            member.heartbeat_s <= asked_s
+            or member.state.inventory.num_requests_held
+            or member.state.inventory.num_requests_running
+            or member.state.inventory.num_prefill_tokens_queued
             for member in (*members.live("prefill"), *members.live("decode"))
         ):
             await asyncio.sleep(0.01)
