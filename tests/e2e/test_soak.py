@@ -26,17 +26,24 @@ MOMENTS = (
     "hear abort_ack",
 )
 FREQUENT = {"flip_rate": 0.02, "rate": 0.003, "death_rate": 5e-5}
+MAX_ROUNDS = 8
 IN_SHORT = ("tcp, process", "shm, process", "loopback, thread")
 
 
 @pytest.mark.parametrize("name", IN_SHORT)
 def test_some_requests_under_heavy_fire(name):
+    """Until faults have struck in many ways: how many a round brings depends on how busy the machine is."""
     cells = [(cell, 1.0, {**where, "hunt_every": 5}) for cell, _, where in CELLS if cell == name]
-    (row,) = run_cells(64, 3, cells, **FREQUENT)
-    assert row["failed"] <= 6
-    assert row["frames_flipped"] > 0
-    assert len(row["hits"]) > 20
-    assert len(row["strikes"]) > 8
+    hits, strikes, num_flipped = set(), set(), 0
+    for seed in range(3, 3 + MAX_ROUNDS):
+        (row,) = run_cells(64, seed, cells, **FREQUENT)
+        assert row["failed"] <= 6
+        hits |= set(row["hits"])
+        strikes |= set(row["strikes"])
+        num_flipped += row["frames_flipped"]
+        if num_flipped and len(hits) > 20 and len(strikes) > 8:
+            return
+    raise AssertionError(f"{MAX_ROUNDS} rounds: {num_flipped} flipped, hits {sorted(hits)}, strikes {sorted(strikes)}")
 
 
 @pytest.mark.slow
