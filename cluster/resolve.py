@@ -24,7 +24,7 @@ from baton.core.config import (
     WorkerConfig,
 )
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PackageMissing, PortInUse
-from baton.core.kv_transports import AUTO, KV_TRANSPORTS, control_channel, one_sided_lanes
+from baton.core.kv_transports import AUTO, KV_TRANSPORTS, control_channel, one_sided_data_paths
 from baton.core.telemetry.span_export import SpanFile
 from baton.core.tls_files import TlsFiles
 
@@ -215,7 +215,7 @@ def kv_tls(config: ServeConfig) -> TlsFiles:
         return own
     if takes_tls:
         return config.tls
-    if not config.kv_curve_key_file or any(lane.is_clear for lane in one_sided_lanes(config.transport)):
+    if not config.kv_curve_key_file or any(data_path.is_clear for data_path in one_sided_data_paths(config.transport)):
         message = (
             "tls_cert_file is set, but KV would travel in clear: give kv_curve_key_file (ZMQ), or transport grpc, or "
             "say with kv_plaintext that its network is trusted"

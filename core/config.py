@@ -608,8 +608,8 @@ class KVTransferConfig:
     max_resends: int = 2
     commit_timeout_s: float = 5.0
     max_receiver_deaths: int = 8  # of a KV receiver process within a minute; with the last one the worker gives up
-    raw_streams: int = 1  # TCP connections of the raw lane to each peer
-    curve_key_file: str = ""  # zmq: encrypt with this key pair, admit nobody else; then there is no raw lane
+    raw_streams: int = 1  # TCP connections of the raw data path to each peer
+    curve_key_file: str = ""  # zmq: encrypt with this key pair, admit nobody else; then there is no raw data path
     tls_cert_file: str = ""  # grpc: this worker's certificate
     tls_key_file: str = ""  # and its private key
     tls_ca_file: str = ""  # who signed the others' certificates; with it, peers must present one

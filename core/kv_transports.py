@@ -1,13 +1,13 @@
 """The KV transports: one declaration of each, from which all that names one derives.
 
-From this table come the values of `--transport`, the checks of keys and certificates, the lanes that HELLO names and
-those that a decode worker serves, `baton doctor`, `baton bench kv`, the table in docs/flags.md and the tests that hold
-for every transport. A new one is its own file, a declaration here, and its package's extra if it needs one.
+From this table come the values of `--transport`, the checks of keys and certificates, the data paths that HELLO names
+and those that a decode worker serves, `baton doctor`, `baton bench kv`, the table in docs/flags.md and the tests that
+hold for every transport. A new one is its own file, a declaration here, and its package's extra if it needs one.
 
-A *lane* is how payloads travel, by its name in the protocol: several transports may use one lane over different control
-channels. On a one-sided lane the prefill worker writes into the decode worker's pool, so only it knows when nothing is
-written any more; on a two-sided one the decode worker writes what arrives. Nothing here imports a library: code is
-named, and loaded where it is used.
+A *data path* is how payloads travel, by its name in the protocol: several transports may use one data path over
+different control channels. On a one-sided data path the prefill worker writes into the decode worker's pool, so only it
+knows when nothing is written any more; on a two-sided one the decode worker writes what arrives. Nothing here imports a
+library: code is named, and loaded where it is used.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 INLINE: Final = "inline"  # payloads in the messages of the control channel
 RAW: Final = "raw"  # payloads over sockets beside it
-AUTO: Final = "auto"  # the best lane that each pair of workers proves
+AUTO: Final = "auto"  # the best data path that each pair of workers proves
 
 # For processes that copy KV blocks into other pools, at their start: copies of this size on are written past the cache,
 # as nobody reads them there. glibc does that only for copies of the size of the last-level cache; for 64 KiB blocks at
@@ -53,17 +53,17 @@ class KVTransport:
     Attributes:
         name: what an operator types.
         text: how payloads travel, for the docs.
-        lane: by which they do.
-        order: lanes that a worker takes which was told this transport, best first; empty: its own lane alone.
+        data_path: by which they do.
+        order: data paths that a worker takes which was told this transport, best first; empty: its own data path alone.
         control: name of its control channel.
-        is_auto: whether `auto` may take its lane.
+        is_auto: whether `auto` may take its data path.
         is_one_sided: whether the prefill worker writes the pool.
         is_same_host: whether it, being one-sided, only reaches processes of its host.
         memory: where pools have to be; empty: anywhere.
         is_clear: whether payloads are in clear on a wire even where the control channel is encrypted.
-        sender: of a one-sided lane, "module:function" that makes the `LaneOpener` of a `SenderSide`.
-        receiver: of a one-sided lane, "module:function" that makes the `ServedLane` of a `ReceiverSide`. Its module is
-            loaded in the KV receiver process, which imports no torch.
+        sender: of a one-sided data path, "module:function" that makes the `DataPathOpener` of a `SenderSide`.
+        receiver: of a one-sided data path, "module:function" that makes the `ServedDataPath` of a `ReceiverSide`. Its
+            module is loaded in the KV receiver process, which imports no torch.
         package: that both need, beyond Baton's own dependencies; it is the name of an extra, too.
         problem_here: why this machine cannot have it; empty if it can.
         sender_environment: of processes whose threads write into the peer's pool.
@@ -71,7 +71,7 @@ class KVTransport:
 
     name: str
     text: str
-    lane: str
+    data_path: str
     order: tuple[str, ...] = ()
     control: str = "zmq"
     is_auto: bool = False
@@ -122,73 +122,73 @@ KV_TRANSPORTS: Final = {
         KVTransport(
             name="nvlink",
             text="one kernel a layer writes into D's GPU pool through CUDA IPC; GPUs of one host",
-            lane="nvlink",
+            data_path="nvlink",
             is_auto=True,
             is_one_sided=True,
             is_same_host=True,
             memory="GPU",
-            sender="baton.kvtransfer.transports.nvlink_lane:sender_lane",
-            receiver="baton.kvtransfer.transports.nvlink_offer:receiver_lane",
+            sender="baton.kvtransfer.transports.nvlink:sender_data_path",
+            receiver="baton.kvtransfer.transports.nvlink_offer:receiver_data_path",
             problem_here=_no_gpu,
         ),
         KVTransport(
             name="shm",
             text="writer threads copy into D's pool in shared memory; CPUs of one host",
-            lane="shm",
+            data_path="shm",
             is_auto=True,
             is_one_sided=True,
             is_same_host=True,
             memory="host",
-            sender="baton.kvtransfer.transports.shm_lane:sender_lane",
-            receiver="baton.kvtransfer.transports.shm_lane:receiver_lane",
+            sender="baton.kvtransfer.transports.shm:sender_data_path",
+            receiver="baton.kvtransfer.transports.shm:receiver_data_path",
             problem_here=_no_shared_memory,
             sender_environment=COPY_ENVIRONMENT,
         ),
         KVTransport(
             name="nixl",
             text="NIXL writes into D's pool over UCX (RDMA or TCP); the extra `baton-pd[nixl]`",
-            lane="nixl",
+            data_path="nixl",
             is_one_sided=True,
             memory="host",
             is_clear=True,
-            sender="baton.kvtransfer.transports.nixl_lane:sender_lane",
-            receiver="baton.kvtransfer.transports.nixl_lane:receiver_lane",
+            sender="baton.kvtransfer.transports.nixl:sender_data_path",
+            receiver="baton.kvtransfer.transports.nixl:receiver_data_path",
             package="nixl",
         ),
         KVTransport(
             name="tcp",
             text="TCP sockets from pool to pool beside a ZMQ control channel; where they cannot be had, as `zmq`",
-            lane=RAW,
+            data_path=RAW,
             order=(RAW, INLINE),
             is_auto=True,
         ),
-        KVTransport(name="zmq", text="in ZMQ messages", lane=INLINE, is_auto=True),
-        KVTransport(name="grpc", text="in messages of a gRPC stream (HTTP/2, TLS)", lane=INLINE, control="grpc"),
+        KVTransport(name="zmq", text="in ZMQ messages", data_path=INLINE, is_auto=True),
+        KVTransport(name="grpc", text="in messages of a gRPC stream (HTTP/2, TLS)", data_path=INLINE, control="grpc"),
     )
 }
 
-_AUTO_ORDER: Final = tuple(transport.lane for transport in KV_TRANSPORTS.values() if transport.is_auto)
-_ONE_SIDED: Final = {transport.lane: transport for transport in KV_TRANSPORTS.values() if transport.is_one_sided}
+_AUTO_ORDER: Final = tuple(transport.data_path for transport in KV_TRANSPORTS.values() if transport.is_auto)
+_ONE_SIDED: Final = {transport.data_path: transport for transport in KV_TRANSPORTS.values() if transport.is_one_sided}
 
 TRANSPORT_NAMES: Final = (AUTO, *KV_TRANSPORTS)  # what an operator may give
 
 
-def lane_order(transport: str) -> tuple[str, ...]:
-    """Lanes that a worker may take which was told this transport (or "auto"), best first."""
+def data_path_order(transport: str) -> tuple[str, ...]:
+    """Data paths that a worker may take which was told this transport (or "auto"), best first."""
     if transport == AUTO:
         return _AUTO_ORDER
     declared = KV_TRANSPORTS[transport]
-    return declared.order or (declared.lane,)
+    return declared.order or (declared.data_path,)
 
 
-def one_sided_lanes(transport: str) -> tuple[KVTransport, ...]:
+def one_sided_data_paths(transport: str) -> tuple[KVTransport, ...]:
     """The transports of those of them on which the prefill worker writes the pool."""
-    return tuple(one_sided(lane) for lane in lane_order(transport) if is_one_sided(lane))
+    return tuple(one_sided(data_path) for data_path in data_path_order(transport) if is_one_sided(data_path))
 
 
-def one_sided(lane: str) -> KVTransport:
-    """The transport of a one-sided lane."""
-    return _ONE_SIDED[lane]
+def one_sided(data_path: str) -> KVTransport:
+    """The transport of a one-sided data path."""
+    return _ONE_SIDED[data_path]
 
 
 def control_channel(transport: str) -> ControlChannel:
@@ -196,20 +196,20 @@ def control_channel(transport: str) -> ControlChannel:
     return CONTROL_CHANNELS["zmq" if transport == AUTO else KV_TRANSPORTS[transport].control]
 
 
-def is_one_sided(lane: str) -> bool:
+def is_one_sided(data_path: str) -> bool:
     """Whether the sender itself writes the receiver's pool; any text, as peers send it."""
-    return lane in _ONE_SIDED
+    return data_path in _ONE_SIDED
 
 
-def is_same_host(lane: str) -> bool:
-    """Whether the lane only reaches processes of its host; any text, as peers send it."""
-    return lane in _ONE_SIDED and _ONE_SIDED[lane].is_same_host
+def is_same_host(data_path: str) -> bool:
+    """Whether the data path only reaches processes of its host; any text, as peers send it."""
+    return data_path in _ONE_SIDED and _ONE_SIDED[data_path].is_same_host
 
 
 def sender_environment(transport: str) -> dict[str, str]:
     """Environment of prefill workers that were told this transport."""
     environment: dict[str, str] = {}
-    for declared in one_sided_lanes(transport):
+    for declared in one_sided_data_paths(transport):
         environment |= declared.sender_environment
     return environment
 

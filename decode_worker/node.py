@@ -15,7 +15,7 @@ from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvalidRequest
-from baton.core.kv_transports import control_channel, one_sided_lanes
+from baton.core.kv_transports import control_channel, one_sided_data_paths
 from baton.core.telemetry.logs import know
 from baton.core.telemetry.telemetry import Telemetry
 from baton.decode_worker.service import DecodeService
@@ -143,14 +143,14 @@ class DecodeNode:
             group = None if self._channel is None else self._channel.communicator
             loaded = load_worker(config, pool_memory=pool_memory, communicator=group)
             kind = control_channel(config.transfer.transport).name
-            lanes = tuple(declared.lane for declared in one_sided_lanes(config.transfer.transport))
+            data_paths = tuple(declared.data_path for declared in one_sided_data_paths(config.transfer.transport))
             setup = ReceiverSetup(
                 epoch=self.epoch,
                 layout=loaded.layout,
                 num_blocks=loaded.pool.num_blocks,
                 num_state_slots=loaded.pool.num_state_slots,
                 tp_size=loaded.pool.geometry.size,
-                listen=Listen(kind, bind_address(kind, config.host), lanes),
+                listen=Listen(kind, bind_address(kind, config.host), data_paths),
                 config=config.transfer,
             )
             if loaded.pool.device.type == "cuda":

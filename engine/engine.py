@@ -32,7 +32,7 @@ from baton.engine.preemption import Preemption, PreemptionCounts
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase, Sequence
 from baton.engine.speculation.speculation import PlannedStep, Speculation
-from baton.engine.step.lane import Ending
+from baton.engine.step.executor import Ending
 from baton.engine.step.length_bounds import LaunchedLengths, LengthBounds
 from baton.engine.step.meter import StepMeter
 from baton.engine.step.plan import Chunk, Grow, Operation, Place, Release, Resume, Step

@@ -1,9 +1,9 @@
 """KV of sequences that give way, copied to host memory and back, with their state and the draft that each had in hand.
 
-Copies are work of the lane, so they lie between the steps launched before and after them; a step that comes later may
-write the blocks that were copied, and a range of host blocks may be used again as soon as its `load` was given. Only
-others who write the pool (a transfer) must wait for the future of a copy: at rank 0 of a group it says that *every*
-rank has copied. Which host blocks are whose is the caller's to say (`kvcache.host_ranges`).
+Copies are work of the executor, so they lie between the steps launched before and after them; a step that comes later
+may write the blocks that were copied, and a range of host blocks may be used again as soon as its `load` was given.
+Only others who write the pool (a transfer) must wait for the future of a copy: at rank 0 of a group it says that
+*every* rank has copied. Which host blocks are whose is the caller's to say (`kvcache.host_ranges`).
 
 Legend: N host blocks, n blocks of a sequence, D hidden size.
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from baton.core.errors import ConfigInvalid
+from baton.engine.step.executor import StepExecutor
 from baton.engine.step.host_future import HostFuture
-from baton.engine.step.lane import Lane
 from baton.engine.step.plan import Load, Save
 from baton.engine.step.slots import SlotTable
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
@@ -39,7 +39,7 @@ class KVOffload:
     Args:
         pool: whose blocks are copied, every layer of them.
         num_bytes: of host memory, at most; 0 is none. Taken at once, pinned for a pool on a GPU.
-        lane: of the runner.
+        executor: of the runner.
         table: of its slots.
         communicator: of its ranks.
         on_copy: called ahead of every copy: the device is about to have work that is no step.
@@ -52,7 +52,7 @@ class KVOffload:
         self,
         pool: KVPool,
         num_bytes: int,
-        lane: Lane,
+        executor: StepExecutor,
         table: SlotTable,
         communicator: Communicator,
         on_copy: Callable[[], None] = lambda: None,
@@ -71,11 +71,11 @@ class KVOffload:
             message = f"kv_offloading_size: {num_bytes} bytes hold {what}; raise it, or set 0"
             raise ConfigInvalid(message, keys=["kv_offloading_size"])
         self._pool = pool
-        self._lane = lane
+        self._executor = executor
         self._table = table
         self._communicator = communicator
         self._on_copy = on_copy
-        self._drafts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by first host block; belongs to the lane
+        self._drafts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by first host block; belongs to the executor
         self._layers: list[_Arena] = []  # [N, bytes]
         self._states: list[_Arena] = []  # the same of state slots
         if self.num_blocks == 0:
@@ -118,7 +118,7 @@ class KVOffload:
             return self._all_have_come()
 
         self._on_copy()
-        return self._lane.submit(copy, host_buffer(1, torch.float32, self._pool.device))
+        return self._executor.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
     def load(self, plan: Load) -> HostFuture:
         """Copy it back, to where nobody uses the pool, and the draft to the slot where its sequence was admitted.
@@ -142,7 +142,7 @@ class KVOffload:
             return self._all_have_come()
 
         self._on_copy()
-        return self._lane.submit(copy, host_buffer(1, torch.float32, self._pool.device))
+        return self._executor.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
     def _all_have_come(self) -> torch.Tensor:
         """Nobody's sum is there before everybody's part of it."""

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.step.lane import Ending
+from baton.engine.step.executor import Ending
 from baton.engine.step.plan import Grow, Growth, Load, Operation, Release, Save
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.host_ranges import HostRange, HostRanges

@@ -15,7 +15,7 @@ from baton.engine.tp.plan import PlanChannel, plan_codec
 from baton.engine.tp.plan_codec import PlanCodec, Stop
 from baton.engine.tp.rank_runners import RankRunner
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.sender.lane_choice import LaneChoice
+from baton.kvtransfer.sender.data_path_choice import DataPathChoice
 from baton.kvtransfer.sender.service import (
     Acked,
     DecodePeer,
@@ -125,9 +125,9 @@ class TPGroupPush:
         """Rank 0's. Any thread."""
         return self._own.paths()
 
-    def lanes(self) -> dict[str, LaneChoice]:
+    def data_paths(self) -> dict[str, DataPathChoice]:
         """Rank 0's. Any thread."""
-        return self._own.lanes()
+        return self._own.data_paths()
 
     def reserve(
         self,

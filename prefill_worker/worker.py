@@ -97,7 +97,7 @@ def prefill_inventory(
     )
     held.num_kv_receives = pushes["num_pushes"]
     held.kv_bytes = pushes["bytes_pushed"]
-    held.transfer.CopyFrom(push_counts(pushes, push.paths(), push.lanes()))
+    held.transfer.CopyFrom(push_counts(pushes, push.paths(), push.data_paths()))
     held.num_prefill_tokens_queued = line.num_tokens_queued()
     held.prefill_tokens_per_s = engine.rate.per_s
     held.full_prefill_tokens_per_s = full_tokens_per_s
@@ -337,9 +337,11 @@ class PrefillWorker:
     def _acked(self, request: PrefillRequest, event: Acked) -> None:
         # An abort may have crossed the acknowledgement; then the stream has ended already.
         if not request.stream.ended:
-            lane = self._push.lanes().get(request.peer.kv_address)
+            data_path = self._push.data_paths().get(request.peer.kv_address)
             done = worker_pb2.PrefillDone(
-                kv_bytes_pushed=event.bytes_pushed, handed_off=True, kv_lane="" if lane is None else lane.lane
+                kv_bytes_pushed=event.bytes_pushed,
+                handed_off=True,
+                kv_data_path="" if data_path is None else data_path.data_path,
             )
             request.stream.emit(worker_pb2.PrefillEvent(done=done))
             request.stream.end()

@@ -154,7 +154,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., stats: _Optional[_Union[RequestStats, _Mapping]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("prompt_len", "output_len", "seed", "prefill_worker", "decode_worker", "ttft_ms", "tpot_ms", "num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "kv_bytes_pushed", "kv_bytes_landed_before_prefill_end", "queue_ms", "grant_wait_ms", "prefill_ms", "publish_ms", "handoff_ms", "num_decode_tokens", "router_ms", "num_cached_tokens", "num_handoff_retries", "num_migrations", "num_forced_tokens", "path", "kv_lane", "routing", "num_expected_cached_tokens", "second", "shared_clock")
+    __slots__ = ("prompt_len", "output_len", "seed", "prefill_worker", "decode_worker", "ttft_ms", "tpot_ms", "num_verify_steps", "num_draft_tokens", "num_accepted_tokens", "kv_bytes_pushed", "kv_bytes_landed_before_prefill_end", "queue_ms", "grant_wait_ms", "prefill_ms", "publish_ms", "handoff_ms", "num_decode_tokens", "router_ms", "num_cached_tokens", "num_handoff_retries", "num_migrations", "num_forced_tokens", "path", "kv_data_path", "routing", "num_expected_cached_tokens", "second", "shared_clock")
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LEN_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -179,7 +179,7 @@ class RequestStats(_message.Message):
     NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
-    KV_LANE_FIELD_NUMBER: _ClassVar[int]
+    KV_DATA_PATH_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SECOND_FIELD_NUMBER: _ClassVar[int]
@@ -208,12 +208,12 @@ class RequestStats(_message.Message):
     num_migrations: int
     num_forced_tokens: int
     path: str
-    kv_lane: str
+    kv_data_path: str
     routing: str
     num_expected_cached_tokens: int
     second: SecondToken
     shared_clock: bool
-    def __init__(self, prompt_len: _Optional[int] = ..., output_len: _Optional[int] = ..., seed: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., kv_bytes_pushed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., queue_ms: _Optional[float] = ..., grant_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., num_decode_tokens: _Optional[int] = ..., router_ms: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_handoff_retries: _Optional[int] = ..., num_migrations: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., path: _Optional[str] = ..., kv_lane: _Optional[str] = ..., routing: _Optional[str] = ..., num_expected_cached_tokens: _Optional[int] = ..., second: _Optional[_Union[SecondToken, _Mapping]] = ..., shared_clock: bool = ...) -> None: ...
+    def __init__(self, prompt_len: _Optional[int] = ..., output_len: _Optional[int] = ..., seed: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., kv_bytes_pushed: _Optional[int] = ..., kv_bytes_landed_before_prefill_end: _Optional[int] = ..., queue_ms: _Optional[float] = ..., grant_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., publish_ms: _Optional[float] = ..., handoff_ms: _Optional[float] = ..., num_decode_tokens: _Optional[int] = ..., router_ms: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_handoff_retries: _Optional[int] = ..., num_migrations: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., path: _Optional[str] = ..., kv_data_path: _Optional[str] = ..., routing: _Optional[str] = ..., num_expected_cached_tokens: _Optional[int] = ..., second: _Optional[_Union[SecondToken, _Mapping]] = ..., shared_clock: bool = ...) -> None: ...
 
 class SecondToken(_message.Message):
     __slots__ = ("total_ms", "retry_ms", "draft_ms", "transfer_ms", "verification_ms", "admission_ms", "step_ms", "publish_ms")

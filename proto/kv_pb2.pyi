@@ -82,21 +82,21 @@ class LayerLayout(_message.Message):
     whole: bool
     def __init__(self, num_heads: _Optional[int] = ..., num_parts: _Optional[int] = ..., row_len: _Optional[int] = ..., dtype: _Optional[str] = ..., keep: _Optional[str] = ..., length: _Optional[int] = ..., ring: _Optional[int] = ..., whole: bool = ...) -> None: ...
 
-class LaneOffer(_message.Message):
-    __slots__ = ("lane", "raw", "shm", "nvlink", "nixl", "details")
-    LANE_FIELD_NUMBER: _ClassVar[int]
+class DataPathOffer(_message.Message):
+    __slots__ = ("data_path", "raw", "shm", "nvlink", "nixl", "details")
+    DATA_PATH_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     NVLINK_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
-    lane: str
+    data_path: str
     raw: RawOffer
     shm: ShmOffer
     nvlink: NvlinkOffer
     nixl: NixlOffer
     details: bytes
-    def __init__(self, lane: _Optional[str] = ..., raw: _Optional[_Union[RawOffer, _Mapping]] = ..., shm: _Optional[_Union[ShmOffer, _Mapping]] = ..., nvlink: _Optional[_Union[NvlinkOffer, _Mapping]] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ..., details: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, data_path: _Optional[str] = ..., raw: _Optional[_Union[RawOffer, _Mapping]] = ..., shm: _Optional[_Union[ShmOffer, _Mapping]] = ..., nvlink: _Optional[_Union[NvlinkOffer, _Mapping]] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class RawOffer(_message.Message):
     __slots__ = ("address", "token")
@@ -185,7 +185,7 @@ class NixlPool(_message.Message):
     def __init__(self, place: _Optional[_Union[PoolPlace, _Mapping]] = ..., address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns", "lanes", "host_id", "incarnation_file", "number", "challenge", "proof")
+    __slots__ = ("version", "epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "sent_ns", "data_paths", "host_id", "incarnation_file", "number", "challenge", "proof")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -195,7 +195,7 @@ class Hello(_message.Message):
     HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     SENT_NS_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
+    DATA_PATHS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FILE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -210,13 +210,13 @@ class Hello(_message.Message):
     head_count: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     sent_ns: int
-    lanes: _containers.RepeatedScalarFieldContainer[str]
+    data_paths: _containers.RepeatedScalarFieldContainer[str]
     host_id: str
     incarnation_file: str
     number: bytes
     challenge: bytes
     proof: bytes
-    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ..., lanes: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., incarnation_file: _Optional[str] = ..., number: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., sent_ns: _Optional[int] = ..., data_paths: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., incarnation_file: _Optional[str] = ..., number: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ("version", "epoch", "peer_epoch", "layout", "tp_size", "tp_rank", "head_first", "head_count", "capabilities", "echo_sent_ns", "receiver_ns", "refused", "offers", "host_id", "challenge", "proof")
@@ -248,20 +248,20 @@ class HelloReply(_message.Message):
     echo_sent_ns: int
     receiver_ns: int
     refused: str
-    offers: _containers.RepeatedCompositeFieldContainer[LaneOffer]
+    offers: _containers.RepeatedCompositeFieldContainer[DataPathOffer]
     host_id: str
     challenge: bytes
     proof: bytes
-    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., echo_sent_ns: _Optional[int] = ..., receiver_ns: _Optional[int] = ..., refused: _Optional[str] = ..., offers: _Optional[_Iterable[_Union[LaneOffer, _Mapping]]] = ..., host_id: _Optional[str] = ..., challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., peer_epoch: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., head_first: _Optional[int] = ..., head_count: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., echo_sent_ns: _Optional[int] = ..., receiver_ns: _Optional[int] = ..., refused: _Optional[str] = ..., offers: _Optional[_Iterable[_Union[DataPathOffer, _Mapping]]] = ..., host_id: _Optional[str] = ..., challenge: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("attempt", "epoch", "prompt_len", "capacity_len", "wait_ms", "lane", "tp_size", "peer_epoch")
+    __slots__ = ("attempt", "epoch", "prompt_len", "capacity_len", "wait_ms", "data_path", "tp_size", "peer_epoch")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_LEN_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PATH_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     PEER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
@@ -269,19 +269,19 @@ class Reserve(_message.Message):
     prompt_len: int
     capacity_len: int
     wait_ms: int
-    lane: str
+    data_path: str
     tp_size: int
     peer_epoch: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ..., lane: _Optional[str] = ..., tp_size: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_len: _Optional[int] = ..., capacity_len: _Optional[int] = ..., wait_ms: _Optional[int] = ..., data_path: _Optional[str] = ..., tp_size: _Optional[int] = ..., peer_epoch: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("attempt", "epoch", "incoming_id", "credit_bytes", "lease_ms", "lane", "blocks", "state_slot")
+    __slots__ = ("attempt", "epoch", "incoming_id", "credit_bytes", "lease_ms", "data_path", "blocks", "state_slot")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCOMING_ID_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PATH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STATE_SLOT_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
@@ -289,10 +289,10 @@ class Grant(_message.Message):
     incoming_id: int
     credit_bytes: int
     lease_ms: int
-    lane: str
+    data_path: str
     blocks: _containers.RepeatedScalarFieldContainer[int]
     state_slot: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., lane: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., state_slot: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., epoch: _Optional[int] = ..., incoming_id: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., data_path: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., state_slot: _Optional[int] = ...) -> None: ...
 
 class Deny(_message.Message):
     __slots__ = ("attempt", "epoch", "reason", "detail")
@@ -303,14 +303,14 @@ class Deny(_message.Message):
         STALE: _ClassVar[Deny.Reason]
         LAYOUT: _ClassVar[Deny.Reason]
         TOO_LONG: _ClassVar[Deny.Reason]
-        LANE: _ClassVar[Deny.Reason]
+        DATA_PATH: _ClassVar[Deny.Reason]
         NO_HELLO: _ClassVar[Deny.Reason]
     UNSPECIFIED: Deny.Reason
     BUSY: Deny.Reason
     STALE: Deny.Reason
     LAYOUT: Deny.Reason
     TOO_LONG: Deny.Reason
-    LANE: Deny.Reason
+    DATA_PATH: Deny.Reason
     NO_HELLO: Deny.Reason
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]

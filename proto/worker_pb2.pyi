@@ -82,14 +82,14 @@ class FirstToken(_message.Message):
     def __init__(self, token: _Optional[int] = ..., finish_reason: _Optional[str] = ..., queue_ms: _Optional[float] = ..., grant_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., sent_ns: _Optional[int] = ..., received_ns: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("kv_bytes_pushed", "handed_off", "kv_lane")
+    __slots__ = ("kv_bytes_pushed", "handed_off", "kv_data_path")
     KV_BYTES_PUSHED_FIELD_NUMBER: _ClassVar[int]
     HANDED_OFF_FIELD_NUMBER: _ClassVar[int]
-    KV_LANE_FIELD_NUMBER: _ClassVar[int]
+    KV_DATA_PATH_FIELD_NUMBER: _ClassVar[int]
     kv_bytes_pushed: int
     handed_off: bool
-    kv_lane: str
-    def __init__(self, kv_bytes_pushed: _Optional[int] = ..., handed_off: bool = ..., kv_lane: _Optional[str] = ...) -> None: ...
+    kv_data_path: str
+    def __init__(self, kv_bytes_pushed: _Optional[int] = ..., handed_off: bool = ..., kv_data_path: _Optional[str] = ...) -> None: ...
 
 class WatchPrefixesRequest(_message.Message):
     __slots__ = ("epoch", "version")
@@ -656,10 +656,10 @@ class TransferCounts(_message.Message):
     def __init__(self, transfers: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., frames: _Optional[int] = ..., resent: _Optional[int] = ..., late_dropped: _Optional[int] = ..., corrupt: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., fallbacks: _Optional[int] = ..., credit_stall_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., transfer_times: _Optional[_Union[Distribution, _Mapping]] = ..., exposed_times: _Optional[_Union[Distribution, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class KvPath(_message.Message):
-    __slots__ = ("kv_address", "epoch", "lane", "why", "bytes", "transfers", "gbps", "round_trip_ms")
+    __slots__ = ("kv_address", "epoch", "data_path", "why", "bytes", "transfers", "gbps", "round_trip_ms")
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PATH_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
@@ -667,10 +667,10 @@ class KvPath(_message.Message):
     ROUND_TRIP_MS_FIELD_NUMBER: _ClassVar[int]
     kv_address: str
     epoch: int
-    lane: str
+    data_path: str
     why: str
     bytes: int
     transfers: int
     gbps: float
     round_trip_ms: float
-    def __init__(self, kv_address: _Optional[str] = ..., epoch: _Optional[int] = ..., lane: _Optional[str] = ..., why: _Optional[str] = ..., bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., gbps: _Optional[float] = ..., round_trip_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, kv_address: _Optional[str] = ..., epoch: _Optional[int] = ..., data_path: _Optional[str] = ..., why: _Optional[str] = ..., bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., gbps: _Optional[float] = ..., round_trip_ms: _Optional[float] = ...) -> None: ...

@@ -203,7 +203,7 @@ WORKER_METRICS: Final = (
     WorkerMetric(
         _Counter,
         "kv_transfer_fallbacks",
-        "Times that a worse lane was used than should work",
+        "Times that a worse data path was used than should work",
         lambda its: its.held.transfer.fallbacks,
     ),
     WorkerMetric(

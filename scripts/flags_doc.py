@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baton.core.config import ServeConfig
 from baton.core.config_key import ConfigKey, keys_of
-from baton.core.kv_transports import KV_TRANSPORTS, KVTransport, control_channel, lane_order
+from baton.core.kv_transports import KV_TRANSPORTS, KVTransport, control_channel, data_path_order
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 FLAGS_HEAD = """# Flags of `baton serve`
@@ -27,11 +27,11 @@ TRANSPORTS_HEAD = """# KV transports
 
 `--transport` names how KV travels from a prefill worker P to a decode worker D. `auto` takes the best that each pair of
 workers proves: {auto}. `baton doctor` says which of them a machine has,
-`baton doctor --address` which lane each pair uses and why no better one. A control channel carries the messages beside
-the payloads: gRPC for `grpc`, ZMQ for all others. [hand-off.md](hand-off.md) says how the two agree;
+`baton doctor --address` which data path each pair uses and why no better one. A control channel carries the messages
+beside the payloads: gRPC for `grpc`, ZMQ for all others. [hand-off.md](hand-off.md) says how the two agree;
 [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-transport) how another is added.
 
-| `--transport` | Lane | How payloads travel | Who writes D's pool | Pools in | Encrypted by |
+| `--transport` | Data path | How payloads travel | Who writes D's pool | Pools in | Encrypted by |
 |---|---|---|---|---|---|
 """
 
@@ -55,8 +55,8 @@ def _line(key: ConfigKey) -> str:
 
 def transports() -> str:
     """A line for each transport, and how another is added."""
-    lanes = {declared.lane: name for name, declared in reversed(KV_TRANSPORTS.items()) if declared.is_auto}
-    auto = ", ".join(f"`{lanes[lane]}`" for lane in lane_order("auto"))
+    data_paths = {declared.data_path: name for name, declared in reversed(KV_TRANSPORTS.items()) if declared.is_auto}
+    auto = ", ".join(f"`{data_paths[data_path]}`" for data_path in data_path_order("auto"))
     lines = (_transport(name, declared) for name, declared in KV_TRANSPORTS.items())
     return TRANSPORTS_HEAD.format(auto=auto) + "".join(lines)
 
@@ -67,10 +67,10 @@ def _transport(name: str, declared: KVTransport) -> str:
         keys = "nothing"
     elif declared.is_same_host:
         keys = "nothing: it stays on its host"
-    elif declared.lane != lane_order(name)[-1]:
+    elif declared.data_path != data_path_order(name)[-1]:
         keys += ", with which it goes as `zmq`"
     writer = "P" if declared.is_one_sided else "D"
-    cells = (f"`{name}`", f"`{declared.lane}`", declared.text, writer, declared.memory or "any", keys)
+    cells = (f"`{name}`", f"`{declared.data_path}`", declared.text, writer, declared.memory or "any", keys)
     return "| " + " | ".join(cells) + " |\n"
 
 

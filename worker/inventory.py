@@ -14,7 +14,7 @@ from baton.kernels.compiles import COMPILES
 from baton.kernels.gemm.scaled_mm import LIBRARY
 from baton.kernels.implementation import Implementation
 from baton.kvtransfer.protocol.transfer_times import EXPOSED, TRANSFER, distribution_of
-from baton.kvtransfer.sender.lane_choice import LaneChoice
+from baton.kvtransfer.sender.data_path_choice import DataPathChoice
 from baton.kvtransfer.sender.table import PathCounts
 from baton.model.fp8_tensors import PRODUCT_DTYPES
 from baton.model.model import Model
@@ -60,9 +60,9 @@ def pace_to_proto(pace: PrefillPace) -> worker_pb2.PrefillPace | None:
 
 
 def push_counts(
-    counts: Mapping[str, int], paths: Iterable[PathCounts], lanes: Mapping[str, LaneChoice]
+    counts: Mapping[str, int], paths: Iterable[PathCounts], data_paths: Mapping[str, DataPathChoice]
 ) -> worker_pb2.TransferCounts:
-    """Of a prefill worker: `PushService.inventory`, `paths` and `lanes`."""
+    """Of a prefill worker: `PushService.inventory`, `paths` and `data_paths`."""
     found = worker_pb2.TransferCounts(
         transfers=counts["num_acked"],
         bytes=counts["bytes_pushed"],
@@ -72,17 +72,17 @@ def push_counts(
         exposed_times=distribution_to_proto(distribution_of(counts, EXPOSED)),
         frames=counts["frames_pushed"],
         resent=counts["frames_resent"],
-        fallbacks=counts["lane_fallbacks"],
+        fallbacks=counts["data_path_fallbacks"],
         credit_stall_seconds=counts["credit_stall_us"] / 1e6,
     )
     for path in paths:
-        choice = lanes.get(path.address)
+        choice = data_paths.get(path.address)
         if choice is None:
             continue  # no HELLO was answered yet
         found.paths.add(
             kv_address=path.address,
             epoch=choice.epoch,
-            lane=choice.lane,
+            data_path=choice.data_path,
             why=choice.why,
             bytes=path.bytes_pushed,
             transfers=path.num_acked,

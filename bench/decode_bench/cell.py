@@ -18,8 +18,8 @@ from baton.bench.decode_bench.options import BLOCK_SIZE, WARM_STEPS, DecodeOptio
 from baton.bench.kernel_bench.case import Call
 from baton.core.config import SchedulingName
 from baton.core.requests.sampling import SamplingParams
+from baton.engine.step.executor import Ending, StepExecutor
 from baton.engine.step.host_future import HostFuture
-from baton.engine.step.lane import Ending, Lane
 from baton.engine.step.length_bounds import LaunchedLengths, LengthBounds
 from baton.engine.step.plan import Chunk, Place, Release, Resume, Step
 from baton.engine.step.result import StepTicket
@@ -70,22 +70,22 @@ class _DeviceStamp:
         self.event.record(torch.cuda.current_stream(self._device))
 
 
-class StampedLane:
-    """`lane` for a runner; `take` says what was noted.
+class StampedExecutor:
+    """`executor` for a runner; `take` says what was noted.
 
     Args:
-        lane: does the work.
-        device: whose lane it is.
+        executor: does the work.
+        device: whose executor it is.
     """
 
-    def __init__(self, lane: Lane, device: torch.device) -> None:
-        self._lane = lane
+    def __init__(self, executor: StepExecutor, device: torch.device) -> None:
+        self._executor = executor
         self._device = device
         self._steps: list[tuple[_Stamp, _Stamp]] = []
         self._end: _Stamp | None = None  # of the step whose second piece comes next
 
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         begin, end = self._stamp(), self._stamp()
         self._steps.append((begin, end))
         self._end = end
@@ -94,27 +94,27 @@ class StampedLane:
             begin.record()
             return work()
 
-        return self._lane.submit(stamped, target)
+        return self._executor.submit(stamped, target)
 
     def run(self, work: Callable[[], None]) -> Ending:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         end, self._end = self._end, None
         if end is None:
-            return self._lane.run(work)
+            return self._executor.run(work)
 
         def stamped() -> None:
             work()
             end.record()
 
-        return self._lane.run(stamped)
+        return self._executor.run(stamped)
 
     def drain(self) -> None:
-        """See `Lane`."""
-        self._lane.drain()
+        """See `StepExecutor`."""
+        self._executor.drain()
 
     def close(self) -> None:
-        """See `Lane`."""
-        self._lane.close()
+        """See `StepExecutor`."""
+        self._executor.close()
 
     def take(self) -> tuple[list[float], list[float]]:
         """Milliseconds of each step noted since the last call, and between each and the one before; all are over."""
@@ -196,14 +196,16 @@ class DecodeCells:
 
     Args:
         runner: with `max(options.batches)` slots and `max(options.drafts)` drafts; at rank 0 of a TP group its lead.
-        lane: of the runner.
+        executor: of the runner.
         model: the runner's.
         options: of the run.
     """
 
-    def __init__(self, runner: Runner | Rank0Runner, lane: StampedLane, model: Model, options: DecodeOptions) -> None:
+    def __init__(
+        self, runner: Runner | Rank0Runner, executor: StampedExecutor, model: Model, options: DecodeOptions
+    ) -> None:
         self._runner = runner
-        self._lane = lane
+        self._executor = executor
         self._model = model
         self._options = options
         self._tables = block_tables(options)
@@ -214,13 +216,13 @@ class DecodeCells:
         slots = self.fill(cell)
         run = _Run(self._runner, slots, cell, self._options)
         num_warm = run.steps(WARM_STEPS)
-        self._lane.take()
+        self._executor.take()
         num_steps, run.launch_s = self._options.steps, 0.0
         begin_s = time.perf_counter()
         num_tokens = run.steps(num_steps)
         self._runner.drain()  # the last step's draft extend, too
         took_s = time.perf_counter() - begin_s
-        within, between = self._lane.take()
+        within, between = self._executor.take()
         self.empty(slots)
         num_each = num_tokens / cell.batch
         return Turn(
@@ -239,11 +241,11 @@ class DecodeCells:
         slots = self.fill(cell)
         run = _Run(self._runner, slots, cell, self._options)
         run.steps(WARM_STEPS)
-        self._lane.take()
+        self._executor.take()
         num_steps = min(8, self._options.steps)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run.steps(num_steps)
-            self._lane.take()
+            self._executor.take()
         self.empty(slots)
         events = [event for event in profile.events() or () if event.device_type.name == "CUDA"]
         times_us: Counter[str] = Counter()

@@ -17,7 +17,15 @@ from typing import Any
 import psutil
 import torch
 
-from baton.bench.decode_bench.cell import Cell, DecodeCells, DeviceWork, StampedLane, Turn, blocks_each, measure_ttft_ms
+from baton.bench.decode_bench.cell import (
+    Cell,
+    DecodeCells,
+    DeviceWork,
+    StampedExecutor,
+    Turn,
+    blocks_each,
+    measure_ttft_ms,
+)
 from baton.bench.decode_bench.floor import copy_gbps, step_bytes
 from baton.bench.decode_bench.options import BLOCK_SIZE, DecodeOptions
 from baton.bench.model_shapes import write_shape
@@ -62,7 +70,7 @@ def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda te
             has_graphs: make_runner(options, model, pool, has_graphs=has_graphs) for has_graphs in options.graphs
         }
         cells = {
-            has_graphs: DecodeCells(runner, stamp_lane(runner, options.device), model, options)
+            has_graphs: DecodeCells(runner, stamp_executor(runner, options.device), model, options)
             for has_graphs, runner in runners.items()
         }
         ttft_ms = _ttft(next(iter(runners.values())), options, model)
@@ -237,10 +245,10 @@ def graph_counts(runner: Runner) -> dict[str, Any] | None:
     }
 
 
-def stamp_lane(runner: Runner, device: torch.device) -> StampedLane:
-    """The runner's lane, which is stamped from now on."""
-    runner._lane = lane = StampedLane(runner._lane, device)
-    return lane
+def stamp_executor(runner: Runner, device: torch.device) -> StampedExecutor:
+    """The runner's executor, which is stamped from now on."""
+    runner._executor = executor = StampedExecutor(runner._executor, device)
+    return executor
 
 
 def identity(options: DecodeOptions, cell: Cell) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from baton.bench.decode_bench.decode import (
     make_runner,
     measured,
     measured_turns,
-    stamp_lane,
+    stamp_executor,
 )
 from baton.bench.decode_bench.floor import copy_gbps
 from baton.bench.decode_bench.options import DecodeOptions
@@ -140,9 +140,9 @@ class TPGroupRank:
         if self._rank > 0:
             RankRunner(runner, self._channel).run()
             return [], None
-        lane = stamp_lane(runner, self._device)
+        executor = stamp_executor(runner, self._device)
         lead = Rank0Runner(runner, self._channel)
-        turns = measured_turns({has_graphs: DecodeCells(lead, lane, model, options)}, options)
+        turns = measured_turns({has_graphs: DecodeCells(lead, executor, model, options)}, options)
         lead.close()
         rows = [
             {

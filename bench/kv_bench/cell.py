@@ -58,7 +58,7 @@ class Sample:
     num_requests: int = 0
     checked_bytes: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    lane: str = ""
+    data_path: str = ""
 
 
 class SideProcess:
@@ -180,7 +180,7 @@ def measure(cell: Cell, effort: Effort) -> Sample:
             sender_cpu_s_per_gb=used[0] / total_gb if is_idle and not is_shared else None,
             num_requests=len(burst) + len(paced),
             checked_bytes=pair.check(),
-            lane=pair.sender.ask("lane"),
+            data_path=pair.sender.ask("data_path"),
             counts={**pair.receiver.ask("counts"), **pair.sender.ask("counts")},
         )
 

@@ -202,9 +202,9 @@ def as_row(cell: Cell, samples: list[Sample]) -> dict[str, Any]:
     row: dict[str, Any] = {"system": cell.system, "workload": cell.workload.name, "gil_load": cell.gil_load}
     if cell.digest is not None:
         row["digest"] = cell.digest
-    lanes = sorted({sample.lane for sample in samples})
-    if lanes != [""]:
-        row["lane"] = ",".join(lanes)
+    data_paths = sorted({sample.data_path for sample in samples})
+    if data_paths != [""]:
+        row["data_path"] = ",".join(data_paths)
     if cell.faults:
         row["faults"] = dict(cell.faults)
     row |= spread("gbps", [sample.gbps for sample in samples])

@@ -37,13 +37,13 @@ class FaultyTransport:
         self._faults = faults
         self._random = random.Random(seed)
 
-    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
         """Post a frame, or lose it, or post it with another payload than its check says."""
         if self._strikes("drop"):
             return
         if self._strikes("corrupt"):
             header = _damaged(header)
-        self._inner.send_frame(peer, header, payload, lane)
+        self._inner.send_frame(peer, header, payload, data_path)
 
     def _strikes(self, kind: str) -> bool:
         strikes = self._random.random() < self._faults.get(kind, 0.0)
@@ -65,17 +65,17 @@ class FaultyTransport:
         """As it says."""
         return self._inner.num_pinned(peer)
 
-    def offers(self) -> list[kv_pb2.LaneOffer]:
+    def offers(self) -> list[kv_pb2.DataPathOffer]:
         """As it says."""
         return self._inner.offers()
 
-    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+    def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
         """As it does."""
-        return self._inner.open_lane(peer, offer)
+        return self._inner.open_data_path(peer, offer)
 
-    def lane_of(self, peer: str) -> str:
+    def data_path_of(self, peer: str) -> str:
         """As it says."""
-        return self._inner.lane_of(peer)
+        return self._inner.data_path_of(peer)
 
     def problem(self, peer: str) -> str:
         """As it says."""
@@ -235,8 +235,8 @@ class Side:
                 return self.check(indices)
             case ("counts", None):
                 return self.counts()
-            case ("lane", None):
-                return self.sender.lane if self.sender is not None else ""
+            case ("data_path", None):
+                return self.sender.data_path if self.sender is not None else ""
             case ("busy", None):
                 self.busy()
             case _:

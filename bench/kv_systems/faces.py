@@ -73,12 +73,12 @@ class Sender(Protocol):
     Attributes:
         blocks: its pool as [layers, blocks, bytes].
         counts: what it counted, for the row; may be empty.
-        lane: what the last request really took; empty where there is no choice.
+        data_path: what the last request really took; empty where there is no choice.
     """
 
     blocks: Blocks
     counts: dict[str, int]
-    lane: str
+    data_path: str
 
     def connect(self, address: Address) -> None:
         """Reach the receiver."""

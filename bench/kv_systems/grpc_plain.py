@@ -63,7 +63,7 @@ class GrpcPlainSender:
 
     def __init__(self, cell: Cell) -> None:
         self.blocks: Blocks = allocate(cell.workload.pool_shape, shared=False)
-        self.lane = ""
+        self.data_path = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._sources: tuple[int, ...] = ()

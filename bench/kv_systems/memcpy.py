@@ -30,7 +30,7 @@ class MemcpySender:
 
     def __init__(self, cell: Cell) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
-        self.lane = ""
+        self.data_path = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._receiver: MemcpyReceiver

@@ -79,7 +79,7 @@ class NixlTcpSender:
 
     def __init__(self, cell: Cell) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
-        self.lane = ""
+        self.data_path = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._agent = make_agent("bench-prefill")

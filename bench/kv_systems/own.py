@@ -18,7 +18,7 @@ from baton.bench.kv_bench.workloads import POOL_BLOCKS, Workload
 from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
-from baton.core.kv_transports import RAW, control_channel, one_sided_lanes
+from baton.core.kv_transports import RAW, control_channel, one_sided_data_paths
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
@@ -84,13 +84,13 @@ class OwnReceiver:
         self._woken = threading.Event()
         config, layout = config_of(cell), layout_of(cell.workload)
         kind = control_channel(config.transport).name
-        lanes = tuple(declared.lane for declared in one_sided_lanes(config.transport))
+        data_paths = tuple(declared.data_path for declared in one_sided_data_paths(config.transport))
         setup = ReceiverSetup(
             epoch=secrets.randbits(63) | 1,
             layout=layout,
             num_blocks=POOL_BLOCKS,
             tp_size=1,
-            listen=Listen(kind, bind_address(kind, "127.0.0.1"), lanes),
+            listen=Listen(kind, bind_address(kind, "127.0.0.1"), data_paths),
             config=config,
         )
         region = receiver_region([PoolGeometry(layout, POOL_BLOCKS)], config)
@@ -139,7 +139,7 @@ class OwnSender:
     """A prefill worker without a model."""
 
     def __init__(self, cell: Cell) -> None:
-        self.lane = ""
+        self.data_path = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._woken = threading.Event()
@@ -193,10 +193,10 @@ class OwnSender:
                 self.submit(layer)
             self.finish()
         self.counts |= self._push.inventory()
-        choice = self._push.lane_of(self._peer.kv_address)
-        self.lane = choice.lane if choice is not None else ""
-        if self.lane == RAW:  # it may have been opened, and broken since
-            self.lane = self._transport.lane_of(self._peer.kv_address)
+        choice = self._push.data_path_of(self._peer.kv_address)
+        self.data_path = choice.data_path if choice is not None else ""
+        if self.data_path == RAW:  # it may have been opened, and broken since
+            self.data_path = self._transport.data_path_of(self._peer.kv_address)
         if self._faulty is not None:
             self.counts |= {f"faults_{kind}": number for kind, number in self._faulty.num_faults.items()}
 

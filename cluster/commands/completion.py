@@ -110,7 +110,7 @@ class Completion:
     num_migrations: int = 0
     num_forced_tokens: int = 0
     path: str = ""
-    kv_lane: str = ""
+    kv_data_path: str = ""
     routing: str = ""
     num_expected_cached_tokens: int = 0
     prefill_worker: str = ""
@@ -222,7 +222,7 @@ def _completion(answer: _Answer, asked: inference_pb2.Sampling) -> Completion:
         num_migrations=stats.num_migrations,
         num_forced_tokens=stats.num_forced_tokens,
         path=stats.path,
-        kv_lane=stats.kv_lane,
+        kv_data_path=stats.kv_data_path,
         routing=stats.routing,
         num_expected_cached_tokens=stats.num_expected_cached_tokens,
         prefill_worker=stats.prefill_worker,

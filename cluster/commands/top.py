@@ -236,7 +236,7 @@ def _paths(data: dict[str, Any]) -> str:
     for path in data["paths"]:
         if path["has_met"]:
             rate = "" if path["gbps"] is None else f", {path['gbps']:.3g} GB/s"
-            lines.append(f"{path['prefill']} to {path['decode']}: {path['lane'] or 'NO LANE'}{rate}")
+            lines.append(f"{path['prefill']} to {path['decode']}: {path['data_path'] or 'NO DATA PATH'}{rate}")
     lines += [
         f"{pair['prefill']} and {pair['decode']} are not paired: {pair['reason']}" for pair in data["refused_pairs"]
     ]

@@ -19,7 +19,7 @@ from baton.proto import admin_pb2, worker_pb2
 from baton.proto.roles import roles_in
 
 NOT_MET = "not connected: nothing was pushed between the two lately"
-NO_LANE = "no lane works"
+NO_DATA_PATH = "no data path works"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,16 @@ class Path:
     """One pair of workers.
 
     Attributes:
-        lane: in use; empty if none works, or the two have not met.
+        data_path: in use; empty if none works, or the two have not met.
         has_met: they are connected; a prefill worker forgets a decode worker that it has not used for a few leases.
-        why: there is no lane, or no better one.
+        why: there is no data path, or no better one.
         gbps: measured; None if it was not.
         round_trip_ms: measured; None if it was not.
     """
 
     prefill: str
     decode: str
-    lane: str
+    data_path: str
     has_met: bool
     why: str
     gbps: float | None
@@ -47,7 +47,7 @@ class Path:
     @property
     def is_broken(self) -> bool:
         """The two have met, and nothing can be pushed."""
-        return self.has_met and not self.lane
+        return self.has_met and not self.data_path
 
     def cell(self) -> str:
         """A cell of the table."""
@@ -55,7 +55,7 @@ class Path:
             return "-"
         rate = "" if self.gbps is None else f" {self.gbps:.3g} GB/s"
         latency = "" if self.round_trip_ms is None else f" {self.round_trip_ms:.2f} ms"
-        return (self.lane or "NONE") + rate + latency
+        return (self.data_path or "NONE") + rate + latency
 
 
 def paths(status: admin_pb2.StatusReply) -> list[Path]:
@@ -77,9 +77,9 @@ def _path(prefill: worker_pb2.WorkerState, decode: worker_pb2.WorkerState) -> Pa
     return Path(
         prefill=prefill.worker_id,
         decode=decode.worker_id,
-        lane=path.lane,
+        data_path=path.data_path,
         has_met=found is not None,
-        why=why or ("" if path.lane else NO_LANE),
+        why=why or ("" if path.data_path else NO_DATA_PATH),
         gbps=path.gbps or None,
         round_trip_ms=path.round_trip_ms or None,
         transfers=path.transfers,
@@ -93,7 +93,7 @@ def paths_data(found: list[Path]) -> list[dict[str, Any]]:
 
 
 def format_paths(found: list[Path]) -> str:
-    """The matrix, a line for each prefill worker, and under it why pairs have no better lane."""
+    """The matrix, a line for each prefill worker, and under it why pairs have no better data path."""
     if not found:
         return "no pair of a live prefill and a live decode worker"
     decodes = list(dict.fromkeys(path.decode for path in found))
@@ -144,7 +144,7 @@ class Wire:
 def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Iterator[Wire]:
     """The port that was asked for `status`, and those of every live worker.
 
-    KV that stays on its host takes no wire, and what one-sided lanes use between hosts is not known here.
+    KV that stays on its host takes no wire, and what one-sided data paths use between hosts is not known here.
 
     Args:
         address: of that port.

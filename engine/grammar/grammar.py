@@ -5,11 +5,11 @@ used), which is imported where it is needed. `GrammarCompiler` is one model's; `
 one sequence and looks ahead along its drafts.
 
 What a grammar allows after a text depends on the two alone. The library's limits are no verdicts here, only portions of
-work: in the *quick lane* sequences of one grammar share the automata of one matcher, on the step's thread, within
+work: in the *fast path* sequences of one grammar share the automata of one matcher, on the step's thread, within
 `QUICK_LIMITS`. A sequence whose portion is spent (by its text, its drafts or its neighbours) leaves it for a matcher of
-its own (`grammar_lane`), which works on another thread and without the GIL; until that has answered, the step emits
-nothing of this sequence. Only a matcher that began anew with this text and has nothing else to do may say that the text
-cannot be followed, with `GrammarBudgetExceeded`.
+its own (`engine.grammar.executor`), which works on another thread and without the GIL; until that has answered, the
+step emits nothing of this sequence. Only a matcher that began anew with this text and has nothing else to do may say
+that the text cannot be followed, with `GrammarBudgetExceeded`.
 
 Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row's bitmask. Token t is allowed if bit
 t % 32 of word t // 32 is set.
@@ -30,13 +30,13 @@ from baton.core.fair_turns import Share
 from baton.core.requests.answer_structure import check_grammar
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
-from baton.engine.grammar.lane import GrammarLane, OwnMatcher
+from baton.engine.grammar.executor import GrammarExecutor, OwnMatcher
 from baton.engine.grammar.text import MAX_MESSAGE_LEN, failed_matcher, new_matcher, new_tokens, refusal
 from baton.engine.grammar.trial import GrammarTrial
 from baton.engine.grammar.walk import Lookahead, is_allowed, is_spent, num_words, walk
 
 MAX_KNOWN: Final = 64  # masks that a grammar keeps, of texts whose masks took long
-# The quick lane's: no call takes more than some 10 ms.
+# The fast path's: no call takes more than some 10 ms.
 QUICK_LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
@@ -47,7 +47,7 @@ QUICK_LIMITS: Final[dict[str, Any]] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-# Of a matcher that one sequence has for itself. States grow with the text (`grammar_lane`).
+# Of a matcher that one sequence has for itself. States grow with the text (`engine.grammar.executor`).
 OWN_LIMITS: Final[dict[str, Any]] = QUICK_LIMITS | {
     "step_lexer_fuel": 5_000_000,
     "step_max_items": 50_000,
@@ -63,9 +63,9 @@ class GrammarBudget:
     """What following grammars may cost.
 
     Attributes:
-        quick: the library's limits in the quick lane.
+        quick: the library's limits in the fast path.
         own: of a sequence's own matcher.
-        slow_look_s: CPU time of a look; after some that took more, a sequence leaves the quick lane.
+        slow_look_s: CPU time of a look; after some that took more, a sequence leaves the fast path.
         max_spent_s: time that one sequence may spend in all.
     """
 
@@ -85,13 +85,13 @@ class CompiledGrammar:
         eos_token_ids: any of them ends the text.
         vocab_size: V.
         is_spent: the shared automata are spent: new sequences should start from another compilation.
-        is_slow: a look took long: new sequences do without the quick lane.
-        share: what its sequences have spent in the lane.
+        is_slow: a look took long: new sequences do without the fast path.
+        share: what its sequences have spent in the executor.
     """
 
     def __init__(
         self,
-        lane: GrammarLane,
+        executor: GrammarExecutor,
         tokens: Any,
         spec: GrammarSpec,
         text: str,
@@ -108,7 +108,7 @@ class CompiledGrammar:
         self.budget = budget
         self.is_spent = False
         self.is_slow = False
-        self._lane = lane
+        self._executor = executor
         self.share = share or Share()
         self._tokens = tokens
         self._kind = spec.kind
@@ -121,7 +121,7 @@ class CompiledGrammar:
             self.is_slow = True  # it compiles within more generous limits, as its trial has shown
 
     def copy(self) -> Any:
-        """A matcher of the quick lane before the first token; None if it is closed to this grammar."""
+        """A matcher of the fast path before the first token; None if it is closed to this grammar."""
         return None if self.is_slow or self._matcher is None else self._matcher.deep_copy()
 
     def own(self, token_ids: Sequence[int]) -> OwnMatcher:
@@ -134,7 +134,7 @@ class CompiledGrammar:
             return failed_matcher(self._tokens)
 
         limits, max_spent_s = self.budget.own, self.budget.max_spent_s
-        return OwnMatcher(self, self._lane, self.share, build, idle, limits, max_spent_s, token_ids)
+        return OwnMatcher(self, self._executor, self.share, build, idle, limits, max_spent_s, token_ids)
 
     def remember(self, token_ids: tuple[int, ...], mask_W: np.ndarray) -> None:
         """Keep the mask after a text, which took long, for those who come back to it."""
@@ -150,7 +150,7 @@ class CompiledGrammar:
 
 
 MAX_COMPILED: Final = 32  # grammars that a compiler keeps
-MAX_SLOW_LOOKS: Final = 3  # after so many a sequence leaves the quick lane
+MAX_SLOW_LOOKS: Final = 3  # after so many a sequence leaves the fast path
 
 
 class GrammarState:
@@ -298,7 +298,7 @@ class GrammarState:
         return look
 
     def _fits(self, token_id: int) -> bool:
-        """Whether the text can go on with this token; the quick lane's matcher has taken it then."""
+        """Whether the text can go on with this token; the fast path's matcher has taken it then."""
         mask_W = self._mask_W()
         if mask_W is not None and not is_allowed(mask_W, token_id):
             return False
@@ -361,8 +361,8 @@ class GrammarCompiler:
         self._budget = budget or GrammarBudget()
         self._eos_token_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
         self._lock = threading.Lock()
-        self._lane = GrammarLane()
-        self._compiles = GrammarLane()  # apart, so that no sequence waits for another one's compilation
+        self._executor = GrammarExecutor()
+        self._compiles = GrammarExecutor()  # apart, so that no sequence waits for another one's compilation
         self._library_tokenizer: Any = None
         self._trial: GrammarTrial | None = None
         self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
@@ -370,7 +370,7 @@ class GrammarCompiler:
     @property
     def spent_s(self) -> float:
         """Time that grammars have cost on threads of their own: new ones, and sequences with a matcher of their own."""
-        return self._lane.spent_s + self._compiles.spent_s
+        return self._executor.spent_s + self._compiles.spent_s
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """The grammar, compiled now or before.
@@ -431,7 +431,7 @@ class GrammarCompiler:
 
     def _make(self, spec: GrammarSpec, text: str, share: Share | None = None) -> CompiledGrammar:
         return CompiledGrammar(
-            self._lane,
+            self._executor,
             self._tokens(),
             spec,
             text,

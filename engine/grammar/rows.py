@@ -82,7 +82,7 @@ class GrammarRows:
         rows = list(zip(self._states, drafts_GK, strict=True))
         for state, drafts in rows:
             state.begin(drafts)
-        # The quick lane finds at once; who leaves it in doing so has begun, and waits with the others.
+        # The fast path finds at once; who leaves it in doing so has begun, and waits with the others.
         looks = {at: state.found(drafts, 0.0) for at, (state, drafts) in enumerate(rows) if state.is_quick}
         is_alone = self._is_alone and not any(look.num_rows for look in looks.values())
         end_s = time.monotonic() + (ALONE_PATIENCE_S if is_alone else PATIENCE_S)

@@ -2,8 +2,8 @@
 
 A row of a step that had p drafts and accepted a of them adds 1 to the element (p, a) of one small tensor; everything
 else follows from it. So nothing waits for the host, and no count can be forgotten: rows, drafts and tokens are margins
-of one table. A few results are added at a time, in the order of the lane, which costs a step next to nothing. It counts
-what was computed, whoever wants it (`core.telemetry.step_report`).
+of one table. A few results are added at a time, in the order of the executor, which costs a step next to nothing. It
+counts what was computed, whoever wants it (`core.telemetry.step_report`).
 
 Legend: B sequences of a step, Q = most drafts of a step + 1, C columns of a result, P results to be added.
 """
@@ -22,7 +22,7 @@ _MAX_PENDING: Final = 16
 
 
 class StepCounters:
-    """Of one runner. `add` and `copy` belong to its lane.
+    """Of one runner. `add` and `copy` belong to its executor.
 
     Args:
         num_draft_tokens: most drafts of a step.

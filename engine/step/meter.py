@@ -1,6 +1,6 @@
 """What the steps of one runner cost and counted, taken without holding up any of them.
 
-Times are marks that the lane sets around each step (`engine.step.marks`), read when the step's result is. The *host
+Times are marks that the executor sets around each step (`engine.step.marks`), read when the step's result is. The *host
 gap* is the time from the end of a step to the begin of the next one, if a sequence goes on from one to the other: then
 there was work, and the device waited for the host. Placing new sequences falls into it; a prefill, or copies of KV, in
 between on the same device do not (`interrupt`). Counters (`engine.step.counters`) are copied to the host when somebody
@@ -18,8 +18,8 @@ from baton.core.clock import Clock, MonotonicClock
 from baton.core.distribution import Buckets, Distribution
 from baton.core.telemetry.step_report import GAP_BOUNDS_S, STEP_BOUNDS_S, RowCounts, no_rows
 from baton.engine.step.counters import StepCounters
+from baton.engine.step.executor import StepExecutor
 from baton.engine.step.host_future import HostFuture
-from baton.engine.step.lane import Lane
 from baton.kernels.copies import host_buffer
 
 
@@ -103,19 +103,23 @@ class StepTimes:
 
 
 class StepMeter:
-    """Of one runner. `counters` and `run` are for its lane, `computed` and `times` for any thread, others for its own.
+    """Of one runner. `counters` and `run` are for its executor, `computed` and `times` for any thread.
+
+    The rest is for its own thread.
 
     Args:
         num_draft_tokens: most drafts of a step.
-        lane: where steps run.
+        executor: where steps run.
         device: of the steps.
         clock: of steps on a CPU.
     """
 
-    def __init__(self, num_draft_tokens: int, lane: Lane, device: torch.device, clock: Clock | None = None) -> None:
+    def __init__(
+        self, num_draft_tokens: int, executor: StepExecutor, device: torch.device, clock: Clock | None = None
+    ) -> None:
         self.counters = StepCounters(num_draft_tokens, device)
         self.num_draft_tokens = num_draft_tokens
-        self._lane = lane
+        self._executor = executor
         marks = marks_for(device, clock or MonotonicClock())
         self._marks, self._mark, self._between_s = marks, marks.mark, marks.between_s
         self._last: StepTimes | None = None
@@ -228,5 +232,5 @@ class StepMeter:
         with self._lock:
             self._is_wanted = False
             if self._copy is None:
-                self._copy = self._lane.submit(self.counters.copy, self._buffer)
+                self._copy = self._executor.submit(self.counters.copy, self._buffer)
             return self._copy

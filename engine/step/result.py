@@ -11,8 +11,8 @@ from baton.core.errors import BatonError
 from baton.core.requests.request import TokenLogprobs
 from baton.engine.sampling.logprobs import num_packed, unpack, unpack_step
 from baton.engine.step.counters import IDLE
+from baton.engine.step.executor import Ending
 from baton.engine.step.host_future import HostFuture
-from baton.engine.step.lane import Ending
 from baton.engine.step.meter import StepTimes
 
 

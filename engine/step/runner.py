@@ -36,8 +36,8 @@ from baton.engine.speculation.verify import DraftLaw, Verified
 from baton.engine.step.batch import ChunkRows, Ints, PrefillInputs, prefill_inputs
 from baton.engine.step.batch_rows import StepBatch
 from baton.engine.step.counters import mark_idle
+from baton.engine.step.executor import Ending, executor_for
 from baton.engine.step.host_future import ResultBuffers
-from baton.engine.step.lane import Ending, lane_for
 from baton.engine.step.meter import StepMeter, StepTimes
 from baton.engine.step.passes import EagerPasses, Passes
 from baton.engine.step.plan import Chunk, Grow, Load, Operation, Place, Release, Save, Step
@@ -89,7 +89,7 @@ class _Resident:
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """One step on the lane: what it is made of, and what it made so far."""
+    """One step on the executor: what it is made of, and what it made so far."""
 
     step: Step
     times: StepTimes
@@ -111,7 +111,8 @@ class _Work:
 class Runner:
     """Runs the plans of one worker, at one rank, over one model and one pool.
 
-    Calls come from one thread; what they set off happens in their order on the runner's lane (`engine.step.lane`).
+    Calls come from one thread; what they set off happens in their order on the runner's executor
+    (`engine.step.executor`).
 
     Args:
         model: its device is where steps run.
@@ -172,10 +173,10 @@ class Runner:
         self._open_push = open_push
         self._residents: dict[int, _Resident] = {}
         self._batch: StepBatch | None = None
-        self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the lane
-        self._emitted: list[EmittedTokens] = []  # that grammars have not taken yet; belongs to the lane
-        self._lane = lane_for(pool.device)
-        self.meter = StepMeter(num_draft_tokens, self._lane, pool.device, clock)
+        self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the executor
+        self._emitted: list[EmittedTokens] = []  # that grammars have not taken yet; belongs to the executor
+        self._executor = executor_for(pool.device)
+        self.meter = StepMeter(num_draft_tokens, self._executor, pool.device, clock)
         self._buffers = ResultBuffers(max_num_seqs * (num_draft_tokens + 4), pool.device)
         self._table = SlotTable(
             num_slots=max_num_seqs,
@@ -189,7 +190,7 @@ class Runner:
             history=_history(lookup, max_num_seqs, num_draft_tokens, model),
         )
         self._offload = KVOffload(
-            pool, host_kv_bytes, self._lane, self._table, self._communicator, self.meter.interrupt
+            pool, host_kv_bytes, self._executor, self._table, self._communicator, self.meter.interrupt
         )
 
     @property
@@ -262,13 +263,13 @@ class Runner:
             push=push,
         )
         buffer = self._buffers.take(layout.num_values)
-        future = self._lane.submit(lambda: self._sample(work), buffer[: layout.num_values])
+        future = self._executor.submit(lambda: self._sample(work), buffer[: layout.num_values])
         handed = [place for place, chunk in enumerate(sampled) if step.chunks[chunk].push is not None]
         handoffs = None
         if handed:
             target = host_buffer(len(handed) * self._handoff_words, torch.int64, self._pool.device)
-            handoffs = self._lane.submit(lambda: self._hand_off(work, handed), target)
-        end: Ending = handoffs or self._lane.run(lambda: self._finish(work))
+            handoffs = self._executor.submit(lambda: self._hand_off(work, handed), target)
+        end: Ending = handoffs or self._executor.run(lambda: self._finish(work))
 
         def on_read(values: torch.Tensor) -> None:
             self._buffers.give_back(buffer)
@@ -289,11 +290,11 @@ class Runner:
 
     def drain(self) -> None:
         """Wait until nothing runs."""
-        self._lane.drain()
+        self._executor.drain()
 
     def close(self) -> None:
         """Wait for what was launched, and end; the last call."""
-        self._lane.close()
+        self._executor.close()
 
     # Operations
 
@@ -338,7 +339,7 @@ class Runner:
             if grammar is not None:
                 self._states[slot] = grammar
 
-        self._lane.run(work)
+        self._executor.run(work)
         self._residents[slot] = _Resident(
             token_ids=np.asarray(place.token_ids, dtype=np.int64),
             blocks=list(place.blocks),
@@ -358,7 +359,7 @@ class Runner:
             self._table.sampling.release(slot)
             self._states.pop(slot, None)
 
-        self._lane.run(work)
+        self._executor.run(work)
 
     def _grow(self, grow: Grow) -> None:
         for growth in grow.growths:
@@ -366,12 +367,12 @@ class Runner:
             assert len(blocks) == growth.first
             blocks += growth.blocks
         limits = [self._limit(growth.first + len(growth.blocks)) for growth in grow.growths]
-        self._lane.run(lambda: self._table.grow(grow.growths, limits))
+        self._executor.run(lambda: self._table.grow(grow.growths, limits))
 
     def _limit(self, num_blocks: int) -> int:
         return min(num_blocks * self._pool.layout.block_size, self.max_model_len)
 
-    # The step, on the lane
+    # The step, on the executor
 
     def _sample(self, work: _Work) -> torch.Tensor:
         """Its first part: int64 [layout.num_values], tokens and log-probabilities of every row."""

@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.graphed_step import GraphedStep
-from baton.engine.step.lane import Ending
+from baton.engine.step.executor import Ending
 from baton.engine.step.meter import StepMeter
 from baton.engine.step.plan import Grow, Load, Operation, Place, Release, Save, Step
 from baton.engine.step.result import StepTicket

@@ -119,7 +119,7 @@ class Evidence:
     """
 
     def __init__(self, legacies: Iterable[Legacy]) -> None:
-        self._of_this_host = {legacy.p_epoch for legacy in legacies if is_same_host(legacy.lane)}
+        self._of_this_host = {legacy.p_epoch for legacy in legacies if is_same_host(legacy.data_path)}
 
     def is_over(self, incarnation: PeerIncarnation) -> bool:
         """Whether this rank is proven dead. False also if nothing can prove it here."""

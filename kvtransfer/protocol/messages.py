@@ -33,7 +33,7 @@ MAX_REQUEST_ID_BYTES = 512  # every id the router lets in: 128 characters
 MAX_TEXT_BYTES = 1024
 MAX_STATE_BYTES = 256 << 10
 MAX_DRAFT_TOKENS = 16
-MAX_LANES = 16
+MAX_DATA_PATHS = 16
 MAX_PROOF_BYTES = 64
 MAX_TP_SIZE = 64
 DIGEST = "digest"  # the capability
@@ -104,9 +104,9 @@ def _bound(control: kv_pb2.Control) -> None:
         if size > MAX_STATE_BYTES or num_drafts > MAX_DRAFT_TOKENS:
             raise MalformedMessage(f"a COMMIT with a state of {size} bytes and {num_drafts} drafts")
     if kind == "hello":
-        texts = (message.host_id, message.incarnation_file, *message.lanes, *message.capabilities)
-        if len(texts) > MAX_LANES or any(len(text) > MAX_TEXT_BYTES for text in texts):
-            raise MalformedMessage("a HELLO with too many lanes or names that are too long")
+        texts = (message.host_id, message.incarnation_file, *message.data_paths, *message.capabilities)
+        if len(texts) > MAX_DATA_PATHS or any(len(text) > MAX_TEXT_BYTES for text in texts):
+            raise MalformedMessage("a HELLO with too many data paths or names that are too long")
         if max(len(message.number), len(message.challenge), len(message.proof)) > MAX_PROOF_BYTES:
             raise MalformedMessage("a HELLO whose proof is too long")
 

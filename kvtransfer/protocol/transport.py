@@ -1,4 +1,4 @@
-"""The seam between the hand-off and whatever moves bytes: a control channel, and lanes that carry payloads.
+"""The seam between the hand-off and whatever moves bytes: a control channel, and data paths that carry payloads.
 
 A transport promises little: a message arrives whole or not at all, perhaps late, twice or out of order, and a payload
 may end in the middle. The protocol copes. It refuses to block on a dead peer, to keep more than bounded memory for one,
@@ -93,8 +93,8 @@ class TransportCounts:
         messages_refused: arrived, and fit no form that this transport speaks.
         connections_refused: wrong key or token, unknown peer, bad header, too many, or too slow to say who they are.
         payloads_cut: frames whose connection ended before their payload.
-        lanes_failed: lanes that could not be opened, or broke; payloads then travel inline.
-        frames_fallen_back: frames for another lane that went inline.
+        data_paths_failed: data paths that could not be opened, or broke; payloads then travel inline.
+        frames_fallen_back: frames for another data path that went inline.
         frames_dropped: frames that were dropped unsent, because their memory is wanted back or their connection broke.
     """
 
@@ -102,7 +102,7 @@ class TransportCounts:
     messages_refused: int = 0
     connections_refused: int = 0
     payloads_cut: int = 0
-    lanes_failed: int = 0
+    data_paths_failed: int = 0
     frames_fallen_back: int = 0
     frames_dropped: int = 0
 
@@ -122,11 +122,11 @@ class Transport(Protocol):
         """Post a control message; it is lost if the peer is gone or its queue is full."""
         ...
 
-    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
         """Post a frame. Its payload's memory is read until it has left; there is none if it is written already.
 
-        If `lane` is not open to that peer, or broke, the payload goes inline. The header of a written frame may wait
-        for others until the next `receive` or `send`.
+        If `data_path` is not open to that peer, or broke, the payload goes inline. The header of a written frame may
+        wait for others until the next `receive` or `send`.
         """
         ...
 
@@ -138,16 +138,16 @@ class Transport(Protocol):
         """Frames whose memory may still be read."""
         ...
 
-    def offers(self) -> list[kv_pb2.LaneOffer]:
-        """Lanes of its own that a listening side serves, beside inline."""
+    def offers(self) -> list[kv_pb2.DataPathOffer]:
+        """Data paths of its own that a listening side serves, beside inline."""
         ...
 
-    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
-        """Open a lane that a peer offered; empty, or why that is not possible. Never waits for the peer."""
+    def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
+        """Open a data path that a peer offered; empty, or why that is not possible. Never waits for the peer."""
         ...
 
-    def lane_of(self, peer: str) -> str:
-        """The lane that a frame posted now would really take."""
+    def data_path_of(self, peer: str) -> str:
+        """The data path that a frame posted now would really take."""
         ...
 
     def problem(self, peer: str) -> str:

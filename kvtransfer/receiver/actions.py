@@ -19,8 +19,9 @@ class ReserveWanted:
         deadline_s: on this side's clock.
         p_epoch: the incarnation of the prefill worker.
         tp_size: its ranks; each pushes its own heads.
-        lane: how payloads come. On a one-sided lane the worker must keep (p_epoch, tp_size) beside the blocks: if the
-            KV receiver process dies, its next incarnation needs them to ask for evidence (`ReceiverProtocol.inherit`).
+        data_path: how payloads come. On a one-sided data path the worker must keep (p_epoch, tp_size) beside the
+            blocks: if the KV receiver process dies, its next incarnation needs them to ask for evidence
+            (`ReceiverProtocol.inherit`).
     """
 
     attempt: AttemptKey
@@ -29,7 +30,7 @@ class ReserveWanted:
     deadline_s: float
     p_epoch: int = 0
     tp_size: int = 1
-    lane: str = "inline"
+    data_path: str = "inline"
 
 
 @dataclass(frozen=True, slots=True)

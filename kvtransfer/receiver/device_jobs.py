@@ -1,6 +1,6 @@
 """What a transfer asks of the engine where pools are on GPUs, which the incoming transfer's process cannot touch.
 
-Payloads of two-sided lanes lie in *staging* blocks of host memory first. Each complete layer becomes a wish
+Payloads of two-sided data paths lie in *staging* blocks of host memory first. Each complete layer becomes a wish
 (`DigestWanted`, one for each rank's pool): bring it from staging into the pool, if it is there, and digest it in the
 pool. The engine's kernels answer through flag words, one flag for each rank; a wish is fulfilled when all of them are
 up, and their digests are put together (`rank_digests`). One wish of a transfer is open at a time, so that layers gather
@@ -88,7 +88,7 @@ class _Filling:
 
     Attributes:
         incoming: its record.
-        staging: its blocks there; empty on a one-sided lane.
+        staging: its blocks there; empty on a one-sided data path.
         has_digest: its layers are to be digested.
         ready: complete layers that were not asked for yet.
         num_open: wishes that were made and not answered.
@@ -153,7 +153,7 @@ class DeviceJobs:
 
     def begin(self, incoming: IncomingTransfer, *, has_digest: bool) -> bool:
         """An incoming transfer is to be granted; False if it has to wait for staging memory."""
-        if is_one_sided(incoming.lane):
+        if is_one_sided(incoming.data_path):
             staging = BlockTable((), self._layout.block_size)
         else:
             try:

@@ -80,7 +80,7 @@ class ReceiverDriver:
         clock: comparable with the worker's.
         link: to the worker.
         notify: called after events were written.
-        offers: lanes on which senders write the pools themselves.
+        offers: data paths on which senders write the pools themselves.
         jobs: what the engine does, where the pool is on a GPU; `io` is then the staging memory.
     """
 
@@ -93,7 +93,7 @@ class ReceiverDriver:
         clock: Clock,
         link: ReceiverLink,
         notify: Callable[[], None],
-        offers: Sequence[kv_pb2.LaneOffer] = (),
+        offers: Sequence[kv_pb2.DataPathOffer] = (),
         jobs: DeviceJobs | None = None,
     ) -> None:
         self._transport = transport
@@ -202,11 +202,11 @@ class ReceiverDriver:
     def _grant(self, attempt: AttemptKey, table: BlockTable, now_s: float) -> list[ReceiverAction]:
         incoming = self._protocol.find(attempt)
         if self._jobs is not None and incoming is not None:
-            if not is_one_sided(incoming.lane) and incoming.prompt_len > self._jobs.staging_len:
+            if not is_one_sided(incoming.data_path) and incoming.prompt_len > self._jobs.staging_len:
                 reason = f"{STAGING_KEY}: a prompt of {incoming.prompt_len} tokens does not fit into staging memory"
                 denied = self._protocol.deny(attempt, kv_pb2.Deny.TOO_LONG, reason, now_s)
                 return [*denied, IncomingFailed(attempt, reason), Drained(attempt)]
-            is_next = is_one_sided(incoming.lane) or next(iter(self._granted), attempt) == attempt
+            is_next = is_one_sided(incoming.data_path) or next(iter(self._granted), attempt) == attempt
             if not is_next or not self._jobs.begin(incoming, has_digest=self._has_digest):
                 self._granted[attempt] = table
                 return []

@@ -24,9 +24,9 @@ from baton.core.errors import BatonError, PortInUse
 from baton.core.telemetry.logs import configure_inherited
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.protocol.transport import Transport
+from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath, receiver_data_paths
 from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
 from baton.kvtransfer.receiver.driver import ReceiverDriver
-from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane, receiver_lanes
 from baton.kvtransfer.receiver.link import ReceiverLink
 from baton.kvtransfer.receiver.setup import ReceiverSetup
 from baton.kvtransfer.transports.registry import listening_transport
@@ -88,7 +88,7 @@ class _Incarnation:
         self._notify = notify
         self._nudge = nudge
         self._stopping = False
-        self._lanes: list[ServedLane] = []
+        self._data_paths: list[ServedDataPath] = []
 
     def begin(self) -> None:
         """Take hold of memory and port.
@@ -110,7 +110,7 @@ class _Incarnation:
         if setup.device is not None:
             flags = flag_page(self._region.pool(FLAGS_POOL))
             jobs = DeviceJobs(setup.host_geometries[0], flags, setup.tp_size)
-        self._lanes = receiver_lanes(ReceiverSide(setup, self._region))
+        self._data_paths = receiver_data_paths(ReceiverSide(setup, self._region))
         self._driver = ReceiverDriver(
             setup=setup,
             io=RankedPoolIO(pools),
@@ -118,7 +118,7 @@ class _Incarnation:
             clock=MonotonicClock(),
             link=link,
             notify=lambda: os.eventfd_write(self._notify, 1),
-            offers=[lane.offer for lane in self._lanes],
+            offers=[data_path.offer for data_path in self._data_paths],
             jobs=jobs,
         )
         threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
@@ -130,8 +130,8 @@ class _Incarnation:
                 self._driver.turn()
         finally:
             self._driver.close()
-            for lane in self._lanes:
-                lane.close()
+            for data_path in self._data_paths:
+                data_path.close()
 
     def _leave_with_parent(self) -> None:
         signal.signal(signal.SIGTERM, self._on_stop)

@@ -10,9 +10,9 @@ worker (`receiver_actions`); a caller that obeys keeps the promises:
   and its restart are ignored. Only the worker here, or a higher attempt at the same request, ends it;
 - replays of old messages and frames of old epochs, incoming transfers and attempts change nothing.
 
-Evidence, never a timer, ends quarantine. On a two-sided lane this side writes, so a fenced transfer has drained when
-the writes in progress are over. On a one-sided lane the ranks of the prefill worker write: each must say that it has
-stopped, in that incarnation, or be proven dead.
+Evidence, never a timer, ends quarantine. On a two-sided data path this side writes, so a fenced transfer has drained
+when the writes in progress are over. On a one-sided data path the ranks of the prefill worker write: each must say that
+it has stopped, in that incarnation, or be proven dead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -154,7 +154,7 @@ class ReceiverInbox:
                 deadline_s=incoming.deadline_s,
                 p_epoch=incoming.p_epoch,
                 tp_size=len(incoming.parts),
-                lane=incoming.lane,
+                data_path=incoming.data_path,
             ),
         ]
 
@@ -166,8 +166,12 @@ class ReceiverInbox:
             return [replies.deny(peer, attempt, tombstone.deny_reason, tombstone.reason or "it has ended")]
         if attempt.attempt < table.highest_attempt(attempt.request_id):
             return [replies.deny(peer, attempt, kv_pb2.Deny.STALE, "a later attempt was seen")]
-        if not replies.serves(reserve.lane or INLINE):
-            return [replies.deny(peer, attempt, kv_pb2.Deny.LANE, f"no lane {reserve.lane[:32]!r} is served here")]
+        if not replies.serves(reserve.data_path or INLINE):
+            return [
+                replies.deny(
+                    peer, attempt, kv_pb2.Deny.DATA_PATH, f"no data path {reserve.data_path[:32]!r} is served here"
+                )
+            ]
         if not 0 < reserve.prompt_len <= reserve.capacity_len <= self._max_capacity_len:
             return [replies.deny_sizes(peer, attempt, reserve, self._max_capacity_len)]
         if len(table) >= self._rules.config.ring_slots:
@@ -184,7 +188,7 @@ class ReceiverInbox:
             epoch=self._rules.epoch,
             peer=peer,
             p_epoch=known.epoch,
-            lane=reserve.lane or INLINE,
+            data_path=reserve.data_path or INLINE,
             prompt_len=reserve.prompt_len,
             capacity_len=reserve.capacity_len,
             deadline_s=now_s + reserve.wait_ms / 1e3,
@@ -296,7 +300,7 @@ class ReceiverInbox:
     def _on_abort_ack(self, peer: str, known: ReceiverPeer, ack: kv_pb2.AbortAck, now_s: float) -> Actions:
         """Evidence, if a transfer waits for it. It stays true for ever, so it may come late and by any connection."""
         incoming = self._rules.table.get(attempt_of(ack.attempt))
-        if incoming is None or incoming.state is not IncomingState.QUARANTINED or not is_one_sided(incoming.lane):
+        if incoming is None or incoming.state is not IncomingState.QUARANTINED or not is_one_sided(incoming.data_path):
             return []
         is_meant = (ack.epoch, ack.incoming_id) == (incoming.epoch, incoming.incoming_id)
         if not is_meant or not ack.drained or ack.peer_epoch != incoming.p_epoch or ack.tp_rank >= len(incoming.parts):
@@ -358,7 +362,7 @@ class ReceiverFrames:
             return self._late(peer, header, now_s)
         part = self._part_of(peer, incoming, header)
         part.renewed.renew(now_s)
-        one_sided = is_one_sided(incoming.lane)
+        one_sided = is_one_sided(incoming.data_path)
         is_written_off = one_sided and header.seq < part.min_seq
         where = (header.layer, header.first, header.count, header.head_first, header.head_count)
         if is_written_off or incoming.coverage.overlaps(*where) or incoming.is_being_written(header):
@@ -378,7 +382,7 @@ class ReceiverFrames:
         part = self._sender(incoming, header)
         self._rules.charge(incoming, part, header)
         part.renewed.renew(now_s)
-        if is_one_sided(incoming.lane) and header.seq < part.min_seq:
+        if is_one_sided(incoming.data_path) and header.seq < part.min_seq:
             self._rules.counts.frames_duplicate += 1
             return []  # its sender was told to write it again meanwhile
         if digest is not None and header.payload_digest is not None and digest != header.payload_digest:
@@ -427,8 +431,8 @@ class ReceiverFrames:
         heads = self._rules.pushed_heads(known.rank, len(incoming.parts))[header.layer]
         if not heads.first <= header.head_first <= header.head_first + header.head_count <= heads.stop:
             raise ProtocolError(f"a frame of rank {known.rank} for {header.head_count} heads from {header.head_first}")
-        if header.is_written != is_one_sided(incoming.lane):
-            raise ProtocolError(f"is_written is {header.is_written} in a frame of lane {incoming.lane}")
+        if header.is_written != is_one_sided(incoming.data_path):
+            raise ProtocolError(f"is_written is {header.is_written} in a frame of data path {incoming.data_path}")
         self._check_digest(known, header)
         return incoming.parts[known.rank]
 
@@ -477,7 +481,7 @@ class ReceiverProtocol:
         layout: of its pools, all ranks together.
         config: limits and times.
         max_capacity_len: positions of the whole pool.
-        offers: the lanes served beside "inline".
+        offers: the data paths served beside "inline".
         host_id: of this machine; offers of shared memory go to peers with the same.
         has_digest: verify frames and layers by digest, if the peer can.
         digests_layers: this process cannot read the pool; the engine digests whole layers (`DigestLayer`).
@@ -490,7 +494,7 @@ class ReceiverProtocol:
         layout: KVLayout,
         config: KVTransferConfig,
         max_capacity_len: int,
-        offers: Sequence[kv_pb2.LaneOffer] = (),
+        offers: Sequence[kv_pb2.DataPathOffer] = (),
         host_id: str = "",
         has_digest: bool = True,
         digests_layers: bool = False,
@@ -532,7 +536,7 @@ class ReceiverProtocol:
         keys = {
             (incoming.p_epoch, part.rank)
             for incoming in waiting
-            if is_one_sided(incoming.lane)
+            if is_one_sided(incoming.data_path)
             for part in incoming.parts
             if not part.is_drained
         }
@@ -584,7 +588,7 @@ class ReceiverProtocol:
         assert incoming.state is IncomingState.WANTED, f"{attempt} was granted twice"
         incoming.state = IncomingState.FILLING
         incoming.incoming_id = self._next_incoming_id
-        if is_one_sided(incoming.lane):
+        if is_one_sided(incoming.data_path):
             assert blocks, "the sender must know where to write"
             incoming.blocks, incoming.state_slot = tuple(blocks), state_slot
         for part in incoming.parts:
@@ -623,7 +627,7 @@ class ReceiverProtocol:
         return []
 
     def inherit(self, inherited: Inherited, now_s: float) -> None:
-        """Take over what a former incarnation granted on a one-sided lane. Before the first message is taken.
+        """Take over what a former incarnation granted on a one-sided data path. Before the first message is taken.
 
         Of what was not sealed, the ranks of its prefill worker are asked to stop; `Drained` follows on evidence.
         """
@@ -633,7 +637,7 @@ class ReceiverProtocol:
             epoch=inherited.epoch,
             peer="",
             p_epoch=inherited.p_epoch,
-            lane=inherited.lane,
+            data_path=inherited.data_path,
             prompt_len=1,
             capacity_len=1,
             deadline_s=now_s,

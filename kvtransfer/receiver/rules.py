@@ -36,7 +36,7 @@ class ReceiverReplies:
         layout: of its pools.
         config: limits and times.
         peers: where they go.
-        offers: the lanes served here beside "inline".
+        offers: the data paths served here beside "inline".
         host_id: of this machine.
         has_digest: frames are verified by digest.
         proofs: of the deployment.
@@ -48,7 +48,7 @@ class ReceiverReplies:
         layout: KVLayout,
         config: KVTransferConfig,
         peers: ReceiverPeers,
-        offers: Sequence[kv_pb2.LaneOffer],
+        offers: Sequence[kv_pb2.DataPathOffer],
         host_id: str,
         has_digest: bool,
         proofs: KvProofs,
@@ -62,15 +62,17 @@ class ReceiverReplies:
         self._host_id = host_id
         self._capabilities = [DIGEST] if has_digest else []
 
-    def serves(self, lane: str) -> bool:
-        """Whether payloads may come by this lane."""
-        return lane == INLINE or any(offer.lane == lane for offer in self._offers)
+    def serves(self, data_path: str) -> bool:
+        """Whether payloads may come by this data path."""
+        return data_path == INLINE or any(offer.data_path == data_path for offer in self._offers)
 
     def hello(self, peer: str, hello: kv_pb2.Hello, refused: str, now_s: float) -> SendControl:
         """HELLO_REPLY; `refused` says why the two must not talk, or is empty."""
         same_host = bool(self._host_id) and hello.host_id == self._host_id
         offers = [
-            offer for offer in self._offers if offer.lane in hello.lanes and (same_host or not is_same_host(offer.lane))
+            offer
+            for offer in self._offers
+            if offer.data_path in hello.data_paths and (same_host or not is_same_host(offer.data_path))
         ]
         reply = kv_pb2.HelloReply(
             version=VERSION,
@@ -110,7 +112,7 @@ class ReceiverReplies:
             incoming_id=incoming.incoming_id,
             credit_bytes=self._config.window_bytes,
             lease_ms=int(self._config.lease_s * 1e3),
-            lane=incoming.lane,
+            data_path=incoming.data_path,
             blocks=incoming.blocks,
             state_slot=incoming.state_slot,
         )
@@ -266,7 +268,7 @@ class ReceiverRules:
         epoch: int,
         layout: KVLayout,
         config: KVTransferConfig,
-        offers: Sequence[kv_pb2.LaneOffer],
+        offers: Sequence[kv_pb2.DataPathOffer],
         host_id: str,
         has_digest: bool,
         digests_layers: bool,
@@ -349,7 +351,7 @@ class ReceiverRules:
     def ask(self, incoming: IncomingTransfer, now_s: float) -> Actions:
         """Ask every rank that may still write the blocks to stop and say so."""
         actions: Actions = []
-        if not is_one_sided(incoming.lane):
+        if not is_one_sided(incoming.data_path):
             return actions
         for part in incoming.parts:
             if not part.is_drained and now_s - part.asked_s >= ASK_HEARTBEATS * self.config.heartbeat_s:
@@ -415,7 +417,7 @@ class ReceiverRules:
                     actions.append(DiscardWrites(incoming.incoming_id))
                 for part in incoming.parts:
                     is_asking = self.peers.name_of(incoming.p_epoch, part.rank) in incoming.ack_to
-                    if is_one_sided(incoming.lane) or not is_asking:
+                    if is_one_sided(incoming.data_path) or not is_asking:
                         part.asked_s = now_s
                         actions += self.replies.abort_part(incoming, part)
                 actions += self.drain_if_quiet(incoming, now_s)
@@ -428,7 +430,7 @@ class ReceiverRules:
         assert incoming.state is IncomingState.QUARANTINED
         if incoming.writes:
             return []
-        if is_one_sided(incoming.lane) and not all(part.is_drained for part in incoming.parts):
+        if is_one_sided(incoming.data_path) and not all(part.is_drained for part in incoming.parts):
             return []
         return self.drain(incoming, now_s)
 
@@ -448,7 +450,7 @@ class ReceiverRules:
         part.nacked_round = part.commit.round
         part.write_off(part.commit.next_seq)
         # Where the sender writes, it may be writing from now on; only its next COMMIT says that it has stopped.
-        part.is_commit_void = is_one_sided(incoming.lane)
+        part.is_commit_void = is_one_sided(incoming.data_path)
         return [*self.replies.nack(incoming, part, self.gaps(incoming, part), corrupt)]
 
     def corrupt_frame(self, incoming: IncomingTransfer, header: FrameHeader, now_s: float) -> Actions:

@@ -354,8 +354,8 @@ class ReceiverService:
     def _outlive(self, reason: str, events: list[ReceiverEvent]) -> None:
         """Say what becomes of everything the dead incarnation had in hand, and let the next one start.
 
-        The process is reaped and its sockets are closed: on a lane where it alone wrote, nothing is written any more.
-        Where prefill workers write themselves, the next incarnation asks each of them.
+        The process is reaped and its sockets are closed: on a data path where it alone wrote, nothing is written any
+        more. Where prefill workers write themselves, the next incarnation asks each of them.
         """
         if self._device is not None:
             self._device.drain()
@@ -365,8 +365,8 @@ class ReceiverService:
                 known.has_failed = True
                 events.append(IncomingFailed(attempt, reason))
             reserve = known.reserve
-            if known.is_complete or (known.is_granted and is_one_sided(reserve.lane)):
-                origin = (known.epoch, reserve.p_epoch, reserve.tp_size, reserve.lane)
+            if known.is_complete or (known.is_granted and is_one_sided(reserve.data_path)):
+                origin = (known.epoch, reserve.p_epoch, reserve.tp_size, reserve.data_path)
                 legacies.append(Legacy(attempt, *origin, known.is_complete))
                 continue
             del self._open[attempt]

@@ -26,12 +26,12 @@ class Listen:
     Attributes:
         transport: name of the control channel.
         bind: address, as that transport writes it; port 0 takes a free one.
-        lanes: that are served beside it.
+        data_paths: that are served beside it.
     """
 
     transport: str
     bind: str
-    lanes: tuple[str, ...] = ()
+    data_paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Legacy:
         epoch: of the incarnation that granted it.
         p_epoch: of the prefill worker.
         tp_size: ranks of the prefill worker.
-        lane: how its payloads came.
+        data_path: how its payloads came.
         is_complete: the sequence runs. If not, its prefill worker may still write its blocks.
     """
 
@@ -51,13 +51,13 @@ class Legacy:
     epoch: int
     p_epoch: int
     tp_size: int
-    lane: str
+    data_path: str
     is_complete: bool
 
     @property
     def inherited(self) -> Inherited:
         """What the protocol has to know of it."""
-        return Inherited(self.attempt, self.epoch, self.p_epoch, self.tp_size, self.lane, self.is_complete)
+        return Inherited(self.attempt, self.epoch, self.p_epoch, self.tp_size, self.data_path, self.is_complete)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class ReceiverSetup:
         device = values.pop("device")
         setup = cls(
             layout=KVLayout(**layout, layers=tuple(layers)),
-            listen=Listen(listen["transport"], listen["bind"], tuple(listen["lanes"])),
+            listen=Listen(listen["transport"], listen["bind"], tuple(listen["data_paths"])),
             config=KVTransferConfig(**{key: _hashable(value) for key, value in config.items()}),
             legacies=tuple(Legacy(AttemptKey(**legacy.pop("attempt")), **legacy) for legacy in legacies),
             device=None if device is None else _device(device),

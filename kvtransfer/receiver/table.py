@@ -116,7 +116,7 @@ class IncomingTransfer:
     epoch: int
     peer: str
     p_epoch: int
-    lane: str
+    data_path: str
     prompt_len: int
     capacity_len: int
     deadline_s: float
@@ -168,7 +168,7 @@ class Inherited:
         epoch: the incarnation that granted it.
         p_epoch: the incarnation of the prefill worker, from `ReserveWanted`.
         tp_size: its ranks.
-        lane: a one-sided one.
+        data_path: a one-sided one.
         is_complete: the sequence runs; else its blocks are held back until there is evidence that nobody writes them.
     """
 
@@ -176,7 +176,7 @@ class Inherited:
     epoch: int
     p_epoch: int
     tp_size: int
-    lane: str
+    data_path: str
     is_complete: bool
 
 

@@ -31,8 +31,8 @@ class GrantInfo:
         incoming_id: with the epoch, the fence of every frame.
         credit_bytes: the most that may be in flight on one connection.
         lease_s: how long the decode worker waits for a sign of life.
-        lane: named in the RESERVE.
-        blocks: the decode worker's, in order; empty on lanes where it writes itself.
+        data_path: named in the RESERVE.
+        blocks: the decode worker's, in order; empty on data paths where it writes itself.
         block_size: the decode worker's.
         state_slot: the decode worker's, where blocks are and the layout has state.
     """
@@ -41,7 +41,7 @@ class GrantInfo:
     incoming_id: int
     credit_bytes: int
     lease_s: float
-    lane: str
+    data_path: str
     blocks: tuple[int, ...]
     block_size: int
     state_slot: int | None = None
@@ -105,23 +105,24 @@ class SendControl:
 class SendFrame:
     """Send a payload from the source blocks.
 
-    `header` lacks its `payload_digest` (if `has_digest`), or else, on a two-sided lane, its `payload_crc`. On a
-    one-sided lane: write into `target_blocks`, send the header (`is_written` is set in it) when the bytes are there,
-    and call `PushProtocol.written`, exactly once for each SendFrame, be it written or, after a `StopFrames`, not begun.
+    `header` lacks its `payload_digest` (if `has_digest`), or else, on a two-sided data path, its `payload_crc`. On a
+    one-sided data path: write into `target_blocks`, send the header (`is_written` is set in it) when the bytes are
+    there, and call `PushProtocol.written`, exactly once for each SendFrame, be it written or, after a `StopFrames`, not
+    begun.
 
     Attributes:
         peer: the decode worker's address.
         attempt: whose blocks are read.
         header: of the frame.
-        lane: what it goes by.
-        target_blocks: the decode worker's; empty on a two-sided lane.
+        data_path: what it goes by.
+        target_blocks: the decode worker's; empty on a two-sided data path.
         has_digest: the decode worker verifies by digest.
     """
 
     peer: str
     attempt: AttemptKey
     header: FrameHeader
-    lane: str
+    data_path: str
     target_blocks: tuple[int, ...]
     has_digest: bool
 
@@ -130,7 +131,7 @@ class SendFrame:
 class StopFrames:
     """From now on read nothing for this transfer and begin no write: take back what is queued (`Transport.unpin`).
 
-    The source blocks may be free right after this action. Writes that have begun on a one-sided lane go on; the
+    The source blocks may be free right after this action. Writes that have begun on a one-sided data path go on; the
     transfer ends when `written` was called for each.
     """
 
@@ -141,8 +142,8 @@ class StopFrames:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenLane:
-    """An incarnation of a decode worker was met: open the best lane that works, then `PushProtocol.lane_opened`.
+class OpenDataPath:
+    """An incarnation of a decode worker was met: open the best working data path; then `data_path_opened`.
 
     What was opened for an earlier incarnation at this address leads nowhere any more.
     """
@@ -150,7 +151,7 @@ class OpenLane:
     peer: str
     epoch: int
     host_id: str
-    offers: tuple[kv_pb2.LaneOffer, ...]
+    offers: tuple[kv_pb2.DataPathOffer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +162,4 @@ class DropPeer:
 
 
 PushEvent = Granted | Denied | Acked | PushFailed | PushDrained
-PushAction = PushEvent | SendControl | SendFrame | StopFrames | OpenLane | DropPeer
+PushAction = PushEvent | SendControl | SendFrame | StopFrames | OpenDataPath | DropPeer

@@ -22,7 +22,7 @@ MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
-class _Lane:
+class _DataPath:
     """Of one thread.
 
     Attributes:
@@ -75,34 +75,34 @@ class DeviceSource:
         # By logical index, as the kernel looks blocks up; what comes before the first is not looked at.
         places = torch.arange(-first_block, num_blocks, dtype=torch.int32)
         layers = [gathered] * (span.layer + 1)  # a pool of this one layer, under its number
-        with self._lane() as lane:
+        with self._data_path() as data_path:
             kv_scatter(
                 self._address,
-                lane.launches.ids(tuple(blocks)),
+                data_path.launches.ids(tuple(blocks)),
                 PoolAddress(data.data_ptr(), layers),
-                lane.launches.send(places),
+                data_path.launches.send(places),
                 _piece(span),
-                lane.launches.workspace(span.first + span.count),
-                self._completion(lane),
+                data_path.launches.workspace(span.first + span.count),
+                self._completion(data_path),
                 tuning_for(gathered.num_bytes),
                 with_digest=with_digest,
             )
-            digest = self._wait(lane)
+            digest = self._wait(data_path)
         payload = _close_up(data.numpy().data, gathered, span)
         return payload, digest if with_digest else None
 
     def digest(self, blocks: Sequence[int], span: Span) -> int:
         """Digest of a span."""
-        with self._lane() as lane:
+        with self._data_path() as data_path:
             kv_digest(
                 self._address,
-                lane.launches.ids(tuple(blocks)),
+                data_path.launches.ids(tuple(blocks)),
                 _piece(span),
-                lane.launches.workspace(span.first + span.count),
-                self._completion(lane),
+                data_path.launches.workspace(span.first + span.count),
+                self._completion(data_path),
                 tuning_for(0),
             )
-            return self._wait(lane)
+            return self._wait(data_path)
 
     def _warm_up(self) -> None:
         """Have kernels compiled before the first push, by reading a block of every kind."""
@@ -116,41 +116,43 @@ class DeviceSource:
                     self.read_digested((0,), span, layer.rows_per_block, with_digest=with_digest)
                 self.digest((0,), span)
 
-    def _lane(self) -> "_Entered":
+    def _data_path(self) -> "_Entered":
         """Of this thread and its stream. A thread that has none of its own gets one: it must not use the model's."""
         device = self._pool.device
         current = torch.cuda.current_stream(device)
-        lanes: dict[int, _Lane] = self._local.__dict__.setdefault("lanes", {})
+        data_paths: dict[int, _DataPath] = self._local.__dict__.setdefault("data_paths", {})
         key = current.cuda_stream
-        if key not in lanes:
+        if key not in data_paths:
             stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
-            lanes[key] = _Lane(stream, DeviceStream(device), torch.zeros(2, dtype=torch.int64, pin_memory=True))
-        return _Entered(lanes[key])
+            data_paths[key] = _DataPath(
+                stream, DeviceStream(device), torch.zeros(2, dtype=torch.int64, pin_memory=True)
+            )
+        return _Entered(data_paths[key])
 
-    def _completion(self, lane: _Lane) -> Completion:
-        lane.sequence += 1
-        return Completion(lane.words.data_ptr(), lane.sequence)
+    def _completion(self, data_path: _DataPath) -> Completion:
+        data_path.sequence += 1
+        return Completion(data_path.words.data_ptr(), data_path.sequence)
 
-    def _wait(self, lane: _Lane) -> int:
+    def _wait(self, data_path: _DataPath) -> int:
         """Until the launch is over; its digest."""
         event = torch.cuda.Event(blocking=True)
-        event.record(lane.stream)
+        event.record(data_path.stream)
         event.synchronize()
-        sequence, digest = lane.words.tolist()
-        assert sequence == lane.sequence, "a launch ended without its word"
+        sequence, digest = data_path.words.tolist()
+        assert sequence == data_path.sequence, "a launch ended without its word"
         return int(digest) & MASK
 
 
 class _Entered:
-    """Makes a lane's stream current for a block."""
+    """Makes a data path's stream current for a block."""
 
-    def __init__(self, lane: _Lane) -> None:
-        self._lane = lane
-        self._context = torch.cuda.stream(lane.stream)
+    def __init__(self, data_path: _DataPath) -> None:
+        self._data_path = data_path
+        self._context = torch.cuda.stream(data_path.stream)
 
-    def __enter__(self) -> _Lane:
+    def __enter__(self) -> _DataPath:
         self._context.__enter__()
-        return self._lane
+        return self._data_path
 
     def __exit__(self, *error: object) -> None:
         self._context.__exit__(*error)

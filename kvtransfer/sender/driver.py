@@ -1,4 +1,4 @@
-"""The push thread: drives protocol, transport and lanes, and is the only one that does.
+"""The push thread: drives protocol, transport and data paths, and is the only one that does.
 
 Others post commands, and parts of layers that were read or written; both are taken once a turn. Nothing here waits for
 a peer. It refuses to know the model's steps (`async_writer`) and what a payload looks like (`push_source`).
@@ -24,7 +24,7 @@ from baton.kvtransfer.sender.actions import (
     Denied,
     DropPeer,
     Granted,
-    OpenLane,
+    OpenDataPath,
     PushAction,
     PushDrained,
     PushEvent,
@@ -33,7 +33,7 @@ from baton.kvtransfer.sender.actions import (
     SendFrame,
     StopFrames,
 )
-from baton.kvtransfer.sender.lane import LaneFailed, Written
+from baton.kvtransfer.sender.data_path import DataPathFailed, Written
 from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.kvtransfer.sender.route import PushRoutes, Route
 from baton.kvtransfer.sender.source import PushedPart, PushSource
@@ -69,7 +69,7 @@ class _Rewrite:
         """Whether nothing is written any more."""
         try:
             return self._written is None or self._written.done
-        except LaneFailed as error:
+        except DataPathFailed as error:
             self.problem = str(error) or repr(error)
             return True
 
@@ -129,7 +129,7 @@ class FrameSender:
             frame = None
         if self._config.drop_pushes:
             return self._drop(action)
-        if is_one_sided(action.lane):
+        if is_one_sided(action.data_path):
             if frame is None or not frame.is_written:
                 return self._rewrite(route, action)
             self._announce(action, frame.digest)
@@ -141,7 +141,7 @@ class FrameSender:
             data = encode_header(header, frame.digest)
         else:
             data = encode_header(header, payload_crc=crc_of(payload) if frame.crc is None else frame.crc)
-        self._transport.send_frame(action.peer, data, payload, action.lane)
+        self._transport.send_frame(action.peer, data, payload, action.data_path)
         self._source.give_back(route, frame)
         return []
 
@@ -162,7 +162,7 @@ class FrameSender:
     def _announce(self, action: SendFrame, digest: int | None) -> None:
         """Its bytes are there."""
         data = encode_header(action.header, digest if action.has_digest else None)
-        self._transport.send_frame(action.peer, data, (), action.lane)
+        self._transport.send_frame(action.peer, data, (), action.data_path)
 
     def _rewrite(self, route: Route, action: SendFrame) -> Actions:
         self.num_rewritten += 1
@@ -180,7 +180,7 @@ class FrameSender:
         if not self._warned_of_drops:
             self._warned_of_drops = True
             log.warning("drop_pushes is set: no KV leaves this worker, every hand-off will fail")
-        if is_one_sided(action.lane):
+        if is_one_sided(action.data_path):
             return self._protocol.written(action.attempt, action.header, self._clock.now_s())
         return []
 
@@ -242,7 +242,7 @@ class PushDriver:
         self._queue: deque[Command | PushedPart] = deque()
         self._open_parts: list[PushedPart] = []
         self._turn_s = self._tick_s = clock.now_s()
-        self._num_lanes_failed = transport.counts.lanes_failed
+        self._num_data_paths_failed = transport.counts.data_paths_failed
         self._num_steps = 0
         self._steps_lock = threading.Lock()
         self._is_step_open = False
@@ -327,8 +327,8 @@ class PushDriver:
         if self._is_step_open and (items or arrived):
             self._rest()
         now_s = self._clock.now_s()
-        if self._transport.counts.lanes_failed != self._num_lanes_failed:
-            self._num_lanes_failed = self._transport.counts.lanes_failed
+        if self._transport.counts.data_paths_failed != self._num_data_paths_failed:
+            self._num_data_paths_failed = self._transport.counts.data_paths_failed
             self._do(self._routes.ask_for_lost(now_s))
         if now_s >= self._tick_s:
             self._tick_s = now_s + TICK_S
@@ -435,8 +435,8 @@ class PushDriver:
                 return self._granted(action)
             case StopFrames():
                 return self._stop(action)
-            case OpenLane():
-                self._do(self._routes.open_lane(action))
+            case OpenDataPath():
+                self._do(self._routes.open_data_path(action))
                 return self._routes.open_all(action.peer)
             case DropPeer():
                 self._transport.drop(action.peer)
@@ -454,7 +454,7 @@ class PushDriver:
     def _granted(self, action: Granted) -> Actions:
         route = self._routes.get(action.attempt)
         assert route is not None, "a route is there before RESERVE"
-        problem = self._routes.open(route, action.grant.lane, action.grant)
+        problem = self._routes.open(route, action.grant.data_path, action.grant)
         if problem:
             return self._routes.fail(route, problem)
         self._emit(action)

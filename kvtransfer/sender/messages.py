@@ -23,7 +23,7 @@ class PushIdentity:
         epoch: of this incarnation; all ranks have the same.
         rank: of the tensor-parallel group.
         size: of it.
-        lanes: what this process can send on, best first.
+        data_paths: what this process can send on, best first.
         host_id: of this machine.
         incarnation_file: this process holds a lock on it; empty: none.
         has_digest: frames and layers are digested.
@@ -32,7 +32,7 @@ class PushIdentity:
     epoch: int
     rank: int = 0
     size: int = 1
-    lanes: tuple[str, ...] = ("inline",)
+    data_paths: tuple[str, ...] = ("inline",)
     host_id: str = ""
     incarnation_file: str = ""
     has_digest: bool = True
@@ -62,7 +62,7 @@ class PushMessages:
             head_count=held.count,
             capabilities=[DIGEST] if self._me.has_digest else [],
             sent_ns=sent_ns,
-            lanes=self._me.lanes,
+            data_paths=self._me.data_paths,
             host_id=self._me.host_id,
             incarnation_file=self._me.incarnation_file,
             number=self.proofs.number(address, self._me.epoch, sent_ns),
@@ -80,7 +80,7 @@ class PushMessages:
             prompt_len=transfer.prompt_len,
             capacity_len=transfer.capacity_len,
             wait_ms=min(max(1, int((transfer.deadline_s - now_s) * 1e3)), MAX_U32),
-            lane=transfer.lane,
+            data_path=transfer.data_path,
             tp_size=self._me.size,
             peer_epoch=transfer.peer.epoch,
         )

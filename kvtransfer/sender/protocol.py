@@ -30,7 +30,7 @@ from baton.kvtransfer.sender.actions import (
     DropPeer,
     Granted,
     GrantInfo,
-    OpenLane,
+    OpenDataPath,
     PushAction,
     PushDrained,
     PushFailed,
@@ -128,8 +128,8 @@ class PushInbox:
                 actions += rules.fail(transfer, refused or "the decode worker restarted", now_s)
         if refused:
             peer.forget_incarnation()  # whoever comes next asks again
-        elif not peer.lane:
-            actions.append(OpenLane(address, peer.epoch, reply.host_id, tuple(reply.offers)))
+        elif not peer.data_path:
+            actions.append(OpenDataPath(address, peer.epoch, reply.host_id, tuple(reply.offers)))
         return actions
 
     def _on_challenge(self, address: str, peer: PushPeer, reply: kv_pb2.HelloReply, now_s: float) -> Actions:
@@ -167,7 +167,7 @@ class PushInbox:
             incoming_id=grant.incoming_id,
             credit_bytes=grant.credit_bytes,
             lease_s=grant.lease_ms / 1e3,
-            lane=grant.lane,
+            data_path=grant.data_path,
             blocks=tuple(grant.blocks),
             state_slot=grant.state_slot if grant.HasField("state_slot") else None,
             block_size=peer.block_size,
@@ -187,9 +187,9 @@ class PushInbox:
         assert grant is not None
         if not grant.incoming_id or not grant.lease_s or transfer.incoming_key in self._rules.by_incoming:
             return f"the decode worker granted incoming transfer {grant.incoming_id} with a lease of {grant.lease_s} s"
-        if grant.lane != transfer.lane:
-            return f"lane {transfer.lane} was asked for and {grant.lane[:32]!r} granted"
-        if is_one_sided(grant.lane) and len(grant.blocks) * peer.block_size < transfer.prompt_len:
+        if grant.data_path != transfer.data_path:
+            return f"data path {transfer.data_path} was asked for and {grant.data_path[:32]!r} granted"
+        if is_one_sided(grant.data_path) and len(grant.blocks) * peer.block_size < transfer.prompt_len:
             size = f"{len(grant.blocks)} blocks of {peer.block_size}"
             return f"the decode worker granted {size} for {transfer.prompt_len} positions"
         return ""
@@ -417,9 +417,9 @@ class PushProtocol:
             return float("-inf")
         return transfer.named_s + SELF_FENCE * transfer.lease_s
 
-    def lanes(self) -> dict[str, str]:
-        """The lane to each decode worker that was met, by address."""
-        return {address: peer.lane for address, peer in self._rules.peers.items() if peer.lane}
+    def data_paths(self) -> dict[str, str]:
+        """The data path to each decode worker that was met, by address."""
+        return {address: peer.data_path for address, peer in self._rules.peers.items() if peer.data_path}
 
     # From the worker
 
@@ -459,7 +459,7 @@ class PushProtocol:
         transfer.lease_s = grant.lease_s
         transfer.is_told = True
         transfer.is_confirmed = False
-        self._rules.peers[peer.kv_address].may_ask |= is_one_sided(grant.lane)
+        self._rules.peers[peer.kv_address].may_ask |= is_one_sided(grant.data_path)
         self._num_adopted += 1
         transfer.resume_round = self._num_adopted * ROUNDS & MAX_U32
         self._rules.by_incoming[transfer.incoming_key] = transfer
@@ -527,22 +527,22 @@ class PushProtocol:
         transfer.num_holds -= 1
         return self._rules.drain_if_quiet(transfer)
 
-    # From lanes
+    # From data paths
 
-    def lane_opened(self, address: str, lane: str, now_s: float) -> Actions:
-        """The answer to `OpenLane`: payloads go to this decode worker by `lane` ("inline" always works)."""
+    def data_path_opened(self, address: str, data_path: str, now_s: float) -> Actions:
+        """The answer to `OpenDataPath`: payloads go to this decode worker by `data_path` ("inline" always works)."""
         peer = self._rules.peers.get(address)
         if peer is None or not peer.epoch:
             return []
-        peer.lane = lane
+        peer.data_path = data_path
         actions: Actions = []
         for transfer in self._rules.active_on(address):
             if transfer.peer.epoch == peer.epoch:
                 actions += self._rules.connected(transfer, now_s)
         return actions
 
-    def lane_lost(self, address: str, now_s: float) -> Actions:
-        """The connection of a two-sided lane broke: ask now which of the frames posted have landed."""
+    def data_path_lost(self, address: str, now_s: float) -> Actions:
+        """The connection of a two-sided data path broke: ask now which of the frames posted have landed."""
         return [
             self._rules.resume_message(transfer, now_s)
             for transfer in self._rules.active_on(address)
@@ -550,7 +550,7 @@ class PushProtocol:
         ]
 
     def written(self, attempt: AttemptKey, header: FrameHeader, now_s: float, problem: str = "") -> Actions:
-        """A write that `SendFrame` asked for on a one-sided lane is over, or was never begun; `problem`: it failed."""
+        """A write by a one-sided data path (`SendFrame`) is over, or was never begun; `problem`: it failed."""
         transfer = self._rules.transfers.get(attempt)
         assert transfer is not None, "a transfer stays until all its writes are over"
         assert transfer.num_writes > 0
@@ -651,4 +651,4 @@ class PushProtocol:
             # decides.
             is_waiting = now_s - known.hello_s < self._config.heartbeat_s
             return [] if is_waiting else [rules.hello(address, now_s)]
-        return rules.connected(transfer, now_s) if known.lane else []
+        return rules.connected(transfer, now_s) if known.data_path else []

@@ -1,6 +1,6 @@
 """Where one transfer's frames come from and go to, as writer threads see it, and the fence before its blocks.
 
-The push thread decides: it fills in the lane and opens and closes the fence. Writer threads pass it, or not. Once
+The push thread decides: it fills in the data path and opens and closes the fence. Writer threads pass it, or not. Once
 it is closed and the last of them is out, nothing writes the incoming transfer any more, and that is said on the wire.
 """
 
@@ -14,9 +14,9 @@ from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.protocol.frame import Span
-from baton.kvtransfer.sender.actions import Denied, GrantInfo, OpenLane, PushAction, PushFailed
-from baton.kvtransfer.sender.lane import PushLane
-from baton.kvtransfer.sender.lane_choice import LaneChooser
+from baton.kvtransfer.sender.actions import Denied, GrantInfo, OpenDataPath, PushAction, PushFailed
+from baton.kvtransfer.sender.data_path import PushDataPath
+from baton.kvtransfer.sender.data_path_choice import DataPathChooser
 from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.kvtransfer.sender.table import TransferState
 from baton.proto import kv_pb2
@@ -32,7 +32,7 @@ class Frame:
         count: its positions.
         digest: of the pool's rows; None with digests off.
         crc: of the payload, where it has no digest and goes by a socket.
-        data: its payload, gathered, on a lane that needs it in one piece.
+        data: its payload, gathered, on a data path that needs it in one piece.
         is_written: it lies in the decode worker's pool.
     """
 
@@ -92,9 +92,9 @@ class Route:
         geometry: of this rank's pool.
         table: the source.
         prompt_len: positions that will be pushed.
-        lane: empty until it is known.
-        opened: what to write with, on a one-sided lane.
-        grant: the decode worker's blocks and state slot, on a one-sided lane.
+        data_path: empty until it is known.
+        opened: what to write with, on a one-sided data path.
+        grant: the decode worker's blocks and state slot, on a one-sided data path.
         frames: read, or written, and not posted yet, by (layer, first position).
         fence: before the incoming transfer.
         is_held: the push thread holds the transfer in the protocol for as long as somebody may be inside.
@@ -107,8 +107,8 @@ class Route:
     geometry: PoolGeometry
     table: BlockTable
     prompt_len: int
-    lane: str = ""
-    opened: PushLane | None = None
+    data_path: str = ""
+    opened: PushDataPath | None = None
     grant: GrantInfo | None = None
     frames: dict[tuple[int, int], Frame] = field(default_factory=dict)
     fence: WriteFence = field(default_factory=WriteFence)
@@ -126,7 +126,7 @@ class Route:
         return self.geometry.layer(span.layer).blocks_of(self.grant.blocks, self.grant.state_slot, span.end)
 
     def problem_of(self, grant: GrantInfo) -> str:
-        """Why what was granted cannot be written through the open lane; empty if it can."""
+        """Why what was granted cannot be written through the open data path; empty if it can."""
         assert self.opened is not None
         num_blocks, num_slots = self.opened.num_blocks, self.opened.num_state_slots
         blocks, block_size, slot = grant.blocks, grant.block_size, grant.state_slot
@@ -183,11 +183,11 @@ class PushRoutes:
 
     Args:
         protocol: of this rank.
-        chooser: of lanes.
+        chooser: of data paths.
         clock: the worker's.
     """
 
-    def __init__(self, protocol: PushProtocol, chooser: LaneChooser, clock: Clock) -> None:
+    def __init__(self, protocol: PushProtocol, chooser: DataPathChooser, clock: Clock) -> None:
         self._protocol = protocol
         self._chooser = chooser
         self._clock = clock
@@ -216,15 +216,15 @@ class PushRoutes:
         route = self._routes.pop(attempt, None)
         if route is not None:
             route.fence.shut()
-            self._num_two_sided -= bool(route.lane) and not is_one_sided(route.lane)
+            self._num_two_sided -= bool(route.data_path) and not is_one_sided(route.data_path)
         return route
 
     def refusal(self, attempt: AttemptKey, address: str, epoch: int) -> Actions:
         """The answer to a wish for a transfer that cannot be pushed to, by all that is known; empty if it may."""
-        choice = self._chooser.lane_of(address)
-        if choice is None or choice.epoch != epoch or choice.lane:
+        choice = self._chooser.data_path_of(address)
+        if choice is None or choice.epoch != epoch or choice.data_path:
             return []
-        return [Denied(attempt, kv_pb2.Deny.LAYOUT, f"no lane to the decode worker: {choice.why}")]
+        return [Denied(attempt, kv_pb2.Deny.LAYOUT, f"no data path to the decode worker: {choice.why}")]
 
     def fail(self, route: Route, problem: str) -> Actions:
         """End a transfer for a reason of this side's own."""
@@ -234,32 +234,32 @@ class PushRoutes:
         abort = self._protocol.abort(route.attempt, problem, self._clock.now_s())
         return [PushFailed(route.attempt, problem), *abort]
 
-    def open_lane(self, action: OpenLane) -> Actions:
-        """Open the best lane to a decode worker; without any, its transfers end."""
+    def open_data_path(self, action: OpenDataPath) -> Actions:
+        """Open the best data path to a decode worker; without any, its transfers end."""
         choice = self._chooser.choose(action.peer, action.epoch, action.host_id, action.offers)
-        if choice.lane:
-            return self._protocol.lane_opened(action.peer, choice.lane, self._clock.now_s())
-        problem = f"no lane to the decode worker: {choice.why}"
+        if choice.data_path:
+            return self._protocol.data_path_opened(action.peer, choice.data_path, self._clock.now_s())
+        problem = f"no data path to the decode worker: {choice.why}"
         return [failed for route in self._to(action.peer) for failed in self.fail(route, problem)]
 
     def open_all(self, address: str) -> Actions:
-        """Open the routes of transfers that were granted before there was a lane."""
+        """Open the routes of transfers that were granted before there was a data path."""
         actions: Actions = []
         for route in self._to(address):
             transfer = self._protocol.transfer(route.attempt)
-            if route.lane or transfer is None or not transfer.lane or transfer.grant is None:
+            if route.data_path or transfer is None or not transfer.data_path or transfer.grant is None:
                 continue
             if transfer.state in (TransferState.PUSHING, TransferState.COMMITTING):
-                problem = self.open(route, transfer.lane, transfer.grant)
+                problem = self.open(route, transfer.data_path, transfer.grant)
                 actions += self.fail(route, problem) if problem else []
         return actions
 
-    def open(self, route: Route, lane: str, grant: GrantInfo) -> str:
+    def open(self, route: Route, data_path: str, grant: GrantInfo) -> str:
         """Let writers know how to push; why that cannot be, or empty."""
-        if is_one_sided(lane):
-            choice = self._chooser.lane_of(route.address)
-            if choice is None or choice.lane != lane or choice.epoch != grant.d_epoch:
-                return f"lane {lane} is not open any more"
+        if is_one_sided(data_path):
+            choice = self._chooser.data_path_of(route.address)
+            if choice is None or choice.data_path != data_path or choice.epoch != grant.d_epoch:
+                return f"data path {data_path} is not open any more"
             route.opened, route.grant = choice.opened, grant
             problem = route.problem_of(grant)
             if problem:
@@ -269,13 +269,13 @@ class PushRoutes:
             route.fence.open_until(self._protocol.write_deadline_s(route.attempt))
         else:
             self._num_two_sided += 1
-        route.lane = lane  # last: with it writers begin
+        route.data_path = data_path  # last: with it writers begin
         return ""
 
     def ask_for_lost(self, now_s: float) -> Actions:
-        """A connection of a two-sided lane broke, and what was queued there is gone: ask what has landed."""
-        addresses = {route.address for route in self._routes.values() if route.lane == RAW}
-        return [action for address in addresses for action in self._protocol.lane_lost(address, now_s)]
+        """A connection of a two-sided data path broke, and what was queued there is gone: ask what has landed."""
+        addresses = {route.address for route in self._routes.values() if route.data_path == RAW}
+        return [action for address in addresses for action in self._protocol.data_path_lost(address, now_s)]
 
     def renew(self) -> None:
         """Move the moments until which writers may go in."""

@@ -76,7 +76,7 @@ class PushRules:
         actions: Actions = []
         peer = self.peers[address]
         live = [t for t in self.live_on(address) if t.state in (TransferState.PUSHING, TransferState.COMMITTING)]
-        if not peer.lane or not any(transfer.has_something_to_post for transfer in live):
+        if not peer.data_path or not any(transfer.has_something_to_post for transfer in live):
             self.totals.window(address, False, now_s)
             return actions
         is_full = False
@@ -102,7 +102,9 @@ class PushRules:
                 in_flight_bytes += header.charge_bytes
                 peer.window.posted(header.charge_bytes, now_s)
                 blocks = transfer.grant.blocks if transfer.grant is not None else ()
-                actions.append(SendFrame(address, transfer.attempt, header, transfer.lane, blocks, peer.has_digest))
+                actions.append(
+                    SendFrame(address, transfer.attempt, header, transfer.data_path, blocks, peer.has_digest)
+                )
             if transfer.is_commit_due:
                 actions.append(self._commit_message(transfer, now_s))
         self.totals.window(address, is_full, now_s)
@@ -161,19 +163,21 @@ class PushRules:
         transfer.named_s = now_s
 
     def connected(self, transfer: Transfer, now_s: float) -> Actions:
-        """There is a lane to the incarnation that this transfer is for: reserve, or push what rank 0 reserved."""
+        """There is a data path to the incarnation that this transfer is for: reserve, or push what rank 0 reserved."""
         peer = self.peers[transfer.peer.kv_address]
         if transfer.state is TransferState.RESERVING:
-            transfer.lane = transfer.lane or peer.lane
+            transfer.data_path = transfer.data_path or peer.data_path
             peer.may_ask |= transfer.is_one_sided
             return [self.reserve_message(transfer, now_s)]
-        if transfer.lane or transfer.grant is None:
+        if transfer.data_path or transfer.grant is None:
             return self.pump(transfer.peer.kv_address, now_s)
-        wanted = transfer.grant.lane
-        if is_one_sided(wanted) and peer.lane != wanted:
-            return self.fail(transfer, f"rank 0 was granted lane {wanted}, this rank has {peer.lane}", now_s)
+        wanted = transfer.grant.data_path
+        if is_one_sided(wanted) and peer.data_path != wanted:
+            return self.fail(transfer, f"rank 0 was granted data path {wanted}, this rank has {peer.data_path}", now_s)
         peer.may_ask |= is_one_sided(wanted)
-        transfer.lane = wanted if is_one_sided(wanted) else INLINE if is_one_sided(peer.lane) else peer.lane
+        transfer.data_path = (
+            wanted if is_one_sided(wanted) else INLINE if is_one_sided(peer.data_path) else peer.data_path
+        )
         # The transfer may have been fenced, and this rank have said that it writes nothing, before it knew of it.
         return [self.resume_message(transfer, now_s)]
 
@@ -188,12 +192,12 @@ class PushRules:
                 # No HELLO answered either: the connection may be dead, and short waits must not hide that for ever.
                 dropped: Actions = [] if peer.epoch else [DropPeer(address)]
                 return [*dropped, *self.fail(transfer, "the decode worker did not answer a RESERVE in time", now_s)]
-            is_connected = peer.lane and peer.epoch == transfer.peer.epoch
+            is_connected = peer.data_path and peer.epoch == transfer.peer.epoch
             return [self.reserve_message(transfer, now_s)] if is_connected and now_s >= transfer.retry_s else []
         problem = self._overdue(transfer, peer, now_s)
         if problem:
             return self.fail(transfer, problem, now_s)
-        if now_s < transfer.retry_s or not peer.lane:
+        if now_s < transfer.retry_s or not peer.data_path:
             return []
         if transfer.is_commit_posted:
             return [self._commit_message(transfer, now_s)]
@@ -214,7 +218,7 @@ class PushRules:
         actions = self._stop(transfer)
         peer = self.peers[address]
         one_sided = transfer.is_one_sided
-        is_known = bool(transfer.lane or transfer.grant)  # over there
+        is_known = bool(transfer.data_path or transfer.grant)  # over there
         if is_known and (one_sided or (tell and peer.epoch == transfer.peer.epoch)):
             until_s = now_s + (ONE_SIDED_FAREWELL_S if one_sided else self.config.lease_s)
             farewell = Farewell(self.messages.abort(transfer, reason), transfer.is_told, now_s + self._retry_s, until_s)
@@ -285,7 +289,7 @@ class PushRules:
         return peer.window.size_bytes(two_layers_bytes, peer.round_trip_s, limit_bytes, now_s)
 
     def _may_post(self, transfer: Transfer, peer: PushPeer, now_s: float) -> bool:
-        if transfer.is_resume_posted or not transfer.is_confirmed or not transfer.lane:
+        if transfer.is_resume_posted or not transfer.is_confirmed or not transfer.data_path:
             return False
         if peer.epoch != transfer.peer.epoch:
             return False

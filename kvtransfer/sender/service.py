@@ -1,7 +1,7 @@
 """The prefill worker's end of the hand-off: `PushService`, which its loop talks to, and whose writer its steps use.
 
 The loop calls `reserve`, `commit`, `abort`, `poll` and the writer; none of them waits for the network, or for a decode
-worker that is slow. Writer threads read new KV from the pool; a thread of its own drives protocol and lanes
+worker that is slow. Writer threads read new KV from the pool; a thread of its own drives protocol and data paths
 (`push_driver`).
 
 Of a tensor-parallel group, every rank has a service. Rank 0 reserves and hears the answers; the others `adopt` what it
@@ -38,9 +38,9 @@ from baton.kvtransfer.sender.actions import (
     PushFailed,
 )
 from baton.kvtransfer.sender.async_writer import AsyncWriter, PushPart, WriterStep
+from baton.kvtransfer.sender.data_path import DataPathOpener, SenderSide, sender_data_paths
+from baton.kvtransfer.sender.data_path_choice import DataPathChoice, DataPathChooser
 from baton.kvtransfer.sender.driver import FrameSender, PushDriver
-from baton.kvtransfer.sender.lane import LaneOpener, SenderSide, sender_lanes
-from baton.kvtransfer.sender.lane_choice import LaneChoice, LaneChooser
 from baton.kvtransfer.sender.messages import PushIdentity
 from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.kvtransfer.sender.route import PushRoutes, Route
@@ -64,7 +64,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 JOIN_S = 10.0
-LANE_CLOSE_S = 5.0
+DATA_PATH_CLOSE_S = 5.0
 
 
 def _do_nothing() -> None:
@@ -79,12 +79,12 @@ class PushService:
         layout: of the pool.
         epoch: of this incarnation; random, and the same for all ranks.
         transport: the connecting side; owned from here on.
-        config: limits and times; `transport` is the policy for lanes.
+        config: limits and times; `transport` is the policy for data paths.
         clock: the worker's.
-        openers: of one-sided lanes; without them, those that `core.kv_transports` declares.
+        openers: of one-sided data paths; without them, those that `core.kv_transports` declares.
 
     Raises:
-        ConfigInvalid: the layout cannot be pushed, or no lane that the policy allows can be used here.
+        ConfigInvalid: the layout cannot be pushed, or no data path that the policy allows can be used here.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PushService:
         transport: Transport,
         config: KVTransferConfig,
         clock: Clock,
-        openers: Sequence[LaneOpener] | None = None,
+        openers: Sequence[DataPathOpener] | None = None,
     ) -> None:
         assert pool.layout == layout
         self.wakeup: Callable[[], None] = _do_nothing
@@ -111,8 +111,8 @@ class PushService:
         self._broken: BaseException | None = None
         io = PoolIO(pool.bytes_view, pool.geometry) if pool.device.type == "cpu" else None
         if openers is None:
-            openers = sender_lanes(config.transport, SenderSide(pool, io, epoch, host_id()))
-        self._chooser = LaneChooser(config.transport, openers, transport)
+            openers = sender_data_paths(config.transport, SenderSide(pool, io, epoch, host_id()))
+        self._chooser = DataPathChooser(config.transport, openers, transport)
         problem = layout.problem or self._chooser.problem
         if problem:
             transport.close()
@@ -279,7 +279,7 @@ class PushService:
             "frames_not_kept": self._source.num_frames_not_kept,
             "frames_rewritten": self._sender.num_rewritten,
             "messages_refused": self._protocol.num_messages_refused,
-            "lane_fallbacks": self._chooser.num_fallbacks,
+            "data_path_fallbacks": self._chooser.num_fallbacks,
             "writer_stalls": self.writer.num_stalls,
             "writer_deaths": self.writer.num_deaths,
         }
@@ -288,20 +288,20 @@ class PushService:
         """What was measured of the way to each decode worker, as of the thread's last turns. Any thread."""
         return self._driver.paths
 
-    def lane_of(self, address: str) -> LaneChoice | None:
-        """The lane in use to a decode worker that was met, and why no better one. Any thread."""
-        return self.lanes().get(address)
+    def data_path_of(self, address: str) -> DataPathChoice | None:
+        """The data path in use to a decode worker that was met, and why no better one. Any thread."""
+        return self.data_paths().get(address)
 
-    def lanes(self) -> dict[str, LaneChoice]:
+    def data_paths(self) -> dict[str, DataPathChoice]:
         """The same for all of them, by address. Any thread."""
-        return self._chooser.lanes()
+        return self._chooser.data_paths()
 
     def _identity(self, epoch: int, config: KVTransferConfig) -> PushIdentity:
         return PushIdentity(
             epoch=epoch,
             rank=self._rank,
             size=self._size,
-            lanes=self._chooser.names,
+            data_paths=self._chooser.names,
             host_id=host_id(),
             incarnation_file=str(self._incarnation.path),
             has_digest=config.digest,
@@ -349,7 +349,7 @@ class PushService:
 
     def _end(self) -> None:
         self._transport.close()
-        self._chooser.close(LANE_CLOSE_S)
+        self._chooser.close(DATA_PATH_CLOSE_S)
         self._incarnation.close()
 
 

@@ -1,7 +1,7 @@
 """What writer threads do with one part of a layer: digest it, and gather it or write it into the decode worker's pool.
 
-The raw lane sends from the pool itself, so for it nothing is copied. The route's fence knows whether a write may begin.
-A transfer that has ended meanwhile is no error.
+The raw data path sends from the pool itself, so for it nothing is copied. The route's fence knows whether a write may
+begin. A transfer that has ended meanwhile is no error.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import is_one_sided
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.protocol.frame import FrameShape, Span, crc_of
-from baton.kvtransfer.sender.lane import LaneFailed, Written
+from baton.kvtransfer.sender.data_path import DataPathFailed, Written
 from baton.kvtransfer.sender.route import Frame, KeptBytes, Route
 
 MASK = (1 << 64) - 1
@@ -140,7 +140,7 @@ class PushSource:
         """Write a frame that the push thread asked for.
 
         Raises:
-            LaneFailed: it is not written.
+            DataPathFailed: it is not written.
         """
         assert route.opened is not None
         return route.opened.write(route.blocks_of(span), route.target_blocks_of(span), span, with_digest=with_digest)
@@ -157,7 +157,7 @@ class PushSource:
 
     def _frame(self, part: PushedPart, span: Span) -> None:
         route = part.route
-        if is_one_sided(route.lane) and route.fence.enter(self._clock.now_s()):
+        if is_one_sided(route.data_path) and route.fence.enter(self._clock.now_s()):
             self._write(part, span)
             return
         data, digest = self._gather(route, span) if self._is_gathered(route) else (None, None)
@@ -167,13 +167,13 @@ class PushSource:
             part.digest += digest
         elif data is not None:
             crc = crc_of([data])
-        elif not is_one_sided(route.lane) and self._pool.in_host_memory:
+        elif not is_one_sided(route.data_path) and self._pool.in_host_memory:
             crc = crc_of(self._pool.pieces(route.blocks_of(span), span, self._layout.rows_per_block(span.layer)))
         route.frames[span.layer, span.first] = Frame(span.count, digest, crc, data)
 
     def _is_gathered(self, route: Route) -> bool:
         """Whether what is sent has to be copied first. From host memory the transport itself gathers, if it has to."""
-        return bool(route.lane) and not is_one_sided(route.lane) and not self._pool.in_host_memory
+        return bool(route.data_path) and not is_one_sided(route.data_path) and not self._pool.in_host_memory
 
     def _gather(self, route: Route, span: Span) -> tuple[memoryview | None, int | None]:
         num_bytes = self._shape.payload_bytes(span.layer, span.count, span.head_count)
@@ -195,8 +195,8 @@ class PushSource:
                 self._leave(route)
             else:
                 part.writes = (*part.writes, (span.first, span.count, written))
-        except LaneFailed as error:
-            part.problem = str(error) or "the lane failed"
+        except DataPathFailed as error:
+            part.problem = str(error) or "the data path failed"
             self._leave(route)
         except BaseException:
             self._leave(route)
@@ -213,8 +213,8 @@ class PushSource:
                 digest = written.digest
                 part.digest = (part.digest + (digest or 0)) & MASK
                 route.frames[part.layer, first] = Frame(count, digest, is_written=True)
-            except LaneFailed as error:
-                part.problem = str(error) or "the lane failed"
+            except DataPathFailed as error:
+                part.problem = str(error) or "the data path failed"
             self._leave(route)
         part.writes = tuple(open_writes)
         return not open_writes

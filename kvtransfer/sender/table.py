@@ -114,7 +114,7 @@ class Transfer:
     two_layers_bytes: int
     state: TransferState = TransferState.RESERVING
     grant: GrantInfo | None = None
-    lane: str = ""
+    data_path: str = ""
     lease_s: float = 0.0
     is_told: bool = False
     is_confirmed: bool = True
@@ -153,7 +153,7 @@ class Transfer:
     @property
     def is_one_sided(self) -> bool:
         """Whether this side writes the decode worker's pool."""
-        return is_one_sided(self.lane)
+        return is_one_sided(self.data_path)
 
     @property
     def is_commit_due(self) -> bool:
@@ -191,7 +191,7 @@ class PushPeer:
         used_s: when something was last to be said to it.
         progress_s: when credit last came from it.
         epoch: 0 until a HELLO was answered.
-        lane: the best that was opened to that incarnation; empty until then.
+        data_path: the best that was opened to that incarnation; empty until then.
         has_digest: it verifies by digest.
         block_size: of its pools.
         hellos: moments of those sent and not answered, in ns.
@@ -199,7 +199,8 @@ class PushPeer:
         challenge: that it gave to this connection; empty until then.
         challenged_s: when one was last answered at once.
         is_doubted: it answered without a proof, and that was said.
-        may_ask: a transfer to it was on a lane where this side writes: it asks every rank before it frees the blocks.
+        may_ask: a transfer to it was on a data path where this side writes: it asks every rank before it frees the
+            blocks.
         offsets: (round trip, clock offset).
     """
 
@@ -207,7 +208,7 @@ class PushPeer:
     used_s: float
     progress_s: float = float("-inf")
     epoch: int = 0
-    lane: str = ""
+    data_path: str = ""
     has_digest: bool = False
     block_size: int = 0
     window: Window = field(default_factory=Window)
@@ -234,7 +235,7 @@ class PushPeer:
     def forget_incarnation(self) -> None:
         """What answers next may be another incarnation; replies of the old one are no answers any more."""
         self.epoch = 0
-        self.lane = ""
+        self.data_path = ""
         self.hellos.clear()
         self.hello_s = float("-inf")
 

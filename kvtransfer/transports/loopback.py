@@ -83,7 +83,7 @@ class LoopbackTransport:
         """Carry it."""
         self._carry(peer, [bytes(message)])
 
-    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
         """Carry the header and a copy of the payload."""
         self._carry(peer, [bytes(header), b"".join(payload)])
 
@@ -94,15 +94,15 @@ class LoopbackTransport:
         """Payloads are copies."""
         return 0
 
-    def offers(self) -> list[kv_pb2.LaneOffer]:
+    def offers(self) -> list[kv_pb2.DataPathOffer]:
         """None: payloads are in the messages."""
         return []
 
-    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+    def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
         """There is none."""
-        return f"the loopback transport has no lane {offer.lane!r}"
+        return f"the loopback transport has no data path {offer.data_path!r}"
 
-    def lane_of(self, peer: str) -> str:
+    def data_path_of(self, peer: str) -> str:
         """The only one."""
         return "inline"
 

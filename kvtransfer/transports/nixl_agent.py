@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
+from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def missing_nixl() -> str:
 
 
 class Transfers:
-    """Some transfers that are watched as one; see `push_lane.Written`.
+    """Some transfers that are watched as one; see `push_data_path.Written`.
 
     Attributes:
         digest: of what they move.
@@ -50,12 +50,12 @@ class Transfers:
         """Whether all of them have ended well.
 
         Raises:
-            LaneFailed: they have not, and nothing is on its way.
+            DataPathFailed: they have not, and nothing is on its way.
         """
         if not self._over.is_set():
             return False
         if self._problem:
-            raise LaneFailed(self._problem)
+            raise DataPathFailed(self._problem)
         return True
 
     def wait(self, timeout_s: float) -> bool:
@@ -88,13 +88,13 @@ class NixlAgent:
         on_end: called by the agent's thread whenever transfers ended.
 
     Raises:
-        LaneRefused: NIXL is missing, or does not start.
+        DataPathRefused: NIXL is missing, or does not start.
     """
 
     def __init__(self, name: str, on_end: Callable[[], None] | None = None) -> None:
         problem = missing_nixl()
         if problem:
-            raise LaneRefused(problem)
+            raise DataPathRefused(problem)
         self.name = name
         self._on_end = on_end
         self._jobs: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
@@ -105,13 +105,13 @@ class NixlAgent:
         try:
             started.result(START_LIMIT_S)
         except TimeoutError as error:
-            raise LaneRefused("NIXL does not start") from error
+            raise DataPathRefused("NIXL does not start") from error
 
     def call(self, job: Callable[[Any], T], limit_s: float) -> T:
         """Run `job(agent)` on the thread and wait for what it returns.
 
         Raises:
-            LaneRefused: it failed, or did not end in time.
+            DataPathRefused: it failed, or did not end in time.
         """
         answer: Future[T] = Future()
 
@@ -120,13 +120,13 @@ class NixlAgent:
                 answer.set_result(job(agent))
             # NIXL's errors have no common base; whatever a job raises is the answer to its caller.
             except Exception as error:  # noqa: BLE001
-                answer.set_exception(LaneRefused(f"NIXL: {type(error).__name__}: {error}"))
+                answer.set_exception(DataPathRefused(f"NIXL: {type(error).__name__}: {error}"))
 
         self._jobs.put(run)
         try:
             return answer.result(limit_s)
         except TimeoutError as error:
-            raise LaneRefused(f"NIXL did not answer within {limit_s} s") from error
+            raise DataPathRefused(f"NIXL did not answer within {limit_s} s") from error
 
     def post(self, post: Post, digest: int | None = None) -> Transfers:
         """Begin transfers; `post` appends each handle before it starts it."""
@@ -155,10 +155,10 @@ class NixlAgent:
             nixl_agent, nixl_agent_config = _load()
             agent = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))
             if "UCX" not in agent.backends:
-                raise LaneRefused("NIXL has no UCX here")
-        # The boundary of the thread: a library that does not load is a reason not to use the lane.
+                raise DataPathRefused("NIXL has no UCX here")
+        # The boundary of the thread: a library that does not load is a reason not to use the data path.
         except Exception as error:  # noqa: BLE001
-            refused = error if isinstance(error, LaneRefused) else LaneRefused(f"NIXL does not start: {error}")
+            refused = error if isinstance(error, DataPathRefused) else DataPathRefused(f"NIXL does not start: {error}")
             started.set_exception(refused)
             return
         started.set_result(None)

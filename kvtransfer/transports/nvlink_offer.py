@@ -1,11 +1,11 @@
-"""The decode worker's end of the `nvlink` lane: how its host's prefill workers open its GPU pools. No torch."""
+"""The decode worker's end of the `nvlink` data path: how its host's prefill workers open its GPU pools. No torch."""
 
-from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane, pool_place
+from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath, pool_place
 from baton.kvtransfer.shared_region import NONCE_BYTES
 from baton.proto import kv_pb2
 
 
-def receiver_lane(side: ReceiverSide) -> ServedLane | None:
+def receiver_data_path(side: ReceiverSide) -> ServedDataPath | None:
     """The offer; None where the pools cannot be shared between processes."""
     setup, region = side.setup, side.region
     device = setup.device
@@ -21,4 +21,4 @@ def receiver_lane(side: ReceiverSide) -> ServedLane | None:
     ]
     nonce = region.nonce.to_bytes(NONCE_BYTES, "little")
     nvlink = kv_pb2.NvlinkOffer(pools=pools, flags_path=str(region.path), nonce=nonce)
-    return ServedLane(kv_pb2.LaneOffer(lane="nvlink", nvlink=nvlink))
+    return ServedDataPath(kv_pb2.DataPathOffer(data_path="nvlink", nvlink=nvlink))

@@ -1,4 +1,4 @@
-"""One write of the `nvlink` lane that was posted to a device: whether it is over, and what it read.
+"""One write of the `nvlink` data path that was posted to a device: whether it is over, and what it read.
 
 The words that its kernels write say so. The device itself is asked only about a write that takes suspiciously long: it
 may have failed, and then its word never comes.
@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.kvtransfer.flag_page import Flag, FlagPage
-from baton.kvtransfer.sender.lane import LaneFailed
+from baton.kvtransfer.sender.data_path import DataPathFailed
 
 MASK = (1 << 64) - 1
 LOOK_AFTER_S = 0.5  # and again so often
 
 
 class NvlinkWrite:
-    """A write that was posted; see `push_lane.Written`.
+    """A write that was posted; see `push_data_path.Written`.
 
     Args:
         flags: where kernels report.
@@ -56,7 +56,7 @@ class NvlinkWrite:
                     self._flags.release(flag)
                 self._on_over(self)
         if self._problem:
-            raise LaneFailed(self._problem)
+            raise DataPathFailed(self._problem)
         return self._event is None
 
     @property

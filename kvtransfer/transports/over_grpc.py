@@ -158,7 +158,7 @@ class _Link:
         elif not self._stream.is_buried:
             self._stream.is_buried = True
             self._counts.frames_dropped += self.send_queue.close()
-            self._counts.lanes_failed += 1
+            self._counts.data_paths_failed += 1
             self._retry_at_s = now_s + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             if self._stream.why != self._warned_of:
@@ -413,7 +413,7 @@ class GrpcTransport:
         else:
             self._clients[peer].send(message)
 
-    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
         """Only the side that connects sends frames."""
         assert self._server is None
         if self.problem(peer):
@@ -430,15 +430,15 @@ class GrpcTransport:
         """Frames that wait, or have left in part."""
         return self._clients[peer].num_pinned if peer in self._clients else 0
 
-    def offers(self) -> list[kv_pb2.LaneOffer]:
+    def offers(self) -> list[kv_pb2.DataPathOffer]:
         """None: where only HTTP/2 passes, payloads go inline."""
         return []
 
-    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+    def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
         """There is none."""
-        return f"the grpc transport has no lane {offer.lane!r}"
+        return f"the grpc transport has no data path {offer.data_path!r}"
 
-    def lane_of(self, peer: str) -> str:
+    def data_path_of(self, peer: str) -> str:
         """The only one."""
         return "inline"
 

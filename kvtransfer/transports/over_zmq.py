@@ -1,7 +1,7 @@
 """The hand-off over ZMQ and TCP: a ROUTER where incoming transfers are, a DEALER for each peer where pushes start.
 
 Queues are bounded and nothing waits: a message for a full queue or a dead peer is lost and counted, which the protocol
-repairs or reports. Payloads take the raw lane where both sides have it (`raw_lane`), and otherwise go inline: as one
+repairs or reports. Payloads take the raw data path where both sides have it (`raw`), and otherwise go inline: as one
 flat part, because libzmq handles few large parts two to three times faster than many small ones.
 """
 
@@ -14,11 +14,11 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
-from baton.core.kv_transports import INLINE, RAW, is_one_sided, lane_order
+from baton.core.kv_transports import INLINE, RAW, data_path_order, is_one_sided
 from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts, deliveries_of
-from baton.kvtransfer.transports.raw_lane import TOKEN_BYTES, parse_place
-from baton.kvtransfer.transports.raw_lane_receiver import RawReceiver
-from baton.kvtransfer.transports.raw_lane_sender import RawSender
+from baton.kvtransfer.transports.raw import TOKEN_BYTES, parse_place
+from baton.kvtransfer.transports.raw_receiver import RawReceiver
+from baton.kvtransfer.transports.raw_sender import RawSender
 from baton.kvtransfer.transports.zmq_sockets import SendBuffers, ZmqSockets
 from baton.proto import kv_pb2
 
@@ -71,18 +71,18 @@ class ZmqTransport:
         self._post_written(peer)  # a COMMIT comes after what it is about
         self._post(peer, [message])
 
-    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], lane: str) -> None:
-        """By the raw lane if that is asked for and open; else a copy of the payload goes along.
+    def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
+        """By the raw data path if that is asked for and open; else a copy of the payload goes along.
 
         Headers of written frames go several in a message, with the next `receive`: a message costs more than a header.
         """
-        if is_one_sided(lane):
+        if is_one_sided(data_path):
             headers = self._written.setdefault(peer, [])
             headers.append(header)
             if len(headers) == MAX_HEADERS:
                 self._post_written(peer)
             return
-        if lane == RAW and payload:
+        if data_path == RAW and payload:
             sender = self._senders.get(peer)
             if sender is not None and sender.send(header, payload):
                 return
@@ -90,39 +90,39 @@ class ZmqTransport:
         self._post(peer, [header, self._buffers.gather(payload)])
 
     def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
-        """Only the raw lane reads payloads late."""
+        """Only the raw data path reads payloads late."""
         if peer in self._senders:
             self._senders[peer].unpin(match)
 
     def num_pinned(self, peer: str) -> int:
-        """Frames in the raw lane's queue."""
+        """Frames in the raw data path's queue."""
         return self._senders[peer].num_pinned if peer in self._senders else 0
 
-    def offers(self) -> list[kv_pb2.LaneOffer]:
-        """The raw lane, unless everything is to be encrypted."""
+    def offers(self) -> list[kv_pb2.DataPathOffer]:
+        """The raw data path, unless everything is to be encrypted."""
         return [] if self._receiver is None else [self._receiver.offer]
 
-    def open_lane(self, peer: str, offer: kv_pb2.LaneOffer) -> str:
+    def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
         """Begin to connect; payloads go inline until the other side has answered."""
-        if offer.lane != RAW:
-            return f"the zmq transport has no lane {offer.lane!r}"
+        if offer.data_path != RAW:
+            return f"the zmq transport has no data path {offer.data_path!r}"
         if self._sockets.is_encrypted:
-            return "the raw lane is not encrypted, and curve_key_file asks for encryption"
+            return "the raw data path is not encrypted, and curve_key_file asks for encryption"
         if len(offer.raw.token) != TOKEN_BYTES:
-            return "the offer of the raw lane has no token"
+            return "the offer of the raw data path has no token"
         if self._router is not None or peer not in self._dealers:
             return "there is no connection to that peer"
         try:
             place = parse_place(offer.raw.address, peer)
         except ValueError as error:
-            return f"the offer of the raw lane: {error}"
+            return f"the offer of the raw data path: {error}"
         if peer in self._senders:
             self._senders.pop(peer).close()
         name = self._routing_id(peer)
         self._senders[peer] = RawSender.to(place, offer.raw.token, name, self._config, self._poller, self.counts)
         return ""
 
-    def lane_of(self, peer: str) -> str:
+    def data_path_of(self, peer: str) -> str:
         """Raw once the other side has answered."""
         return RAW if peer in self._senders and self._senders[peer].is_open else INLINE
 
@@ -150,8 +150,8 @@ class ZmqTransport:
         if self._sockets.keys_changed() or self._is_unbound:
             self._follow_keys()
         arrived: Arrived = []
-        for lane in self._senders.values():
-            lane.tick()
+        for data_path in self._senders.values():
+            data_path.tick()
         if self._receiver is not None:
             self._receiver.tick()
             arrived += self._receiver.take_failed()
@@ -170,7 +170,7 @@ class ZmqTransport:
         self._sockets.wake()
 
     def drop(self, peer: str) -> None:
-        """Close the connections to a peer; on the listening side those of its raw lane."""
+        """Close the connections to a peer; on the listening side those of its raw data path."""
         self._written.pop(peer, None)
         if peer in self._senders:
             self._senders.pop(peer).close()
@@ -207,10 +207,10 @@ class ZmqTransport:
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode()
         self._poller.register(self._router, zmq.POLLIN)
-        if RAW not in lane_order(self._config.transport):
+        if RAW not in data_path_order(self._config.transport):
             return
         if self._sockets.is_encrypted:
-            log.info("no raw lane: it is not encrypted, and curve_key_file asks for encryption")
+            log.info("no raw data path: it is not encrypted, and curve_key_file asks for encryption")
         else:
             host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
             is_known = self._known.__contains__

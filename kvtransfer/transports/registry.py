@@ -1,4 +1,4 @@
-"""Makes the control channels that `core.kv_transports` declares. Lanes are made by `push_lane` and `receiver_lane`."""
+"""Makes the control channels that `core.kv_transports` declares. Data paths: `sender/data_path.py`."""
 
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import CONTROL_CHANNELS, control_channel, load

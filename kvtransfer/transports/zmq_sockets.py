@@ -111,7 +111,7 @@ class ConnectionAuthenticator:
 # CURVE on ZMQ sockets: everything is encrypted, and only holders of the deployment's key get in.
 #
 # One key pair serves a deployment: every worker has the file, a listening side admits no client with another key. The
-# raw lane knows no encryption, so it is not to be had together with this. A file that changes is read again:
+# raw data path knows no encryption, so it is not to be had together with this. A file that changes is read again:
 # connections are then made anew, those of a host whose file is still the old one wait until it has the new one, and
 # what was lost on the way is asked for again.
 

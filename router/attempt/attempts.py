@@ -34,7 +34,7 @@ class TooLong:
 
     Attributes:
         surely: they report so, or have refused it.
-        perhaps: they do if the lane that they have not used yet is not one-sided.
+        perhaps: they do if the data path that they have not used yet is not one-sided.
     """
 
     surely: set[Incarnations] = field(default_factory=set)
@@ -51,9 +51,9 @@ def too_long(prefill: Sequence[Member], decode: Sequence[Member], prompt_len: in
         if not 0 < receiver.state.inventory.max_handoff_len < prompt_len:
             continue
         for sender in prefill:
-            lane = _lane(sender, receiver)
-            if not is_one_sided(lane):
-                (found.surely if lane else found.perhaps).add((sender.incarnation, receiver.incarnation))
+            data_path = _data_path(sender, receiver)
+            if not is_one_sided(data_path):
+                (found.surely if data_path else found.perhaps).add((sender.incarnation, receiver.incarnation))
     return found
 
 
@@ -67,11 +67,11 @@ def refusal(prompt_len: int, decode: Sequence[Member]) -> HandoffTooLong:
     return HandoffTooLong(message, num_tokens=prompt_len, limit=limit_len, keys=["kv_staging_mib", "local_prefill"])
 
 
-def _lane(sender: Member, receiver: Member) -> str:
+def _data_path(sender: Member, receiver: Member) -> str:
     """The last one that these two took; empty if they have taken none."""
     address, epoch = receiver.state.kv_address, receiver.state.kv_epoch or receiver.incarnation.epoch
     paths = sender.state.inventory.transfer.paths
-    return next((path.lane for path in paths if path.kv_address == address and path.epoch == epoch), "")
+    return next((path.data_path for path in paths if path.kv_address == address and path.epoch == epoch), "")
 
 
 SETTLE_S = 0.05  # between looks whether a worker died

@@ -26,7 +26,7 @@ from baton.router.attempt.attempts import Attempts
 from baton.router.attempt.request_run import RequestRun
 from baton.router.metrics import RouterMetrics
 from baton.router.placement.policy import Pair
-from baton.router.placement.routing import lane_of, path_of
+from baton.router.placement.routing import data_path_of, path_of
 
 
 def prefill_times(first: worker_pb2.FirstToken) -> PrefillTimes:
@@ -195,7 +195,7 @@ class StreamStats:
             stats.routing = attempts.first_pair.routing
             stats.num_expected_cached_tokens = attempts.first_pair.expected_cached_len
             if run.decode_worker and not run.is_local:
-                stats.kv_lane = lane_of(attempts.first_pair, done)
+                stats.kv_data_path = data_path_of(attempts.first_pair, done)
         router = RouterTimes(
             received_s=self.received_s,
             asked_s=next(run.started_s for run in attempts.runs if run.first is first),

@@ -117,7 +117,7 @@ class Load:
         self.pace = Pace(pace.fixed_s, pace.per_token_s, pace.draft_s) if held.HasField("prefill_pace") else None
         self.local_chunk_len = held.local_chunk_len
         self.edges = {
-            (path.kv_address, path.epoch): Edge(path.lane != "", path.gbps * 1e9, path.round_trip_ms / 1e3)
+            (path.kv_address, path.epoch): Edge(path.data_path != "", path.gbps * 1e9, path.round_trip_ms / 1e3)
             for path in held.transfer.paths
         }
         seconds = held.steps.step_seconds
@@ -158,7 +158,7 @@ class Loads:
             }
 
 
-NO_EDGE_S: Final = 1e6  # of a pair between which no lane works
+NO_EDGE_S: Final = 1e6  # of a pair between which no data path works
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,8 +378,8 @@ def split_cost(
         cost: its own.
         asked: by the request.
         cached_len: prompt tokens that it need not compute.
-        edge_s: what its lane to the decode worker is expected to add.
-        round_trip_s: of that lane; 0 not measured.
+        edge_s: what its data path to the decode worker is expected to add.
+        round_trip_s: of that data path; 0 not measured.
     """
     if load.pace is None:
         return cost.total_s + edge_s

@@ -44,14 +44,14 @@ def make_policy(
     raise ConfigInvalid(f"routing: {name[:40]!r} is none of {', '.join(ROUTINGS)}", keys=["routing"])
 
 
-def lane_of(pair: Pair, done: worker_pb2.PrefillDone | None) -> str:
+def data_path_of(pair: Pair, done: worker_pb2.PrefillDone | None) -> str:
     """How the KV of a hand-off travelled, by the prefill worker's last word or, before that, its heartbeat."""
-    if done is not None and done.kv_lane:
-        return done.kv_lane
+    if done is not None and done.kv_data_path:
+        return done.kv_data_path
     decode = pair.decode.state
     incoming = (decode.kv_address, decode.kv_epoch or decode.epoch)
     paths = pair.prefill.state.inventory.transfer.paths
-    return next((path.lane for path in paths if (path.kv_address, path.epoch) == incoming), "")
+    return next((path.data_path for path in paths if (path.kv_address, path.epoch) == incoming), "")
 
 
 def path_of(run: RequestRun) -> str:

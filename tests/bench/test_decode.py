@@ -14,12 +14,12 @@ from baton.bench.decode_bench import cell, decode
 from baton.bench.decode_bench import cell as decode_cell
 from baton.bench.decode_bench import floor as decode_floor
 from baton.bench.decode_bench import tp_group as decode_tp_group
-from baton.bench.decode_bench.cell import Cell, DecodeCells, StampedLane
+from baton.bench.decode_bench.cell import Cell, DecodeCells, StampedExecutor
 from baton.bench.decode_bench.options import read_options
 from baton.bench.model_shapes import write_shape
 from baton.cluster.commands.bench import format_decode
 from baton.core.errors import ConfigInvalid
-from baton.engine.step.lane import ThreadLane
+from baton.engine.step.executor import ThreadExecutor
 from baton.engine.step.runner import Runner
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
@@ -86,7 +86,7 @@ def test_numbers_of_a_turn_belong_together(monkeypatch):
 
     pool = decode.make_pool(options, model)
     runner = SlowRunner(model, pool, max_num_seqs=2, num_draft_tokens=3, verification=options.verification_config)
-    cells = DecodeCells(runner, decode.stamp_lane(runner, CPU), model, options)
+    cells = DecodeCells(runner, decode.stamp_executor(runner, CPU), model, options)
     with torch.inference_mode():
         turn = cells.measure(Cell("async", 3, 2))
         again = cells.measure(Cell("sync", 3, 1))
@@ -103,7 +103,7 @@ def test_numbers_of_a_turn_belong_together(monkeypatch):
 def test_stamps_tell_steps_from_what_lies_between(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(cell, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    lane = StampedLane(ThreadLane(), CPU)
+    executor = StampedExecutor(ThreadExecutor(), CPU)
     target = torch.zeros(1)
 
     def advance(seconds):
@@ -111,14 +111,14 @@ def test_stamps_tell_steps_from_what_lies_between(monkeypatch):
         return torch.ones(1)
 
     for turn in range(3):
-        lane.submit(lambda: advance(0.004), target).get()
-        lane.run(lambda: advance(0.006))  # the step's second part
-        lane.run(lambda: advance(0.01))  # a sequence is placed
-        lane.drain()
+        executor.submit(lambda: advance(0.004), target).get()
+        executor.run(lambda: advance(0.006))  # the step's second part
+        executor.run(lambda: advance(0.01))  # a sequence is placed
+        executor.drain()
         now_s[0] += 0.03 * (turn + 1) - 0.01
-    assert lane.take() == (pytest.approx([10.0, 10.0, 10.0]), pytest.approx([30.0, 60.0]))
-    assert lane.take() == ([], [])
-    lane.close()
+    assert executor.take() == (pytest.approx([10.0, 10.0, 10.0]), pytest.approx([30.0, 60.0]))
+    assert executor.take() == ([], [])
+    executor.close()
     assert target.item() == 1.0
 
 

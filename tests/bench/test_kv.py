@@ -201,18 +201,18 @@ def test_a_real_cell_moves_checked_bytes(system):
 
 
 def own_cells():
-    """(transport, lane) of all that can run here."""
+    """(transport, data path) of all that can run here."""
     for name, declared in KV_TRANSPORTS.items():
         if declared.memory != "GPU" and not declared.problem:
-            yield pytest.param(name, declared.lane, marks=[] if name in ("shm", "tcp") else [pytest.mark.slow])
+            yield pytest.param(name, declared.data_path, marks=[] if name in ("shm", "tcp") else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("system", "lane"), list(own_cells()))
-def test_a_real_cell_of_our_own_hands_over_checked_bytes(system, lane):
+@pytest.mark.parametrize(("system", "data_path"), list(own_cells()))
+def test_a_real_cell_of_our_own_hands_over_checked_bytes(system, data_path):
     sample = kv_cell.measure(Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.001), QUICK)
     assert sample.gbps > 0
     assert sample.checked_bytes > 5 * 3 * SMALL.block_bytes
-    assert sample.lane == lane
+    assert sample.data_path == data_path
     assert sample.counts["frames_corrupt"] == 0
     assert all(0 < exposed_ms < 1000 for exposed_ms in sample.exposed_ms)
 

@@ -25,9 +25,9 @@ def worker(name, role, *, kv_address="", alive=True, path=None):
 
 @pytest.fixture
 def status():
-    fast = worker_pb2.KvPath(kv_address="tcp://a", lane="shm", gbps=9.5, round_trip_ms=0.12, transfers=3, bytes=99)
-    slow = worker_pb2.KvPath(kv_address="tcp://b", lane="inline", why="shm: another host; raw: refused")
-    none = worker_pb2.KvPath(kv_address="tcp://a", lane="", why="nvlink: no GPU")
+    fast = worker_pb2.KvPath(kv_address="tcp://a", data_path="shm", gbps=9.5, round_trip_ms=0.12, transfers=3, bytes=99)
+    slow = worker_pb2.KvPath(kv_address="tcp://b", data_path="inline", why="shm: another host; raw: refused")
+    none = worker_pb2.KvPath(kv_address="tcp://a", data_path="", why="nvlink: no GPU")
     workers = [
         worker("prefill-0", "prefill", path=[fast, slow]),
         worker("prefill-1", "prefill", path=[none]),
@@ -43,14 +43,14 @@ def test_every_live_pair_has_a_path(status):
     found = {(path.prefill, path.decode): path for path in paths(status)}
     assert set(found) == {(f"prefill-{p}", f"decode-{d}") for p in (0, 1) for d in (0, 1)}
     first = found["prefill-0", "decode-0"]
-    assert (first.lane, first.gbps, first.round_trip_ms, first.transfers) == ("shm", 9.5, 0.12, 3)
+    assert (first.data_path, first.gbps, first.round_trip_ms, first.transfers) == ("shm", 9.5, 0.12, 3)
     assert found["prefill-0", "decode-1"].gbps is None
     assert found["prefill-1", "decode-0"].is_broken
     assert not found["prefill-1", "decode-1"].has_met
     assert not found["prefill-1", "decode-1"].is_broken
 
 
-def test_the_matrix_says_lane_rate_latency_and_why_not_better(status):
+def test_the_matrix_says_data_path_rate_latency_and_why_not_better(status):
     text = format_paths(paths(status))
     assert "shm 9.5 GB/s 0.12 ms" in text
     assert "NONE" in text
@@ -59,7 +59,7 @@ def test_the_matrix_says_lane_rate_latency_and_why_not_better(status):
     assert format_paths([]).startswith("no pair")
 
 
-def test_doctor_warns_about_a_pair_without_a_lane(status, monkeypatch, capsys):
+def test_doctor_warns_about_a_pair_without_a_data_path(status, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "check_all", lambda port: iter([doctor.Finding("one", "ok", "fine")]))
     monkeypatch.setattr(doctor, "fetch_status", lambda address: status)
     monkeypatch.setattr(doctor, "wires", lambda address, status, ca_file: iter(()))

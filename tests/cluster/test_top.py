@@ -99,7 +99,7 @@ def test_a_busy_deployment_fits_into_80_columns_and_what_is_nowhere_takes_none()
 
 
 def test_both_views_show_every_worker_path_and_problem():
-    path = worker_pb2.KvPath(kv_address="tcp://d", lane="shm", gbps=3.25)
+    path = worker_pb2.KvPath(kv_address="tcp://d", data_path="shm", gbps=3.25)
     transfer = worker_pb2.TransferCounts(paths=[path])
     refused = [admin_pb2.RefusedPair(prefill_worker="p", decode_worker="x", reason="layout")]
     now = reply(

@@ -11,7 +11,7 @@ from baton.core.clock import VirtualClock
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.step.lane import lane_for
+from baton.engine.step.executor import executor_for
 from baton.engine.step.plan import Chunk, Place, Release, Step
 from baton.engine.step.runner import Runner
 from baton.kvcache.allocator import BlockTable
@@ -204,7 +204,7 @@ class IncomingTransfers:
 
 
 class Decode:
-    """A decode worker of the toy model; with a `lane`, steps run there."""
+    """A decode worker of the toy model; with a `executor`, steps run there."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Decode:
         chunk_len=16,
         num_host_blocks=0,
         model=MODEL,
-        lane=None,
+        executor=None,
         **options,
     ):
         self.clock = VirtualClock()
@@ -223,7 +223,9 @@ class Decode:
         self.pool.data_bytes.fill_(0xFF)  # what was never written reads as NaN
         self.incoming_transfers = IncomingTransfers(self.pool, PREFILLERS[model.with_mtp])
         self.fatal = []
-        with mock.patch("baton.engine.step.runner.lane_for", (lambda device: lane) if lane else lane_for):
+        with mock.patch(
+            "baton.engine.step.runner.executor_for", (lambda device: executor) if executor else executor_for
+        ):
             self.runner = Runner(
                 model,
                 self.pool,

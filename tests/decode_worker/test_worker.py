@@ -360,7 +360,7 @@ def test_what_a_step_in_flight_has_stays_its_own_until_it_is_over(local):
     else:
         request = bring(decode, Phase.READY)
     go = threading.Event()
-    decode.runner._lane.run(go.wait)
+    decode.runner._executor.run(go.wait)
     decode.turn()  # launched; it waits
     assert decode.phase(request) is Phase.RUNNING
     sequence = decode.sequence(request)

@@ -23,7 +23,7 @@ from baton.core.requests.sampling import SamplingParams
 from baton.engine.sequence import MAX_PREEMPTIONS, Phase
 from baton.tests.decode_worker.incoming_transfers import PREFILLERS, Decode, expected_tokens
 from baton.tests.engine.toy_engine import EOS
-from baton.tests.worker.manual_lane import ManualLane
+from baton.tests.worker.manual_executor import ManualExecutor
 
 PROMPTS = ([5], [3, 1, 4, 1], [3, 1, 4, 1, 5], [3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7] * 16)
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.0, "ignore_eos": False}, {"temperature": 1.0, "seed": 2})
@@ -44,8 +44,8 @@ class DecodeMachine(RuleBasedStateMachine):
     def begin(self, with_mtp, **options):
         model = PREFILLERS[with_mtp].model
         self.most_drafts = 2 if with_mtp else 0
-        self.lane = ManualLane()
-        self.decode = Decode(model=model, k=self.most_drafts, lane=self.lane, **options)
+        self.executor = ManualExecutor()
+        self.decode = Decode(model=model, k=self.most_drafts, executor=self.executor, **options)
         self.scripted = Counter()
         self.given_up = set()  # by prefill workers
         self.num_ends = Counter()
@@ -184,7 +184,7 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(num=st.sampled_from([1, 2, 5, 100]))
     def work_off(self, num):
         """The device gets on; else it does only what is waited for."""
-        self.lane.work_off(num)
+        self.executor.work_off(num)
 
     @rule()
     def time_passes(self):

@@ -1,7 +1,7 @@
 """An incoming transfer that writes down what became of every frame that reached it, in a file that survives its death.
 
 `python -m baton.tests.e2e.fates` is a KV receiver that does; `watch` makes the transfers of this process do it. It
-also damages headers where they come off the wire, which a sender cannot do on lanes that look at their own queues.
+also damages headers where they come off the wire, which a sender cannot do on data paths that look at their own queues.
 """
 
 import os
@@ -14,11 +14,11 @@ from enum import Enum
 
 from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header
 from baton.kvtransfer.receiver import driver as receiver_driver
-from baton.kvtransfer.transports import over_grpc_stream, raw_lane_receiver
+from baton.kvtransfer.transports import over_grpc_stream, raw_receiver
 
 PATH_VARIABLE, FLIP_VARIABLE = "BATON_TEST_FATES", "BATON_TEST_HEADER_FLIPS"
 COUNTED = ("frames_landed", "frames_late_dropped", "frames_duplicate", "frames_corrupt", "frames_fenced")
-READS_HEADERS = (raw_lane_receiver, over_grpc_stream)
+READS_HEADERS = (raw_receiver, over_grpc_stream)
 _RECORD = struct.Struct(f"<cQ{HEADER_BYTES}s")
 
 
@@ -31,7 +31,7 @@ class Fate(Enum):
     CORRUPT = b"C"
     FENCED = b"F"  # its incoming transfer ended before its payload was there
     CUT = b"X"  # its connection ended in its payload
-    HEADER = b"H"  # its header was damaged on arrival, and refused by the lane
+    HEADER = b"H"  # its header was damaged on arrival, and refused by the data path
     DAMAGED = b"h"  # its header was damaged here
 
 
@@ -43,7 +43,7 @@ class Log:
 
     Args:
         path: of it.
-        flip_rate: of headers, where lanes read them.
+        flip_rate: of headers, where data paths read them.
     """
 
     def __init__(self, path, flip_rate):

@@ -148,7 +148,7 @@ class FaultyTransport:
         if fault is Fault.REPEAT:
             self._inner.send(peer, message)
 
-    def send_frame(self, peer, header, payload, lane):
+    def send_frame(self, peer, header, payload, data_path):
         what = decode_header(header)
         attempt = self._attempts.get((what.d_epoch, what.incoming_id))
         is_last = what.end == self._prompt_lens.get(attempt) and what.layer == self._side.last_layer
@@ -161,10 +161,12 @@ class FaultyTransport:
             return
         if fault in (Fault.DELAY, Fault.REPEAT):  # later, the source may be reused
             kept = [memoryview(b"".join(payload))] if payload else []
-            self._held.append((time.monotonic() + DELAY_S, lambda: self._inner.send_frame(peer, header, kept, lane)))
+            self._held.append(
+                (time.monotonic() + DELAY_S, lambda: self._inner.send_frame(peer, header, kept, data_path))
+            )
             if fault is Fault.DELAY:
                 return
-        self._inner.send_frame(peer, header, payload, lane)
+        self._inner.send_frame(peer, header, payload, data_path)
 
     def unpin(self, peer, match):
         self._book.unsent(self._side.epoch, peer, match)

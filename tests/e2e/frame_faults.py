@@ -44,43 +44,43 @@ class FrameFaults:
     def send(self, peer, message):
         self._inner.send(self._way(peer), message)
 
-    def send_frame(self, peer, header, payload, lane):
+    def send_frame(self, peer, header, payload, data_path):
         peer = self._way(peer)
         self._num_frames += 1
         is_hit = self._kind is not None and self._num_left > 0 and self._num_frames % self._every == 0
         if is_hit and payload:
             self._num_left -= 1
             self.num_hits += 1
-            self._hit(peer, header, payload, lane)
+            self._hit(peer, header, payload, data_path)
         else:
-            self._inner.send_frame(peer, header, payload, lane)
+            self._inner.send_frame(peer, header, payload, data_path)
         if not is_hit and self._swapped is not None:
             frame, self._swapped = self._swapped, None
             self._inner.send_frame(*frame)
 
-    def _hit(self, peer, header, payload, lane):
+    def _hit(self, peer, header, payload, data_path):
         copy = bytearray(b"".join(payload))
-        frame = peer, header, [memoryview(copy)], lane
+        frame = peer, header, [memoryview(copy)], data_path
         match self._kind:
             case "repeat":
-                self._inner.send_frame(peer, header, payload, lane)
+                self._inner.send_frame(peer, header, payload, data_path)
                 self._inner.send_frame(*frame)
             case "swap" if self._swapped is None:
                 self._swapped = frame
                 self._held.append((time.monotonic() + 0.1, None))  # if no other frame follows
             case "late":
-                self._inner.send_frame(peer, header, payload, lane)
+                self._inner.send_frame(peer, header, payload, data_path)
                 self._held.append((time.monotonic() + self._late_s, frame))
             case "flip":
                 copy[len(copy) // 2] ^= 4
                 self._inner.send_frame(*frame)
             case "contradict":
                 # The same place once more, with other content.
-                self._inner.send_frame(peer, header, payload, lane)
+                self._inner.send_frame(peer, header, payload, data_path)
                 copy[len(copy) // 2] ^= 4
                 self._inner.send_frame(*frame)
             case "swap":
-                self._inner.send_frame(peer, header, payload, lane)
+                self._inner.send_frame(peer, header, payload, data_path)
 
     def receive(self, timeout_s):
         while self._held and self._held[0][0] <= time.monotonic():
@@ -102,11 +102,11 @@ class FrameFaults:
     def num_pinned(self, peer):
         return self._inner.num_pinned(self._way(peer))
 
-    def open_lane(self, peer, offer):
-        return self._inner.open_lane(self._way(peer), offer)
+    def open_data_path(self, peer, offer):
+        return self._inner.open_data_path(self._way(peer), offer)
 
-    def lane_of(self, peer):
-        return self._inner.lane_of(self._way(peer))
+    def data_path_of(self, peer):
+        return self._inner.data_path_of(self._way(peer))
 
     def problem(self, peer):
         return self._inner.problem(self._way(peer))

@@ -71,7 +71,7 @@ class Soak:
     Args:
         tokenizer: of the toy model.
         injector: of faults by message.
-        transport: policy for lanes, or "loopback".
+        transport: policy for data paths, or "loopback".
         has_process: the incoming transfer has one of its own.
         prefix_cache: of prefill workers.
         strikes: what hunts may do; none: faults strike by message alone.
@@ -419,7 +419,7 @@ class Soak:
         for (_, fate), count in totals.items():
             by_fate[fate] += count
         if by_fate[fates.Fate.DAMAGED] > by_fate[fates.Fate.HEADER]:
-            wrong.append("a lane believed a damaged header")
+            wrong.append("a data path believed a damaged header")
         for decode in self.decode:  # the incoming transfer's own counts say the same, unless it died with some unsaid
             epoch = decode.first_epoch
             if epoch in self.d_epochs_dead:

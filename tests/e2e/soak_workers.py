@@ -102,7 +102,7 @@ class Prefill:
 
 
 class StandingOpener:
-    """Opens lanes whose writes stand still in the middle, with the fence passed, and look where they go then."""
+    """Opens data paths whose writes stand still in the middle, with the fence passed, and look where they go then."""
 
     def __init__(self, inner, side, soak):
         self._inner = inner
@@ -113,10 +113,10 @@ class StandingOpener:
         return getattr(self._inner, name)
 
     def open(self, *arguments):
-        return StandingLane(self._inner.open(*arguments), self._side, self._soak)
+        return StandingDataPath(self._inner.open(*arguments), self._side, self._soak)
 
 
-class StandingLane:
+class StandingDataPath:
     def __init__(self, inner, side, soak):
         self._inner = inner
         self._side = side
@@ -145,13 +145,13 @@ class Decode:
         kind = control_channel(soak.transfer.transport).name
         bind = bind_address(kind, "127.0.0.1")
         if soak.has_process:
-            lanes = ("shm",) if soak.transfer.transport == "shm" else ()
+            data_paths = ("shm",) if soak.transfer.transport == "shm" else ()
             setup = ReceiverSetup(
                 epoch=epoch,
                 layout=layout,
                 num_blocks=NUM_BLOCKS,
                 tp_size=1,
-                listen=Listen(kind, bind, lanes),
+                listen=Listen(kind, bind, data_paths),
                 config=soak.transfer,
             )
             region = receiver_region([PoolGeometry(layout, NUM_BLOCKS)], soak.transfer)

@@ -111,7 +111,7 @@ TAKEN = "takes messages"
 KV = {
     "ZMTP NULL": (ZMTP % b"NULL".ljust(20, b"\0"), b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"),
     "ZMTP PLAIN": (ZMTP % b"PLAIN".ljust(20, b"\0"), b"\x04\x2d\x05HELLO\x05baton\x20" + b"0" * 32),
-    "raw lane": (b"", b"KVR1" + bytes(512)),  # longer than what its preface has
+    "raw data path": (b"", b"KVR1" + bytes(512)),  # longer than what its preface has
 }
 
 

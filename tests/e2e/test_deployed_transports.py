@@ -1,4 +1,4 @@
-"""Every transport that a CPU can use, in a real deployment: the same tokens, and the lane that was asked for."""
+"""Every transport that a CPU can use, in a real deployment: the same tokens, and the data path that was asked for."""
 
 import time
 
@@ -26,15 +26,15 @@ AUTO = next(name for name, declared in KV_TRANSPORTS.items() if declared.is_auto
 
 
 def cells():
-    """(transport, its lane) of all that pools in host memory can use here."""
+    """(transport, its data path) of all that pools in host memory can use here."""
     for name in TRANSPORT_NAMES:
         declared = KV_TRANSPORTS[AUTO if name == "auto" else name]
         if declared.memory != "GPU" and not declared.problem:
-            yield pytest.param(name, declared.lane, marks=pytest.mark.slow)
+            yield pytest.param(name, declared.data_path, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("transport", "lane"), list(cells()))
-def test_it_carries_requests_to_the_same_tokens(load_tiny, tokenizer, transport, lane):
+@pytest.mark.parametrize(("transport", "data_path"), list(cells()))
+def test_it_carries_requests_to_the_same_tokens(load_tiny, tokenizer, transport, data_path):
     requests = requests_for(
         token_prompts(tokenizer, 4), sampled=False, num_drafts=2, max_tokens=MAX_TOKENS, tag=transport
     )
@@ -44,9 +44,9 @@ def test_it_carries_requests_to_the_same_tokens(load_tiny, tokenizer, transport,
             for request, tokens in zip(requests, want, strict=True):
                 chunks = list(client.generate(token_ids=request.prompt_token_ids, sampling=request.sampling))
                 assert [token for chunk in chunks for token in chunk.token_ids] == list(tokens)
-            lanes, until_s = set(), time.monotonic() + 5.0
-            while not lanes and time.monotonic() < until_s:  # the next heartbeat says it
+            data_paths, until_s = set(), time.monotonic() + 5.0
+            while not data_paths and time.monotonic() < until_s:  # the next heartbeat says it
                 workers = client.inventory().workers
-                lanes = {path.lane for worker in workers for path in worker.state.inventory.transfer.paths}
+                data_paths = {path.data_path for worker in workers for path in worker.state.inventory.transfer.paths}
                 time.sleep(0.05)
-    assert lanes == {lane}
+    assert data_paths == {data_path}

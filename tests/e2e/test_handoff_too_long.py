@@ -15,7 +15,7 @@ PROMPT = tuple(range(40, 100))
 
 
 async def limited(running, worker_id="decode-0"):
-    """As a GPU worker with little staging memory reports; its pairs have used a lane already."""
+    """As a GPU worker with little staging memory reports; its pairs have used a data path already."""
     running.sides[worker_id].incoming.staging_len = LIMIT_LEN
     running.router.members.heartbeat(running._state(running.sides[worker_id]))
 
@@ -37,6 +37,6 @@ async def test_where_it_may_not_be_the_error_names_the_key(load_tiny, tokenizer)
         assert before.reason
         running.router.members.heartbeat(running._state(running.sides["prefill-0"]))
         (path,) = running.router.members.live("prefill")[0].state.inventory.transfer.paths
-        assert not is_one_sided(path.lane)
+        assert not is_one_sided(path.data_path)
         with pytest.raises(HandoffTooLong, match="kv_staging_mib"):
             await running.ask(GREEDY, PROMPT)

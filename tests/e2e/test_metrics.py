@@ -58,7 +58,7 @@ BY_FAULTS = {
     "kv_transfer_refused": "a stranger at the KV port: tests/kvtransfer/test_proof.py, test_strangers.py",
     "kv_transfer_corrupt": "a damaged frame: tests/kvtransfer/test_services.py",
     "kv_transfer_quarantined_blocks": "a cancel while an incoming transfer is open: tests/e2e/test_faults.py",
-    "kv_transfer_fallbacks": "a lane that does not work: tests/kvtransfer/test_lanes.py",
+    "kv_transfer_fallbacks": "a data path that does not work: tests/kvtransfer/test_data_paths.py",
     "kv_transfer_credit_stall_seconds": "a decode worker slower than the network: tests/worker/test_transfer_counts.py",
 }
 FATES = ("kept", "cut", "late", "failed")

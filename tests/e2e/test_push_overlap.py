@@ -76,8 +76,8 @@ def overlap_of(monkeypatch):
 
 
 @pytest.mark.parametrize("chunk_len", [4096, 48])
-@pytest.mark.parametrize(("lane", "transport"), [("raw", "tcp"), ("inline", "zmq")])
-def test_a_layer_lands_while_later_ones_compute(lane, transport, chunk_len, load_tiny, tokenizer, overlap_of):
+@pytest.mark.parametrize(("data_path", "transport"), [("raw", "tcp"), ("inline", "zmq")])
+def test_a_layer_lands_while_later_ones_compute(data_path, transport, chunk_len, load_tiny, tokenizer, overlap_of):
     model = load_tiny()
     prompts = [prompt for prompt in token_prompts(tokenizer, 12) if len(prompt) > 40][:3]
     requests = requests_for(prompts, sampled=False, num_drafts=2, max_tokens=4)
@@ -90,7 +90,7 @@ def test_a_layer_lands_while_later_ones_compute(lane, transport, chunk_len, load
             overlap.begin()
             (outcome,) = topology.generate([request])
             assert outcome.error is None
-            assert outcome.prefill_done.kv_lane == lane
+            assert outcome.prefill_done.kv_data_path == data_path
             topology.wait_idle()
     assert not overlap.late
     assert overlap.num_held == num_steps * (num_layers - AHEAD)

@@ -153,7 +153,7 @@ async def test_requests_follow_their_prefix_and_say_so():
         assert {(stats.routing, stats.path, stats.decode_worker) for stats in again} == {
             ("prefix", "split", "decode-0")
         }
-        assert {stats.kv_lane for stats in again} <= {"shm", "raw"}
+        assert {stats.kv_data_path for stats in again} <= {"shm", "raw"}
         assert all(stats.kv_bytes_pushed > 0 for stats in again)
         await told_idle(router)
         inventories = [node.worker.inventory() for node in nodes if is_prefill(node)]

@@ -53,7 +53,7 @@ def test_ten_thousand_requests_hit_in_every_state():
     print(json.dumps(report, indent=1))
     assert report["requests"] == NUM_REQUESTS
     assert report["failed"] <= NUM_REQUESTS / 100
-    assert report["flips"]["headers on arrival"], "no header was damaged where a lane reads it"
+    assert report["flips"]["headers on arrival"], "no header was damaged where a data path reads it"
     hits, strikes = report["hits_by_moment"], report["strikes_by_state"]
     assert not [(at, fault) for at in MOMENTS for fault in MESSAGE_FAULTS if not hits.get(at, {}).get(fault.value)]
     wanted = [(at, fault) for at in STATES for fault in ORDERS if (fault, at) not in NEVER]

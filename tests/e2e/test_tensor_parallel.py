@@ -29,11 +29,15 @@ CPU = torch.device("cpu")
 NUM_PROMPTS = 8
 MAX_TOKENS = 8
 MODES = {"greedy": False, "coupled": True}
-LANES = ("inline", "raw", "shm")
+DATA_PATHS = ("inline", "raw", "shm")
 DEFAULT = {(1, 2, "shm"), (2, 1, "raw"), (2, 2, "raw")}
 CELLS = [
     pytest.param(*cell, marks=[] if cell in DEFAULT else [pytest.mark.slow])
-    for cell in [(*pair, lane) for pair in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)) for lane in LANES]
+    for cell in [
+        (*pair, data_path)
+        for pair in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2))
+        for data_path in DATA_PATHS
+    ]
 ]
 
 
@@ -79,9 +83,9 @@ def check(topology, prompts, wanted, *, modes=tuple(MODES), drafts=(0, 2), tag="
     topology.wait_idle()
 
 
-@pytest.mark.parametrize(("tp_prefill", "tp_decode", "lane"), CELLS)
-def test_same_tokens(tp_prefill, tp_decode, lane, processes, prompts, wanted):
-    with TPGroupTopology(processes, TINY, tp_prefill, tp_decode, lane=lane) as topology:
+@pytest.mark.parametrize(("tp_prefill", "tp_decode", "data_path"), CELLS)
+def test_same_tokens(tp_prefill, tp_decode, data_path, processes, prompts, wanted):
+    with TPGroupTopology(processes, TINY, tp_prefill, tp_decode, data_path=data_path) as topology:
         check(topology, prompts, wanted)
 
 
@@ -94,16 +98,18 @@ def test_same_tokens(tp_prefill, tp_decode, lane, processes, prompts, wanted):
         pytest.param(2, 4, 2, (64, 16), marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("lane", ["raw", pytest.param("shm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("data_path", ["raw", pytest.param("shm", marks=pytest.mark.slow)])
 def test_replicated_heads_and_other_block_sizes(
-    lane, tp_prefill, tp_decode, num_kv_heads, block_sizes, processes, tiny_checkpoint
+    data_path, tp_prefill, tp_decode, num_kv_heads, block_sizes, processes, tiny_checkpoint
 ):
     """With fewer KV heads than ranks, some ranks push nothing of their own, and some heads land at several."""
     path = tiny_checkpoint(num_heads=8, num_kv_heads=num_kv_heads, tokenizer=True)
     model = load_model(path, dtype=torch.float64, device=CPU, numerics=Numerics.DEFAULT, with_mtp=True)
     prompts = [tuple(prompt(length, seed=length).tolist()) for length in (1, 16, 33, 64, 90)]
     wanted = reference(model, Tokenizer.from_directory(path), prompts)
-    with TPGroupTopology(processes, path, tp_prefill, tp_decode, lane=lane, block_sizes=block_sizes) as topology:
+    with TPGroupTopology(
+        processes, path, tp_prefill, tp_decode, data_path=data_path, block_sizes=block_sizes
+    ) as topology:
         check(topology, prompts, wanted)
 
 
@@ -136,10 +142,10 @@ def test_every_parameter_where_ranks_share_the_vocabulary(
         topology.wait_idle()
 
 
-@pytest.mark.parametrize("lane", [pytest.param("raw", marks=pytest.mark.slow), "shm"])
-def test_cancelled_requests_leave_nothing_at_any_rank(lane, processes, prompts, wanted):
+@pytest.mark.parametrize("data_path", [pytest.param("raw", marks=pytest.mark.slow), "shm"])
+def test_cancelled_requests_leave_nothing_at_any_rank(data_path, processes, prompts, wanted):
     """Cancelled before, during and after their incoming transfer; those that follow in the same blocks are right."""
-    with TPGroupTopology(processes, TINY, 2, 2, lane=lane, chunk_len=16) as topology:
+    with TPGroupTopology(processes, TINY, 2, 2, data_path=data_path, chunk_len=16) as topology:
         for turn, wait_s in enumerate((0.0, 0.01, 0.03, 0.1, 0.3)):
             options = {"sampled": True, "num_drafts": 2, "max_tokens": 200}
             started = [topology.start(request) for request in requests_for(prompts, tag=f"gone{turn}-", **options)]

@@ -92,7 +92,7 @@ def strike(topology, what, role, rank, requests, when):
 
 def run_faults(processes, requests, wanted, faults, margin_s):
     took = {}
-    topology = TPGroupTopology(processes, TINY, 2, 2, lane="raw")
+    topology = TPGroupTopology(processes, TINY, 2, 2, data_path="raw")
     epochs = set()
     try:
         for turn, (what, role, rank, when) in enumerate(faults):
@@ -103,7 +103,7 @@ def run_faults(processes, requests, wanted, faults, margin_s):
             old = [process.process.pid for process in topology.prefill + topology.decode]
             topology.abandon()
             assert not left_in_shared_memory(old)
-            topology = TPGroupTopology(processes, TINY, 2, 2, lane="raw")
+            topology = TPGroupTopology(processes, TINY, 2, 2, data_path="raw")
             assert topology.epochs[role] not in epochs
             outcomes = topology.generate(tagged(requests[:1], f"after{turn}"))
             assert [outcome.token_ids for outcome in outcomes] == wanted[:1]

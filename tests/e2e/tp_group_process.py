@@ -82,18 +82,18 @@ class PipeSink:
 
 
 class WatchedPush(PushService):
-    """Remembers by which lanes it pushed: a peer that it has nothing for is left after a while, and its lane too."""
+    """Remembers by which data paths it pushed: an idle peer is left after a while, with its data path."""
 
     def __init__(self, *args, **kwargs):
-        self._lanes_seen = set()
+        self._data_paths_seen = set()
         super().__init__(*args, **kwargs)
 
     @property
     def used(self):
-        return sorted(self._lanes_seen)
+        return sorted(self._data_paths_seen)
 
     def _emit(self, event):
-        self._lanes_seen |= {choice.lane for choice in self.lanes().values()}
+        self._data_paths_seen |= {choice.data_path for choice in self.data_paths().values()}
         super()._emit(event)
 
 

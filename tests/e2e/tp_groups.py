@@ -118,7 +118,7 @@ class TPGroupTopology:
         tp_prefill,
         tp_decode,
         *,
-        lane="raw",
+        data_path="raw",
         dtype=torch.float64,
         numerics=Numerics.DEFAULT,
         block_sizes=(16, 16),
@@ -128,8 +128,8 @@ class TPGroupTopology:
         **decode_options,
     ):
         self._processes = processes
-        self._lane = lane
-        transfer = KVTransferConfig(transport={"shm": "shm", "raw": "tcp", "inline": "zmq"}[lane])
+        self._data_path = data_path
+        transfer = KVTransferConfig(transport={"shm": "shm", "raw": "tcp", "inline": "zmq"}[data_path])
         shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer}
         self._taken = processes.take(tp_prefill + tp_decode)
         self.epochs = {}
@@ -167,13 +167,13 @@ class TPGroupTopology:
             return
         self.prefill[0].pipe.send(("close",))
         used = [process.expect("done", END_TIMEOUT_S) for process in self.prefill]
-        self.decode[0].pipe.send(("close",))  # only now: a lane that breaks is not the one in use any more
+        self.decode[0].pipe.send(("close",))  # only now: a data path that breaks is not the one in use any more
         for process in self.decode:
             process.expect("done", END_TIMEOUT_S)
         self._processes.give_back(self._taken)
-        # The raw lane is open once the other side has answered; on busy processors the first frames are earlier.
-        before = {"inline"} if self._lane == "raw" else set()
-        assert all({self._lane} <= set(lanes) <= {self._lane} | before for lanes in used), used
+        # The raw data path is open once the other side has answered; on busy processors the first frames are earlier.
+        before = {"inline"} if self._data_path == "raw" else set()
+        assert all({self._data_path} <= set(data_paths) <= {self._data_path} | before for data_paths in used), used
 
     def start(self, request, *, local=False):
         if local:  # the decode worker says everything

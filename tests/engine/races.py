@@ -1,7 +1,7 @@
 """A hunt for races in asynchronous decoding, and races to plant for it.
 
 `hunt` runs many short requests of every kind through few slots and blocks, so that both change hands all the time, with
-random pauses on the lane and on the host and result buffers that are overwritten once they were read. Whatever then
+random pauses on the executor and on the host and result buffers that are overwritten once they were read. Whatever then
 differs from a loop that computes one token at a time is a race.
 """
 
@@ -17,9 +17,9 @@ import torch
 from baton.engine.engine import Engine
 from baton.engine.kv_offload import KVOffload
 from baton.engine.sequence import Phase
-from baton.engine.step import lane
+from baton.engine.step import executor
+from baton.engine.step.executor import ThreadExecutor
 from baton.engine.step.host_future import HostFuture, ResultBuffers
-from baton.engine.step.lane import ThreadLane
 from baton.engine.step.length_bounds import LengthBounds
 from baton.engine.step.runner import Runner
 from baton.tests.engine import reference
@@ -71,8 +71,8 @@ def poison(patch):
     patch.setattr(ResultBuffers, "give_back", give_back_poisoned)
 
 
-def pause_lane(patch, pause):
-    do = lane._do
+def pause_executor(patch, pause):
+    do = executor._do
 
     def do_with_pauses(work, target):
         pause()
@@ -80,7 +80,7 @@ def pause_lane(patch, pause):
         pause()
         return error
 
-    patch.setattr(lane, "_do", do_with_pauses)
+    patch.setattr(executor, "_do", do_with_pauses)
 
 
 def watch_blocks(patch, engine):
@@ -120,7 +120,7 @@ PREEMPT = {"overcommit": True, "host_kv_bytes": 8 * 3 * 2 * 2 * 4 * 8, "preempt_
 def hunt(patch, *, seed=0, num_requests=24, longest_s=2e-3, plant=None, preempt=False):
     """Run and compare; returns the number of steps. `plant` is called with `patch` before the engine is made."""
     poison(patch)
-    pause_lane(patch, Pauses(seed, longest_s))
+    pause_executor(patch, Pauses(seed, longest_s))
     host_pause = Pauses(seed + 1, longest_s / 4)
     if plant is not None:
         plant(patch)
@@ -310,16 +310,16 @@ def steps_overtake(patch):
     """Steps run beside each other instead of one after the other."""
 
     def give(self, work, target):
-        done = lane._Done()
+        done = executor._Done()
 
         def do():
             with torch.inference_mode():
-                done.set(lane._do(work, target))
+                done.set(executor._do(work, target))
 
         threading.Thread(target=do, daemon=True).start()
         return done
 
-    patch.setattr(ThreadLane, "_give", give)
+    patch.setattr(ThreadExecutor, "_give", give)
 
 
 def preempted_in_flight(patch):
@@ -335,13 +335,13 @@ def freed_before_copied(patch):
 
 def copied_back_out_of_turn(patch):
     """What is on the host comes back before it is there."""
-    submit = ThreadLane.submit
+    submit = ThreadExecutor.submit
 
     def load_at_once(self, blocks, first, slot):
         with torch.inference_mode():
             for host_NX, pool_NX in self._layers:
                 pool_NX.index_copy_(0, torch.tensor(blocks), host_NX[first : first + len(blocks)])
-        return submit(self._lane, self._all_have_come, torch.zeros(1))
+        return submit(self._executor, self._all_have_come, torch.zeros(1))
 
     patch.setattr(KVOffload, "load", load_at_once)
 

@@ -311,7 +311,7 @@ def test_ranks_agree_on_what_is_known(size):
     ids=["regex", "schema"],
 )
 def test_a_long_bound_is_served_to_the_end(spec, tiny_model, tiny_tokenizer):
-    """Text of exactly the bound, in pieces of 25 characters, of which a budget of the quick lane sees a quarter."""
+    """Text of exactly the bound, in pieces of 25 characters, of which a budget of the fast path sees a quarter."""
     budget = GrammarBudget(quick=QUICK_LIMITS | {"max_lexer_states": 5000})
     state = GrammarCompiler(tiny_tokenizer, tiny_model.config.vocab_size, budget=budget).start(spec)
     is_schema = spec.kind == "json_schema"

@@ -7,7 +7,7 @@ import torch
 
 from baton.core.errors import ConfigInvalid
 from baton.engine.kv_offload import KVOffload
-from baton.engine.step.lane import ThreadLane
+from baton.engine.step.executor import ThreadExecutor
 from baton.engine.step.plan import Growth, Load, Save
 from baton.engine.step.slots import SlotTable
 from baton.kvcache.layout import KVLayout
@@ -33,10 +33,10 @@ class Side:
         self.table = SlotTable(
             num_slots=3, max_blocks=6, hidden_size=5, vocab_size=9, eos_token_ids=(), dtype=torch.float64, device=CPU
         )
-        self.lane = ThreadLane()
+        self.executor = ThreadExecutor()
         block_bytes = sum(layer.block_bytes for layer in self.pool.geometry.layers)
         num_bytes = num_host_blocks * block_bytes + block_bytes - 1
-        self.offload = KVOffload(self.pool, num_bytes, self.lane, self.table, group)
+        self.offload = KVOffload(self.pool, num_bytes, self.executor, self.table, group)
         assert self.offload.num_blocks == num_host_blocks
 
     def content(self, blocks):
@@ -53,11 +53,13 @@ def test_what_comes_back_is_what_was_there_and_nothing_else_changes():
     side.table.place(1, last_token=3, draft_token=8, hidden_D=hidden_D, length=7, **ROOM)
     before, others = side.content((5, 2, 9)), side.content((0, 1, 3, 4, 6, 7, 8, 10, 11, 12))
     future = side.offload.save(Save((5, 2, 9), 4, 1))
-    side.lane.run(lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([5, 2, 9]), 0) for layer in range(3)])
+    side.executor.run(
+        lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([5, 2, 9]), 0) for layer in range(3)]
+    )
     future.get()
     assert future.is_done
     side.offload.load(Load((9, 5, 2), 4, 0))
-    side.lane.drain()
+    side.executor.drain()
     assert same(side.content((9, 5, 2)), before)
     assert same(side.content((0, 1, 3, 4, 6, 7, 8, 10, 11, 12)), others)
     draft, hidden = side.table.draft_of(0)
@@ -72,8 +74,8 @@ def test_a_state_slot_goes_with_the_blocks_and_no_other_changes():
     )  # fmt: skip
     pool = KVPool(layout, NUM_BLOCKS, CPU, num_state_slots=3)
     pool.data_bytes.copy_(torch.arange(len(pool.data_bytes)) * 7 % 251)
-    lane, table = ThreadLane(), Side().table
-    offload = KVOffload(pool, 1 << 16, lane, table, Alone())
+    executor, table = ThreadExecutor(), Side().table
+    offload = KVOffload(pool, 1 << 16, executor, table, Alone())
     assert offload.num_state_images >= 2
     assert (
         offload.num_blocks * layout.bytes_per_block + offload.num_state_images * layout.bytes_per_state_slot <= 1 << 16
@@ -81,26 +83,26 @@ def test_a_state_slot_goes_with_the_blocks_and_no_other_changes():
     before = [pool.blocks(1)[4:6].clone(), pool.blocks(2)[2].clone()]
     others = [pool.blocks(1)[[0, 1, 6, 7]].clone(), pool.blocks(2)[[0, 3]].clone()]
     offload.save(Save((5,), 0, None, state_slot=2, state_image=1))
-    lane.run(lambda: [pool.blocks(1)[4:6].fill_(0), pool.blocks(2)[2].fill_(0)])
+    executor.run(lambda: [pool.blocks(1)[4:6].fill_(0), pool.blocks(2)[2].fill_(0)])
     offload.load(Load((7,), 0, 0, state_slot=1, state_image=1))
-    lane.drain()
+    executor.drain()
     assert same([pool.blocks(1)[2:4], pool.blocks(2)[1]], before)
     assert same([pool.blocks(1)[[0, 1, 6, 7]], pool.blocks(2)[[0, 3]]], others)
-    lane.close()
+    executor.close()
 
 
 def test_copies_lie_between_the_steps_around_them_and_ranges_may_be_used_again_at_once():
     side, gate = Side(num_host_blocks=2), threading.Event()
     first, second = side.content((3, 4)), side.content((6, 7))
-    side.lane.run(gate.wait)
+    side.executor.run(gate.wait)
     futures = [side.offload.save(Save((3, 4), 0, None))]
     side.offload.load(Load((0, 1), 0, 2))
     futures.append(side.offload.save(Save((6, 7), 0, None)))
-    side.lane.run(lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([6, 7]), 0) for layer in range(3)])
+    side.executor.run(lambda: [side.pool.blocks(layer).index_fill_(0, torch.tensor([6, 7]), 0) for layer in range(3)])
     side.offload.load(Load((6, 7), 0, 2))
     assert not any(future.is_done for future in futures)
     gate.set()
-    side.lane.drain()
+    side.executor.drain()
     assert all(future.is_done for future in futures)
     assert same(side.content((0, 1)), first)
     assert same(side.content((6, 7)), second)
@@ -113,7 +115,7 @@ def test_a_draft_belongs_to_what_was_saved_last():
     side.offload.save(Save((6,), 0, None))  # of a sequence that had no slot
     side.table.place(0, last_token=1, draft_token=2, length=3, **ROOM)
     side.offload.load(Load((7,), 0, 0))
-    side.lane.drain()
+    side.executor.drain()
     assert int(side.table.draft_of(0)[0]) == 2
 
 
@@ -131,14 +133,14 @@ def test_rank_0_hears_of_a_copy_when_every_rank_has_made_it():
         side = Side(group)
         before = side.content((1, 2))
         if group.rank == 1:
-            side.lane.run(lambda: copied.wait(0.2))  # late, and nobody says when it is done but the sum
-            side.lane.run(copied.set)
+            side.executor.run(lambda: copied.wait(0.2))  # late, and nobody says when it is done but the sum
+            side.executor.run(copied.set)
         future = side.offload.save(Save((1, 2), 0, None))
         future.get()
         assert copied.is_set()
         side.offload.load(Load((4, 3), 0, 0))
-        side.lane.drain()
-        side.lane.close()
+        side.executor.drain()
+        side.executor.close()
         return same(side.content((4, 3)), before)
 
     assert on_ranks(2, work) == [True, True]

@@ -147,15 +147,15 @@ def test_a_step_that_fails_after_its_tokens_were_read_ends_what_follows():
         driver.step([0], num_drafts=0)
 
 
-def lane_threads():
-    return {thread for thread in threading.enumerate() if thread.name == "decode-lane"}
+def executor_threads():
+    return {thread for thread in threading.enumerate() if thread.name == "decode-steps"}
 
 
 def test_a_runner_that_is_dropped_ends_its_thread():
-    before = lane_threads()
+    before = executor_threads()
     driver = driver_of()
     driver.start(0, PROMPT, SAMPLING)
-    [thread] = lane_threads() - before
+    [thread] = executor_threads() - before
     del driver
     gc.collect()
     thread.join(5.0)
@@ -163,13 +163,13 @@ def test_a_runner_that_is_dropped_ends_its_thread():
 
 
 def test_closing_waits_for_what_was_launched_and_nothing_is_launched_after_it():
-    before = lane_threads()
+    before = executor_threads()
     driver = driver_of()
     driver.start(0, PROMPT, SAMPLING)
     ticket = driver.launch([0])
     driver.runner.close()
     assert ticket.is_done
-    assert not lane_threads() - before
+    assert not executor_threads() - before
     with pytest.raises(AssertionError, match="closed"):
         driver.launch([0])
 

@@ -10,7 +10,7 @@ from baton.core.clock import VirtualClock
 from baton.core.requests.sampling import SamplingParams
 from baton.core.telemetry.step_report import RowCounts
 from baton.engine.step.counters import StepCounters
-from baton.engine.step.lane import ThreadLane
+from baton.engine.step.executor import ThreadExecutor
 from baton.engine.step.meter import StepMeter
 from baton.engine.step.plan import Load, Save
 from baton.engine.step.result import Emitted
@@ -69,8 +69,8 @@ def emitted(proposed_len, accepted_len):
 def test_what_is_tallied_adds_up_to_what_was_computed():
     rng = random.Random(1)
     for k in (0, 1, 4):
-        tally, lane = StepTally(k), ThreadLane()
-        meter, computed, kept_tokens = StepMeter(k, lane, CPU), [], 0
+        tally, executor = StepTally(k), ThreadExecutor()
+        meter, computed, kept_tokens = StepMeter(k, executor, CPU), [], 0
         for _ in range(50):
             proposed_lens, accepted_lens, dropped, num_emitted = [], [], [], 0
             for _ in range(rng.randrange(1, 6)):
@@ -96,7 +96,7 @@ def test_what_is_tallied_adds_up_to_what_was_computed():
         assert report.step_tokens.total == kept_tokens
         assert report.step_sequences.total == len(computed)
         assert (report.cut.num_rows, report.cut.num_draft_tokens) == (0, 0)
-        lane.close()
+        executor.close()
 
 
 class Side(Driver):
@@ -135,7 +135,7 @@ class Side(Driver):
         return tuple((found.num, round(found.total, 6)) for found in self.runner.meter.times())
 
 
-def test_a_steps_time_and_the_gap_before_it_are_those_of_the_lane():
+def test_a_steps_time_and_the_gap_before_it_are_those_of_the_executor():
     side = Side()
     for slot in range(3):
         side.admit(slot)
@@ -229,13 +229,13 @@ def test_counters_are_copied_when_somebody_asks_and_never_waited_for():
     side.admit(0)
     meter, open_gate = side.runner.meter, threading.Event()
     submits = []
-    submit = meter._lane.submit
-    meter._lane.submit = lambda *arguments: submits.append(1) or submit(*arguments)
+    submit = meter._executor.submit
+    meter._executor.submit = lambda *arguments: submits.append(1) or submit(*arguments)
     side.run((0,))
     meter.copy_if_wanted()
     assert len(submits) == 1, "nobody has asked"
     assert meter.computed().num_rows == 0
-    meter._lane.run(lambda: open_gate.wait(10.0))
+    meter._executor.run(lambda: open_gate.wait(10.0))
     meter.copy_if_wanted()
     meter.copy_if_wanted()
     assert len(submits) == 2, "one copy at a time"

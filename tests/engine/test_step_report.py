@@ -27,7 +27,7 @@ from baton.tests.engine.test_step_meter import counted
 from baton.tests.engine.toy import PerfectToyModel, ToyModel
 from baton.tests.engine.toy_engine import request_of, toy_engine
 from baton.tests.model.ranks import channel_of, on_ranks
-from baton.tests.worker.manual_lane import ManualLane
+from baton.tests.worker.manual_executor import ManualExecutor
 
 fast = pytest.mark.fast
 
@@ -79,7 +79,7 @@ def steps(monkeypatch):
 @pytest.fixture
 def in_turn(monkeypatch):
     """Steps run when they are waited for, so that what a workload holds is the same from run to run."""
-    monkeypatch.setattr("baton.engine.step.runner.lane_for", lambda device: ManualLane())
+    monkeypatch.setattr("baton.engine.step.runner.executor_for", lambda device: ManualExecutor())
 
 
 class Streams:

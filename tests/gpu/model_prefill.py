@@ -102,4 +102,4 @@ class ModelPrefill:
                 if event.HasField("first_token"):
                     token, reason = event.first_token.token, event.first_token.finish_reason
             found.append((token, reason, problem))
-        return found, self.fatal, {address: choice.lane for address, choice in self.push.lanes().items()}
+        return found, self.fatal, {address: choice.data_path for address, choice in self.push.data_paths().items()}

@@ -95,10 +95,10 @@ class Pusher:
             self.allocator.release(self.tables.pop(key))
         return kind, reason
 
-    def lane(self, address):
-        """The lane in use, and why no better one."""
-        choice = self.push.lane_of(address)
-        return (choice.lane, choice.why) if choice is not None else ("", "")
+    def data_path(self, address):
+        """The data path in use, and why no better one."""
+        choice = self.push.data_path_of(address)
+        return (choice.data_path, choice.why) if choice is not None else ("", "")
 
     def inventory(self):
         """Counts."""

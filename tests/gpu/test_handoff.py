@@ -72,8 +72,8 @@ class Pair:
     def differing(self, key, prompt_len):
         return self.worker.differing(self.source, self.blocks[key], key, prompt_len)
 
-    def lane(self):
-        return self.prefill.call("lane", self.worker.service.address)
+    def data_path(self):
+        return self.prefill.call("data_path", self.worker.service.address)
 
     def close(self):
         self.prefill.end()
@@ -103,9 +103,9 @@ def test_bytes_arrive_whole_in_chunks_of_any_size(pair, transport, digest):
         assert both.differing(key, prompt_len) == []
         assert answer() == ("Acked", "")
         both.worker.release(key)
-    lane, why = both.lane()
-    assert lane == {"nvlink": "nvlink", "tcp": lane}[transport], why
-    assert lane in ("nvlink", "raw", "inline")
+    data_path, why = both.data_path()
+    assert data_path == {"nvlink": "nvlink", "tcp": data_path}[transport], why
+    assert data_path in ("nvlink", "raw", "inline")
     assert both.worker.blocks.num_free == NUM_BLOCKS
     both.worker.wait_until(
         lambda: not both.worker.service.inventory()["num_kv_receives"], "end of every incoming transfer"
@@ -127,7 +127,7 @@ def test_auto_takes_nvlink(pair):
     both = pair("auto")
     key = AttemptKey("r", 0)
     assert both.hand_over(key, 100, 100)() == ("Acked", "")
-    assert both.lane() == ("nvlink", "")
+    assert both.data_path() == ("nvlink", "")
     assert both.differing(key, 100) == []
 
 
@@ -225,7 +225,7 @@ def fields(wanted):
     return {name: getattr(wanted, name) for name in wanted.__slots__}
 
 
-def test_many_at_once_over_both_lanes_leave_nothing(pair):
+def test_many_at_once_over_both_data_paths_leave_nothing(pair):
     pairs = [pair(transport, staging_mib=8) for transport in TRANSPORTS]
     for both in pairs:
         keys = [AttemptKey(f"r{index}", 0) for index in range(12)]

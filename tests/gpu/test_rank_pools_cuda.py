@@ -78,8 +78,8 @@ class TPGroupPair:
     def differing(self, key, prompt_len):
         return self.worker.differing(self.source, self.blocks[key], key, prompt_len)
 
-    def lane(self, transport):
-        return self.prefills[transport].call("lane", self.worker.service.address)
+    def data_path(self, transport):
+        return self.prefills[transport].call("data_path", self.worker.service.address)
 
     def damage(self, rank, layer, times):
         """Have a word in a rank's part of a layer change once it is there, before it is verified."""
@@ -139,8 +139,8 @@ def test_every_rank_gets_its_bytes_and_damage_at_any_is_noticed(pair, tp_size, n
             assert both.differing(key, prompt_len) == []
             assert answer() == ("Acked", "")
             worker.release(key)
-        lane, why = both.lane(transport)
-        assert lane in (("nvlink",) if transport == "nvlink" else ("raw", "inline")), why
+        data_path, why = both.data_path(transport)
+        assert data_path in (("nvlink",) if transport == "nvlink" else ("raw", "inline")), why
     assert (counts()["frames_corrupt"], counts()["layers_corrupt"]) == (0, 0)
     num_corrupt = 0
     for transport in TRANSPORTS:

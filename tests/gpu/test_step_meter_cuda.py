@@ -8,7 +8,7 @@ import torch
 from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
-from baton.engine.step.lane import StreamLane
+from baton.engine.step.executor import StreamExecutor
 from baton.engine.step.meter import StepMeter
 from baton.kernels.copies import host_buffer
 from baton.model.loader import load_model
@@ -46,8 +46,8 @@ def test_nothing_is_lost_between_the_device_and_the_streams(k, scheduling):
 
 
 def test_times_are_those_of_the_device_and_no_count_waits():
-    lane = StreamLane(DEVICE)
-    meter = StepMeter(2, lane, DEVICE)
+    executor = StreamExecutor(DEVICE)
+    meter = StepMeter(2, executor, DEVICE)
     slots_B, caps_B = torch.arange(3, device=DEVICE), torch.full((3,), 2, device=DEVICE)
     accepted_B = torch.tensor([0, 1, 2], device=DEVICE)
     slots = (0, 1, 2)
@@ -64,7 +64,7 @@ def test_times_are_those_of_the_device_and_no_count_waits():
     def launch():
         times = meter.launch(slots)
         buffer = host_buffer(3, torch.int64, DEVICE)
-        launched.append((times, lane.submit(lambda: step(times), buffer)))
+        launched.append((times, executor.submit(lambda: step(times), buffer)))
 
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -83,7 +83,7 @@ def test_tokens_do_not_depend_on_the_way(dtype, transport):
         sinks = [QueueSink() for _ in requests]
         for request, sink in zip(requests, sinks, strict=True):
             decode.worker.attend(request, sink)
-        firsts, fatal, lanes = prefill.call("run", requests, decode.peer)
+        firsts, fatal, data_paths = prefill.call("run", requests, decode.peer)
         assert not fatal
         assert [problem for _, _, problem in firsts] == [""] * len(requests)
         got = []
@@ -94,8 +94,8 @@ def test_tokens_do_not_depend_on_the_way(dtype, transport):
         assert got == want
         assert not decode.fatal
         expected = {"nvlink"} if transport == "nvlink" else {"raw", "inline"}
-        assert set(lanes.values()) <= expected
-        assert lanes
+        assert set(data_paths.values()) <= expected
+        assert data_paths
     finally:
         prefill.end()
         decode.worker.close()

@@ -23,7 +23,11 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 NUM_PREFILL_BLOCKS = 1024
-WAYS = {"raw": "tcp", "inline": "zmq", "nvlink": "nvlink"}  # the prefill worker's transport, by the lane that this is
+WAYS = {
+    "raw": "tcp",
+    "inline": "zmq",
+    "nvlink": "nvlink",
+}  # the prefill worker's transport, by the data path that this is
 
 
 def all_requests(prompts, tag, max_tokens):
@@ -37,9 +41,9 @@ def all_requests(prompts, tag, max_tokens):
 
 
 def hand_over(prefill, decode, requests):
-    """Tokens of every request, or what went wrong, and the lane they came by."""
+    """Tokens of every request, or what went wrong, and the data path they came by."""
     decode.call("attend", requests)
-    firsts, fatal, lanes = prefill.call("run", requests, decode.call("peer"))
+    firsts, fatal, data_paths = prefill.call("run", requests, decode.call("peer"))
     ended = [request.key for (_, reason, _), request in zip(firsts, requests, strict=True) if reason]
     going = [request.key for request in requests if request.key not in ended]
     rest = dict(zip(going, decode.call("tokens", going, ended), strict=True))
@@ -47,7 +51,7 @@ def hand_over(prefill, decode, requests):
     for (token, _, problem), request in zip(firsts, requests, strict=True):
         more = rest.get(request.key, [])
         got.append(problem or (more if isinstance(more, str) else [token, *more]))
-    return got, fatal, sorted(lanes.values())
+    return got, fatal, sorted(data_paths.values())
 
 
 def check(tokenizer, path, dtype, numerics, prompts, block_sizes, *, max_tokens=16, preempt_at=(), **options):
@@ -55,22 +59,22 @@ def check(tokenizer, path, dtype, numerics, prompts, block_sizes, *, max_tokens=
     config = config_of(path, dtype, numerics, block_sizes[1], **options)
     decode = SpawnedRemote(TPGroupDecode, config, preempt_at)  # both ranks load while the prefill workers do
     arguments = {
-        lane: (0, dtype, transport, NUM_PREFILL_BLOCKS, block_sizes[0], 48, path, numerics)
-        for lane, transport in WAYS.items()
+        data_path: (0, dtype, transport, NUM_PREFILL_BLOCKS, block_sizes[0], 48, path, numerics)
+        for data_path, transport in WAYS.items()
     }
-    prefills = {lane: SpawnedRemote(ModelPrefill, *values) for lane, values in arguments.items()}
+    prefills = {data_path: SpawnedRemote(ModelPrefill, *values) for data_path, values in arguments.items()}
     try:
         model = load_model(path, dtype=dtype, device=torch.device("cuda", 0), numerics=numerics, with_mtp=True)
         wanted = local_tokens(model, tokenizer, all_requests(prompts, "one", max_tokens))
         got = {
-            lane: hand_over(prefill, decode, all_requests(prompts, lane, max_tokens))
-            for lane, prefill in prefills.items()
+            data_path: hand_over(prefill, decode, all_requests(prompts, data_path, max_tokens))
+            for data_path, prefill in prefills.items()
         }
         state, fatal = decode.call("state")
         assert not fatal
         assert len(state.rank_pids) == 2
-        print({lane: lanes for lane, (_, _, lanes) in got.items()})
-        assert {lane: (tokens, problems) for lane, (tokens, problems, _) in got.items()} == dict.fromkeys(
+        print({data_path: data_paths for data_path, (_, _, data_paths) in got.items()})
+        assert {data_path: (tokens, problems) for data_path, (tokens, problems, _) in got.items()} == dict.fromkeys(
             WAYS, (wanted, [])
         )
         assert got["nvlink"][2] == ["nvlink"]

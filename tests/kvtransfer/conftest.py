@@ -58,14 +58,14 @@ def rows(pool, blocks, prompt_len):
     return torch.stack(layers)[:, :, :, :prompt_len]
 
 
-def receiver_in_process(layout, num_blocks, config, *, tp_size=1, lanes=(), kind="zmq"):
+def receiver_in_process(layout, num_blocks, config, *, tp_size=1, data_paths=(), kind="zmq"):
     """The pool of rank 0, and the incoming transfer that writes it from a process of its own."""
     setup = ReceiverSetup(
         epoch=D_EPOCH,
         layout=layout,
         num_blocks=num_blocks,
         tp_size=tp_size,
-        listen=Listen(kind, bind_address(kind, "127.0.0.1"), tuple(lanes)),
+        listen=Listen(kind, bind_address(kind, "127.0.0.1"), tuple(data_paths)),
         config=config,
     )
     region = receiver_region(setup.geometries, config)

@@ -75,7 +75,9 @@ class FakeDevice:
 class DeviceWorker(ReceiverWorker):
     """An incoming transfer in a process of its own before that device."""
 
-    def __init__(self, layout=None, *, num_blocks=64, num_staging_blocks=16, tp_size=1, lanes=("nvlink",), **config):
+    def __init__(
+        self, layout=None, *, num_blocks=64, num_staging_blocks=16, tp_size=1, data_paths=("nvlink",), **config
+    ):
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
         self.setup = ReceiverSetup(
@@ -84,7 +86,7 @@ class DeviceWorker(ReceiverWorker):
             num_blocks=num_blocks,
             num_state_slots=num_blocks if self.layout.has_state else 0,
             tp_size=tp_size,
-            listen=Listen("zmq", "tcp://127.0.0.1:0", tuple(lanes)),
+            listen=Listen("zmq", "tcp://127.0.0.1:0", tuple(data_paths)),
             config=self.config,
             device=DeviceSetup(
                 num_staging_blocks,

@@ -25,10 +25,12 @@ CPU = torch.device("cpu")
 class Decode:
     """The loop of a decode worker, as simple as it can be."""
 
-    def __init__(self, layout, num_blocks=40, lanes=("shm",), kind="zmq", **config):
+    def __init__(self, layout, num_blocks=40, data_paths=("shm",), kind="zmq", **config):
         self.layout = layout
         self.config = KVTransferConfig(**config)
-        self.pool, self.incoming = receiver_in_process(layout, num_blocks, self.config, lanes=lanes, kind=kind)
+        self.pool, self.incoming = receiver_in_process(
+            layout, num_blocks, self.config, data_paths=data_paths, kind=kind
+        )
         self.blocks = BlockAllocator(num_blocks, layout.block_size)
         self.incoming.start()
         self.peer = DecodePeer("d0", self.incoming.address, D_EPOCH)
@@ -125,7 +127,7 @@ class Prefill:
                 step.submit(layer)
 
     def compute_aside(self, *keys):
-        """As `compute`, on a thread: for lanes that hold a write up."""
+        """As `compute`, on a thread: for data paths that hold a write up."""
         thread = threading.Thread(target=self.compute, args=keys)
         thread.start()
         return thread

@@ -26,7 +26,7 @@ class ReceiverWorker:
     """An incoming transfer in a process of its own, and blocks."""
 
     def __init__(
-        self, layout=None, *, num_blocks=64, tp_size=1, lanes=(), control="zmq", bind="tcp://127.0.0.1:0", **config
+        self, layout=None, *, num_blocks=64, tp_size=1, data_paths=(), control="zmq", bind="tcp://127.0.0.1:0", **config
     ):
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
@@ -36,7 +36,7 @@ class ReceiverWorker:
             num_blocks=num_blocks,
             num_state_slots=num_blocks if self.layout.has_state else 0,
             tp_size=tp_size,
-            listen=Listen(control, bind, tuple(lanes)),
+            listen=Listen(control, bind, tuple(data_paths)),
             config=self.config,
         )
         self.region = receiver_region(self.setup.geometries, self.config)

@@ -35,16 +35,26 @@ class ScriptedPrefill:
         p_epoch: its life.
         rank: in its group.
         size: of that group.
-        lanes: that it says it can send on.
+        data_paths: that it says it can send on.
         incarnation_file: named in its HELLO.
         host_id: named there, too.
     """
 
     def __init__(
-        self, address, layout, *, num_blocks=64, p_epoch=77, rank=0, size=1, lanes=(), incarnation_file="", host_id=""
+        self,
+        address,
+        layout,
+        *,
+        num_blocks=64,
+        p_epoch=77,
+        rank=0,
+        size=1,
+        data_paths=(),
+        incarnation_file="",
+        host_id="",
     ):
         self.address, self.layout, self.p_epoch, self.rank, self.size = address, layout, p_epoch, rank, size
-        self.lanes, self.incarnation_file, self.host_id = list(lanes), incarnation_file, host_id
+        self.data_paths, self.incarnation_file, self.host_id = list(data_paths), incarnation_file, host_id
         self.d_epoch = 0
         self.has_digest = True  # frames and COMMITs have digests
         self.transport = ZmqTransport()
@@ -91,7 +101,7 @@ class ScriptedPrefill:
             "head_first": heads.first,
             "head_count": heads.count,
             "capabilities": [DIGEST],
-            "lanes": self.lanes,
+            "data_paths": self.data_paths,
             "host_id": self.host_id,
             "incarnation_file": self.incarnation_file,
             "sent_ns": time.monotonic_ns(),
@@ -111,7 +121,7 @@ class ScriptedPrefill:
         self.d_epoch = reply.epoch
         return reply
 
-    def reserve(self, key, prompt_len, *, capacity_len=None, lane="", wait_ms=10_000):
+    def reserve(self, key, prompt_len, *, capacity_len=None, data_path="", wait_ms=10_000):
         self.send(
             kv_pb2.Reserve(
                 attempt=wire_attempt(key),
@@ -119,7 +129,7 @@ class ScriptedPrefill:
                 prompt_len=prompt_len,
                 capacity_len=capacity_len or prompt_len,
                 wait_ms=wait_ms,
-                lane=lane,
+                data_path=data_path,
                 tp_size=self.size,
                 peer_epoch=self.d_epoch,
             )
@@ -128,7 +138,7 @@ class ScriptedPrefill:
     def granted(self, key, poll=None, timeout_s=10.0):
         return self.wait_for("grant", lambda grant: grant.attempt == wire_attempt(key), poll=poll, timeout_s=timeout_s)
 
-    def frame(self, grant, layer, first, count, *, lane="inline", damage=False, is_written=False):
+    def frame(self, grant, layer, first, count, *, data_path="inline", damage=False, is_written=False):
         """Push some positions of this rank's heads of a layer."""
         heads = self.layout.pushed_heads(layer, self.rank, self.size)
         if heads.count == 0:
@@ -156,7 +166,7 @@ class ScriptedPrefill:
             payload_crc=None if self.has_digest or is_written else crc_of([payload]),
         )
         self.seq += 1
-        self.transport.send_frame(self.address, encode_header(header), [] if is_written else [payload], lane)
+        self.transport.send_frame(self.address, encode_header(header), [] if is_written else [payload], data_path)
         if is_written:
             self.receive(0)  # with it the header leaves
 

@@ -1,8 +1,9 @@
 """A virtual cluster for the hand-off protocol: real machines and headers, model pools, a hostile network, a clock.
 
-Two prefill workers of one or two ranks, two decode workers whose pools are split over one or two ranks, and a lane that
-is one-sided or not. Pools hold tags, so content says whose it is. Every check of an invariant (research/kv-transfer.md,
-section 3) is an assert here or in the two workers, so whoever drives a `World` gets them all after every step.
+Two prefill workers of one or two ranks, two decode workers whose pools are split over one or two ranks, and a data path
+that is one-sided or not. Pools hold tags, so content says whose it is. Every check of an invariant
+(research/kv-transfer.md, section 3) is an assert here or in the two workers, so whoever drives a `World` gets them all
+after every step.
 """
 
 import random
@@ -40,7 +41,7 @@ class Options:
 
     prefill_tp: int = 1
     decode_tp: int = 1
-    lane: str = "inline"
+    data_path: str = "inline"
     has_digest: bool = True
     digests_layers: bool = False
     skew: float = 0.0  # of clocks, relative
@@ -48,13 +49,13 @@ class Options:
 
     @staticmethod
     def of(rng):
-        lane = rng.choice(["inline", "shm"])
+        data_path = rng.choice(["inline", "shm"])
         return Options(
             prefill_tp=rng.choice([1, 2]),
             decode_tp=rng.choice([1, 2]),
-            lane=lane,
+            data_path=data_path,
             has_digest=rng.random() < 0.85,
-            digests_layers=lane == "inline" and rng.random() < 0.2,
+            digests_layers=data_path == "inline" and rng.random() < 0.2,
             skew=rng.choice([0.0, 0.0, 0.02]),
             names_change=rng.random() < 0.3,
         )

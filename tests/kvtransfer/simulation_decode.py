@@ -82,7 +82,7 @@ class DecodeNode:
         self.is_stopped = self.is_dead = self.is_gone = False
         self.pool = ModelPool(self, world.options.decode_tp)
         self.tables = {}  # attempt -> blocks, held by an incoming transfer or a sequence
-        self.owners = {}  # attempt -> (p_epoch, tp_size, lane, d_epoch)
+        self.owners = {}  # attempt -> (p_epoch, tp_size, data path, d_epoch)
         self.wanted = []
         self.complete = {}  # attempt -> what the pool held then
         self.seen_version = -1
@@ -96,7 +96,7 @@ class DecodeNode:
         """A KV receiver process begins."""
         options = self.world.options
         self.epoch = self.world.epoch()
-        offers = [] if options.lane == "inline" else [kv_pb2.LaneOffer(lane=options.lane)]
+        offers = [] if options.data_path == "inline" else [kv_pb2.DataPathOffer(data_path=options.data_path)]
         self.protocol = ReceiverProtocol(
             epoch=self.epoch,
             layout=sim.LAYOUT,
@@ -117,13 +117,13 @@ class DecodeNode:
         old = dict(self.tables)
         self.start()
         for attempt, blocks in old.items():
-            p_epoch, tp_size, lane, d_epoch = self.owners[attempt]
+            p_epoch, tp_size, data_path, d_epoch = self.owners[attempt]
             is_complete = attempt in self.complete
-            if lane == "inline" and not is_complete:  # its only writer is dead
+            if data_path == "inline" and not is_complete:  # its only writer is dead
                 self.pool.release(attempt, blocks)
                 del self.tables[attempt]
             else:
-                self.protocol.inherit(Inherited(attempt, d_epoch, p_epoch, tp_size, lane, is_complete), self.now())
+                self.protocol.inherit(Inherited(attempt, d_epoch, p_epoch, tp_size, data_path, is_complete), self.now())
 
     def now(self):
         return self.world.now_s * (1.0 - self.world.options.skew) + self.epoch
@@ -143,7 +143,7 @@ class DecodeNode:
         assert attempt not in self.granted, "invariant 3: an attempt is granted twice"
         self.granted.add(attempt)
         self.tables[attempt] = blocks
-        self.owners[attempt] = (wanted.p_epoch, wanted.tp_size, wanted.lane, self.epoch)
+        self.owners[attempt] = (wanted.p_epoch, wanted.tp_size, wanted.data_path, self.epoch)
         self.do(self.protocol.grant(attempt, self.now(), blocks))
         return True
 
@@ -296,8 +296,8 @@ class DecodeNode:
 
     def on_drained(self, attempt):
         blocks = self.tables.pop(attempt)
-        p_epoch, tp_size, lane, d_epoch = self.owners[attempt]
-        if lane != "inline" and (attempt, "complete") not in self.world.log:
+        p_epoch, tp_size, data_path, d_epoch = self.owners[attempt]
+        if data_path != "inline" and (attempt, "complete") not in self.world.log:
             for rank in range(tp_size):
                 said = (p_epoch, rank, d_epoch, attempt) in self.world.drained
                 assert said or (p_epoch, rank) in self.world.dead, "invariant 10: freed without evidence"

@@ -162,7 +162,7 @@ class Driver:
     def write_early(self):
         """A writer thread does not wait to be asked."""
         rank, attempt = self.live(lambda s: s.is_granted and not s.has_failed and not s.is_computed)
-        if rank and self.world.options.lane != "inline":
+        if rank and self.world.options.data_path != "inline":
             rank.begin_early(attempt, self.rng.randrange(NUM_LAYERS), self.rng.randint(1, 7))
         busy = [rank for rank in self.world.ranks() if rank.early and not rank.is_stopped and not rank.is_dead]
         if busy and self.rng.random() < 0.6:

@@ -65,10 +65,16 @@ class Rank:
         self.world, self.node, self.epoch, self.rank = world, node, epoch, rank
         self.name = f"{name}/{rank}#{epoch}" if world.options.names_change else f"{name}/{rank}"
         self.is_stopped = self.is_dead = False
-        lanes = (world.options.lane, "inline")
+        data_paths = (world.options.data_path, "inline")
         self.protocol = PushProtocol(
             identity=PushIdentity(
-                epoch, rank, world.options.prefill_tp, lanes, "host", f"life-{epoch}-{rank}", world.options.has_digest
+                epoch,
+                rank,
+                world.options.prefill_tp,
+                data_paths,
+                "host",
+                f"life-{epoch}-{rank}",
+                world.options.has_digest,
             ),
             layout=dataclasses.replace(sim.LAYOUT, block_size=4),
             config=sim.CONFIG,
@@ -183,12 +189,12 @@ class Rank:
                     self.send_frame(action)
                 case at_p.StopFrames():
                     self.stop_frames(action)
-                case at_p.OpenLane():
-                    lane = self.world.options.lane
-                    is_offered = any(offer.lane == lane for offer in action.offers)
+                case at_p.OpenDataPath():
+                    data_path = self.world.options.data_path
+                    is_offered = any(offer.data_path == data_path for offer in action.offers)
                     self.maps[action.peer] = self.world.decodes[action.peer].pool
-                    opened = lane if is_offered else "inline"
-                    self.do(self.protocol.lane_opened(action.peer, opened, self.now()))
+                    opened = data_path if is_offered else "inline"
+                    self.do(self.protocol.data_path_opened(action.peer, opened, self.now()))
                 case at_p.DropPeer():
                     pass
                 case at_p.Granted(attempt, grant):
@@ -244,13 +250,13 @@ class Rank:
         assert header.seq not in seqs
         seqs[header.seq] = "posted"
         where = {(attempt, header.layer, position) for position in range(header.first, header.end)}
-        if action.lane != "inline" and where <= self.early_done:
+        if action.data_path != "inline" and where <= self.early_done:
             self.early_done -= where
             written = dataclasses.replace(header, payload_digest=digest)
             self.post_frame(action.peer, attempt, written, ())
             self.do(self.protocol.written(attempt, header, self.now()))
             return
-        if action.lane == "inline":
+        if action.data_path == "inline":
             header = dataclasses.replace(header, payload_digest=digest, payload_crc=None if action.has_digest else 1)
             self.post_frame(action.peer, attempt, header, values)
             return
@@ -278,7 +284,7 @@ class Rank:
         else:
             self.world.post(self.name, peer, data, payload, seq)
 
-    # A one-sided lane
+    # A one-sided data path
 
     def begin_write(self, write, damage=False):
         """The first half."""

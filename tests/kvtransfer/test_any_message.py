@@ -10,7 +10,7 @@ from baton.kvtransfer.protocol.frame import FrameHeader
 from baton.kvtransfer.protocol.messages import control_of, encode_control, layout_message, parse_control
 from baton.kvtransfer.receiver.actions import Completed, IncomingFailed, ReserveWanted, WriteFrame
 from baton.kvtransfer.receiver.protocol import ReceiverProtocol
-from baton.kvtransfer.sender.actions import DecodePeer, Granted, OpenLane, SendControl, SendFrame
+from baton.kvtransfer.sender.actions import DecodePeer, Granted, OpenDataPath, SendControl, SendFrame
 from baton.kvtransfer.sender.messages import PushIdentity
 from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.proto import kv_pb2
@@ -32,7 +32,7 @@ MAXIMA = {
 
 
 def value_of(field, rng):
-    if field.name == "lane":
+    if field.name == "data_path":
         return rng.choice(["", "inline", "shm", "raw"])
     if field.type == field.TYPE_STRING:
         return rng.choice(["r0", "r1", "r2", "", "x"])
@@ -104,7 +104,7 @@ class AnyIncoming:
 
     def __init__(self, rng, digests_layers):
         self.rng = rng
-        offers = [kv_pb2.LaneOffer(lane="shm")]
+        offers = [kv_pb2.DataPathOffer(data_path="shm")]
         self.protocol = ReceiverProtocol(
             epoch=D_EPOCH,
             layout=LAYOUT,
@@ -126,7 +126,7 @@ class AnyIncoming:
             epoch=P_EPOCH, peer_epoch=D_EPOCH, prompt_len=7, capacity_len=9, wait_ms=9000, tp_size=1
         )
         reserve.attempt.request_id, reserve.attempt.attempt = f"r{self.number % 3}", self.number // 3
-        reserve.lane = self.rng.choice(["", "shm"])
+        reserve.data_path = self.rng.choice(["", "shm"])
         return control_of(reserve)
 
     def hear(self, now_s):
@@ -194,8 +194,8 @@ def test_a_decode_worker_survives_any_message(seed, digests_layers):
 class AnyPush:
     """A prefill worker's protocol, and a driver that obeys it."""
 
-    def __init__(self, rng, lane):
-        self.rng, self.lane = rng, lane
+    def __init__(self, rng, data_path):
+        self.rng, self.data_path = rng, data_path
         self.protocol = PushProtocol(identity=PushIdentity(P_EPOCH), layout=LAYOUT, config=CONFIG)
         self.pushed, self.writes, self.number = set(), [], 0
 
@@ -212,7 +212,7 @@ class AnyPush:
             part, key = getattr(control, kind), self.rng.choice(keys)
             part.attempt.request_id, part.attempt.attempt = key.request_id, key.attempt
             if kind == "grant" and self.rng.random() < 0.8:
-                part.lane, part.lease_ms, part.blocks[:] = self.lane, 2000, range(8)
+                part.data_path, part.lease_ms, part.blocks[:] = self.data_path, 2000, range(8)
         try:
             return self.protocol.on_control("d", control, now_s)
         except BatonError:
@@ -228,9 +228,9 @@ class AnyPush:
     def obey(self, actions, now_s):
         for action in actions:
             match action:
-                case OpenLane():
-                    self.obey(self.protocol.lane_opened("d", self.lane, now_s), now_s)
-                case SendFrame() if self.lane == "shm":
+                case OpenDataPath():
+                    self.obey(self.protocol.data_path_opened("d", self.data_path, now_s), now_s)
+                case SendFrame() if self.data_path == "shm":
                     self.writes.append(action)
                 case SendControl(control=said) if said.WhichOneof("message") == "hello" and self.rng.random() < 0.9:
                     self.obey(self.answer_hello(said.hello, now_s), now_s)
@@ -249,10 +249,10 @@ class AnyPush:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("lane", ["inline", "shm"])
-def test_a_prefill_worker_survives_any_message(seed, lane):
+@pytest.mark.parametrize("data_path", ["inline", "shm"])
+def test_a_prefill_worker_survives_any_message(seed, data_path):
     rng = random.Random(seed)
-    node = AnyPush(rng, lane)
+    node = AnyPush(rng, data_path)
     now_s = 0.0
     for _ in range(600):
         now_s += rng.choice([0.0, 0.01, 0.3])

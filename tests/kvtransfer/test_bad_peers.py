@@ -143,8 +143,8 @@ class Wire:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def send_frame(self, peer, header, payload, lane):
-        self._inner.send_frame(peer, *self._change(header, b"".join(payload)), lane)
+    def send_frame(self, peer, header, payload, data_path):
+        self._inner.send_frame(peer, *self._change(header, b"".join(payload)), data_path)
 
 
 def with_header(header, **changes):
@@ -216,10 +216,10 @@ def test_a_replay_of_a_whole_recorded_exchange_changes_nothing(make_worker, make
             said.append(("send", arguments))
             self._inner.send(*arguments)
 
-        def send_frame(self, peer, header, payload, lane):
+        def send_frame(self, peer, header, payload, data_path):
             kept = [memoryview(b"".join(payload))]
-            said.append(("send_frame", (peer, header, kept, lane)))
-            self._inner.send_frame(peer, header, kept, lane)
+            said.append(("send_frame", (peer, header, kept, data_path)))
+            self._inner.send_frame(peer, header, kept, data_path)
 
     prefill.transport = Recorder(wire, None)
     key, grant = granted(worker, prefill, "recorded")
@@ -288,8 +288,8 @@ def test_a_prefill_process_that_is_stopped_and_returns_after_its_lease_writes_no
     """It was in the middle of pushing, and goes on where it was. Where it writes itself, its blocks wait for it."""
     control = "grpc" if transport == "grpc" else "zmq"
     bind = "grpc://127.0.0.1:0" if control == "grpc" else "tcp://127.0.0.1:0"
-    lanes = ("shm",) if transport == "shm" else ()
-    worker = make_worker(control=control, bind=bind, lanes=lanes, lease_s=LEASE_S, heartbeat_s=0.1)
+    data_paths = ("shm",) if transport == "shm" else ()
+    worker = make_worker(control=control, bind=bind, data_paths=data_paths, lease_s=LEASE_S, heartbeat_s=0.1)
     prefill = StoppingPrefill(worker, transport)
     key = AttemptKey("r", 1)
     try:

@@ -13,7 +13,7 @@ from baton.tests.kvtransfer.simulation import Message, Options, World, cell_dige
 from baton.tests.kvtransfer.test_regressions import frames, granted, push_all, take
 
 pytestmark = pytest.mark.fast
-SHM = Options(lane="shm")
+SHM = Options(data_path="shm")
 
 
 def forge(world, kind, change, *, times=1):
@@ -121,10 +121,10 @@ def test_a_layer_whose_digest_differs_twice_ends_the_incoming():
     assert "corrupt twice" in world.decodes["d0"].protocol._rules.table.tombstone(attempt).reason
 
 
-@pytest.mark.parametrize("lane", ["inline", "shm"])
+@pytest.mark.parametrize("data_path", ["inline", "shm"])
 @pytest.mark.parametrize("name", ["d_epoch", "attempt"])
-def test_a_frame_of_another_life_or_attempt_is_late(name, lane):
-    world = World(Options(lane=lane))
+def test_a_frame_of_another_life_or_attempt_is_late(name, data_path):
+    world = World(Options(data_path=data_path))
     attempt = granted(world, prompt_len=2)
     push_all(world, attempt)
     node = world.decodes["d0"]

@@ -35,7 +35,7 @@ def open_all():
 
 @pytest.fixture
 def setting(open_all):
-    def make(layout, tp_size, *, lane="inline", **options):
+    def make(layout, tp_size, *, data_path="inline", **options):
         worker = DeviceWorker(layout, tp_size=tp_size, **options)
         open_all.append(worker)
         p_epoch = secrets.randbits(64)
@@ -45,7 +45,7 @@ def setting(open_all):
             worker.service.address,
             worker.layout,
             p_epoch=p_epoch,
-            lanes=[lane],
+            data_paths=[data_path],
             incarnation_file=str(incarnation.path),
             host_id=host_id(),
         )
@@ -60,21 +60,21 @@ def whole(layout, layer, prompt_len=LEN):
     return Span(layer, 0, layout.layers[layer].span(prompt_len).count, 0, layout.layers[layer].num_heads)
 
 
-def push(worker, prefill, grant, lane, layers=None):
+def push(worker, prefill, grant, data_path, layers=None):
     """What a prefill rank does: send payloads, or write every rank's pool itself and send headers."""
     for layer in range(worker.layout.num_layers) if layers is None else layers:
         span = whole(worker.layout, layer)
-        for pool in worker.ranks if lane == "nvlink" else ():
+        for pool in worker.ranks if data_path == "nvlink" else ():
             heads = pool.geometry.layer(layer).heads
             part = Span(layer, 0, span.count, heads.first, heads.count)
             prefill.whole.copy(prefill.blocks, pool, blocks_of(pool, grant, part), part)
-        prefill.frame(grant, layer, 0, span.count, lane=lane, is_written=lane == "nvlink")
+        prefill.frame(grant, layer, 0, span.count, data_path=data_path, is_written=data_path == "nvlink")
 
 
-def hand_over(worker, prefill, key, lane):
-    prefill.reserve(key, LEN, lane=lane)
+def hand_over(worker, prefill, key, data_path):
+    prefill.reserve(key, LEN, data_path=data_path)
     grant = prefill.granted(key, worker.poll)
-    push(worker, prefill, grant, lane)
+    push(worker, prefill, grant, data_path)
     prefill.commit(grant, LEN)
     return grant
 
@@ -104,13 +104,13 @@ def damage_at(worker, rank, layer):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("num_kv_heads", "tp_size", "lane"),
+    ("num_kv_heads", "tp_size", "data_path"),
     [pytest.param(2, 2, "inline", marks=pytest.mark.fast), (8, 4, "nvlink"), (2, 4, "nvlink"), (2, 8, "inline")],
 )
-def test_every_rank_gets_its_heads_and_all_are_verified(setting, num_kv_heads, tp_size, lane):
+def test_every_rank_gets_its_heads_and_all_are_verified(setting, num_kv_heads, tp_size, data_path):
     layout = mixed(num_kv_heads) if tp_size <= 2 else make_layout(num_layers=4, num_kv_heads=num_kv_heads)
-    worker, prefill = setting(layout, tp_size, lane=lane)
-    hand_over(worker, prefill, KEY, lane)
+    worker, prefill = setting(layout, tp_size, data_path=data_path)
+    hand_over(worker, prefill, KEY, data_path)
     worker.wait_for(Completed, KEY)
     assert same_everywhere(worker, prefill, KEY)
     asked = worker.device.asked
@@ -134,19 +134,19 @@ def test_layers_of_one_shape_that_ranks_hold_otherwise_are_no_launch(setting):
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "rank", "lane"), [(2, 0, "inline"), (2, 1, "inline"), (2, 0, "nvlink"), (4, 3, "nvlink")]
+    ("num_kv_heads", "rank", "data_path"), [(2, 0, "inline"), (2, 1, "inline"), (2, 0, "nvlink"), (4, 3, "nvlink")]
 )
-def test_a_word_that_changed_at_any_rank_is_noticed(setting, num_kv_heads, rank, lane):
+def test_a_word_that_changed_at_any_rank_is_noticed(setting, num_kv_heads, rank, data_path):
     """With two heads, ranks 0 and 1 hold the same one: a copy that differs is as wrong as the first."""
-    worker, prefill = setting(make_layout(num_kv_heads=num_kv_heads), 4, lane=lane)
+    worker, prefill = setting(make_layout(num_kv_heads=num_kv_heads), 4, data_path=data_path)
     damage_at(worker, rank, 1)
-    grant = hand_over(worker, prefill, KEY, lane)
+    grant = hand_over(worker, prefill, KEY, data_path)
     nack = prefill.wait_for("commit_nack", poll=worker.poll)
     assert list(nack.corrupt_layers) == [1]
     assert worker.find(Completed, KEY) is None
     worker.device.damage = lambda wanted, table: None
     totals = list(prefill.digests[grant.epoch, grant.incoming_id])
-    push(worker, prefill, grant, lane, [1])
+    push(worker, prefill, grant, data_path, [1])
     prefill.digests[grant.epoch, grant.incoming_id] = totals
     prefill.commit(grant, LEN, round=1)
     worker.wait_for(Completed, KEY)
@@ -228,7 +228,7 @@ class TestLateRanks:
 
 
 def test_the_offer_names_the_pool_of_every_rank(setting):
-    worker, prefill = setting(make_layout(num_kv_heads=4), 4, lane="nvlink")
+    worker, prefill = setting(make_layout(num_kv_heads=4), 4, data_path="nvlink")
     (offer,) = prefill.wait_for("hello_reply", lambda reply: reply.proof).offers
     found = [(pool.device_uuid, pool.place.offset_bytes, pool.place.num_bytes) for pool in offer.nvlink.pools]
     sizes = [geometry.num_bytes for geometry in worker.setup.geometries]

@@ -10,7 +10,7 @@ from baton.core.requests.request import AttemptKey
 from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.messages import wire_attempt
-from baton.kvtransfer.transports.shm_lane import geometries_of
+from baton.kvtransfer.transports.shm import geometries_of
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
@@ -22,7 +22,7 @@ LATENT = latent(12)
 STATE = state(2, 20)
 MIXED = make_layout(num_layers=4, more=(LATENT, LATENT, STATE))
 KEY = AttemptKey("r", 0)
-LANES = ("inline", "nvlink")
+DATA_PATHS = ("inline", "nvlink")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def open_all():
 
 @pytest.fixture
 def setting(open_all):
-    def make(layout=None, *, lane="inline", **options):
+    def make(layout=None, *, data_path="inline", **options):
         worker = DeviceWorker(layout, **options)
         open_all.append(worker)
         p_epoch = secrets.randbits(64)
@@ -46,7 +46,7 @@ def setting(open_all):
             worker.service.address,
             worker.layout,
             p_epoch=p_epoch,
-            lanes=[lane],
+            data_paths=[data_path],
             incarnation_file=str(incarnation.path),
             host_id=host_id(),
         )
@@ -60,21 +60,21 @@ def setting(open_all):
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("layout", [make_layout(), MIXED], ids=["rows", "state"])
 def test_pools_are_offered_as_they_are(setting, layout, tp_size):
-    worker, prefill, _ = setting(layout, lane="nvlink", tp_size=tp_size)
+    worker, prefill, _ = setting(layout, data_path="nvlink", tp_size=tp_size)
     (offer,) = prefill.hello(poll=worker.poll).offers
     found = geometries_of(layout, [pool.place for pool in offer.nvlink.pools])
     assert [one.layers for one in found] == [pool.geometry.layers for pool in worker.ranks]
 
 
-def push(worker, prefill, grant, prompt_len, lane, layers=None):
+def push(worker, prefill, grant, prompt_len, data_path, layers=None):
     """What a prefill rank does: send payloads, or write the pool itself and send headers."""
     for layer in range(worker.layout.num_layers) if layers is None else layers:
         length = worker.layout.layers[layer].span(prompt_len).count
         heads = worker.layout.layers[layer].num_heads
         span = Span(layer, 0, length, 0, heads)
-        if lane == "nvlink":
+        if data_path == "nvlink":
             prefill.whole.copy(prefill.blocks, worker.pool, blocks_of(worker.pool, grant, span), span)
-        prefill.frame(grant, layer, 0, length, lane=lane, is_written=lane == "nvlink")
+        prefill.frame(grant, layer, 0, length, data_path=data_path, is_written=data_path == "nvlink")
 
 
 def same(worker, prefill, key, prompt_len):
@@ -89,28 +89,28 @@ def same(worker, prefill, key, prompt_len):
     return True
 
 
-def hand_over(worker, prefill, key, prompt_len, lane):
-    prefill.reserve(key, prompt_len, lane=lane)
+def hand_over(worker, prefill, key, prompt_len, data_path):
+    prefill.reserve(key, prompt_len, data_path=data_path)
     grant = prefill.granted(key, worker.poll)
-    push(worker, prefill, grant, prompt_len, lane)
+    push(worker, prefill, grant, prompt_len, data_path)
     prefill.commit(grant, prompt_len)
     return grant
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_what_lands_is_in_the_pool_and_verified_there(setting, lane):
-    worker, prefill, _ = setting(MIXED, lane=lane)
+@pytest.mark.parametrize("data_path", DATA_PATHS)
+def test_what_lands_is_in_the_pool_and_verified_there(setting, data_path):
+    worker, prefill, _ = setting(MIXED, data_path=data_path)
     for turn in range(3):
         key = AttemptKey(f"r{turn}", 0)
-        grant = hand_over(worker, prefill, key, 23, lane)
-        assert bool(grant.blocks) == (lane == "nvlink")
+        grant = hand_over(worker, prefill, key, 23, data_path)
+        assert bool(grant.blocks) == (data_path == "nvlink")
         complete = worker.wait_for(Completed, key)
         assert complete.prompt_len == 23
         assert same(worker, prefill, key, 23)
         worker.release(key)
     asked = worker.device.asked
     assert all(wanted.has_digest for wanted in asked)
-    assert {bool(wanted.staging.blocks) for wanted in asked} == {lane == "inline"}
+    assert {bool(wanted.staging.blocks) for wanted in asked} == {data_path == "inline"}
     assert sum(wanted.num_layers for wanted in asked) == 3 * MIXED.num_layers
     for wanted in asked:  # no launch crosses from one shape to another
         kinds = {MIXED.layers[wanted.layer + index] for index in range(wanted.num_layers)}
@@ -118,23 +118,23 @@ def test_what_lands_is_in_the_pool_and_verified_there(setting, lane):
         assert wanted.count == MIXED.layers[wanted.layer].span(23).count
 
 
-@pytest.mark.parametrize("lane", ["inline", "nvlink"])
-def test_a_layer_that_keeps_nothing_of_a_prompt_is_waited_for_by_nobody(setting, lane):
+@pytest.mark.parametrize("data_path", ["inline", "nvlink"])
+def test_a_layer_that_keeps_nothing_of_a_prompt_is_waited_for_by_nobody(setting, data_path):
     """The open tile of a prompt of whole tiles is empty: no frame comes, and no digest of a kernel."""
     layout = make_layout(more=(tail(2, 8, length=23, ring=32), STATE))
-    worker, prefill, _ = setting(layout, lane=lane)
-    prefill.reserve(KEY, 23, lane=lane)
+    worker, prefill, _ = setting(layout, data_path=data_path)
+    prefill.reserve(KEY, 23, data_path=data_path)
     grant = prefill.granted(KEY, worker.poll)
-    push(worker, prefill, grant, 23, lane, layers=[0, 1, 2, 4])
+    push(worker, prefill, grant, 23, data_path, layers=[0, 1, 2, 4])
     prefill.commit(grant, 23)
     worker.wait_for(Completed, KEY)
     assert {wanted.layer for wanted in worker.device.asked} & {3} == set()
 
 
 def test_layers_gather_while_the_engine_is_at_a_step(setting):
-    worker, prefill, _ = setting(make_layout(num_layers=12), lane="nvlink")
+    worker, prefill, _ = setting(make_layout(num_layers=12), data_path="nvlink")
     worker.device.is_prompt = False
-    prefill.reserve(KEY, 9, lane="nvlink")
+    prefill.reserve(KEY, 9, data_path="nvlink")
     grant = prefill.granted(KEY, worker.poll)
     push(worker, prefill, grant, 9, "nvlink", range(1))
     worker.wait_until(lambda: worker.device.asked, "the first wish")
@@ -155,19 +155,19 @@ def test_layers_gather_while_the_engine_is_at_a_step(setting):
 
 
 def test_without_digests_what_is_written_counts_and_what_is_staged_is_filled_in(setting):
-    for lane in LANES:
-        worker, prefill, _ = setting(lane=lane, digest=False)
+    for data_path in DATA_PATHS:
+        worker, prefill, _ = setting(data_path=data_path, digest=False)
         prefill.has_digest = False
-        hand_over(worker, prefill, KEY, 9, lane)
+        hand_over(worker, prefill, KEY, 9, data_path)
         worker.wait_for(Completed, KEY)
         assert same(worker, prefill, KEY, 9)
         assert [wanted.has_digest for wanted in worker.device.asked] == [False] * len(worker.device.asked)
-        assert bool(worker.device.asked) == (lane == "inline")
+        assert bool(worker.device.asked) == (data_path == "inline")
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_is_the_last(setting, lane):
-    worker, prefill, _ = setting(lane=lane)
+@pytest.mark.parametrize("data_path", DATA_PATHS)
+def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_is_the_last(setting, data_path):
+    worker, prefill, _ = setting(data_path=data_path)
 
     def damage(wanted, table):
         if wanted.layer <= 1 < wanted.layer + wanted.num_layers:
@@ -175,13 +175,13 @@ def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_
             piece[3] ^= 1
 
     worker.device.damage = damage
-    grant = hand_over(worker, prefill, KEY, 9, lane)
+    grant = hand_over(worker, prefill, KEY, 9, data_path)
     nack = prefill.wait_for("commit_nack", poll=worker.poll)
     assert list(nack.corrupt_layers) == [1]
     assert {gap.layer for gap in nack.missing} == {1}
     assert worker.find(Completed, KEY) is None
     del prefill.digests[grant.epoch, grant.incoming_id]
-    push(worker, prefill, grant, 9, lane, [1])
+    push(worker, prefill, grant, 9, data_path, [1])
     prefill.digests[grant.epoch, grant.incoming_id] = [
         prefill.whole.digest(prefill.blocks, Span(layer, 0, 9, 0, 2)) for layer in range(3)
     ]
@@ -191,7 +191,7 @@ def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_
 
 
 def test_a_repaired_layer_is_verified_again(setting):
-    worker, prefill, _ = setting(lane="nvlink")
+    worker, prefill, _ = setting(data_path="nvlink")
     damaged = []
 
     def damage(wanted, table):
@@ -291,7 +291,7 @@ class TestStaging:
 
 class TestOneSided:
     def test_the_offer_names_the_pool(self, setting):
-        worker, prefill, _ = setting(lane="nvlink")
+        worker, prefill, _ = setting(data_path="nvlink")
         (offer,) = prefill.wait_for("hello_reply", lambda reply: reply.proof).offers
         (pool,) = offer.nvlink.pools
         assert (pool.ipc_handle, pool.device_uuid, pool.place.offset_bytes) == (HANDLE, "GPU-0", 512)
@@ -299,8 +299,8 @@ class TestOneSided:
         assert offer.nvlink.flags_path == str(worker.region.path)
 
     def test_blocks_of_a_dead_prefill_worker_wait_for_evidence(self, setting):
-        worker, prefill, incarnation = setting(lane="nvlink", lease_s=0.3, heartbeat_s=0.05)
-        prefill.reserve(KEY, 9, lane="nvlink")
+        worker, prefill, incarnation = setting(data_path="nvlink", lease_s=0.3, heartbeat_s=0.05)
+        prefill.reserve(KEY, 9, data_path="nvlink")
         prefill.granted(KEY, worker.poll)
         worker.wait_for(IncomingFailed, KEY)  # by its lease
         end_s = time.monotonic() + 0.9

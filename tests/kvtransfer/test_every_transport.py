@@ -17,10 +17,10 @@ from baton.core.kv_transports import (
     RAW,
     TRANSPORT_NAMES,
     control_channel,
+    data_path_order,
     is_one_sided,
     is_same_host,
-    lane_order,
-    one_sided_lanes,
+    one_sided_data_paths,
     sender_environment,
 )
 from baton.kvtransfer.receiver.service import Completed
@@ -41,25 +41,25 @@ def runnable(name):
 @pytest.mark.fast
 @pytest.mark.parametrize("declared", KV_TRANSPORTS.values(), ids=KV_TRANSPORTS)
 def test_its_declaration_makes_sense(declared):
-    order = lane_order(declared.name)
-    assert order[0] == declared.lane
+    order = data_path_order(declared.name)
+    assert order[0] == declared.data_path
     assert declared.control in CONTROL_CHANNELS
     assert bool(declared.sender) == bool(declared.receiver) == declared.is_one_sided
-    assert declared.is_one_sided == is_one_sided(declared.lane) == (declared.lane not in (INLINE, RAW))
-    assert declared.is_same_host == is_same_host(declared.lane) == ("of one host" in declared.text)
-    assert one_sided_lanes(declared.name) == ((declared,) if declared.is_one_sided else ())
-    assert declared.is_auto == (declared.lane in lane_order("auto")) or declared.lane == INLINE
-    assert not declared.is_clear or declared.is_one_sided, "two-sided lanes keep to what encrypts their channel"
+    assert declared.is_one_sided == is_one_sided(declared.data_path) == (declared.data_path not in (INLINE, RAW))
+    assert declared.is_same_host == is_same_host(declared.data_path) == ("of one host" in declared.text)
+    assert one_sided_data_paths(declared.name) == ((declared,) if declared.is_one_sided else ())
+    assert declared.is_auto == (declared.data_path in data_path_order("auto")) or declared.data_path == INLINE
+    assert not declared.is_clear or declared.is_one_sided, "two-sided data paths keep to what encrypts their channel"
     assert sender_environment(declared.name) == dict(declared.sender_environment)
     assert ServeConfig.from_mapping({"transport": declared.name}).transport == declared.name
 
 
 @pytest.mark.fast
 def test_nothing_else_can_be_named():
-    for lane in ("inline", "raw", "loopback", ""):
-        assert not is_one_sided(lane)
+    for data_path in ("inline", "raw", "loopback", ""):
+        assert not is_one_sided(data_path)
         with pytest.raises(ConfigInvalid, match="transport"):
-            ServeConfig.from_mapping({"transport": lane})
+            ServeConfig.from_mapping({"transport": data_path})
     assert not is_same_host("tin-cans")
     assert control_channel("auto").name == "zmq"
     assert sender_environment("auto") == COPY_ENVIRONMENT, "it may copy into pools"
@@ -87,8 +87,8 @@ def test_its_sender_is_there(place):
 @pytest.mark.parametrize("name", [runnable(name) for name in ON_CPU])
 def test_it_hands_a_prompt_over(name):
     times = {"heartbeat_s": 0.1, "lease_s": 5.0, "commit_timeout_s": 10.0}
-    lanes = tuple(declared.lane for declared in one_sided_lanes(name))
-    decode = Decode(LAYOUT, lanes=lanes, kind=control_channel(name).name, transport=name, **times)
+    data_paths = tuple(declared.data_path for declared in one_sided_data_paths(name))
+    decode = Decode(LAYOUT, data_paths=data_paths, kind=control_channel(name).name, transport=name, **times)
     prefill = None
     try:
         prefill = Prefill(decode, transport=name, **times)
@@ -101,8 +101,8 @@ def test_it_hands_a_prompt_over(name):
         prefill.wait_for(Completed, key)
         prefill.wait_for(Acked, key)
         prefill.assert_landed(key, blocks)
-        best = next(lane for lane in lane_order(name) if name != "auto" or lane != "nvlink")
-        assert prefill.push.lane_of(decode.peer.kv_address).lane == best
+        best = next(data_path for data_path in data_path_order(name) if name != "auto" or data_path != "nvlink")
+        assert prefill.push.data_path_of(decode.peer.kv_address).data_path == best
         assert decode.peer.kv_address.startswith(control_channel(name).scheme + "://")
         decode.release(key)
         prefill.assert_clean()

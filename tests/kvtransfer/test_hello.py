@@ -1,4 +1,4 @@
-"""Who may talk to whom, by which lanes, and what is said to those who may not."""
+"""Who may talk to whom, by which data paths, and what is said to those who may not."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from baton.kvtransfer.sender.actions import (
     DropPeer,
     Granted,
     GrantInfo,
-    OpenLane,
+    OpenDataPath,
     PushDrained,
     PushFailed,
     SendControl,
@@ -31,7 +31,11 @@ from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT
 
 pytestmark = pytest.mark.fast
 KEY = AttemptKey("a", 1)
-OFFERS = [kv_pb2.LaneOffer(lane="raw"), kv_pb2.LaneOffer(lane="shm"), kv_pb2.LaneOffer(lane="nixl")]
+OFFERS = [
+    kv_pb2.DataPathOffer(data_path="raw"),
+    kv_pb2.DataPathOffer(data_path="shm"),
+    kv_pb2.DataPathOffer(data_path="nixl"),
+]
 
 
 def incoming(layout=LAYOUT, **options):
@@ -107,14 +111,14 @@ def test_offers_are_what_the_peer_can_and_where_it_is():
     protocol = incoming(host_id="here")
 
     def offered(**changes):
-        return [offer.lane for offer in answer(protocol, hello(**changes)).offers]
+        return [offer.data_path for offer in answer(protocol, hello(**changes)).offers]
 
-    assert offered(lanes=["shm", "raw", "inline"], host_id="here") == ["raw", "shm"]
-    assert offered(lanes=["shm", "raw", "inline"], host_id="there") == ["raw"]
-    assert offered(lanes=["nixl", "shm"], host_id="there") == ["nixl"]
-    assert offered(lanes=["inline"], host_id="here") == []
+    assert offered(data_paths=["shm", "raw", "inline"], host_id="here") == ["raw", "shm"]
+    assert offered(data_paths=["shm", "raw", "inline"], host_id="there") == ["raw"]
+    assert offered(data_paths=["nixl", "shm"], host_id="there") == ["nixl"]
+    assert offered(data_paths=["inline"], host_id="here") == []
     nowhere = incoming()
-    assert [o.lane for o in answer(nowhere, hello(lanes=["shm"], host_id="")).offers] == []
+    assert [o.data_path for o in answer(nowhere, hello(data_paths=["shm"], host_id="")).offers] == []
 
 
 def test_a_late_hello_of_an_older_life_does_not_mute_the_living():
@@ -127,7 +131,7 @@ def test_a_late_hello_of_an_older_life_does_not_mute_the_living():
 
 def test_a_hello_with_endless_lists_is_malformed():
     with pytest.raises(MalformedMessage):
-        parse_control(encode_control(hello(lanes=["x"] * 100)))
+        parse_control(encode_control(hello(data_paths=["x"] * 100)))
     with pytest.raises(MalformedMessage):
         parse_control(encode_control(hello(incarnation_file="x" * 5000)))
 
@@ -150,7 +154,7 @@ class Pushing:
     """A prefill rank that has met a decode worker."""
 
     def __init__(self, **identity):
-        fields = {"lanes": ("shm", "inline"), "host_id": "here"}
+        fields = {"data_paths": ("shm", "inline"), "host_id": "here"}
         self.protocol = PushProtocol(identity=PushIdentity(5, **{**fields, **identity}), layout=LAYOUT, config=CONFIG)
 
     def reply_to(self, actions, now_s=0.0, **changes):
@@ -165,7 +169,7 @@ class Pushing:
 
     def granted(self, key, epoch):
         """The first incoming transfer of an incarnation, as that counts."""
-        fields = {"incoming_id": 1, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
+        fields = {"incoming_id": 1, "credit_bytes": 1 << 20, "lease_ms": 2000, "data_path": "shm", "blocks": [4, 5]}
         grant = kv_pb2.Grant(attempt=wire_attempt(key), epoch=epoch, **fields)
         actions = self.protocol.on_control("d", control_of(grant), 0.5)
         return any(isinstance(action, Granted) for action in actions)
@@ -173,19 +177,19 @@ class Pushing:
     def meet(self):
         """The life 1, over shared memory, without any transfer that is left."""
         self.reply_to(self.reserve())
-        self.protocol.lane_opened("d", "shm", 0.0)
+        self.protocol.data_path_opened("d", "shm", 0.0)
         self.protocol.abort(KEY, "met", 0.0)
 
 
-def test_a_reserve_waits_for_the_lane_and_names_it():
+def test_a_reserve_waits_for_the_data_path_and_names_it():
     push = Pushing()
-    offer = kv_pb2.LaneOffer(lane="shm")
+    offer = kv_pb2.DataPathOffer(data_path="shm")
     actions = push.reply_to(push.reserve(), offers=[offer])
-    assert actions == [OpenLane("d", 1, "here", (offer,))]
-    (asked,) = push.protocol.lane_opened("d", "shm", 0.0)
-    assert asked.control.reserve.lane == "shm"
+    assert actions == [OpenDataPath("d", 1, "here", (offer,))]
+    (asked,) = push.protocol.data_path_opened("d", "shm", 0.0)
+    assert asked.control.reserve.data_path == "shm"
     assert asked.control.reserve.peer_epoch == 1
-    assert push.protocol.lanes() == {"d": "shm"}
+    assert push.protocol.data_paths() == {"d": "shm"}
 
 
 def test_a_refusal_denies_at_once_and_the_next_request_asks_again():
@@ -215,8 +219,8 @@ def test_a_life_that_was_not_met_yet_is_asked_for_and_served(is_busy):
     actions = push.reply_to(asked, 0.5, epoch=2)
     failed = [(action.attempt.request_id, action.reason) for action in actions if isinstance(action, PushFailed)]
     assert failed == [("old", "the decode worker restarted")] * is_busy
-    assert actions[-1] == OpenLane("d", 2, "here", ())
-    (reserve,) = push.protocol.lane_opened("d", "shm", 0.5)
+    assert actions[-1] == OpenDataPath("d", 2, "here", ())
+    (reserve,) = push.protocol.data_path_opened("d", "shm", 0.5)
     assert reserve.control.reserve.peer_epoch == 2
     assert [transfer.attempt for transfer in push.protocol.transfers()] == [OTHER]
 
@@ -225,12 +229,12 @@ def test_lives_count_their_incoming_transfers_alike():
     """A write into the first transfer of an incarnation that died goes on while the next grants its first."""
     push = Pushing()
     push.reply_to(push.reserve())
-    push.protocol.lane_opened("d", "shm", 0.0)
+    push.protocol.data_path_opened("d", "shm", 0.0)
     assert push.granted(KEY, epoch=1)
     push.protocol.hold(KEY)
     actions = push.reply_to(push.reserve(0.5, OTHER, epoch=2), 0.5, epoch=2)
     assert PushFailed(KEY, "the decode worker restarted") in actions
-    push.protocol.lane_opened("d", "shm", 0.5)
+    push.protocol.data_path_opened("d", "shm", 0.5)
     assert push.granted(OTHER, epoch=2)
     assert push.protocol.unhold(KEY) == [PushDrained(KEY)]
     deadline_s = push.protocol.write_deadline_s(OTHER)
@@ -277,24 +281,24 @@ def is_for(action, key):
 def test_other_ranks_ask_for_a_life_that_granted_and_was_not_met_yet():
     push = Pushing(rank=1, size=2)
     grant = GrantInfo(
-        d_epoch=1, incoming_id=3, credit_bytes=1 << 20, lease_s=2.0, lane="shm", blocks=(4, 5), block_size=2
+        d_epoch=1, incoming_id=3, credit_bytes=1 << 20, lease_s=2.0, data_path="shm", blocks=(4, 5), block_size=2
     )
     asked = push.protocol.adopt(KEY, DecodePeer("d", "d", 1), prompt_len=3, grant=grant, now_s=0.0)
     push.reply_to(asked)
-    push.protocol.lane_opened("d", "shm", 0.0)
+    push.protocol.data_path_opened("d", "shm", 0.0)
     later = dataclasses.replace(grant, d_epoch=2)
     asked = push.protocol.adopt(OTHER, DecodePeer("d", "d", 2), prompt_len=3, grant=later, now_s=0.5)
     assert kinds(asked) == ["hello"]
     actions = push.reply_to(asked, 0.5, epoch=2)
     assert [action.attempt for action in actions if isinstance(action, PushFailed)] == [KEY]
-    (resume,) = push.protocol.lane_opened("d", "shm", 0.5)
+    (resume,) = push.protocol.data_path_opened("d", "shm", 0.5)
     assert (resume.control.resume.epoch, resume.control.resume.incoming_id) == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"lane": "inline"}, "lane shm was asked for"),
+        ({"data_path": "inline"}, "data path shm was asked for"),
         ({"blocks": [1]}, "granted 1 blocks of 2 for 3 positions"),
         ({"incoming_id": 0}, "granted incoming transfer 0"),
         ({"lease_ms": 0}, "a lease of 0"),
@@ -303,8 +307,15 @@ def test_other_ranks_ask_for_a_life_that_granted_and_was_not_met_yet():
 def test_a_grant_that_makes_no_sense_ends_the_transfer(change, reason):
     push = Pushing()
     push.reply_to(push.reserve())
-    push.protocol.lane_opened("d", "shm", 0.0)
-    fields = {"epoch": 1, "incoming_id": 3, "credit_bytes": 1 << 20, "lease_ms": 2000, "lane": "shm", "blocks": [4, 5]}
+    push.protocol.data_path_opened("d", "shm", 0.0)
+    fields = {
+        "epoch": 1,
+        "incoming_id": 3,
+        "credit_bytes": 1 << 20,
+        "lease_ms": 2000,
+        "data_path": "shm",
+        "blocks": [4, 5],
+    }
     grant = kv_pb2.Grant(attempt=kv_pb2.Attempt(request_id="a", attempt=1), **{**fields, **change})
     actions = push.protocol.on_control("d", control_of(grant), 0.0)
     assert reason in next(a.reason for a in actions if isinstance(a, PushFailed))

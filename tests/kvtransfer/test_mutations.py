@@ -21,10 +21,10 @@ from baton.tests.kvtransfer.simulation_driver import Driver
 NUM_STEPS = 120  # of one run
 MAX_RUNS = 600
 
-INLINE, SHM = Options(), Options(lane="shm")
+INLINE, SHM = Options(), Options(data_path="shm")
 BLIND = Options(has_digest=False)
 RANKS = Options(prefill_tp=2, decode_tp=2)
-SHM_RANKS = Options(prefill_tp=2, lane="shm")
+SHM_RANKS = Options(prefill_tp=2, data_path="shm")
 MUTATIONS: dict = {}
 
 

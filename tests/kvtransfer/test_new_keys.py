@@ -96,7 +96,7 @@ def test_new_certificates_serve_streams_that_are_made_anew(tmp_path):
         os.replace(fresh[name], getattr(config, name))
     pump_for(ends, LOOK_S)
     ends.say(b"still")
-    assert ends.p.counts.lanes_failed == 0
+    assert ends.p.counts.data_paths_failed == 0
     late = GrpcTransport(config=config)
     late.send(ends.d.address, b"hello")
     ends.pump_until(lambda: bytes(ends.at_d[-1].control) == b"hello")
@@ -106,7 +106,7 @@ def test_new_certificates_serve_streams_that_are_made_anew(tmp_path):
     ends.d.close()
     ends.d = ends.listen(address)
     repeat_until_heard(ends, b"after")
-    assert ends.p.counts.lanes_failed > 0
+    assert ends.p.counts.data_paths_failed > 0
     ends.close()
 
 

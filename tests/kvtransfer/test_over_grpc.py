@@ -301,7 +301,7 @@ def test_a_stream_that_breaks_is_made_again(ends):
         ends.p.send(ends.d.address, b"again")
         ends.pump(0.01)
     assert bytes(ends.at_d[0].control) == b"again"
-    assert ends.p.counts.lanes_failed >= 1
+    assert ends.p.counts.data_paths_failed >= 1
 
 
 def test_threads_are_given_back(tmp_path):
@@ -326,13 +326,13 @@ def refused(tmp_path, config):
     stranger = GrpcTransport(config=config)
     stranger.send(ends.d.address, b"let me in")
     end_s = time.monotonic() + 10
-    while not stranger.counts.lanes_failed and time.monotonic() < end_s:
+    while not stranger.counts.data_paths_failed and time.monotonic() < end_s:
         stranger.receive(0.02)
         assert ends.d.receive(0.0) == []
     ends.say(b"hello")
     stranger.close()
     ends.close()
-    return [bytes(item.control) for item in ends.at_d] == [b"hello"] and stranger.counts.lanes_failed > 0
+    return [bytes(item.control) for item in ends.at_d] == [b"hello"] and stranger.counts.data_paths_failed > 0
 
 
 @pytest.mark.long

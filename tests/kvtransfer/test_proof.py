@@ -12,7 +12,7 @@ from baton.kvtransfer.protocol.messages import control_of, layout_message
 from baton.kvtransfer.protocol.proof import CHALLENGE_S, KvProofs
 from baton.kvtransfer.receiver.actions import SendControl as Reply
 from baton.kvtransfer.receiver.protocol import ReceiverProtocol
-from baton.kvtransfer.sender.actions import DecodePeer, OpenLane, PushDrained, SendControl
+from baton.kvtransfer.sender.actions import DecodePeer, OpenDataPath, PushDrained, SendControl
 from baton.kvtransfer.sender.messages import PushIdentity
 from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.proto import kv_pb2
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.fast
 
 KEY = AttemptKey("a", 1)
 P_EPOCH, D_EPOCH = 5, 1
-OFFERS = [kv_pb2.LaneOffer(lane="raw", raw=kv_pb2.RawOffer(address="127.0.0.1:1", token=b"t" * 16))]
+OFFERS = [kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address="127.0.0.1:1", token=b"t" * 16))]
 
 
 def incoming():
@@ -33,7 +33,7 @@ def incoming():
 
 
 def hello(**changes):
-    fields = {"version": 2, "epoch": P_EPOCH, "tp_size": 1, "head_count": 2, "lanes": ["raw"]}
+    fields = {"version": 2, "epoch": P_EPOCH, "tp_size": 1, "head_count": 2, "data_paths": ["raw"]}
     return kv_pb2.Hello(layout=layout_message(LAYOUT), **{**fields, **changes})
 
 
@@ -64,7 +64,7 @@ def test_the_first_hello_gets_a_challenge_and_leaves_nothing():
     assert reply.challenge and is_silent([reply])
     assert protocol._rules.peers.get("p") is None and not is_met(protocol)
     (reply,) = say(protocol, prove_challenge(hello(sent_ns=2), reply.challenge))
-    assert [offer.lane for offer in reply.offers] == ["raw"]
+    assert [offer.data_path for offer in reply.offers] == ["raw"]
     assert is_met(protocol)
 
 
@@ -138,7 +138,7 @@ class Pushing:
     """A prefill rank that wants to reach a decode worker."""
 
     def __init__(self):
-        self.protocol = PushProtocol(identity=PushIdentity(P_EPOCH, lanes=("raw",)), layout=LAYOUT, config=CONFIG)
+        self.protocol = PushProtocol(identity=PushIdentity(P_EPOCH, data_paths=("raw",)), layout=LAYOUT, config=CONFIG)
         peer = DecodePeer("d", "d", D_EPOCH)
         actions = self.protocol.reserve(KEY, peer, prompt_len=3, capacity_len=4, wait_s=9.0, now_s=0.0)
         self.asked = actions[0].control.hello
@@ -165,7 +165,7 @@ def test_the_two_sides_meet():
         rounds += 1
         message = next((action.control.hello for action in actions if isinstance(action, SendControl)), None)
     assert rounds == 2
-    assert isinstance(actions[0], OpenLane) and actions[0].offers == tuple(OFFERS)
+    assert isinstance(actions[0], OpenDataPath) and actions[0].offers == tuple(OFFERS)
 
 
 def test_an_answer_without_the_secret_moves_nothing():
@@ -185,7 +185,7 @@ def test_an_answer_without_the_secret_moves_nothing():
     assert said == 1, "it is said once"
     assert push.protocol.num_messages_refused == len(wrong)
     assert [transfer.attempt for transfer in push.protocol.transfers()] == [KEY]
-    assert isinstance(push.hear(prove_reply(good_reply(asked), asked))[0], OpenLane)
+    assert isinstance(push.hear(prove_reply(good_reply(asked), asked))[0], OpenDataPath)
 
 
 @given(st.binary(max_size=40), st.integers(0, 1 << 30))
@@ -223,7 +223,7 @@ def test_an_impostor_cannot_make_it_talk_without_end():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["loopback", "zmq", "grpc", "process", "grpc-process"])
 def test_over_every_transport_a_stranger_with_the_real_epoch_gets_nothing(kind, caplog):
-    """`process`: the transfer is one of its own; the lanes raw, shm, nvlink and nixl are offered over this channel."""
+    """`process`: the transfer is one of its own; this channel offers the data paths raw, shm, nvlink and nixl."""
     caplog.set_level(logging.WARNING)
     pair = Pair(kind, make_layout(), push_key="ab" * 32)
     try:
@@ -234,6 +234,6 @@ def test_over_every_transport_a_stranger_with_the_real_epoch_gets_nothing(kind, 
         assert (counts["num_kv_receives"], counts["num_reserves_waiting"], counts["frames_landed"]) == (0, 0, 0)
         assert counts["hellos_unproved"] > 0
         assert receiver_counts(counts, 0).refused > 0, "what operators see of it"
-        assert pair.push.lanes() == {}
+        assert pair.push.data_paths() == {}
     finally:
         pair.close()

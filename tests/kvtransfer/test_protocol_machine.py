@@ -25,7 +25,7 @@ OPTIONS = st.builds(
     Options,
     prefill_tp=st.sampled_from([1, 2]),
     decode_tp=st.sampled_from([1, 2]),
-    lane=st.sampled_from(["inline", "shm"]),
+    data_path=st.sampled_from(["inline", "shm"]),
     has_digest=st.booleans(),
     skew=st.sampled_from([0.0, 0.02]),
     names_change=st.booleans(),

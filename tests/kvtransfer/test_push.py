@@ -12,10 +12,10 @@ import pytest
 
 from baton.core.errors import ConfigInvalid, TransferFailed
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed
-from baton.kvtransfer.sender.lane import LaneFailed
+from baton.kvtransfer.sender.data_path import DataPathFailed
 from baton.kvtransfer.sender.route import KeptBytes, WriteFence
 from baton.kvtransfer.sender.service import Acked, Denied, Granted, PushDrained, PushFailed
-from baton.kvtransfer.transports.shm_lane import ShmOpener
+from baton.kvtransfer.transports.shm import ShmOpener
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.push_bench import Decode, Prefill
 
@@ -24,7 +24,7 @@ TIMES = {"heartbeat_s": 0.1, "lease_s": 1.5, "commit_timeout_s": 5.0}
 
 
 class Hooked:
-    """The shm lane with something in between: `on_write` calls `go`, or does not, and returns what it likes."""
+    """The shm data path with something in between: `on_write` calls `go`, or does not, and returns what it likes."""
 
     name = "shm"
     problem = ""
@@ -32,29 +32,29 @@ class Hooked:
     def __init__(self, on_write):
         self.on_write = on_write
         self.num_writes = 0
-        self.lane = None
+        self.data_path = None
 
     def attach(self, prefill):
         self._real = ShmOpener(prefill.push._source._pool, prefill.push._identity(1, prefill.decode.config).host_id)
         return self
 
     def open(self, offer, epoch, host_id):
-        self.lane = self._real.open(offer, epoch, host_id)
-        self.num_blocks, self.num_state_slots = self.lane.num_blocks, self.lane.num_state_slots
+        self.data_path = self._real.open(offer, epoch, host_id)
+        self.num_blocks, self.num_state_slots = self.data_path.num_blocks, self.data_path.num_state_slots
         return self
 
     def write(self, blocks, target_blocks, span, *, with_digest):
         self.num_writes += 1
-        return self.on_write(lambda: self.lane.write(blocks, target_blocks, span, with_digest=with_digest), span)
+        return self.on_write(lambda: self.data_path.write(blocks, target_blocks, span, with_digest=with_digest), span)
 
     def outlived(self):
-        self.lane.outlived()
+        self.data_path.outlived()
 
     def drain(self, timeout_s):
         return True
 
     def close(self):
-        self.lane.close()
+        self.data_path.close()
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_all_lands_and_is_written_once(make_prefill, decodes, digest, block_size
     prefill.assert_landed(key, blocks)
     counts = prefill.push.inventory()
     assert (counts["frames_pushed"], counts["frames_rewritten"], counts["bytes_resent"]) == (12, 0, 0)
-    assert prefill.push.lane_of(prefill.decode.peer.kv_address).lane == "shm"
-    assert list(prefill.push.lanes()) == [prefill.decode.peer.kv_address]
+    assert prefill.push.data_path_of(prefill.decode.peer.kv_address).data_path == "shm"
+    assert list(prefill.push.data_paths()) == [prefill.decode.peer.kv_address]
 
 
 def damage(prefill, layer, key):
@@ -201,16 +201,16 @@ def test_nothing_drains_while_a_write_is_in_progress_and_nothing_is_written_afte
 
 
 @pytest.mark.fast
-def test_a_lane_that_fails_fails_its_transfer_and_neither_the_step_nor_others(make_prefill):
+def test_a_data_path_that_fails_fails_its_transfer_and_neither_the_step_nor_others(make_prefill):
     broken = {}
 
     def on_write(go, span):
         if broken.get("layer") == span.layer:
-            raise LaneFailed("the mapping is gone")
+            raise DataPathFailed("the mapping is gone")
         return go()
 
     prefill = make_prefill(on_write=on_write)
-    bad = prefill.reserve("bad lane", 20)
+    bad = prefill.reserve("bad data path", 20)
     prefill.wait_for(Granted, bad)
     broken["layer"] = 1
     prefill.compute(bad)
@@ -218,7 +218,7 @@ def test_a_lane_that_fails_fails_its_transfer_and_neither_the_step_nor_others(ma
     prefill.wait_for(PushDrained, bad)
     prefill.wait_for(Drained, bad)
     broken.clear()
-    good = prefill.reserve("good lane", 20)
+    good = prefill.reserve("good data path", 20)
     prefill.wait_for(Granted, good)
     prefill.compute(good)
     prefill.commit(good)
@@ -260,7 +260,7 @@ class Later:
     @property
     def done(self):
         if self.is_over and self.fails:
-            raise LaneFailed("the device is lost")
+            raise DataPathFailed("the device is lost")
         return self.is_over
 
 
@@ -379,21 +379,21 @@ def test_a_rank_that_gives_up_fails_all_of_them_and_each_says_when_it_is_out(mak
     ranks[0].wait_for(Drained, key)
 
 
-def test_a_incoming_without_a_lane_is_refused_by_name_and_then_at_once(make_prefill):
-    decode = Decode(LAYOUT, lanes=(), **TIMES)
+def test_a_incoming_without_a_data_path_is_refused_by_name_and_then_at_once(make_prefill):
+    decode = Decode(LAYOUT, data_paths=(), **TIMES)
     try:
         prefill = make_prefill(decode)
-        first = prefill.reserve("no lane", 20)
+        first = prefill.reserve("no data path", 20)
         assert "shm: the decode worker does not serve it" in prefill.wait_for(PushFailed, first).reason
         prefill.wait_for(PushDrained, first)
-        second = prefill.reserve("no lane either", 20)
+        second = prefill.reserve("no data path either", 20)
         assert "shm: the decode worker does not serve it" in prefill.wait_for(Denied, second, 0.5).detail
     finally:
         decode.incoming.close()
 
 
 @pytest.mark.fast
-def test_a_worker_that_can_use_no_lane_does_not_start(decodes):
+def test_a_worker_that_can_use_no_data_path_does_not_start(decodes):
     with pytest.raises(ConfigInvalid, match="nvlink: the pool is not in GPU memory"):
         Prefill(decodes(), transport="nvlink")
 
@@ -404,9 +404,9 @@ def test_a_grant_beyond_the_pool_is_refused_before_anything_is_written(make_pref
     real = prefill.hook.open
 
     def open_smaller(offer, epoch, host_id):
-        lane = real(offer, epoch, host_id)
-        lane.num_blocks = 1
-        return lane
+        data_path = real(offer, epoch, host_id)
+        data_path.num_blocks = 1
+        return data_path
 
     prefill.hook.open = open_smaller
     key = prefill.reserve("beyond", 75)
@@ -463,7 +463,7 @@ def test_many_at_once_with_aborts_on_both_sides_leave_nothing_and_mix_nothing_up
 @pytest.mark.parametrize("transport", ["zmq", "tcp"])
 def test_a_decode_worker_that_stopped_holds_up_nobody_else(make_prefill, decodes, transport):
     """Not the memory for payloads, not the writer's threads or queue, not the push thread."""
-    bad = Decode(LAYOUT, lanes=(), num_blocks=60, **TIMES)
+    bad = Decode(LAYOUT, data_paths=(), num_blocks=60, **TIMES)
     prefill = make_prefill(transport=transport, window_bytes=100_000, num_blocks=100, writer_queue_len=8)
     try:
         stuck = [prefill.reserve(f"stuck {transport} {number}", 120, peer=bad.peer) for number in range(7)]
@@ -493,15 +493,15 @@ def test_a_decode_worker_that_stopped_holds_up_nobody_else(make_prefill, decodes
 
 
 def test_no_source_block_is_read_any_more_once_a_push_has_drained(make_prefill):
-    """The raw lane sends from the pool itself: what the sockets did not take yet is taken back first."""
+    """The raw data path sends from the pool itself: what the sockets did not take yet is taken back first."""
     layout = make_layout(block_size=16, num_layers=40, num_kv_heads=8, head_dim=128)
-    bad = Decode(layout, lanes=(), num_blocks=6, **TIMES)
+    bad = Decode(layout, data_paths=(), num_blocks=6, **TIMES)
     prefill = make_prefill(bad, layout=layout, transport="tcp", num_blocks=6)
     transport = prefill.push._transport
     try:
         key = prefill.reserve("pinned", 64)
         prefill.wait_for(Granted, key)
-        while prefill.push.lane_of(bad.peer.kv_address).lane != "raw":
+        while prefill.push.data_path_of(bad.peer.kv_address).data_path != "raw":
             prefill.poll()
         os.kill(bad.incoming._host.pid, signal.SIGSTOP)
         prefill.push._protocol.transfer(key).two_layers_bytes = 1 << 30

@@ -135,7 +135,7 @@ class Bench:
         )
         self.key = AttemptKey("r", 0)
         prefill = ScriptedPrefill.__new__(ScriptedPrefill)  # for its messages
-        prefill.layout, prefill.p_epoch, prefill.rank, prefill.size, prefill.lanes = self.layout, 77, 0, 1, []
+        prefill.layout, prefill.p_epoch, prefill.rank, prefill.size, prefill.data_paths = self.layout, 77, 0, 1, []
         prefill.host_id = prefill.incarnation_file = ""
         prefill.send, prefill.d_epoch = self.control, 5
         self.control(prove(prefill.hello_message(), 5, "p", self.clock.now_s()))

@@ -342,14 +342,14 @@ class TestOneSided:
 
     @pytest.fixture
     def setting(self, make_worker, make_prefill):
-        worker = make_worker(lanes=("shm",), **SHORT)
+        worker = make_worker(data_paths=("shm",), **SHORT)
         p_epoch = secrets.randbits(64)  # its file's name must be nobody else's
         incarnation = IncarnationFile(p_epoch)
         prefill = make_prefill(
-            worker, p_epoch=p_epoch, lanes=["shm"], incarnation_file=str(incarnation.path), host_id=host_id()
+            worker, p_epoch=p_epoch, data_paths=["shm"], incarnation_file=str(incarnation.path), host_id=host_id()
         )
         key = AttemptKey("r", 0)
-        prefill.reserve(key, 9, lane="shm")
+        prefill.reserve(key, 9, data_path="shm")
         grant = prefill.granted(key, worker.poll)
         assert tuple(grant.blocks) == worker.tables[key].blocks
         yield worker, prefill, incarnation, key, grant
@@ -358,7 +358,7 @@ class TestOneSided:
     def test_the_offer_leads_to_the_pool(self, setting):
         worker, prefill, _, _, _ = setting
         reply = prefill.wait_for("hello_reply", lambda reply: reply.proof)
-        (offer,) = [offer for offer in reply.offers if offer.lane == "shm"]
+        (offer,) = [offer for offer in reply.offers if offer.data_path == "shm"]
         data = Path(offer.shm.path).read_bytes()
         at = offer.shm.nonce_offset_bytes
         assert data[at : at + len(offer.shm.nonce)] == offer.shm.nonce

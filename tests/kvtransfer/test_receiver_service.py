@@ -64,8 +64,8 @@ class Setting:
         self.link.words.set(0, incoming_id)
         self.say(Completed(KEY, incoming_id, 9, kv_pb2.SequenceState(), 0, 0, 0.0))
 
-    def granted(self, lane="raw"):
-        self.say(ReserveWanted(KEY, 9, 12, 1e9, 77, 2, lane))
+    def granted(self, data_path="raw"):
+        self.say(ReserveWanted(KEY, 9, 12, 1e9, 77, 2, data_path))
         (event,) = self.service.poll()
         self.service.grant(KEY, TABLE)
         return event

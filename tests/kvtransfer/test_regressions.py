@@ -13,9 +13,9 @@ from baton.tests.kvtransfer.simulation import CONFIG, LAYOUT, NUM_BLOCKS, NUM_LA
 pytestmark = pytest.mark.fast
 KINDS = [
     Options(),
-    Options(lane="shm"),
+    Options(data_path="shm"),
     Options(prefill_tp=2, decode_tp=2),
-    Options(prefill_tp=2, lane="shm"),
+    Options(prefill_tp=2, data_path="shm"),
 ]
 
 
@@ -24,7 +24,7 @@ def world():
     return World()
 
 
-@pytest.fixture(params=KINDS, ids=lambda options: f"{options.lane}-{options.prefill_tp}-{options.decode_tp}")
+@pytest.fixture(params=KINDS, ids=lambda options: f"{options.data_path}-{options.prefill_tp}-{options.decode_tp}")
 def any_world(request):
     """One of every kind."""
     return World(request.param)
@@ -137,7 +137,7 @@ def test_a_frame_out_of_range(world, change):
 
 @pytest.mark.parametrize("blocks", [(), (1,)])
 def test_a_grant_of_too_few_blocks_is_refused_where_the_sender_writes(blocks):
-    world = World(Options(lane="shm"))
+    world = World(Options(data_path="shm"))
     attempt = world.reserve("p0", "d0", "r", 5)
     world.deliver_all()
     node = world.decodes["d0"]
@@ -181,7 +181,9 @@ def test_a_frame_after_the_lease_expired(any_world):
     node = world.decodes["d0"]
     world.advance(2 * CONFIG.lease_s)
     held = contents(node)
-    assert (attempt in node.tables) == (world.options.lane != "inline")  # where it may write, only evidence frees them
+    assert (attempt in node.tables) == (
+        world.options.data_path != "inline"
+    )  # where it may write, only evidence frees them
     for rank in world.prefills["p0"].ranks:
         rank.is_stopped = False
     world.in_flight += late
@@ -240,7 +242,7 @@ def test_a_failed_post_is_reported_and_nobody_counts_to_a_number_that_will_not_c
 
 def test_a_failed_write_is_reported_and_ends_the_incoming_on_all_ranks():
     """The same where the sender writes, on one rank of two."""
-    world = World(Options(prefill_tp=2, lane="shm"))
+    world = World(Options(prefill_tp=2, data_path="shm"))
     attempt = granted(world)
     world.prefills["p0"].push(attempt, 0, 5)
     rank = world.prefills["p0"].ranks[1]
@@ -269,7 +271,7 @@ def test_an_abort_with_a_write_in_flight_drains_only_after_it(world):
 
 def test_an_abort_with_a_write_in_flight_by_the_sender_drains_only_after_it():
     """The same where the sender writes, late, and its process is believed dead."""
-    world = World(Options(prefill_tp=2, lane="shm"))
+    world = World(Options(prefill_tp=2, data_path="shm"))
     attempt = granted(world)
     world.prefills["p0"].push(attempt, 0, 5)
     slow = world.prefills["p0"].ranks[1]
@@ -292,7 +294,7 @@ def test_an_abort_with_a_write_in_flight_by_the_sender_drains_only_after_it():
 
 
 def test_one_rank_that_still_writes_keeps_the_blocks_of_all():
-    world = World(Options(prefill_tp=2, lane="shm"))
+    world = World(Options(prefill_tp=2, data_path="shm"))
     attempt = granted(world)
     world.prefills["p0"].push(attempt, 0, 5)
     fast, slow = world.prefills["p0"].ranks
@@ -312,7 +314,7 @@ def test_one_rank_that_still_writes_keeps_the_blocks_of_all():
 
 
 def test_a_receiver_process_that_restarts_asks_for_what_its_past_left_behind():
-    world = World(Options(prefill_tp=2, lane="shm"))
+    world = World(Options(prefill_tp=2, data_path="shm"))
     attempt = granted(world)
     world.prefills["p0"].push(attempt, 0, 5)
     slow = world.prefills["p0"].ranks[1]
@@ -349,7 +351,7 @@ def test_success_is_said_only_after_the_data_is_in_the_pool(any_world):
 
 
 def test_a_commit_waits_for_the_writes():
-    world = World(Options(lane="shm"))
+    world = World(Options(data_path="shm"))
     attempt = granted(world, prompt_len=2)
     node = world.prefills["p0"]
     for layer in range(NUM_LAYERS):
@@ -366,7 +368,7 @@ def test_a_commit_waits_for_the_writes():
 
 def test_a_stopped_sender_writes_nothing_before_it_hears_that_the_incoming_is_its_own():
     """It fences itself at three quarters of a lease; what it did not hear in its sleep is not forgiven here."""
-    world = World(Options(lane="shm"))
+    world = World(Options(data_path="shm"))
     attempt = granted(world, prompt_len=4)
     rank = world.prefills["p0"].ranks[0]
     rank.is_stopped = True
@@ -425,7 +427,7 @@ def test_a_group_is_visible_when_its_last_rank_has_committed():
 
 
 def test_a_rank_that_dies_ends_the_incoming_for_all():
-    world = World(Options(prefill_tp=2, lane="shm"))
+    world = World(Options(prefill_tp=2, data_path="shm"))
     attempt = granted(world, prompt_len=2)
     push_all(world, attempt)
     first, second = world.prefills["p0"].ranks
@@ -509,7 +511,7 @@ def test_a_lost_grant_leaves_no_blocks_behind_with_ranks_that_were_never_told(an
 
 def test_a_rank_that_was_told_of_a_grant_stays_until_it_was_asked():
     """It adopted while the decode worker could not be reached, gave up, and has nothing more to do there."""
-    world = World(Options(prefill_tp=2, lane="shm"))
+    world = World(Options(prefill_tp=2, data_path="shm"))
     attempt = world.reserve("p0", "d0", "r", 5)
     world.deliver_all()
     node = world.decodes["d0"]
@@ -526,7 +528,7 @@ def test_a_rank_that_was_told_of_a_grant_stays_until_it_was_asked():
 
 def test_a_grant_that_is_passed_on_too_late_is_not_used():
     """Rank 1 said that it writes nothing before it knew of the incoming transfer."""
-    world = World(Options(prefill_tp=2, lane="shm"))
+    world = World(Options(prefill_tp=2, data_path="shm"))
     granted(world, prompt_len=1, request_id="to connect")
     attempt = world.reserve("p0", "d0", "r", 3)
     world.deliver_all()

@@ -63,7 +63,7 @@ def frames_of(group, cuts):
 
 
 def land(path, source, target, rank, header):
-    """One frame on its way, as a lane of each kind takes it."""
+    """One frame on its way, as a data path of each kind takes it."""
     span, order = header.span, header.order_block_size
     sender = source.ios[rank]
     if path == "write":  # gathered, sent in one piece, scattered

@@ -1,4 +1,4 @@
-"""Resharding through the real services: a push for each prefill rank, one transfer for all decode ranks, all lanes.
+"""Resharding through the real services: a push for each prefill rank, one transfer for all decode ranks, by all paths.
 
 As in `test_reshard`, what must be in every byte of every pool is said by plain loops.
 """
@@ -23,21 +23,21 @@ from baton.tests.kvtransfer.reshard import Group, layout_of, truth_of
 
 P_EPOCH, D_EPOCH = 11, 22
 LIMIT_S = 20.0
-LANES = {"loopback": "zmq", "inline": "zmq", "raw": "tcp", "shm": "shm"}
+DATA_PATHS = {"loopback": "zmq", "inline": "zmq", "raw": "tcp", "shm": "shm"}
 
 
 class HandOver:
     """One attempt between two groups."""
 
-    def __init__(self, lane, source, target, memory=None, **options):
+    def __init__(self, data_path, source, target, memory=None, **options):
         self.source, self.target = source, target
         self.key = AttemptKey("r", 1)
         options |= {"max_frame_bytes": 2000}
-        config = KVTransferConfig(transport=LANES[lane], **options)
+        config = KVTransferConfig(transport=DATA_PATHS[data_path], **options)
         common = {"config": config, "clock": MonotonicClock()}
         hub = LoopbackHub()
         if memory is None:
-            transport = hub.join("decode") if lane == "loopback" else ZmqTransport("tcp://127.0.0.1:0", config)
+            transport = hub.join("decode") if data_path == "loopback" else ZmqTransport("tcp://127.0.0.1:0", config)
             self.incoming = ReceiverService.on_thread(
                 pool=target.pools, layout=target.layout, epoch=D_EPOCH, transport=transport, **common
             )
@@ -55,7 +55,7 @@ class HandOver:
             self.incoming = ReceiverService.in_process(memory, setup)
         self.pushes = []
         for rank, pool in enumerate(source.pools):
-            transport = hub.join(f"prefill-{rank}") if lane == "loopback" else ZmqTransport(config=config)
+            transport = hub.join(f"prefill-{rank}") if data_path == "loopback" else ZmqTransport(config=config)
             push = PushService(pool=pool, layout=source.layout, epoch=P_EPOCH, transport=transport, **common)
             push.start()
             self.pushes.append(push)
@@ -108,22 +108,22 @@ class HandOver:
         return complete, acked
 
 
-def check(lane, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len, **options):
+def check(data_path, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len, **options):
     layouts = [layout_of(num_heads, dtype, size) for size in sizes]
     truth = truth_of(layouts[0], prompt_len)
     source = Group(layouts[0], tp_prefill, prompt_len, seed=1)
     memory = make_memory = None
-    if lane == "shm":
+    if data_path == "shm":
         probe = Group(layouts[1], tp_decode, prompt_len, seed=2)
         memory = receiver_region(probe.geometries, KVTransferConfig())
         make_memory = lambda geometry: memory.pool(geometry.rank)  # noqa: E731
     target = Group(layouts[1], tp_decode, prompt_len, seed=2, make_memory=make_memory)
     source.place(truth)
     expected = target.expected(truth)
-    with contextlib.closing(HandOver(lane, source, target, memory, **options)) as hand_over:
+    with contextlib.closing(HandOver(data_path, source, target, memory, **options)) as hand_over:
         complete, acked = hand_over.run(sorted({0, prompt_len // 3, prompt_len // 2, prompt_len}))
-        used = {choice.lane for push in hand_over.pushes for choice in push.lanes().values()}
-        assert used == {"inline" if lane == "loopback" else lane}
+        used = {choice.data_path for push in hand_over.pushes for choice in push.data_paths().values()}
+        assert used == {"inline" if data_path == "loopback" else data_path}
     for pool, wanted in zip(target.pools, expected, strict=True):
         assert (pool.bytes_view == wanted).all()
     num_bytes = layouts[0].payload_bytes(prompt_len)
@@ -143,9 +143,9 @@ CELLS = [
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-{cell[1]}, {cell[2]} heads, {cell[3]}, {cell[4]}")
-@pytest.mark.parametrize("lane", ["loopback", "inline", "raw"])
-def test_over_two_sided_lanes(lane, cell):
-    check(lane, *cell)
+@pytest.mark.parametrize("data_path", ["loopback", "inline", "raw"])
+def test_over_two_sided_data_paths(data_path, cell):
+    check(data_path, *cell)
 
 
 @pytest.mark.parametrize("cell", CELLS[:4], ids=lambda cell: f"{cell[0]}-{cell[1]}, {cell[2]} heads, {cell[4]}")
@@ -153,6 +153,6 @@ def test_the_sender_writes_the_pools_of_all_ranks(cell):
     check("shm", *cell)
 
 
-@pytest.mark.parametrize("lane", ["inline", "raw", "shm"])
-def test_without_digests(lane):
-    check(lane, *CELLS[0], digest=False)
+@pytest.mark.parametrize("data_path", ["inline", "raw", "shm"])
+def test_without_digests(data_path):
+    check(data_path, *CELLS[0], digest=False)

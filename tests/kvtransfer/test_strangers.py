@@ -81,7 +81,7 @@ def test_over_grpc_too(tmp_path, shown):
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         ends.say(b"still there")
         ends.reply(b"and heard")
-        assert ends.p.counts.lanes_failed == 0
+        assert ends.p.counts.data_paths_failed == 0
     finally:
         ends.close()
 

@@ -17,9 +17,9 @@ def counts_of(pair, num_bytes):
     while (landed := receiver_counts(pair.incoming.inventory(), 0)).transfers == 0 or landed.bytes < num_bytes:
         assert time.monotonic() < end_s
         pair.turn()
-    while (pushed := push_counts(pair.push.inventory(), pair.push.paths(), pair.push.lanes())).bytes < num_bytes or (
-        not pushed.paths or pushed.paths[0].bytes < num_bytes
-    ):
+    while (
+        pushed := push_counts(pair.push.inventory(), pair.push.paths(), pair.push.data_paths())
+    ).bytes < num_bytes or (not pushed.paths or pushed.paths[0].bytes < num_bytes):
         assert time.monotonic() < end_s
         time.sleep(0.005)
     return pushed, landed
@@ -46,7 +46,7 @@ def test_a_hand_over_shows_on_both_sides(make_pair, kind):
     assert 0 < pushed.exposed_seconds <= end_s - start_s
     (path,) = pushed.paths
     assert path.kv_address == pair.incoming.address
-    assert path.lane in ("raw", "inline", "shm")
+    assert path.data_path in ("raw", "inline", "shm")
     assert (path.transfers, path.bytes) == (1, complete.bytes_landed)
     assert 0 < path.round_trip_ms < 5000
     assert path.gbps > 0

@@ -69,7 +69,7 @@ def test_payloads_go_from_scattered_to_scattered_memory(make_ends, kind):
             start[:] = bytes(len(place))
         before, target.memory[:] = bytes(target.memory), untouched
         del before
-    assert ends.p.lane_of(ends.d.address) == ends.lane
+    assert ends.p.data_path_of(ends.d.address) == ends.data_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +177,7 @@ def test_memory_that_was_unpinned_is_read_no_more(make_ends, kind):
     for _ in range(20):
         ends.p.receive(0.005)
     num_pinned = ends.p.num_pinned(ends.d.address)
-    assert num_pinned > 2 or ends.lane == INLINE
+    assert num_pinned > 2 or ends.data_path == INLINE
     ends.p.unpin(ends.d.address, lambda header: decode_header(header).incoming_id == 2)
     assert ends.p.num_pinned(ends.d.address) < max(1, num_pinned)
     ends.p.unpin(ends.d.address, lambda header: True)
@@ -204,13 +204,13 @@ def test_a_peer_that_stops_reading_makes_nobody_wait(make_ends, kind):
     ends = make_ends(kind, window_bytes=8 * MIB).meet()
     pieces = Pool(5 * MIB).pieces([MIB] * 4)
     start_s = time.monotonic()
-    for seq in range(40 if ends.lane == "raw" or kind.startswith("grpc") else 10):
+    for seq in range(40 if ends.data_path == "raw" or kind.startswith("grpc") else 10):
         ends.send_frame(pieces, seq)
         ends.p.receive(0.0)
     for _ in range(1000):
         ends.p.send(ends.d.address, b"x" * 1000)
     assert time.monotonic() - start_s < 3 * OF_TIME_S
-    if ends.lane == "raw" or kind.startswith("grpc"):
+    if ends.data_path == "raw" or kind.startswith("grpc"):
         assert ends.p.counts.frames_dropped > 10
         assert ends.p.num_pinned(ends.d.address) <= 6
     start_s = time.monotonic()
@@ -280,7 +280,7 @@ def test_a_dropped_peer_is_met_again_when_it_is_needed(make_ends, kind):
         ends.send_frame(pieces, seq)
     ends.p.drop(ends.d.address)
     assert ends.p.num_pinned(ends.d.address) == 0
-    assert ends.p.lane_of(ends.d.address) == INLINE
+    assert ends.p.data_path_of(ends.d.address) == INLINE
     ends.p.drop(ends.d.address)
     ends.p.unpin(ends.d.address, lambda header: True)
     end_s = time.monotonic() + PATIENCE_S

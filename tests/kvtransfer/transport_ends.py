@@ -77,7 +77,7 @@ class Ends:
         self.hub = LoopbackHub(**late)
         self.p = self._make()
         self.d = self.listen()
-        self.lane = "raw" if kind.startswith("raw") else "inline"
+        self.data_path = "raw" if kind.startswith("raw") else "inline"
         self.at_d, self.at_p = [], []  # what arrived
         self.done = {}  # id of payload -> ok
 
@@ -91,13 +91,13 @@ class Ends:
         return self._make(address or ("grpc" if self.kind.startswith("grpc") else "tcp") + "://127.0.0.1:0")
 
     def meet(self):
-        """Say hello both ways, and open the lane."""
+        """Say hello both ways, and open the data path."""
         self.say(b"hello")
         self.reply(b"hello yourself")
-        if self.lane == "raw":
+        if self.data_path == "raw":
             (offer,) = self.d.offers()
-            assert self.p.open_lane(self.d.address, offer) == ""
-            self.pump_until(lambda: self.p.lane_of(self.d.address) == "raw")
+            assert self.p.open_data_path(self.d.address, offer) == ""
+            self.pump_until(lambda: self.p.data_path_of(self.d.address) == "raw")
         self.at_d.clear(), self.at_p.clear()
         return self
 
@@ -116,7 +116,7 @@ class Ends:
 
     def send_frame(self, pieces, seq=0, **changes):
         header = make_header(sum(map(len, pieces)), seq, **changes)
-        self.p.send_frame(self.d.address, header, pieces, self.lane)
+        self.p.send_frame(self.d.address, header, pieces, self.data_path)
         return header
 
     def pump(self, timeout_s=0.002):

@@ -8,7 +8,7 @@ from unittest import mock
 from baton.core.clock import VirtualClock
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
-from baton.engine.step.lane import lane_for
+from baton.engine.step.executor import executor_for
 from baton.engine.step.runner import Runner
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
@@ -100,7 +100,7 @@ class Pushes:
     def paths(self):
         return ()
 
-    def lanes(self):
+    def data_paths(self):
         return {}
 
     # What the decode worker does
@@ -129,16 +129,18 @@ class Pushes:
 
 
 class Prefill:
-    """A prefill worker of a toy model; with a `lane`, steps run there."""
+    """A prefill worker of a toy model; with a `executor`, steps run there."""
 
-    def __init__(self, model, *, num_blocks=40, chunk_len=5, max_num_seqs=8, lane=None, **options):
+    def __init__(self, model, *, num_blocks=40, chunk_len=5, max_num_seqs=8, executor=None, **options):
         self.model = model
         self.clock = VirtualClock()
         self.pool = KVPool(model.kv_layout(BLOCK_SIZE), num_blocks, model.device)
         self.pool.data_bytes.fill_(0xFF)  # what was never written reads as NaN
         self.pushes = Pushes()
         self.fatal = []
-        with mock.patch("baton.engine.step.runner.lane_for", (lambda device: lane) if lane else lane_for):
+        with mock.patch(
+            "baton.engine.step.runner.executor_for", (lambda device: executor) if executor else executor_for
+        ):
             runner = Runner(
                 model, self.pool, max_num_seqs=max_num_seqs, num_draft_tokens=0, open_push=self.pushes.open_step
             )

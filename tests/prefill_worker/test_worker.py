@@ -22,7 +22,7 @@ from baton.proto import kv_pb2
 from baton.tests.engine import reference
 from baton.tests.engine.toy import ToyModel
 from baton.tests.prefill_worker.pushes import Prefill
-from baton.tests.worker.manual_lane import ManualLane
+from baton.tests.worker.manual_executor import ManualExecutor
 
 pytestmark = pytest.mark.fast
 MODEL = ToyModel()
@@ -276,8 +276,8 @@ def test_closing_ends_what_is_here():
 
 
 def test_blocks_outlast_the_step_that_writes_them():
-    lane = ManualLane()
-    prefill = Prefill(MODEL, chunk_len=2, lane=lane)
+    executor = ManualExecutor()
+    prefill = Prefill(MODEL, chunk_len=2, executor=executor)
     key = at(Phase.RUNNING, prefill)
     table = prefill.sequence(key).table
     prefill.worker.cancel(key)
@@ -286,7 +286,7 @@ def test_blocks_outlast_the_step_that_writes_them():
     prefill.turn()
     assert not prefill.worker._requests
     assert set(table.blocks) <= set(prefill.scheduler.allocator._num_tables), "a step that runs writes them"
-    lane.drain()
+    executor.drain()
     check_nothing_left(prefill)
 
 
@@ -297,9 +297,9 @@ class Turns(RuleBasedStateMachine):
         scheduling=st.sampled_from(["async", "sync"]), chunk_len=st.sampled_from([2, 5, 20]), slots=st.integers(1, 4)
     )
     def begin(self, scheduling, chunk_len, slots):
-        self.lane = ManualLane()
+        self.executor = ManualExecutor()
         self.prefill = Prefill(
-            MODEL, num_blocks=12, chunk_len=chunk_len, max_num_seqs=slots, scheduling=scheduling, lane=self.lane
+            MODEL, num_blocks=12, chunk_len=chunk_len, max_num_seqs=slots, scheduling=scheduling, executor=self.executor
         )
         self.names = itertools.count()
         self.prompts = {}
@@ -331,7 +331,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule(num=st.integers(1, 3))
     def work_off(self, num):
-        self.lane.work_off(num)
+        self.executor.work_off(num)
 
     @rule()
     @precondition(lambda self: self.asking())

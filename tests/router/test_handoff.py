@@ -22,9 +22,9 @@ LONG, SHORT = "x" * 20, "hi"
 class Pair:
     """A prefill and a decode worker, the latter with little staging memory."""
 
-    def __init__(self, routing=ROUND_ROBIN, mode=AUTO, limit_len=LIMIT_LEN, lane="", **decode):
+    def __init__(self, routing=ROUND_ROBIN, mode=AUTO, limit_len=LIMIT_LEN, data_path="", **decode):
         self._config = {"routing": routing, "local_prefill": mode}
-        self._limit_len, self._lane = limit_len, lane
+        self._limit_len, self._data_path = limit_len, data_path
         self._decode = {"can_prefill": True} | decode
 
     async def __aenter__(self):
@@ -41,9 +41,11 @@ class Pair:
             return all(one.num_blocks == 1000 for one in inventories)
 
         await until(is_heard)
-        if self._lane:
+        if self._data_path:
             state = members.live("decode")[0].state
-            path = worker_pb2.KvPath(kv_address=state.kv_address, epoch=state.kv_epoch or state.epoch, lane=self._lane)
+            path = worker_pb2.KvPath(
+                kv_address=state.kv_address, epoch=state.kv_epoch or state.epoch, data_path=self._data_path
+            )
             members.live("prefill")[0].state.inventory.transfer.paths.append(path)
         return running
 
@@ -66,9 +68,9 @@ async def test_what_no_hand_off_can_carry_is_computed_by_the_decode_worker(routi
             assert await path_of(running, SHORT) == "split"
 
 
-@pytest.mark.parametrize(("lane", "path"), [("raw", "local"), ("inline", "local"), ("nvlink", "split")])
-async def test_a_lane_that_needs_no_staging_carries_anything(lane, path):
-    async with Pair(lane=lane) as running:
+@pytest.mark.parametrize(("data_path", "path"), [("raw", "local"), ("inline", "local"), ("nvlink", "split")])
+async def test_a_data_path_that_needs_no_staging_carries_anything(data_path, path):
+    async with Pair(data_path=data_path) as running:
         running.silent.update(("prefill-0", "decode-0"))
         assert await path_of(running, LONG) == path
 
@@ -85,7 +87,7 @@ async def test_a_decode_worker_without_a_limit_is_preferred():
 
 
 async def test_where_decode_workers_compute_nothing_the_error_names_the_key():
-    async with Pair(mode=NEVER, lane="raw") as running:
+    async with Pair(mode=NEVER, data_path="raw") as running:
         running.silent.update(("prefill-0", "decode-0"))
         with pytest.raises(HandoffTooLong, match="kv_staging_mib") as refused:
             await ask(running, text=LONG, max_tokens=4)
@@ -94,7 +96,7 @@ async def test_where_decode_workers_compute_nothing_the_error_names_the_key():
         assert await text_of(running) == "hello world"
 
 
-async def test_a_lane_that_is_not_known_yet_is_tried_where_nothing_else_is_left():
+async def test_a_data_path_that_is_not_known_yet_is_tried_where_nothing_else_is_left():
     async with Pair(mode=NEVER) as running:
         assert await path_of(running, LONG) == "split"
 

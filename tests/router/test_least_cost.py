@@ -29,7 +29,7 @@ from baton.router.placement.least_cost import LeastCost
 from baton.router.placement.members import Members
 from baton.router.placement.policy import Pair
 from baton.router.placement.prefix_index import PrefixIndex
-from baton.router.placement.routing import lane_of, make_policy
+from baton.router.placement.routing import data_path_of, make_policy
 
 pytestmark = pytest.mark.fast
 BLOCK = 16
@@ -276,22 +276,22 @@ def test_the_edge_costs_what_the_prefill_does_not_hide():
     assert cost(Edge(False, 2e7, 0.01)) == NO_EDGE_S
 
 
-def path(worker_id, lane="shm", gbps=1.0, epoch=1):
-    return worker_pb2.KvPath(kv_address=f"tcp://{worker_id}", epoch=epoch, lane=lane, gbps=gbps)
+def path(worker_id, data_path="shm", gbps=1.0, epoch=1):
+    return worker_pb2.KvPath(kv_address=f"tcp://{worker_id}", epoch=epoch, data_path=data_path, gbps=gbps)
 
 
-def test_a_pair_whose_lane_is_slow_or_gone_is_avoided_and_its_workers_are_not():
+def test_a_pair_whose_data_path_is_slow_or_gone_is_avoided_and_its_workers_are_not():
     table = Table(2, 2)
     table.beat("p0", paths=(path("d0", gbps=1e-6), path("d1")))
-    table.beat("p1", paths=(path("d0"), path("d1", lane="")), num_prefill_tokens_queued=1_000_000)
+    table.beat("p1", paths=(path("d0"), path("d1", data_path="")), num_prefill_tokens_queued=1_000_000)
     assert table.names() == ("p0", "d1")
     table.beat("p0", paths=(path("d0", gbps=1e-6), path("d1")), num_prefill_tokens_queued=100_000_000)
     assert table.names() == ("p1", "d0")
     pair = Pair(*(table.members._members[name] for name in ("p1", "d0")))
-    assert lane_of(pair, None) == "shm"
-    assert lane_of(pair, worker_pb2.PrefillDone(kv_lane="raw")) == "raw"
+    assert data_path_of(pair, None) == "shm"
+    assert data_path_of(pair, worker_pb2.PrefillDone(kv_data_path="raw")) == "raw"
     table.beat("p1", paths=(path("d0", epoch=7),))
-    assert lane_of(pair, None) == "", "of another incarnation"
+    assert data_path_of(pair, None) == "", "of another incarnation"
 
 
 def test_excluded_pairs_are_never_chosen_and_missing_roles_are_named():

@@ -356,7 +356,12 @@ async def test_an_answer_says_that_its_prompt_was_computed_where_it_was_decoded(
         tokens, finish, _ = await ask(running, max_tokens=5)
         assert bytes(tokens) or tokens
         stats = finish.stats
-        assert (stats.path, stats.prefill_worker, stats.decode_worker, stats.kv_lane) == ("local", "", "decode-0", "")
+        assert (stats.path, stats.prefill_worker, stats.decode_worker, stats.kv_data_path) == (
+            "local",
+            "",
+            "decode-0",
+            "",
+        )
         assert stats.num_cached_tokens == stats.num_expected_cached_tokens == 0
         assert stats.output_len == len(tokens) == 5
         parts = stats.router_ms + stats.queue_ms + stats.grant_wait_ms + stats.prefill_ms + stats.publish_ms

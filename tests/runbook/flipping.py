@@ -14,7 +14,7 @@ class Flipping:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def send_frame(self, peer, header, payload, lane):
+    def send_frame(self, peer, header, payload, data_path):
         self._victim = self._victim or peer
         if payload and peer == self._victim:
             self._num_frames += 1
@@ -22,7 +22,7 @@ class Flipping:
                 damaged = bytearray(b"".join(payload))
                 damaged[len(damaged) // 2] ^= 1
                 payload = [memoryview(damaged)]
-        self._inner.send_frame(peer, header, payload, lane)
+        self._inner.send_frame(peer, header, payload, data_path)
 
 
 def flipping_shell():

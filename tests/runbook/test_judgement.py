@@ -114,12 +114,12 @@ def test_suspects_are_of_the_side_that_the_counts_tell(decode, prefill, suspects
     assert corruption_response._suspects(corrupt, decode, prefill) == suspects
 
 
-def path(address, lane="", why=""):
-    return worker_pb2.KvPath(kv_address=address, lane=lane, why=why)
+def path(address, data_path="", why=""):
+    return worker_pb2.KvPath(kv_address=address, data_path=data_path, why=why)
 
 
-def cluster(lanes):
-    """Workers of which p0 and p1 reach d0 and d1 as `lanes` says."""
+def cluster(data_paths):
+    """Workers of which p0 and p1 reach d0 and d1 as `data_paths` says."""
     found = []
     for name in ("d0", "d1"):
         decode = worker(name)
@@ -127,7 +127,11 @@ def cluster(lanes):
         found.append(decode)
     for name in ("p0", "p1"):
         prefill = worker(name, role="prefill")
-        paths = [path(to, lane, "" if lane else "no lane") for (of, to), lane in lanes.items() if of == name]
+        paths = [
+            path(to, data_path, "" if data_path else "no data path")
+            for (of, to), data_path in data_paths.items()
+            if of == name
+        ]
         prefill.state.inventory.transfer.paths.extend(paths)
         found.append(prefill)
     return found
@@ -144,8 +148,8 @@ def cluster(lanes):
     ],
 )
 def test_a_worker_without_an_edge_that_works_is_cut_off(broken, cut_off):
-    lanes = {(of, to): "" if (of, to) in broken else "shm" for of in ("p0", "p1") for to in ("d0", "d1")}
-    site = Play([cluster(lanes)])
+    data_paths = {(of, to): "" if (of, to) in broken else "shm" for of in ("p0", "p1") for to in ("d0", "d1")}
+    site = Play([cluster(data_paths)])
     triage = partition_triage.Triage(site, partition_triage.argparse.Namespace(rounds=1))
     triage._look()
     assert site.found["cut_off"] == cut_off

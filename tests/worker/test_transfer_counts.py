@@ -1,26 +1,26 @@
-"""What heartbeats say of the hand-off: counts of real services after a hand-over, and of lanes that were refused."""
+"""What heartbeats say of the hand-off: counts of real services after a hand-over, and of refused data paths."""
 
 import pytest
 
 from baton.kvtransfer.protocol.transfer_times import TIME_BOUNDS_S, TIME_NAMES, TransferTimes
 from baton.kvtransfer.receiver.driver import COUNT_NAMES
-from baton.kvtransfer.sender.lane_choice import LaneChoice
+from baton.kvtransfer.sender.data_path_choice import DataPathChoice
 from baton.kvtransfer.sender.table import PathCounts, PushTotals
 from baton.worker.inventory import push_counts, receiver_counts
 
 pytestmark = pytest.mark.fast
 
-NAMES = "num_acked bytes_pushed transfer_us exposed_us frames_pushed frames_resent lane_fallbacks credit_stall_us"
+NAMES = "num_acked bytes_pushed transfer_us exposed_us frames_pushed frames_resent data_path_fallbacks credit_stall_us"
 COUNTS = dict.fromkeys((*NAMES.split(), *TIME_NAMES), 0)
 
 
 def test_a_prefill_worker_names_each_path_and_why_no_better_one():
     paths = [PathCounts("tcp://a", 5, 99, 2, 3e9, 0.0004), PathCounts("tcp://new", 0, 0, 0, 0.0, 0.0)]
-    lanes = {"tcp://a": LaneChoice(5, "raw", None, (("shm", "the peer is on another host"),))}
-    found = push_counts(COUNTS | {"num_acked": 2, "exposed_us": 1500}, paths, lanes)
+    data_paths = {"tcp://a": DataPathChoice(5, "raw", None, (("shm", "the peer is on another host"),))}
+    found = push_counts(COUNTS | {"num_acked": 2, "exposed_us": 1500}, paths, data_paths)
     assert (found.transfers, found.exposed_seconds) == (2, 0.0015)
     (path,) = found.paths  # the other has not answered yet
-    assert (path.lane, path.why, path.gbps) == ("raw", "shm: the peer is on another host", 3.0)
+    assert (path.data_path, path.why, path.gbps) == ("raw", "shm: the peer is on another host", 3.0)
     assert path.round_trip_ms == pytest.approx(0.4)
     assert (path.bytes, path.transfers, path.epoch) == (99, 2, 5)
 

@@ -1,4 +1,4 @@
-"""What of the lanes of a GPU needs none: when a posted write is over, and how gathered blocks become a payload."""
+"""What of the data paths of a GPU needs none: when a posted write is over, and how gathered blocks become a payload."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from baton.kvtransfer.device_stream import FEW, MANY, DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import FlagPage
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.sender.data_path import DataPathFailed
 from baton.kvtransfer.sender.device_source import _close_up, _gathered_shape
-from baton.kvtransfer.sender.lane import LaneFailed
 from baton.kvtransfer.transports import nvlink_write
 from baton.kvtransfer.transports.nvlink_write import NvlinkWrite
 from baton.tests.kvtransfer.conftest import make_layout
@@ -81,7 +81,7 @@ def test_a_write_whose_word_never_comes_fails_and_is_over(monkeypatch, answer, p
     posted = Posted(answer)
     posted.end(0, 1)
     for _ in range(2):
-        with pytest.raises(LaneFailed, match=problem):
+        with pytest.raises(DataPathFailed, match=problem):
             _ = posted.write.done
     assert posted.over == [posted.write]
     assert posted.page.num_claimed == 0

@@ -44,7 +44,7 @@ class Ending(Protocol):
         ...
 
 
-class Lane(Protocol):
+class StepExecutor(Protocol):
     """Runs work in order."""
 
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
@@ -64,9 +64,9 @@ class Lane(Protocol):
         ...
 
 
-def lane_for(device: torch.device) -> Lane:
-    """The lane of a device."""
-    return StreamLane(device) if device.type == "cuda" else ThreadLane()
+def executor_for(device: torch.device) -> StepExecutor:
+    """The executor of a device."""
+    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
 
 
 class _Done:
@@ -105,8 +105,8 @@ _Task = tuple[Callable[[], torch.Tensor | None], torch.Tensor | None, _Done]
 _Tasks = queue.SimpleQueue[_Task | None]
 
 
-class ThreadLane:
-    """One thread, which ends with `close` or when nobody has the lane any more."""
+class ThreadExecutor:
+    """One thread, which ends with `close` or when nobody has the executor any more."""
 
     def __init__(self) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()
@@ -116,21 +116,21 @@ class ThreadLane:
         weakref.finalize(self, _end, self._tasks, self._threads)
 
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         return HostFuture(target, self._give(work, target))
 
     def run(self, work: Callable[[], None]) -> Ending:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         return self._give(work, None)
 
     def drain(self) -> None:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         if self._thread is not None and self._thread.is_alive():
             is_done = self._give(_nothing, None).wait(CLOSE_TIMEOUT_S)
             assert is_done, f"a step did not end within {CLOSE_TIMEOUT_S} s"
 
     def close(self) -> None:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         self._tasks.put(None)
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -138,10 +138,10 @@ class ThreadLane:
 
     def _give(self, work: Callable[[], torch.Tensor | None], target: torch.Tensor | None) -> _Done:
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="decode-lane", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="decode-steps", daemon=True)
             self._thread.start()
             self._threads.append(self._thread)
-        assert self._thread.is_alive(), "the lane is closed"
+        assert self._thread.is_alive(), "the executor is closed"
         done = _Done()
         self._tasks.put((work, target, done))
         return done
@@ -152,7 +152,7 @@ def _nothing() -> None:
 
 
 def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
-    """Nobody has the lane any more, or the interpreter ends."""
+    """Nobody has the executor any more, or the interpreter ends."""
     tasks.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
@@ -160,7 +160,7 @@ def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
 
 
 def _serve(tasks: _Tasks) -> None:
-    """The thread. It knows the queue and not the lane, so that a lane that is dropped ends it."""
+    """The thread. It knows the queue and not the executor, so that an executor that is dropped ends it."""
     failure: BaseException | None = None
     with torch.inference_mode():
         while (task := tasks.get()) is not None:
@@ -196,7 +196,7 @@ class _Reached:
         return bool(self._event.query())
 
 
-class StreamLane:
+class StreamExecutor:
     """The CUDA stream that is current where work is given; a failed launch raises there at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -205,7 +205,7 @@ class StreamLane:
 
     @torch.inference_mode()
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         source = work()
         computed, copied = torch.cuda.Event(), torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self._device))
@@ -218,16 +218,16 @@ class StreamLane:
 
     @torch.inference_mode()
     def run(self, work: Callable[[], None]) -> Ending:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         work()
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return _Reached(event)
 
     def drain(self) -> None:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """See `Lane`."""
+        """See `StepExecutor`."""
         self.drain()

@@ -1,4 +1,4 @@
-"""The connecting end of the raw lane: one or more TCP connections to one peer, filled straight from the pool.
+"""The connecting end of the raw data path: one or more TCP connections to one peer, filled straight from the pool.
 
 Nothing waits: what a socket does not take stays in a queue of scatter lists, which is bounded, and whose memory is
 read until it has left. A connection that breaks loses its queue, which the protocol repairs, and is made again.
@@ -16,7 +16,7 @@ import zmq
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.protocol.transport import TransportCounts
 from baton.kvtransfer.sender.piece_cursor import MAX_BUFFERS, PieceCursor
-from baton.kvtransfer.transports.raw_lane import READY, encode_preface, tune_socket
+from baton.kvtransfer.transports.raw import READY, encode_preface, tune_socket
 
 MAX_BURST_BYTES = 16 << 20  # that one stream sends before others get their turn
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 5.0
@@ -39,13 +39,13 @@ class _Outgoing:
 
 
 class RawSender:
-    """The lane to one peer.
+    """The data path to one peer.
 
     Args:
         place: where to connect.
         preface: what to say there first.
         config: limits and times.
-        poller: asked for readiness; events for this lane's files go to `ready`.
+        poller: asked for readiness; events for this data path's files go to `ready`.
         counts: of the transport.
     """
 
@@ -73,7 +73,7 @@ class RawSender:
         poller: zmq.Poller,
         counts: TransportCounts,
     ) -> "RawSender":
-        """A lane that presents a token and the name of its control channel."""
+        """A data path that presents a token and the name of its control channel."""
         return cls(place, encode_preface(token, name), config, poller, counts)
 
     @property
@@ -92,7 +92,7 @@ class RawSender:
         return sum(not frame.cursor.is_kept for stream in self._streams for frame in stream.queue)
 
     def send(self, header: bytes, payload: Sequence[memoryview]) -> bool:
-        """Post a frame; False if the lane is not open. A frame beyond twice the window is dropped."""
+        """Post a frame; False if the data path is not open. A frame beyond twice the window is dropped."""
         streams = [stream for stream in self._streams if stream.is_open]
         if not streams:
             return False
@@ -159,12 +159,12 @@ class RawSender:
         stream.close()
 
     def _back_off(self, why: str) -> None:
-        self._counts.lanes_failed += 1
+        self._counts.data_paths_failed += 1
         self._retry_at_s = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
         if not self._has_warned:
             self._has_warned = True
-            log.warning("the raw lane to %s:%d does not work, payloads go inline: %s", *self._place[1:], why)
+            log.warning("the raw data path to %s:%d does not work, payloads go inline: %s", *self._place[1:], why)
 
 
 class _Stream:

@@ -1,4 +1,4 @@
-"""The listening end of the raw lane: connections whose payloads go straight into the pool.
+"""The listening end of the raw data path: connections whose payloads go straight into the pool.
 
 A connection says who it is, or is closed; then its headers are believed as far as sizes go, and each payload waits
 until somebody decides where it goes. A payload that stops in the middle keeps its own connection waiting and no other.
@@ -21,7 +21,7 @@ from baton.core.kv_transports import RAW
 from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header
 from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts
 from baton.kvtransfer.sender.piece_cursor import MAX_BUFFERS, PieceCursor
-from baton.kvtransfer.transports.raw_lane import PREFACE_BYTES, READY, decode_preface, new_token, tune_socket
+from baton.kvtransfer.transports.raw import PREFACE_BYTES, READY, decode_preface, new_token, tune_socket
 from baton.proto import kv_pb2
 
 PATIENCE = struct.pack("ll", 0, 2000)  # a read of a quick peer waits so long, and not longer (timeval)
@@ -258,12 +258,12 @@ log = logging.getLogger(__name__)
 
 
 class RawReceiver:
-    """The lane from every peer.
+    """The data path from every peer.
 
     Args:
         host: to listen at, numeric.
         config: limits and times.
-        poller: asked for readiness; events for this lane's files go to `ready`.
+        poller: asked for readiness; events for this data path's files go to `ready`.
         counts: of the transport.
         is_known: whether a name is one of a peer of the control channel.
 
@@ -304,11 +304,11 @@ class RawReceiver:
         self._poller.register(self._listener_file, zmq.POLLIN)
 
     @property
-    def offer(self) -> kv_pb2.LaneOffer:
+    def offer(self) -> kv_pb2.DataPathOffer:
         """What peers need."""
         host, port = self._listener.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return kv_pb2.LaneOffer(lane=RAW, raw=kv_pb2.RawOffer(address=address, token=self._token))
+        return kv_pb2.DataPathOffer(data_path=RAW, raw=kv_pb2.RawOffer(address=address, token=self._token))
 
     def ready(self, file: int) -> list[Delivery | PayloadDone]:
         """Go on with a connection, or take new ones."""
@@ -384,7 +384,7 @@ class RawReceiver:
         except ProtocolError as error:
             self._refuse(connection, error.message)
         except OSError as error:
-            log.debug("the raw lane from %s ended: %s", connection.peer, error)
+            log.debug("the raw data path from %s ended: %s", connection.peer, error)
             self._close(connection)
         return self.take_failed()
 

@@ -1,6 +1,6 @@
-"""The one-sided lanes of a decode worker: what it tells prefill workers so that they can write its pools.
+"""The one-sided data paths of a decode worker: what it tells prefill workers so that they can write its pools.
 
-`receiver_lanes` makes those that `core.kv_transports` declares. Imports no torch.
+`receiver_data_paths` makes those that `core.kv_transports` declares. Imports no torch.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from baton.core.errors import PackageMissing
 from baton.core.kv_transports import load, one_sided
 from baton.kvtransfer.pool_io import PoolMemory
 from baton.kvtransfer.receiver.setup import ReceiverSetup
-from baton.kvtransfer.sender.lane import LaneRefused
+from baton.kvtransfer.sender.data_path import DataPathRefused
 from baton.kvtransfer.shared_region import SharedRegion
 from baton.proto import kv_pb2
 
@@ -22,21 +22,21 @@ def _do_nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedLane:
-    """A lane that is served.
+class ServedDataPath:
+    """A data path that is served.
 
     Attributes:
         offer: for HELLO_REPLY.
         close: called at the end: nothing is written any more once it has returned.
     """
 
-    offer: kv_pb2.LaneOffer
+    offer: kv_pb2.DataPathOffer
     close: Callable[[], None] = _do_nothing
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverSide:
-    """What the lanes of a decode worker are made of.
+    """What the data paths of a decode worker are made of.
 
     Attributes:
         setup: of this incarnation of its incoming transfer.
@@ -71,22 +71,22 @@ def pool_place(setup: ReceiverSetup, rank: int, offset_bytes: int, num_bytes: in
     )
 
 
-def receiver_lanes(side: ReceiverSide) -> list[ServedLane]:
-    """The lanes that `Listen` names, as far as they reach pools such as these.
+def receiver_data_paths(side: ReceiverSide) -> list[ServedDataPath]:
+    """The data paths that `Listen` names, as far as they reach pools such as these.
 
     Raises:
         PackageMissing: one of them needs a package that is not there, or does not work.
     """
     memory = "host" if side.setup.device is None else "GPU"
-    served: list[ServedLane] = []
-    for lane in side.setup.listen.lanes:
-        declared = one_sided(lane)
+    served: list[ServedDataPath] = []
+    for data_path in side.setup.listen.data_paths:
+        declared = one_sided(data_path)
         if declared.memory not in ("", memory):
             continue
         try:
-            lane_served: ServedLane | None = load(declared.receiver)(side)
-        except LaneRefused as error:
-            raise PackageMissing(f"the lane {lane} cannot be served: {error}", lane=lane) from error
-        if lane_served is not None:
-            served.append(lane_served)
+            data_path_served: ServedDataPath | None = load(declared.receiver)(side)
+        except DataPathRefused as error:
+            raise PackageMissing(f"the data path {data_path} cannot be served: {error}", data_path=data_path) from error
+        if data_path_served is not None:
+            served.append(data_path_served)
     return served

@@ -14,12 +14,12 @@ from baton.core.errors import InvalidGrammar
 from baton.core.fair_turns import Share
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.grammar import executor as grammar_executor
 from baton.engine.grammar import grammar
 from baton.engine.grammar import grammar as compiled_grammar
-from baton.engine.grammar import lane as grammar_lane
 from baton.engine.grammar import trial as grammar_trial
+from baton.engine.grammar.executor import GrammarExecutor, num_threads
 from baton.engine.grammar.grammar import GrammarCompiler
-from baton.engine.grammar.lane import GrammarLane, num_threads
 
 pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
@@ -34,9 +34,9 @@ def tokenizer():
 class Held:
     """Work that has begun when it says so, and ends when it may."""
 
-    def __init__(self, lane, share=None):
+    def __init__(self, executor, share=None):
         self.begun, self.may_end = threading.Event(), threading.Event()
-        self.result = lane.submit(self._run, share or Share())
+        self.result = executor.submit(self._run, share or Share())
 
     def _run(self):
         self.begun.set()
@@ -51,12 +51,12 @@ class Held:
 def test_the_step_keeps_half_of_the_cores(monkeypatch, num_cores, num):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
     assert num_threads() == num
-    assert GrammarLane()._pool._max_workers == num
+    assert GrammarExecutor()._pool._max_workers == num
 
 
 def test_no_more_work_at_once_than_threads_and_these_are_nice():
-    lane = GrammarLane(2)
-    first, second, third = Held(lane), Held(lane), Held(lane)
+    executor = GrammarExecutor(2)
+    first, second, third = Held(executor), Held(executor), Held(executor)
     assert first.begun.wait(LIMIT_S)
     assert second.begun.wait(LIMIT_S)
     assert not third.begun.is_set()
@@ -64,18 +64,20 @@ def test_no_more_work_at_once_than_threads_and_these_are_nice():
     assert third.begun.wait(LIMIT_S)
     second.open()
     third.open()
-    nice = lane.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), Share()).result(LIMIT_S)
-    assert nice >= grammar_lane.NICENESS
-    assert lane.spent_s > 0.0
+    nice = executor.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), Share()).result(LIMIT_S)
+    assert nice >= grammar_executor.NICENESS
+    assert executor.spent_s > 0.0
 
 
 def test_who_has_spent_little_comes_before_who_has_spent_much():
-    lane, heavy, light, order = GrammarLane(1), Share(), Share(), []
-    gate = Held(lane, heavy)
+    executor, heavy, light, order = GrammarExecutor(1), Share(), Share(), []
+    gate = Held(executor, heavy)
     assert gate.begun.wait(LIMIT_S)
     heavy.charge(10.0)
     names = ["heavy 1", "heavy 2", "light 1", "light 2"]
-    results = [lane.submit(lambda name=name: order.append(name), heavy if "heavy" in name else light) for name in names]
+    results = [
+        executor.submit(lambda name=name: order.append(name), heavy if "heavy" in name else light) for name in names
+    ]
     gate.open()
     for result in results:
         result.result(LIMIT_S)
@@ -83,12 +85,12 @@ def test_who_has_spent_little_comes_before_who_has_spent_much():
 
 
 def test_time_is_charged_to_the_owner_also_of_what_fails(monkeypatch):
-    lane, share = GrammarLane(1), Share()
+    executor, share = GrammarExecutor(1), Share()
     now_s = iter((10.0, 17.0))
-    monkeypatch.setattr(grammar_lane.time, "monotonic", lambda: next(now_s))
+    monkeypatch.setattr(grammar_executor.time, "monotonic", lambda: next(now_s))
     with pytest.raises(ZeroDivisionError):
-        lane.submit(lambda: 1 / 0, share).result(LIMIT_S)
-    assert (share.spent, lane.spent_s) == (7.0, 7.0)
+        executor.submit(lambda: 1 / 0, share).result(LIMIT_S)
+    assert (share.spent, executor.spent_s) == (7.0, 7.0)
 
 
 def test_sequences_of_a_grammar_share_what_it_has_spent_and_a_new_compilation_pays_no_debt(tokenizer):
@@ -107,8 +109,8 @@ def test_the_step_waits_for_no_look_that_is_under_way(tokenizer):
     """A sequence goes on while its look waits for a turn: the next one is asked for at once, and comes after it."""
     compiler, spec = GrammarCompiler(tokenizer, 4096), GrammarSpec("regex", "[ab]+")
     compiled = compiler.compile(spec)
-    compiler._lane = compiled._lane = GrammarLane(1)
-    gate = Held(compiled._lane)
+    compiler._executor = compiled._executor = GrammarExecutor(1)
+    gate = Held(compiled._executor)
     assert gate.begun.wait(LIMIT_S)
     (token_id,) = tokenizer.encode("a")
     own = compiled.own([])
@@ -136,7 +138,7 @@ def test_the_step_waits_for_no_look_that_is_under_way(tokenizer):
 
 def test_looks_of_one_sequence_never_overlap(tokenizer):
     compiled = GrammarCompiler(tokenizer, 4096).compile(GrammarSpec("regex", "[ab]+"))
-    compiled._lane = GrammarLane(4)
+    compiled._executor = GrammarExecutor(4)
     (token_id,) = tokenizer.encode("a")
     own = compiled.own([])
     begun, may_end = threading.Event(), threading.Event()
@@ -155,7 +157,7 @@ def test_looks_of_one_sequence_never_overlap(tokenizer):
     assert begun.wait(LIMIT_S)
     own.begin([token_id], [])
     own.begin([token_id] * 2, [])
-    Held(compiled._lane).open()  # there are threads for them
+    Held(compiled._executor).open()  # there are threads for them
     may_end.set()
     assert own.found([token_id] * 2, [], LIMIT_S).num_rows == 1
 
@@ -172,7 +174,7 @@ def test_grammars_are_compiled_on_nice_threads(tokenizer, monkeypatch):
     compiler = GrammarCompiler(tokenizer, 4096)
     compiler.compile(GrammarSpec("regex", "[ab]+"))
     assert made
-    assert min(made) >= grammar_lane.NICENESS
+    assert min(made) >= grammar_executor.NICENESS
     assert compiler.spent_s > 0.0
 
 

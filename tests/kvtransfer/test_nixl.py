@@ -1,4 +1,4 @@
-"""The NIXL lane over UCX on loopback: addresses against the pool's own order, real writes, and refusals by name."""
+"""The NIXL data path over UCX on loopback: addresses against the pool's own order, writes, refusals by name."""
 
 import importlib.util
 import os
@@ -9,9 +9,9 @@ import pytest
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
-from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
+from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused
 from baton.kvtransfer.transports import nixl_agent
-from baton.kvtransfer.transports.nixl_lane import NixlOpener, NixlPools, agent_name, read_offer, span_ranges
+from baton.kvtransfer.transports.nixl import NixlOpener, NixlPools, agent_name, read_offer, span_ranges
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
@@ -100,18 +100,18 @@ def test_an_offer_that_makes_no_sense_is_refused():
         damaged(lambda o: o.pools.add(place=place_of(io))),
         damaged(lambda o: o.pools.add(place=place_of(pool_of(layout)[1]), memory="DRAM")),
     ):
-        with pytest.raises(LaneRefused):
+        with pytest.raises(DataPathRefused):
             read_offer(offer, EPOCH, layout)
-    with pytest.raises(LaneRefused, match="incarnation"):
+    with pytest.raises(DataPathRefused, match="incarnation"):
         read_offer(good, EPOCH + 1, layout)
 
 
 @pytest.mark.fast
-def test_without_nixl_the_lane_says_what_to_install(monkeypatch):
+def test_without_nixl_the_data_path_says_what_to_install(monkeypatch):
     monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: None)
     memory, io = pool_of(layout_of())
     assert "baton-pd[nixl]" in NixlOpener(EPOCH, io, memory).problem
-    with pytest.raises(LaneRefused, match="nixl"):
+    with pytest.raises(DataPathRefused, match="nixl"):
         NixlPools(EPOCH, [memory], [place_of(io)])
 
 
@@ -144,19 +144,19 @@ class Peers:
 @pytest.mark.parametrize(("sizes", "ranks"), [((16, 16), 1), ((16, 16), 2), ((16, 64), 1), ((64, 16), 2)])
 def test_real_writes_arrive_byte_for_byte(loopback, sizes, ranks):
     peers = Peers(sizes, ranks)
-    lane = peers.open()
+    data_path = peers.open()
     blocks, target_blocks = [7, 3, 9, 1][: 64 // sizes[0]], [4, 2, 8, 11][: 64 // sizes[1]]
     expected = [pool_of(layout_of(sizes[1]), rank=r, size=ranks) for r in range(ranks)]
     written = []
     for span in SPANS:
-        written.append((span, lane.write(blocks, target_blocks, span, with_digest=True)))
+        written.append((span, data_path.write(blocks, target_blocks, span, with_digest=True)))
         for _, target in expected:
             held = target.geometry.layer(span.layer).heads
             first, stop = max(span.head_first, held.first), min(span.head_first + span.head_count, held.stop)
             if first < stop:
                 part = Span(span.layer, span.first, span.count, first, stop - first)
                 peers.io.copy(blocks, target, target_blocks, part)
-    assert lane.drain(20)
+    assert data_path.drain(20)
     for span, write in written:
         assert write.done
         assert write.digest == peers.io.digest(blocks, span)
@@ -165,9 +165,9 @@ def test_real_writes_arrive_byte_for_byte(loopback, sizes, ranks):
         start = scratch.offset_bytes + (scratch.num_blocks - 1) * scratch.block_bytes
         found[start : start + 8] = 0
         assert np.array_equal(found, wanted)
-    lane.close()
-    with pytest.raises(LaneFailed):
-        lane.write(blocks, target_blocks, SPANS[0], with_digest=False)
+    data_path.close()
+    with pytest.raises(DataPathFailed):
+        data_path.write(blocks, target_blocks, SPANS[0], with_digest=False)
     peers.close()
 
 
@@ -175,10 +175,10 @@ def test_real_writes_arrive_byte_for_byte(loopback, sizes, ranks):
 def test_an_offer_of_another_life_or_with_wild_metadata_is_refused(loopback):
     peers = Peers()
     offer = peers.pools.offer()
-    with pytest.raises(LaneRefused, match="incarnation"):
+    with pytest.raises(DataPathRefused, match="incarnation"):
         peers.opener.open(offer, EPOCH + 7, "host")
     offer.nixl.metadata = b"nonsense"
-    with pytest.raises(LaneRefused):
+    with pytest.raises(DataPathRefused):
         peers.opener.open(offer, EPOCH, "host")
     assert peers.open().num_blocks == NUM_BLOCKS  # the agent still works
     peers.close()
@@ -186,8 +186,8 @@ def test_an_offer_of_another_life_or_with_wild_metadata_is_refused(loopback):
 
 STOPPED_PEER = """
 import sys, numpy as np
-from baton.kvtransfer.transports.nixl_lane import NixlPools
-from baton.tests.kvtransfer.test_nixl_lane import EPOCH, layout_of, place_of, pool_of
+from baton.kvtransfer.transports.nixl import NixlPools
+from baton.tests.kvtransfer.test_nixl import EPOCH, layout_of, place_of, pool_of
 memory, io = pool_of(layout_of())
 pools = NixlPools(EPOCH, [memory], [place_of(io)])
 sys.stdout.buffer.write(pools.offer().SerializeToString().hex().encode() + b"\\n")
@@ -207,24 +207,24 @@ def test_a_write_to_a_peer_that_died_never_claims_to_be_over_until_its_life_has_
     )
     lines = (line.strip() for line in peer.stdout)
     offer_hex = next(line for line in lines if len(line) > 200 and line.isalnum())
-    offer = kv_pb2.LaneOffer.FromString(bytes.fromhex(offer_hex.decode()))
+    offer = kv_pb2.DataPathOffer.FromString(bytes.fromhex(offer_hex.decode()))
     memory, io = pool_of(layout_of(), seed=5)
     opener = NixlOpener(EPOCH + 1, io, memory)
-    lane = opener.open(offer, EPOCH, "host")
-    write = lane.write([1, 2, 3], [4, 5, 6], SPANS[0], with_digest=False)
-    assert lane.drain(10)
+    data_path = opener.open(offer, EPOCH, "host")
+    write = data_path.write([1, 2, 3], [4, 5, 6], SPANS[0], with_digest=False)
+    assert data_path.drain(10)
     assert write.done
     peer.kill()
     peer.communicate()
     time.sleep(0.2)
     try:
-        lost = lane.write([1, 2, 3], [4, 5, 6], SPANS[0], with_digest=False)
-    except LaneFailed:
+        lost = data_path.write([1, 2, 3], [4, 5, 6], SPANS[0], with_digest=False)
+    except DataPathFailed:
         pass  # it noticed at once: nothing was written
     else:
-        assert not lane.drain(1.0)
+        assert not data_path.drain(1.0)
         assert not lost.done
-        lane.close()
-        with pytest.raises(LaneFailed):
+        data_path.close()
+        with pytest.raises(DataPathFailed):
             assert lost.done
     opener.close()

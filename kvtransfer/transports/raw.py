@@ -1,8 +1,8 @@
-"""The raw lane: TCP connections beside the control channel that carry frames from pool to pool, and nothing else.
+"""The raw data path: TCP connections beside the control channel that carry frames from pool to pool, and nothing else.
 
 The connecting side begins with a preface: magic, the token of the offer, and the name under which the other side knows
 its control channel; the answer is READY. After that only frames follow, header and payload, one behind the other; the
-receiver never writes again. There is no encryption: where the control channel is encrypted, the lane is refused.
+receiver never writes again. There is no encryption: where the control channel is encrypted, the data path is refused.
 """
 
 import secrets

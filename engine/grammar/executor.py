@@ -1,7 +1,7 @@
 """Matchers that sequences have for themselves, at work on threads beside the step's.
 
-A look is prepared on a thread of the lane while other sequences go on, without the GIL: masks let it go by themselves,
-and tokens are consumed by the library's executor, which lets it go for two matchers or more.
+A look is prepared on a thread of the executor while other sequences go on, without the GIL: masks let it go by
+themselves, and tokens are consumed by the library's executor, which lets it go for two matchers or more.
 
 Without the GIL a thread still takes a core. So the threads are nice to the step's, and half as many as there are cores:
 dozens of nice threads would outweigh one that is not. Grammars have their turns by the time that they have spent, that
@@ -36,7 +36,7 @@ def num_threads() -> int:
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
-class GrammarLane:
+class GrammarExecutor:
     """The threads, which start when they are needed, and what was spent on them.
 
     Args:
@@ -44,7 +44,7 @@ class GrammarLane:
     """
 
     def __init__(self, num: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(num or num_threads(), "grammar-lane", initializer=_be_nice)
+        self._pool = ThreadPoolExecutor(num or num_threads(), "grammar-executor", initializer=_be_nice)
         self._lock = threading.Lock()
         self._turns: FairTurns[tuple[Callable[[], Any], Future[Any]]] = FairTurns()
         self._spent_s = 0.0
@@ -103,7 +103,7 @@ class OwnMatcher:
 
     Args:
         grammar: which.
-        lane: whose threads work.
+        executor: whose threads work.
         share: what was spent on its grammar.
         build: makes a matcher before the first token, within the limits it is given.
         idle: makes one that does nothing.
@@ -115,7 +115,7 @@ class OwnMatcher:
     def __init__(
         self,
         grammar: Ends,
-        lane: GrammarLane,
+        executor: GrammarExecutor,
         share: Share,
         build: Callable[[dict[str, Any]], Any],
         idle: Callable[[], Any],
@@ -124,7 +124,7 @@ class OwnMatcher:
         token_ids: Sequence[int],
     ) -> None:
         self._grammar = grammar
-        self._lane = lane
+        self._executor = executor
         self._share = share
         self._build = build
         self._limits = limits
@@ -142,7 +142,7 @@ class OwnMatcher:
             text, ahead = list(token_ids), list(drafts)
             self._job_len = len(text)
             # Two at a time would move one matcher. The step, which asks, waits for neither.
-            self._job = self._lane.submit(lambda: (ahead, self._look(text, ahead)), self._share, after=self._job)
+            self._job = self._executor.submit(lambda: (ahead, self._look(text, ahead)), self._share, after=self._job)
 
     def found(self, token_ids: Sequence[int], drafts: Sequence[int], patience_s: float | None) -> Lookahead:
         """What is known of these drafts in time.
@@ -160,7 +160,7 @@ class OwnMatcher:
         return look.along(before, drafts)
 
     def _look(self, text: list[int], drafts: list[int]) -> Lookahead:
-        """On a thread of the lane."""
+        """On a thread of the executor."""
         if self._job_len != len(text):  # the sequence has gone on meanwhile, and asks no more for this
             return Lookahead.unknown(len(drafts), self._grammar.num_words)
         start_s = time.monotonic()

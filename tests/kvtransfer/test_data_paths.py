@@ -1,16 +1,16 @@
-"""Which lane is chosen, what is said about the others, and that lanes that are not used any more are closed."""
+"""Which data path is chosen, what is said about the others, and that unused data paths are closed."""
 
 import pytest
 
 from baton.core.kv_transports import is_one_sided
-from baton.kvtransfer.sender.lane import LaneRefused, NoLane
-from baton.kvtransfer.sender.lane_choice import LaneChooser
+from baton.kvtransfer.sender.data_path import DataPathRefused, NoDataPath
+from baton.kvtransfer.sender.data_path_choice import DataPathChooser
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast
 
 
-class FakeLane:
+class FakeDataPath:
     num_blocks = 1
 
     def __init__(self, name):
@@ -37,10 +37,10 @@ class FakeOpener:
         self.opened = []
 
     def open(self, offer, epoch, host_id):
-        assert offer.lane == self.name
+        assert offer.data_path == self.name
         if self.refusal:
-            raise LaneRefused(self.refusal)
-        self.opened.append((FakeLane(self.name), epoch, host_id))
+            raise DataPathRefused(self.refusal)
+        self.opened.append((FakeDataPath(self.name), epoch, host_id))
         return self.opened[-1][0]
 
 
@@ -48,19 +48,19 @@ class FakeTransport:
     def __init__(self, raw_problem=""):
         self.raw_problem = raw_problem
         self.num_opened = 0
-        self.lane = "raw"
+        self.data_path = "raw"
 
-    def lane_of(self, peer):
-        return self.lane
+    def data_path_of(self, peer):
+        return self.data_path
 
-    def open_lane(self, peer, offer):
-        assert offer.lane == "raw"
+    def open_data_path(self, peer, offer):
+        assert offer.data_path == "raw"
         self.num_opened += not self.raw_problem
         return self.raw_problem
 
 
 def offers(*names):
-    return [kv_pb2.LaneOffer(lane=name) for name in names]
+    return [kv_pb2.DataPathOffer(data_path=name) for name in names]
 
 
 ALL = offers("inline", "nixl", "shm", "raw", "nvlink", "tin-cans")
@@ -84,12 +84,12 @@ def openers():
     ],
 )
 def test_each_policy_takes_its_best(openers, policy, wanted):
-    chooser = LaneChooser(policy, openers, FakeTransport())
+    chooser = DataPathChooser(policy, openers, FakeTransport())
     choice = chooser.choose("a", 5, "here", ALL)
-    assert (choice.lane, choice.epoch, choice.refused) == (wanted, 5, ())
+    assert (choice.data_path, choice.epoch, choice.refused) == (wanted, 5, ())
     assert (choice.opened is not None) == is_one_sided(wanted)
-    assert chooser.lane_of("a") is choice
-    assert chooser.lanes() == {"a": choice}
+    assert chooser.data_path_of("a") is choice
+    assert chooser.data_paths() == {"a": choice}
     assert (chooser.problem, chooser.num_fallbacks) == ("", 0)
 
 
@@ -97,44 +97,44 @@ def test_auto_goes_down_the_list_and_says_why(openers):
     shm, nvlink, _ = openers
     nvlink.problem = "there is no GPU"
     shm.refusal = "the peer is on another host"
-    chooser = LaneChooser("auto", openers, FakeTransport())
+    chooser = DataPathChooser("auto", openers, FakeTransport())
     assert chooser.names == ("shm", "raw", "inline")
     choice = chooser.choose("a", 5, "there", ALL)
-    assert choice.lane == "raw"
+    assert choice.data_path == "raw"
     assert choice.refused == (("nvlink", "there is no GPU"), ("shm", "the peer is on another host"))
     assert choice.why == "nvlink: there is no GPU; shm: the peer is on another host"
     assert chooser.num_fallbacks == 0
 
 
 def test_a_peer_without_raw_sockets_is_served_inline_which_is_said_once_and_counted(openers, caplog):
-    chooser = LaneChooser("tcp", openers, FakeTransport())
+    chooser = DataPathChooser("tcp", openers, FakeTransport())
     for _ in range(3):
         choice = chooser.choose("a", 5, "there", offers("inline"))
-        assert choice.lane == "inline"
+        assert choice.data_path == "inline"
     assert [record.message for record in caplog.records] == [
         "KV to a goes over inline (raw: the decode worker does not serve it)"
     ]
     assert chooser.num_fallbacks == 1
-    refusing = LaneChooser("tcp", openers, FakeTransport("it is not encrypted"))
+    refusing = DataPathChooser("tcp", openers, FakeTransport("it is not encrypted"))
     assert refusing.choose("a", 5, "there", ALL).refused == (("raw", "it is not encrypted"),)
 
 
 @pytest.mark.parametrize("policy", ["shm", "nvlink", "nixl"])
-def test_a_lane_that_was_asked_for_by_name_is_never_replaced(openers, policy, caplog):
-    chooser = LaneChooser(policy, openers, FakeTransport())
+def test_a_data_path_that_was_asked_for_by_name_is_never_replaced(openers, policy, caplog):
+    chooser = DataPathChooser(policy, openers, FakeTransport())
     assert chooser.names == (policy,)
     choice = chooser.choose("a", 5, "here", offers("inline", "raw"))
-    assert (choice.lane, choice.opened) == ("", None)
+    assert (choice.data_path, choice.opened) == ("", None)
     assert choice.why == f"{policy}: the decode worker does not serve it"
-    assert "no lane" in caplog.text
-    without = LaneChooser(policy, [NoLane(policy, "the pool is elsewhere")], FakeTransport())
+    assert "no data path" in caplog.text
+    without = DataPathChooser(policy, [NoDataPath(policy, "the pool is elsewhere")], FakeTransport())
     assert without.problem == f"{policy}: the pool is elsewhere"
     assert without.names == ()
 
 
-def test_a_lane_is_opened_anew_for_each_life_and_the_old_one_closed_when_it_is_quiet(openers):
+def test_a_data_path_is_opened_anew_for_each_life_and_the_old_one_closed_when_it_is_quiet(openers):
     shm = openers[0]
-    chooser = LaneChooser("shm", openers, FakeTransport())
+    chooser = DataPathChooser("shm", openers, FakeTransport())
     first = chooser.choose("a", 5, "here", ALL).opened
     other = chooser.choose("b", 9, "here", ALL).opened
     first.is_quiet = False
@@ -151,24 +151,24 @@ def test_a_lane_is_opened_anew_for_each_life_and_the_old_one_closed_when_it_is_q
     chooser.forget("b")
     chooser.forget("nobody")
     assert other.is_closed
-    assert chooser.lane_of("b") is None
+    assert chooser.data_path_of("b") is None
     chooser.close(0.0)
     assert second.opened.is_closed
-    assert chooser.lanes() == {}
+    assert chooser.data_paths() == {}
 
 
-def test_a_raw_lane_that_broke_is_not_reported_as_in_use(openers):
+def test_a_raw_data_path_that_broke_is_not_reported_as_in_use(openers):
     transport = FakeTransport()
-    chooser = LaneChooser("tcp", openers, transport)
+    chooser = DataPathChooser("tcp", openers, transport)
     choice = chooser.choose("a", 5, "there", ALL)
-    assert chooser.lanes() == {"a": choice}
-    transport.lane = "inline"
-    assert chooser.lanes()["a"].lane == "inline"
-    assert chooser.lanes()["a"].why == "raw: its connection is not open now"
-    assert chooser.lane_of("a") is choice, "it is made again by itself"
+    assert chooser.data_paths() == {"a": choice}
+    transport.data_path = "inline"
+    assert chooser.data_paths()["a"].data_path == "inline"
+    assert chooser.data_paths()["a"].why == "raw: its connection is not open now"
+    assert chooser.data_path_of("a") is choice, "it is made again by itself"
 
 
 def test_a_long_reason_is_cut(openers):
     openers[0].refusal = "x" * 10_000
-    choice = LaneChooser("shm", openers, FakeTransport()).choose("a", 5, "here", ALL)
+    choice = DataPathChooser("shm", openers, FakeTransport()).choose("a", 5, "here", ALL)
     assert len(choice.why) < 300

@@ -1,4 +1,4 @@
-"""The push side of the `shm` lane: a decode worker of this host, whose pools are mapped and written in place.
+"""The push side of the `shm` data path: a decode worker of this host, whose pools are mapped and written in place.
 
 Opening proves that both sides see the same memory: the offer's nonce stands in the file, and so does the epoch of the
 transfer's life. Nothing in an offer is believed: where pools lie and how large they are is computed from the layout and
@@ -17,8 +17,8 @@ from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
-from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane
-from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused, SenderSide, WrittenAtOnce
+from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath
+from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused, SenderSide, WrittenAtOnce
 from baton.kvtransfer.shared_region import DIRECTORY, NONCE_AT, NONCE_BYTES, PREFIX, SharedRegion
 from baton.proto import kv_pb2
 
@@ -26,7 +26,7 @@ MASK = (1 << 64) - 1
 _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-zA-Z_.-]{1,100}")
 
 
-class ShmLane:
+class ShmDataPath:
     """The pools of all ranks of one incarnation of a decode worker.
 
     Args:
@@ -53,7 +53,7 @@ class ShmLane:
     ) -> WrittenAtOnce:
         """Copy a span to every rank that holds a head of it; over when this returns."""
         if self._is_closed or self._region.epoch != self._epoch:
-            raise LaneFailed("the decode worker's memory belongs to another incarnation")
+            raise DataPathFailed("the decode worker's memory belongs to another incarnation")
         digest = 0
         for first, stop, target, counts in self._routes[span.layer]:
             low, high = max(first, span.head_first), min(stop, span.head_first + span.head_count)
@@ -80,7 +80,7 @@ class ShmLane:
 
 
 class ShmOpener:
-    """The `shm` lane as one prefill rank has it.
+    """The `shm` data path as one prefill rank has it.
 
     Args:
         source: its pool.
@@ -98,41 +98,41 @@ class ShmOpener:
         """Without the folder there is nothing to map."""
         return "" if DIRECTORY.is_dir() else f"there is no {DIRECTORY}"
 
-    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> ShmLane:
+    def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> ShmDataPath:
         """Map the file that is offered.
 
         Raises:
-            LaneRefused: it is not here, not that incarnation's, or its pools are not what the layout says.
+            DataPathRefused: it is not here, not that incarnation's, or its pools are not what the layout says.
         """
         if host_id != self._host_id:
-            raise LaneRefused("the peer is on another host")
+            raise DataPathRefused("the peer is on another host")
         layout = self._source.geometry.layout
         geometries = geometries_of(layout, offer.shm.pools)
         path = Path(offer.shm.path)
         if path.parent != DIRECTORY or not _NAME.fullmatch(path.name):
-            raise LaneRefused(f"{offer.shm.path[:100]!r} is no shared region")
+            raise DataPathRefused(f"{offer.shm.path[:100]!r} is no shared region")
         try:
             region = SharedRegion.attach(path, int.from_bytes(offer.shm.nonce, "little"))
         except ProtocolError as error:
-            raise LaneRefused(error.message) from error
+            raise DataPathRefused(error.message) from error
         try:
-            return ShmLane(region, epoch, self._source, _map(region, epoch, offer.shm.pools, geometries))
-        except LaneRefused:
+            return ShmDataPath(region, epoch, self._source, _map(region, epoch, offer.shm.pools, geometries))
+        except DataPathRefused:
             region.close()
             raise
 
 
-def sender_lane(side: SenderSide) -> ShmOpener:
-    """The lane of a prefill rank whose pool is in host memory."""
+def sender_data_path(side: SenderSide) -> ShmOpener:
+    """The data path of a prefill rank whose pool is in host memory."""
     assert side.io is not None
     return ShmOpener(side.io, side.host_id)
 
 
-def receiver_lane(side: ReceiverSide) -> ServedLane:
+def receiver_data_path(side: ReceiverSide) -> ServedDataPath:
     """The offer of a decode worker whose pools are in a shared region."""
     nonce = side.region.nonce.to_bytes(NONCE_BYTES, "little")
     shm = kv_pb2.ShmOffer(path=str(side.region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=side.places)
-    return ServedLane(kv_pb2.LaneOffer(lane="shm", shm=shm))
+    return ServedDataPath(kv_pb2.DataPathOffer(data_path="shm", shm=shm))
 
 
 def geometries_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[PoolGeometry]:
@@ -141,22 +141,22 @@ def geometries_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[
     found = []
     for rank, place in enumerate(places):
         if (place.tp_rank, place.tp_size) != (rank, size):
-            raise LaneRefused(f"pool {rank} of {size} is said to be rank {place.tp_rank} of {place.tp_size}")
+            raise DataPathRefused(f"pool {rank} of {size} is said to be rank {place.tp_rank} of {place.tp_size}")
         if not place.block_size or MAX_BLOCK_SIZE % place.block_size or not place.num_blocks:
-            raise LaneRefused(f"a pool of {place.num_blocks} blocks of {place.block_size} positions")
+            raise DataPathRefused(f"a pool of {place.num_blocks} blocks of {place.block_size} positions")
         if bool(place.num_state_slots) != layout.has_state:
-            raise LaneRefused(f"a pool of {place.num_state_slots} state slots")
+            raise DataPathRefused(f"a pool of {place.num_state_slots} state slots")
         if _sizes(place) != _sizes(places[0]):
-            raise LaneRefused("its ranks have pools of different sizes")
+            raise DataPathRefused("its ranks have pools of different sizes")
         if any(not layer.whole and layer.num_heads % size and size % layer.num_heads for layer in layout.layers):
-            raise LaneRefused(f"the heads do not divide by {size} ranks")
+            raise DataPathRefused(f"the heads do not divide by {size} ranks")
         theirs = layout.in_blocks_of(place.block_size)
         geometry = PoolGeometry(theirs, place.num_blocks, rank, size, num_state_slots=place.num_state_slots)
         if geometry.num_bytes != place.num_bytes:
-            raise LaneRefused(f"its pool of rank {rank} has {place.num_bytes} bytes, not {geometry.num_bytes}")
+            raise DataPathRefused(f"its pool of rank {rank} has {place.num_bytes} bytes, not {geometry.num_bytes}")
         found.append(geometry)
     if not found:
-        raise LaneRefused("it offers no pools")
+        raise DataPathRefused("it offers no pools")
     return found
 
 
@@ -168,9 +168,9 @@ def _map(
     region: SharedRegion, epoch: int, places: Sequence[kv_pb2.PoolPlace], geometries: Sequence[PoolGeometry]
 ) -> list[PoolIO]:
     if region.epoch != epoch:
-        raise LaneRefused("the shared region belongs to another incarnation of the peer")
+        raise DataPathRefused("the shared region belongs to another incarnation of the peer")
     if [(p.offset_bytes, p.num_bytes) for p in region.pools] != [(p.offset_bytes, p.num_bytes) for p in places]:
-        raise LaneRefused("the shared region has other pools than were offered")
+        raise DataPathRefused("the shared region has other pools than were offered")
     return [
         PoolIO(np.frombuffer(region.pool(rank), dtype=np.uint8), geometry) for rank, geometry in enumerate(geometries)
     ]

@@ -1,4 +1,4 @@
-"""The push side of the `nvlink` lane: a kernel on this GPU writes blocks straight into a decode worker's GPU pool.
+"""The push side of the `nvlink` data path: a kernel on this GPU writes blocks straight into a decode worker's GPU pool.
 
 The pool is opened by CUDA IPC on this rank's own device; it may be of the same GPU. A write is one launch on the writer
 thread's stream for each rank that holds some of its heads, behind the layer's event; nothing waits for it. That it is
@@ -27,10 +27,10 @@ from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMe
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import Flag, FlagPage
 from baton.kvtransfer.protocol.frame import Span
-from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused, SenderSide
+from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused, SenderSide
 from baton.kvtransfer.shared_region import DIRECTORY, PREFIX, SharedRegion
 from baton.kvtransfer.transports.nvlink_write import NvlinkWrite
-from baton.kvtransfer.transports.shm_lane import geometries_of
+from baton.kvtransfer.transports.shm import geometries_of
 from baton.proto import kv_pb2
 
 SLOT_WORDS = 8
@@ -72,7 +72,7 @@ class _Route:
     counts: bool
 
 
-class NvlinkLane:
+class NvlinkDataPath:
     """The pools of all ranks of one incarnation of a decode worker.
 
     Args:
@@ -117,7 +117,7 @@ class NvlinkLane:
     ) -> NvlinkWrite:
         """Launch on the current stream."""
         if self._is_closed or self._region is None or self._region.epoch != self._epoch:
-            raise LaneFailed("the decode worker's memory belongs to another incarnation")
+            raise DataPathFailed("the decode worker's memory belongs to another incarnation")
         pieces = self._pieces(span)
         flags = self._claim(len(pieces))
         try:
@@ -125,7 +125,7 @@ class NvlinkLane:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
         except RuntimeError as error:
-            raise LaneFailed(f"a launch failed: {error}") from error
+            raise DataPathFailed(f"a launch failed: {error}") from error
         launches = [(flag, route.counts) for flag, (_, route) in zip(flags, pieces, strict=True)]
         write = NvlinkWrite(self._flags, launches, event, with_digest, self._open.discard)
         self._open.add(write)
@@ -183,7 +183,7 @@ class NvlinkLane:
         until_s = time.monotonic() + CLAIM_LIMIT_S
         while (flags := self._flags.claim(count)) is None:
             if time.monotonic() > until_s:
-                raise LaneFailed(f"{NUM_SLOTS} writes are under way")
+                raise DataPathFailed(f"{NUM_SLOTS} writes are under way")
             time.sleep(POLL_S)
         return flags
 
@@ -222,7 +222,7 @@ class NvlinkLane:
 
 
 class NvlinkOpener:
-    """The `nvlink` lane as one prefill rank has it.
+    """The `nvlink` data path as one prefill rank has it.
 
     Args:
         pool: its.
@@ -238,28 +238,28 @@ class NvlinkOpener:
         self._pinned: PinnedMemory | None = None
         if not self.problem:
             # So that no peer waits for a compiler: what is compiled for this pool serves those of its shape.
-            self._lane(None, 0, [_Target(_OwnMemory(pool.data_bytes.data_ptr()), pool.geometry)]).warm_up()
+            self._data_path(None, 0, [_Target(_OwnMemory(pool.data_bytes.data_ptr()), pool.geometry)]).warm_up()
 
     @property
     def problem(self) -> str:
         """Only a pool on a GPU can be pushed from by a kernel."""
         return "" if self._pool.device.type == "cuda" else "the pool is not on a GPU"
 
-    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> NvlinkLane:
+    def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> NvlinkDataPath:
         """Map the pools that are offered.
 
         Raises:
-            LaneRefused: they are not of this host or that incarnation, cannot be reached, or are not what the layout
-            says.
+            DataPathRefused: they are not of this host or that incarnation, cannot be reached, or are not what the
+            layout says.
         """
         if self.problem:
-            raise LaneRefused(self.problem)
+            raise DataPathRefused(self.problem)
         if host_id != self._host_id:
-            raise LaneRefused("the peer is on another host")
+            raise DataPathRefused("the peer is on another host")
         geometries = geometries_of(self._pool.layout, [pool.place for pool in offer.nvlink.pools])
         for pool in offer.nvlink.pools:
             if not can_reach(self._pool.device, pool.device_uuid):
-                raise LaneRefused(f"no peer access to GPU {pool.device_uuid[:64]!r}")
+                raise DataPathRefused(f"no peer access to GPU {pool.device_uuid[:64]!r}")
         region = _attach(offer.nvlink, epoch)
         targets: list[_Target] = []
         try:
@@ -267,23 +267,23 @@ class NvlinkOpener:
                 memory = PeerMemory(_place(pool), self._pool.device)
                 targets.append(_Target(memory, geometry))
                 if not memory.check(geometry.num_bytes):
-                    raise LaneRefused(f"its pool of rank {geometry.rank} reaches beyond its memory")
-            lane = self._lane(region, epoch, targets)
-            lane.warm_up()
-            return lane
+                    raise DataPathRefused(f"its pool of rank {geometry.rank} reaches beyond its memory")
+            data_path = self._data_path(region, epoch, targets)
+            data_path.warm_up()
+            return data_path
         except CudaFailed as error:
             _undo(region, targets)
-            raise LaneRefused(str(error)) from error
+            raise DataPathRefused(str(error)) from error
         except BaseException:
             _undo(region, targets)
             raise
 
-    def _lane(self, region: SharedRegion | None, epoch: int, targets: Sequence[_Target]) -> NvlinkLane:
+    def _data_path(self, region: SharedRegion | None, epoch: int, targets: Sequence[_Target]) -> NvlinkDataPath:
         if self._flags is None or self._pinned is None:
             memory = np.frombuffer(mmap.mmap(-1, FlagPage.num_bytes(NUM_SLOTS, SLOT_WORDS)), dtype=np.uint8)
             self._pinned = PinnedMemory(memory)
             self._flags = FlagPage(memory.data, SLOT_WORDS)
-        return NvlinkLane(
+        return NvlinkDataPath(
             pool=self._pool,
             region=region,
             epoch=epoch,
@@ -293,22 +293,22 @@ class NvlinkOpener:
         )
 
 
-def sender_lane(side: SenderSide) -> NvlinkOpener:
-    """The lane of a prefill rank whose pool is on a GPU."""
+def sender_data_path(side: SenderSide) -> NvlinkOpener:
+    """The data path of a prefill rank whose pool is on a GPU."""
     return NvlinkOpener(side.pool, side.host_id)
 
 
 def _attach(offer: kv_pb2.NvlinkOffer, epoch: int) -> SharedRegion:
     path = Path(offer.flags_path)
     if path.parent != DIRECTORY or not path.name.startswith(PREFIX):
-        raise LaneRefused(f"{offer.flags_path[:100]!r} is no shared region")
+        raise DataPathRefused(f"{offer.flags_path[:100]!r} is no shared region")
     try:
         region = SharedRegion.attach(path, int.from_bytes(offer.nonce, "little"), is_touched=False)
     except ProtocolError as error:
-        raise LaneRefused(error.message) from error
+        raise DataPathRefused(error.message) from error
     if region.epoch != epoch:
         region.close()
-        raise LaneRefused("the shared region belongs to another incarnation of the peer")
+        raise DataPathRefused("the shared region belongs to another incarnation of the peer")
     return region
 
 
@@ -325,7 +325,7 @@ def _undo(region: SharedRegion, targets: Sequence[_Target]) -> None:
 def _is_over(write: NvlinkWrite) -> bool:
     try:
         return write.done
-    except LaneFailed:
+    except DataPathFailed:
         return True
 
 

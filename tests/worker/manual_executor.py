@@ -1,4 +1,4 @@
-"""A lane that runs its work when a test says so, or when it is waited for; the same from run to run."""
+"""An executor that runs its work when a test says so, or when it is waited for; the same from run to run."""
 
 from collections import deque
 
@@ -9,8 +9,8 @@ from baton.kernels.copies import copy_to_host
 
 
 class _Done:
-    def __init__(self, lane):
-        self._lane = lane
+    def __init__(self, executor):
+        self._executor = executor
         self.is_done = False
 
     def query(self):
@@ -18,11 +18,11 @@ class _Done:
 
     def synchronize(self):
         while not self.is_done:
-            self._lane.work_off(1)
+            self._executor.work_off(1)
 
 
-class ManualLane:
-    """Has the interface of `engine.step.lane.Lane`; what work raises, it raises at whoever has it done."""
+class ManualExecutor:
+    """Has the interface of `engine.step.executor.StepExecutor`; what work raises, it raises at whoever has it done."""
 
     def __init__(self):
         self._tasks = deque()

@@ -1,16 +1,16 @@
-"""A way to write straight into a peer's pools: what a one-sided lane is to the push side.
+"""A way to write straight into a peer's pools: what a one-sided data path is to the push side.
 
-`LaneOpener` is a lane as this process has it, made once; `PushLane` is that lane opened towards one incarnation of one
-peer. `sender_lanes` makes the openers that `core.kv_transports` declares.
-Two-sided lanes are the transport's (`Transport.open_lane`). Whether a write is allowed is not asked here: `push` calls
-`write` only while a transfer is granted and not given up, and answers for the window.
+`DataPathOpener` is a data path as this process has it, made once; `PushDataPath` is that data path opened towards one
+incarnation of one peer. `sender_data_paths` makes the openers that `core.kv_transports` declares. Two-sided data paths
+are the transport's (`Transport.open_data_path`). Whether a write is allowed is not asked here: `push` calls `write`
+only while a transfer is granted and not given up, and answers for the window.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from baton.core.kv_transports import load, one_sided_lanes
+from baton.core.kv_transports import load, one_sided_data_paths
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
 from baton.proto import kv_pb2
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from baton.kvcache.pool import KVPool  # the KV receiver process imports this module, and no torch
 
 
-class LaneRefused(Exception):
-    """A lane cannot be opened, or not be used any more; the message is the reason, as part of a sentence."""
+class DataPathRefused(Exception):
+    """A data path cannot be opened, or not be used any more; the message is the reason, as part of a sentence."""
 
 
-class LaneFailed(Exception):
+class DataPathFailed(Exception):
     """A write failed. What it did to the target blocks is unknown, but it is over."""
 
 
@@ -38,7 +38,7 @@ class Written(Protocol):
         """Whether the bytes are in the peer's pool, and the source blocks are not read any more.
 
         Raises:
-            LaneFailed: they are not, and nothing is written any more.
+            DataPathFailed: they are not, and nothing is written any more.
         """
         ...
 
@@ -57,11 +57,11 @@ class WrittenAtOnce:
         self.digest = digest
 
 
-class PushLane(Protocol):
+class PushDataPath(Protocol):
     """One peer's pools, of all of its ranks. `write` is called from several threads at once, the rest from one.
 
     Attributes:
-        name: of the lane.
+        name: of the data path.
         num_blocks: blocks that the peer's pools have; a granted block id at or above it is refused.
         num_state_slots: the same of state slots.
     """
@@ -83,7 +83,7 @@ class PushLane(Protocol):
             with_digest: whether the digest is wanted.
 
         Raises:
-            LaneFailed: nothing was, or will be, written.
+            DataPathFailed: nothing was, or will be, written.
         """
         ...
 
@@ -100,37 +100,37 @@ class PushLane(Protocol):
         ...
 
 
-class LaneOpener(Protocol):
-    """One kind of lane on this side.
+class DataPathOpener(Protocol):
+    """One kind of data path on this side.
 
     Attributes:
-        name: of the lane.
+        name: of the data path.
     """
 
     name: str
 
     @property
     def problem(self) -> str:
-        """Why this process can use the lane with nobody; empty if it can. HELLO names the lanes without problem."""
+        """Why this process cannot use the data path; empty if it can. HELLO names the data paths without a problem."""
         ...
 
-    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> PushLane:
-        """Open the lane to one incarnation of a peer, and prove that what was opened is that incarnation's.
+    def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> PushDataPath:
+        """Open the data path to one incarnation of a peer, and prove that what was opened is that incarnation's.
 
         Args:
-            offer: the peer's, of this lane; it is data, and may be nonsense.
+            offer: the peer's, of this data path; it is data, and may be nonsense.
             epoch: of the peer's incarnation.
-            host_id: the peer's; its lanes that stay on one host compare it with `messages.host_id`.
+            host_id: the peer's; its data paths that stay on one host compare it with `messages.host_id`.
 
         Raises:
-            LaneRefused: and why.
+            DataPathRefused: and why.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SenderSide:
-    """What the lanes of a prefill rank are made of.
+    """What the data paths of a prefill rank are made of.
 
     Attributes:
         pool: this rank's.
@@ -146,31 +146,31 @@ class SenderSide:
 
 
 @dataclass(slots=True)
-class NoLane:
-    """The opener of a lane that this process cannot use."""
+class NoDataPath:
+    """The opener of a data path that this process cannot use."""
 
     name: str
     problem: str
 
-    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> PushLane:
+    def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> PushDataPath:
         """Refused.
 
         Raises:
-            LaneRefused: always.
+            DataPathRefused: always.
         """
-        raise LaneRefused(self.problem)
+        raise DataPathRefused(self.problem)
 
 
-def sender_lanes(transport: str, side: SenderSide) -> list[LaneOpener]:
-    """An opener for each one-sided lane that a worker may use which was told this transport.
+def sender_data_paths(transport: str, side: SenderSide) -> list[DataPathOpener]:
+    """An opener for each one-sided data path that a worker may use which was told this transport.
 
-    What a lane needs is imported only where its pools are: Triton comes with one, which CPUs have no use for.
+    What a data path needs is imported only where its pools are: Triton comes with one, which CPUs have no use for.
     """
     memory = "host" if side.pool.device.type == "cpu" else "GPU"
-    openers: list[LaneOpener] = []
-    for declared in one_sided_lanes(transport):
+    openers: list[DataPathOpener] = []
+    for declared in one_sided_data_paths(transport):
         if declared.memory in ("", memory):
             openers.append(load(declared.sender)(side))
         else:
-            openers.append(NoLane(declared.lane, f"the pool is not in {declared.memory} memory"))
+            openers.append(NoDataPath(declared.data_path, f"the pool is not in {declared.memory} memory"))
     return openers

@@ -1,4 +1,4 @@
-"""The raw lane beside ZMQ: who gets in, what a connection may say, and how it ends."""
+"""The raw data path beside ZMQ: who gets in, what a connection may say, and how it ends."""
 
 import logging
 import random
@@ -13,9 +13,9 @@ from baton.core.errors import ConfigInvalid
 from baton.kvtransfer.protocol.frame import HEADER_BYTES
 from baton.kvtransfer.protocol.transport import PayloadDone
 from baton.kvtransfer.sender.piece_cursor import MAX_BUFFERS, PieceCursor
-from baton.kvtransfer.transports import raw_lane_receiver
+from baton.kvtransfer.transports import raw_receiver
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
-from baton.kvtransfer.transports.raw_lane import (
+from baton.kvtransfer.transports.raw import (
     PREFACE_BYTES,
     READY,
     TOKEN_BYTES,
@@ -40,7 +40,7 @@ def ends(tmp_path):
 
 @pytest.fixture
 def connect(ends):
-    """Connections to the raw lane, by nobody in particular."""
+    """Connections to the raw data path, by nobody in particular."""
     made = []
 
     def make(token=None, name=None):
@@ -115,17 +115,17 @@ def test_an_offer_that_names_none_is_refused(ends, address):
     with pytest.raises(ValueError):
         parse_place(address, "tcp://127.0.0.1:5555")
     token = bytes(TOKEN_BYTES)
-    offer = kv_pb2.LaneOffer(lane="raw", raw=kv_pb2.RawOffer(address=address, token=token))
-    assert "the offer of the raw lane" in ends.p.open_lane(ends.d.address, offer)
-    assert ends.p.lane_of(ends.d.address) == "raw"  # what was open stays open
+    offer = kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address=address, token=token))
+    assert "the offer of the raw data path" in ends.p.open_data_path(ends.d.address, offer)
+    assert ends.p.data_path_of(ends.d.address) == "raw"  # what was open stays open
 
 
 def test_other_offers_are_refused_by_name(ends):
-    assert "'shm'" in ends.p.open_lane(ends.d.address, kv_pb2.LaneOffer(lane="shm"))
-    assert "token" in ends.p.open_lane(ends.d.address, kv_pb2.LaneOffer(lane="raw"))
+    assert "'shm'" in ends.p.open_data_path(ends.d.address, kv_pb2.DataPathOffer(data_path="shm"))
+    assert "token" in ends.p.open_data_path(ends.d.address, kv_pb2.DataPathOffer(data_path="raw"))
     (offer,) = ends.d.offers()
-    assert "no connection" in ends.p.open_lane("tcp://127.0.0.1:1", offer)
-    assert "no connection" in ends.d.open_lane(ends.d.address, offer)
+    assert "no connection" in ends.p.open_data_path("tcp://127.0.0.1:1", offer)
+    assert "no connection" in ends.d.open_data_path(ends.d.address, offer)
 
 
 @pytest.mark.long
@@ -271,7 +271,7 @@ def test_a_discarded_payload_that_never_comes_is_not_reported(ends, connect):
 
 
 def test_a_peer_has_only_so_many_connections(ends, connect, monkeypatch):
-    monkeypatch.setattr(raw_lane_receiver, "MAX_STREAMS_PER_PEER", 3)
+    monkeypatch.setattr(raw_receiver, "MAX_STREAMS_PER_PEER", 3)
     connections = [welcomed(ends, connect) for _ in range(4)]  # beside the one that is open
     assert is_closed(ends, connections[0])
     connections[-1].sendall(make_header(8) + b"content!")
@@ -280,24 +280,24 @@ def test_a_peer_has_only_so_many_connections(ends, connect, monkeypatch):
 
 
 def test_there_are_only_so_many_connections_in_all(ends, connect, monkeypatch):
-    monkeypatch.setattr(raw_lane_receiver, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(raw_receiver, "MAX_CONNECTIONS", 2)
     first, second = connect(), connect()
     first.sendall(b"K")
     assert is_closed(ends, second)
     assert ends.d.counts.connections_refused == 1
 
 
-def test_a_lane_that_breaks_falls_back_and_comes_again(ends, caplog):
+def test_a_data_path_that_breaks_falls_back_and_comes_again(ends, caplog):
     caplog.set_level(logging.WARNING)
     for connection in list(ends.d._receiver._connections.values()):
         connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         ends.d._receiver._close(connection)
-    ends.pump_until(lambda: ends.p.lane_of(ends.d.address) == "inline")
+    ends.pump_until(lambda: ends.p.data_path_of(ends.d.address) == "inline")
     ends.send_frame([memoryview(b"content!")], seq=1)
     ends.pump_until(ends.frames)
     assert ends.read(ends.frames()[0]) == b"content!"
-    assert (ends.p.counts.frames_fallen_back, ends.p.counts.lanes_failed) == (1, 1)
-    ends.pump_until(lambda: ends.p.lane_of(ends.d.address) == "raw")
+    assert (ends.p.counts.frames_fallen_back, ends.p.counts.data_paths_failed) == (1, 1)
+    ends.pump_until(lambda: ends.p.data_path_of(ends.d.address) == "raw")
     ends.send_frame([memoryview(b"contents")], seq=2)
     ends.pump_until(lambda: len(ends.frames()) == 2)
     assert ends.read(ends.frames()[1]) == b"contents"
@@ -306,36 +306,36 @@ def test_a_lane_that_breaks_falls_back_and_comes_again(ends, caplog):
 
 
 @pytest.mark.long
-def test_a_lane_nobody_answers_at_leaves_payloads_inline(tmp_path, caplog):
+def test_a_data_path_nobody_answers_at_leaves_payloads_inline(tmp_path, caplog):
     ends = Ends("zmq", tmp_path).meet()
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
-        offer = kv_pb2.LaneOffer(lane="raw", raw=kv_pb2.RawOffer(address=address, token=bytes(TOKEN_BYTES)))
-        assert ends.p.open_lane(ends.d.address, offer) == ""
-        ends.lane = "raw"
+        offer = kv_pb2.DataPathOffer(data_path="raw", raw=kv_pb2.RawOffer(address=address, token=bytes(TOKEN_BYTES)))
+        assert ends.p.open_data_path(ends.d.address, offer) == ""
+        ends.data_path = "raw"
         for seq in range(5):
             ends.send_frame([memoryview(b"content!")], seq)
         ends.pump_until(lambda: len(ends.frames()) == 5)
-        assert ends.p.lane_of(ends.d.address) == "inline"
-        ends.pump_until(lambda: ends.p.counts.lanes_failed > 0)
-    ends.pump_until(lambda: ends.p.counts.lanes_failed > 3)
+        assert ends.p.data_path_of(ends.d.address) == "inline"
+        ends.pump_until(lambda: ends.p.counts.data_paths_failed > 0)
+    ends.pump_until(lambda: ends.p.counts.data_paths_failed > 3)
     assert ends.p.counts.frames_fallen_back == 5
     assert sum("payloads go inline" in record.message for record in caplog.records) == 1
     ends.close()
 
 
-@pytest.mark.parametrize(("transport", "lanes"), [("tcp", ["raw"]), ("auto", ["raw"]), ("zmq", []), ("shm", [])])
-def test_only_a_worker_that_may_use_raw_sockets_offers_them(transport, lanes, tmp_path):
+@pytest.mark.parametrize(("transport", "data_paths"), [("tcp", ["raw"]), ("auto", ["raw"]), ("zmq", []), ("shm", [])])
+def test_only_a_worker_that_may_use_raw_sockets_offers_them(transport, data_paths, tmp_path):
     ends = Ends("zmq", tmp_path, transport=transport)
-    assert [offer.lane for offer in ends.d.offers()] == lanes
+    assert [offer.data_path for offer in ends.d.offers()] == data_paths
     ends.close()
 
 
-def test_encryption_and_the_raw_lane_exclude_each_other(tmp_path, ends):
+def test_encryption_and_the_raw_data_path_exclude_each_other(tmp_path, ends):
     curve = Ends("zmq-curve", tmp_path).meet()
     assert curve.d.offers() == []
     (offer,) = ends.d.offers()
-    assert "not encrypted" in curve.p.open_lane(curve.d.address, offer)
+    assert "not encrypted" in curve.p.open_data_path(curve.d.address, offer)
     curve.close()
 
 
@@ -407,7 +407,7 @@ def test_small_frames_and_many_pieces_share_system_calls(ends):
 def test_without_file_numbers_new_connections_wait_and_the_poller_rests(ends, connect, monkeypatch, caplog):
     """A listener that stays readable would else wake the KV receiver process at every turn, with a line of log each."""
     receiver = ends.d._receiver
-    monkeypatch.setattr(raw_lane_receiver, "REST_S", 0.0)
+    monkeypatch.setattr(raw_receiver, "REST_S", 0.0)
     listener, full = receiver._listener, True
     num_accepts = 0
 

@@ -1,4 +1,4 @@
-"""The shm lane: every byte to the block and head it belongs to, and nothing opened that is not proved."""
+"""The shm data path: every byte to the block and head it belongs to, and nothing opened that is not proved."""
 
 import dataclasses
 import itertools
@@ -10,10 +10,10 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import Span
 from baton.kvtransfer.sender.actions import GrantInfo
-from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused
+from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused
 from baton.kvtransfer.sender.route import Route
 from baton.kvtransfer.shared_region import SharedRegion
-from baton.kvtransfer.transports.shm_lane import ShmOpener
+from baton.kvtransfer.transports.shm import ShmOpener
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
@@ -37,7 +37,7 @@ def offer_of(region, geometries):
         for place, geometry in zip(region.pools, geometries, strict=True)
     ]
     nonce = region.nonce.to_bytes(8, "little")
-    return kv_pb2.LaneOffer(lane="shm", shm=kv_pb2.ShmOffer(path=str(region.path), nonce=nonce, pools=places))
+    return kv_pb2.DataPathOffer(data_path="shm", shm=kv_pb2.ShmOffer(path=str(region.path), nonce=nonce, pools=places))
 
 
 class Target:
@@ -99,13 +99,13 @@ def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d
     sources = [make_source(layout, rank, p_size) for rank in range(p_size)]
     digests = [0] * layout.num_layers
     for rank, source in enumerate(sources):
-        lane = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
+        data_path = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
         for layer in range(layout.num_layers):
             heads = layout.pushed_heads(layer, rank, p_size)
             is_state = layer == layout.num_layers - 1
             span = Span(layer, *((0, 1) if is_state else (first, prompt_len - first)), heads.first, heads.count)
             if heads.count:
-                written = lane.write(source_blocks, target_blocks, span, with_digest=True)
+                written = data_path.write(source_blocks, target_blocks, span, with_digest=True)
                 assert written.done
                 assert written.digest == source.digest(source_blocks, span)
                 digests[layer] += written.digest
@@ -131,32 +131,32 @@ def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d
 def test_without_digest_none_is_made_and_nothing_beside_the_span_changes(make_target):
     layout = make_layout(block_size=16)
     target, source = make_target(layout), make_source(layout)
-    lane = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
-    assert lane.write((1, 2), (6, 3), Span(1, 0, 20, 0, 2), with_digest=False).digest is None
+    data_path = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
+    assert data_path.write((1, 2), (6, 3), Span(1, 0, 20, 0, 2), with_digest=False).digest is None
     geometry = target.geometries[0].layer(1)
     memory = np.frombuffer(target.region.pool(0), np.uint8)
     touched = {index // geometry.block_bytes for index in np.flatnonzero(memory) - geometry.offset_bytes}
     assert touched == {6, 3}
-    assert lane.drain(0)
-    assert lane.num_blocks == 12
+    assert data_path.drain(0)
+    assert data_path.num_blocks == 12
 
 
 def test_another_life_of_the_memory_is_written_no_more(make_target):
     layout = make_layout()
     target, source = make_target(layout), make_source(layout)
-    lane = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
+    data_path = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
     target.region.epoch = EPOCH + 1
-    with pytest.raises(LaneFailed, match="another incarnation"):
-        lane.write((1,), (1,), Span(0, 0, 4, 0, 2), with_digest=True)
+    with pytest.raises(DataPathFailed, match="another incarnation"):
+        data_path.write((1,), (1,), Span(0, 0, 4, 0, 2), with_digest=True)
     target.region.epoch = EPOCH
-    lane.close()
-    with pytest.raises(LaneFailed):
-        lane.write((1,), (1,), Span(0, 0, 4, 0, 2), with_digest=True)
+    data_path.close()
+    with pytest.raises(DataPathFailed):
+        data_path.write((1,), (1,), Span(0, 0, 4, 0, 2), with_digest=True)
     assert not any(map(any, target.bytes))
 
 
 def changed(offer, **fields):
-    other = kv_pb2.LaneOffer()
+    other = kv_pb2.DataPathOffer()
     other.CopyFrom(offer)
     for name, value in fields.items():
         if name in ("path", "nonce"):
@@ -195,7 +195,7 @@ def test_an_offer_that_does_not_fit_is_refused_with_the_reason(make_target, chan
     layout = make_layout()
     target = make_target(layout)
     opener = ShmOpener(make_source(layout), "here")
-    with pytest.raises(LaneRefused, match=reason):
+    with pytest.raises(DataPathRefused, match=reason):
         opener.open(changed(target.offer, **changes), EPOCH, "here")
     opener.open(target.offer, EPOCH, "here")
 
@@ -207,19 +207,19 @@ def test_offers_of_other_hosts_lives_and_shapes_are_refused(make_target, tmp_pat
     for epoch, host, offer, reason in [
         (EPOCH, "there", target.offer, "another host"),
         (EPOCH + 1, "here", target.offer, "another incarnation"),
-        (EPOCH, "here", kv_pb2.LaneOffer(lane="shm"), "no pools"),
+        (EPOCH, "here", kv_pb2.DataPathOffer(data_path="shm"), "no pools"),
         (EPOCH, "here", make_target(make_layout(head_dim=16)).offer, "bytes, not"),
     ]:
-        with pytest.raises(LaneRefused, match=reason):
+        with pytest.raises(DataPathRefused, match=reason):
             opener.open(offer, epoch, host)
     two = changed(target.offer)
     two.shm.pools.append(two.shm.pools[0])
-    with pytest.raises(LaneRefused, match="rank 0 of 1"):
+    with pytest.raises(DataPathRefused, match="rank 0 of 1"):
         opener.open(two, EPOCH, "here")
     three = changed(target.offer)
     del three.shm.pools[:]
     three.shm.pools.extend(kv_pb2.PoolPlace(num_blocks=12, block_size=4, tp_rank=r, tp_size=3) for r in range(3))
-    with pytest.raises(LaneRefused, match="do not divide"):
+    with pytest.raises(DataPathRefused, match="do not divide"):
         opener.open(three, EPOCH, "here")
     assert opener.problem == ""
 
@@ -230,7 +230,7 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(make_target):
     link = target.region.path.with_name(target.region.path.name + "-link")
     link.symlink_to(target.region.path)
     try:
-        with pytest.raises(LaneRefused, match="cannot open"):
+        with pytest.raises(DataPathRefused, match="cannot open"):
             ShmOpener(make_source(layout), "here").open(changed(target.offer, path=str(link)), EPOCH, "here")
     finally:
         link.unlink()
@@ -239,9 +239,9 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(make_target):
 def test_granted_blocks_are_checked_before_the_first_write(make_target):
     layout = make_layout()
     target = make_target(layout)
-    lane = ShmOpener(make_source(layout), "here").open(target.offer, EPOCH, "here")
+    data_path = ShmOpener(make_source(layout), "here").open(target.offer, EPOCH, "here")
     geometry = target.geometries[0]
-    route = Route(None, "", geometry, BlockTable((0, 1, 2), 4), 9, opened=lane)
+    route = Route(None, "", geometry, BlockTable((0, 1, 2), 4), 9, opened=data_path)
 
     def problem_of(*blocks, state_slot=None):
         return route.problem_of(GrantInfo(EPOCH, 1, 1, 1.0, "shm", blocks, 4, state_slot))
@@ -257,8 +257,8 @@ def test_granted_blocks_are_checked_before_the_first_write(make_target):
 def test_a_granted_state_slot_is_checked_before_the_first_write(make_target):
     layout = make_layout(more=EXTRA)
     target = make_target(layout)
-    lane = ShmOpener(make_source(layout), "here").open(target.offer, EPOCH, "here")
-    route = Route(None, "", target.geometries[0], BlockTable((0, 1, 2), 4, 1), 9, opened=lane)
+    data_path = ShmOpener(make_source(layout), "here").open(target.offer, EPOCH, "here")
+    route = Route(None, "", target.geometries[0], BlockTable((0, 1, 2), 4, 1), 9, opened=data_path)
     for slot, word in ((11, ""), (12, "state slot 12 of 12"), (-1, "slot -1"), (None, "state slot None of 12")):
         assert word in route.problem_of(GrantInfo(EPOCH, 1, 1, 1.0, "shm", (4, 0, 11), 4, slot))
         assert (route.problem_of(GrantInfo(EPOCH, 1, 1, 1.0, "shm", (4, 0, 11), 4, slot)) == "") == (word == "")

@@ -1,4 +1,4 @@
-"""The lane of the optional extra `baton-pd[nixl]`: NIXL writes over UCX, from pool to pool.
+"""The data path of the optional extra `baton-pd[nixl]`: NIXL writes over UCX, from pool to pool.
 
 Each side registers its pools once. The decode worker's transfer offers them (`nixl_pools`); a prefill worker's opener
 prepares, once for each peer, descriptors of every block that it and a rank of the peer both hold heads of. A layer of
@@ -24,8 +24,8 @@ from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout, Range
 from baton.kvtransfer.pool_io import PoolIO, PoolMemory
 from baton.kvtransfer.protocol.frame import Span
-from baton.kvtransfer.receiver.lane import ReceiverSide, ServedLane
-from baton.kvtransfer.sender.lane import LaneFailed, LaneRefused, PushLane, SenderSide, Written
+from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath
+from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused, PushDataPath, SenderSide, Written
 from baton.kvtransfer.transports.nixl_agent import NixlAgent, Transfers
 from baton.proto import kv_pb2
 
@@ -53,7 +53,7 @@ class NixlPools:
         places: what they are; offsets are left out of the offer.
 
     Raises:
-        LaneRefused: NIXL is missing or does not take them.
+        DataPathRefused: NIXL is missing or does not take them.
     """
 
     def __init__(self, epoch: int, pools: Sequence[PoolMemory], places: Sequence[kv_pb2.PoolPlace]) -> None:
@@ -64,9 +64,9 @@ class NixlPools:
         self._addresses = [pool.ctypes.data for pool in pools]
         self._places = list(places)
 
-    def offer(self) -> kv_pb2.LaneOffer:
-        """What a peer needs to open the lane."""
-        offer = kv_pb2.LaneOffer(lane="nixl")
+    def offer(self) -> kv_pb2.DataPathOffer:
+        """What a peer needs to open the data path."""
+        offer = kv_pb2.DataPathOffer(data_path="nixl")
         offer.nixl.agent = self._agent.name
         offer.nixl.metadata = self._metadata
         for address, place in zip(self._addresses, self._places, strict=True):
@@ -81,14 +81,14 @@ class NixlPools:
         self._agent.close()
 
 
-def receiver_lane(side: ReceiverSide) -> ServedLane:
+def receiver_data_path(side: ReceiverSide) -> ServedDataPath:
     """The offer of a decode worker whose pools are in host memory.
 
     Raises:
-        LaneRefused: NIXL is missing or does not take them.
+        DataPathRefused: NIXL is missing or does not take them.
     """
     pools = NixlPools(side.setup.epoch, side.memories, side.places)
-    return ServedLane(pools.offer(), pools.close)
+    return ServedDataPath(pools.offer(), pools.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +103,29 @@ def read_offer(offer: kv_pb2.NixlOffer, epoch: int, layout: KVLayout) -> list[Ta
     """The pools of an offer, checked against each other.
 
     Raises:
-        LaneRefused: they cannot be the pools of one incarnation of one worker of this layout.
+        DataPathRefused: they cannot be the pools of one incarnation of one worker of this layout.
     """
     if offer.agent != agent_name("decode", epoch):
-        raise LaneRefused(f"the agent {offer.agent[:64]!r} is not of the incarnation {epoch:016x}")
+        raise DataPathRefused(f"the agent {offer.agent[:64]!r} is not of the incarnation {epoch:016x}")
     places = [pool.place for pool in offer.pools]
     sizes = {(place.tp_size, place.num_blocks, place.block_size, place.num_state_slots) for place in places}
     ranks = [pool.place.tp_rank for pool in offer.pools]
     if len(sizes) != 1 or len(ranks) > MAX_RANKS:
-        raise LaneRefused("the pools of the offer differ in size")
+        raise DataPathRefused("the pools of the offer differ in size")
     ((tp_size, num_blocks, block_size, num_state_slots),) = sizes
     is_whole = tp_size == len(ranks) and ranks == list(range(tp_size))
     if bool(num_state_slots) != layout.has_state:
-        raise LaneRefused(f"pools of {num_state_slots} state slots")
+        raise DataPathRefused(f"pools of {num_state_slots} state slots")
     if not is_whole or num_blocks == 0 or block_size == 0 or MAX_BLOCK_SIZE % block_size:
-        raise LaneRefused("the pools of the offer are not those of one worker")
+        raise DataPathRefused("the pools of the offer are not those of one worker")
     theirs = layout.in_blocks_of(block_size)
     targets = []
     for rank, pool in enumerate(offer.pools):
         if pool.memory != MEMORY:
-            raise LaneRefused(f"pools in {pool.memory[:16]!r}, only host memory is built")
+            raise DataPathRefused(f"pools in {pool.memory[:16]!r}, only host memory is built")
         geometry = PoolGeometry(theirs, num_blocks, rank, tp_size, num_state_slots=num_state_slots)
         if geometry.num_bytes != pool.place.num_bytes:
-            raise LaneRefused(f"a pool of {pool.place.num_bytes} bytes, its shape needs {geometry.num_bytes}")
+            raise DataPathRefused(f"a pool of {pool.place.num_bytes} bytes, its shape needs {geometry.num_bytes}")
         targets.append(Target(geometry, pool.address))
     return targets
 
@@ -211,7 +211,7 @@ _PROBE_BYTES = 8
 
 
 class NixlOpener:
-    """The lane on the prefill side; see `push_lane.LaneOpener`.
+    """The data path on the prefill side; see `push_data_path.DataPathOpener`.
 
     Args:
         epoch: of this incarnation.
@@ -230,7 +230,7 @@ class NixlOpener:
         try:
             self._agent = NixlAgent(f"{agent_name('prefill', epoch)}-{rank}")
             self._agent.call(lambda agent: register(agent, [memory]), REGISTER_LIMIT_S)
-        except LaneRefused as error:
+        except DataPathRefused as error:
             self._problem = str(error)
 
     @property
@@ -238,16 +238,16 @@ class NixlOpener:
         """Why there is no agent; empty if there is one."""
         return self._problem
 
-    def open(self, offer: kv_pb2.LaneOffer, epoch: int, host_id: str) -> PushLane:
+    def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> PushDataPath:
         """Load the peer's metadata, prepare descriptors, and read one word to see that it answers.
 
         Raises:
-            LaneRefused: the offer makes no sense here, or NIXL does not reach the peer.
+            DataPathRefused: the offer makes no sense here, or NIXL does not reach the peer.
         """
         if self._agent is None:
-            raise LaneRefused(self._problem)
+            raise DataPathRefused(self._problem)
         targets = read_offer(offer.nixl, epoch, self._pool.geometry.layout)
-        return NixlLane(self._agent, self._pool, self._memory.ctypes.data, offer.nixl, targets)
+        return NixlDataPath(self._agent, self._pool, self._memory.ctypes.data, offer.nixl, targets)
 
     def close(self) -> None:
         """End the agent."""
@@ -255,8 +255,8 @@ class NixlOpener:
             self._agent.close()
 
 
-def sender_lane(side: SenderSide) -> NixlOpener:
-    """The lane of a prefill rank whose pool is in host memory; where NIXL cannot work, the opener says why."""
+def sender_data_path(side: SenderSide) -> NixlOpener:
+    """The data path of a prefill rank whose pool is in host memory; where NIXL cannot work, the opener says why."""
     assert side.io is not None
     return NixlOpener(side.epoch, side.io, side.pool.bytes_view, side.pool.geometry.rank)
 
@@ -270,8 +270,8 @@ class _Prepared:
     remote: Any
 
 
-class NixlLane:
-    """The lane to one incarnation of one peer; see `push_lane.PushLane`."""
+class NixlDataPath:
+    """The data path to one incarnation of one peer; see `sender.data_path.PushDataPath`."""
 
     name = "nixl"
 
@@ -293,7 +293,7 @@ class NixlLane:
             agent.call(lambda nixl: _add_peer(nixl, offer), OPEN_LIMIT_S)
             self._probe()
             self._prepared = agent.call(self._prepare, OPEN_LIMIT_S)
-        except LaneRefused:
+        except DataPathRefused:
             self.close()
             raise
 
@@ -301,12 +301,14 @@ class NixlLane:
         """Post the span to every rank that holds one of its heads.
 
         Raises:
-            LaneFailed: the lane is closed, or a write on it has failed before.
+            DataPathFailed: the data path is closed, or a write on it has failed before.
         """
         with self._lock:
             is_broken = any(item.is_lost for item in self._posted)
         if self._is_closed or is_broken:
-            raise LaneFailed("the lane is closed" if self._is_closed else "a NIXL transfer to this peer has failed")
+            raise DataPathFailed(
+                "the data path is closed" if self._is_closed else "a NIXL transfer to this peer has failed"
+            )
         digest = self._pool.digest(blocks, span) if with_digest else None
         plans = [self._plan(rank, blocks, target_blocks, span) for rank in range(len(self._targets))]
 
@@ -316,7 +318,7 @@ class NixlLane:
                     handle = make(nixl)
                     handles.append(handle)
                     if nixl.transfer(handle) not in ("DONE", "PROC"):
-                        raise LaneFailed("a transfer was refused")
+                        raise DataPathFailed("a transfer was refused")
 
         transfers = self._agent.post(post, digest)
         with self._lock:
@@ -353,7 +355,7 @@ class NixlLane:
 
         try:
             self._agent.call(forget, OPEN_LIMIT_S)
-        except LaneRefused:
+        except DataPathRefused:
             return  # it never knew the peer, or is ending itself
 
     def _plan(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: Span) -> list[Any]:
@@ -409,9 +411,9 @@ class NixlLane:
         transfers = self._agent.post(post)
         try:
             if not transfers.wait(OPEN_LIMIT_S) or not transfers.done:
-                raise LaneRefused("the peer does not answer over NIXL")
-        except LaneFailed as error:
-            raise LaneRefused(str(error)) from error
+                raise DataPathRefused("the peer does not answer over NIXL")
+        except DataPathFailed as error:
+            raise DataPathRefused(str(error)) from error
 
     def _prepare(self, nixl: Any) -> list[list[_Prepared | None]]:
         """For each rank of the peer and each layer: descriptors, where blocks have one size on both sides."""
@@ -447,5 +449,5 @@ def _add_peer(nixl: Any, offer: kv_pb2.NixlOffer) -> None:
     found = name.decode() if isinstance(name, bytes) else str(name)
     if found != offer.agent:
         nixl.remove_remote_agent(found)
-        raise LaneRefused(f"metadata of the agent {found[:64]!r}, offered was {offer.agent!r}")
+        raise DataPathRefused(f"metadata of the agent {found[:64]!r}, offered was {offer.agent!r}")
     nixl.make_connection(found)
