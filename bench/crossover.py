@@ -75,7 +75,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TimedPrompt:
     """One prompt's way and times."""
 
     path: str
@@ -132,7 +132,7 @@ async def _measure(
         chunk_len=256,
         max_model_len=max_len,
     )
-    found: dict[tuple[str, str, str, int], list[Asked]] = {}
+    found: dict[tuple[str, str, str, int], list[TimedPrompt]] = {}
     rng = random.Random(options.seed)
     base = rng.choices(VOCAB, k=options.lengths[-1])
     try:
@@ -173,7 +173,7 @@ async def _round(
     load: str,
     base: Sequence[int],
     rng: random.Random,
-    found: dict[tuple[str, str, str, int], list[Asked]],
+    found: dict[tuple[str, str, str, int], list[TimedPrompt]],
 ) -> None:
     cells = list(itertools.product((FRESH, CACHED), MODES, options.lengths))
     rng.shuffle(cells)
@@ -216,7 +216,7 @@ async def _decode(client: AsyncBatonClient, beside: Beside, rng: random.Random) 
             arrivals.append(time.monotonic())
 
 
-async def _ask(client: AsyncBatonClient, prompt: Sequence[int], beside: Beside | None) -> Asked:
+async def _ask(client: AsyncBatonClient, prompt: Sequence[int], beside: Beside | None) -> TimedPrompt:
     sampling = SamplingParams(max_tokens=ANSWER_LEN, temperature=0.0, ignore_eos=True)
     begin_s = time.monotonic()
     stats = inference_pb2.RequestStats()
@@ -225,7 +225,7 @@ async def _ask(client: AsyncBatonClient, prompt: Sequence[int], beside: Beside |
             stats = chunk.finish.stats
     end_s = begin_s + stats.second.total_ms / 1e3
     gaps = [] if beside is None else beside.gaps_ms(begin_s, end_s)
-    return Asked(
+    return TimedPrompt(
         stats.path,
         stats.ttft_ms,
         stats.second.total_ms,
@@ -235,7 +235,7 @@ async def _ask(client: AsyncBatonClient, prompt: Sequence[int], beside: Beside |
 
 
 def _row(
-    options: CrossoverOptions, workload: str, load: str, system: str, length: int, asked: Sequence[Asked]
+    options: CrossoverOptions, workload: str, load: str, system: str, length: int, asked: Sequence[TimedPrompt]
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "system": system,

@@ -120,7 +120,7 @@ def read_plain(files: Sequence[Path]) -> float:
 
 def read_kept(path: Path) -> dict[str, float]:
     """The reader over all tensors, each into the same memory of the CPU, which was touched before."""
-    from baton.model.tensor_reader import Part, TensorReader  # which a tree to compare with may not have
+    from baton.model.tensor_reader import TensorRead, TensorReader  # which a tree to compare with may not have
 
     headers = read_headers(path).values()
     kept = torch.zeros(max(stored.end - stored.start for stored in headers), dtype=torch.uint8)
@@ -128,7 +128,7 @@ def read_kept(path: Path) -> dict[str, float]:
     for stored in headers:
         assert stored.dtype is not None
         parts.append(
-            Part(stored=stored, target=kept[: stored.end - stored.start].view(stored.dtype).view(stored.shape))
+            TensorRead(stored=stored, target=kept[: stored.end - stored.start].view(stored.dtype).view(stored.shape))
         )
     begin_s = time.perf_counter()
     with TensorReader(torch.device("cpu")) as reader:

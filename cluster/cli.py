@@ -220,11 +220,11 @@ def generate(
 
     def body(output: Output) -> ExitCode:
         from baton.client.messages import checked_timeout_s
-        from baton.cluster.commands.completion import Asked
+        from baton.cluster.commands.completion import CompletionArguments
         from baton.cluster.commands.generate import check_place, generate, more_sampling, read_grammar, read_prompt
 
         check_place(local, address, local_options)
-        asked = Asked(
+        asked = CompletionArguments(
             prompt=read_prompt(prompt),
             max_tokens=max_tokens,
             temperature=temperature,

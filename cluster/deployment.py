@@ -69,7 +69,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class Factories:
     """What is started; tests put stand-ins here."""
 
     shells: Mapping[str, ShellLoader] = field(
@@ -99,7 +99,7 @@ class Deployment:
         *,
         on_progress: OnProgress = no_progress,
         on_log: Callable[[str], None] | None = None,
-        parts: Parts | None = None,
+        parts: Factories | None = None,
     ) -> None:
         self.config = config
         self.address = ""
@@ -111,7 +111,7 @@ class Deployment:
         self._on_progress = on_progress
         self._on_log = on_log
         self._log_tail: LogTail | None = None
-        self._parts = parts or Parts()
+        self._parts = parts or Factories()
         self._name = _name_of(config)
         self._secret: DeploymentSecret | None = None
         self._ray: RaySession | None = None

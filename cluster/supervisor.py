@@ -21,7 +21,7 @@ from typing import Any
 from baton.client.access import Access
 from baton.cluster.access import using
 from baton.cluster.ray.actors import decode_rank_shell, decode_shell, prefill_rank_shell, prefill_shell
-from baton.cluster.ray.crew import Crew, CrewPlan, Roster
+from baton.cluster.ray.crew import Crew, CrewPlan, CrewRoster
 from baton.cluster.ray.session import RaySession
 from baton.cluster.resolve import find_model, reachable_host, resolve_device
 from baton.cluster.supervisor_process import STOP
@@ -56,7 +56,7 @@ class Supervisor:
         """
         config, order = self._config, self._order
         threading.Thread(target=self._wait_for_end, daemon=True).start()
-        roster = Roster(**order["roster"]) if order["roster"] else None
+        roster = CrewRoster(**order["roster"]) if order["roster"] else None
         session = RaySession(
             order["ray_address"] or config.ray_address,
             namespace=order["name"],

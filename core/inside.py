@@ -106,13 +106,13 @@ class DeploymentSecret:
         """The key that the router shares with the worker of this name (`worker_name`)."""
         return self._derive(b"worker", name.encode())
 
-    def router_verifier(self, incarnation: int, now_s: Callable[[], float]) -> "Verifier":
+    def router_verifier(self, incarnation: int, now_s: Callable[[], float]) -> "ProofVerifier":
         """Of the calls to the router: they come from workers, each with a key of its own."""
 
         def key_of(name: str) -> bytes | None:
             return None if name == ROUTER else self.worker_key(name)
 
-        return Verifier(incarnation_name(ROUTER, incarnation), key_of, now_s)
+        return ProofVerifier(incarnation_name(ROUTER, incarnation), key_of, now_s)
 
     def kv_key(self) -> bytes:
         """The key that all workers share."""
@@ -163,10 +163,12 @@ class WorkerIdentity:
         """Proves its calls to the router."""
         return Caller(self.name, self._own_key())
 
-    def verifier(self, now_s: Callable[[], float]) -> "Verifier":
+    def verifier(self, now_s: Callable[[], float]) -> "ProofVerifier":
         """Of the calls to it: they come from the router."""
         key = self._own_key()
-        return Verifier(incarnation_name(self.name, self.epoch), lambda name: key if name == ROUTER else None, now_s)
+        return ProofVerifier(
+            incarnation_name(self.name, self.epoch), lambda name: key if name == ROUTER else None, now_s
+        )
 
     def _own_key(self) -> bytes:
         return self.key or DeploymentSecret.of_process().worker_key(self.name)
@@ -198,7 +200,7 @@ class Caller:
         return " ".join((VERSION, self.name, callee, str(sent_ms), nonce, mac))
 
 
-class Verifier:
+class ProofVerifier:
     """Checks proofs of calls to one server.
 
     Args:

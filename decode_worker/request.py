@@ -17,7 +17,7 @@ MAX_DRAFT_MS: Final = 1e9
 
 
 @dataclass(slots=True)
-class DecodeTimes:
+class RequestTimes:
     """Readings of the worker's clock, in seconds; 0 for what has not happened.
 
     Attributes:
@@ -48,7 +48,7 @@ def draft_s(complete: Completed) -> float:
     return draft_ms / 1e3 if 0 <= draft_ms < MAX_DRAFT_MS else 0.0  # nor is a NaN
 
 
-def decode_start(times: DecodeTimes, complete: Completed) -> worker_pb2.DecodeStart:
+def decode_start(times: RequestTimes, complete: Completed) -> worker_pb2.DecodeStart:
     """The parts of the way to the first decoded tokens."""
     here_s, draft = landed_s(complete), draft_s(complete)
     return worker_pb2.DecodeStart(
@@ -61,7 +61,7 @@ def decode_start(times: DecodeTimes, complete: Completed) -> worker_pb2.DecodeSt
     )
 
 
-def local_start(times: DecodeTimes) -> worker_pb2.DecodeStart:
+def local_start(times: RequestTimes) -> worker_pb2.DecodeStart:
     """The same where the prompt was computed here: nothing was handed over."""
     return worker_pb2.DecodeStart(
         draft_ms=1e3 * (times.admitted_s - times.first_token_s),
@@ -102,14 +102,14 @@ class DecodeRequest:
         return not self.sequence.is_received
 
     @property
-    def times(self) -> DecodeTimes:
+    def times(self) -> RequestTimes:
         """When it got where."""
         sequence = self.sequence
         decoding_s = sequence.decoding_s
         if self.is_local and decoding_s:
             # A prompt's row decodes before the host knows its first token.
             decoding_s = max(decoding_s, sequence.first_token_s)
-        return DecodeTimes(
+        return RequestTimes(
             attended_s=sequence.submitted_s,
             granted_s=self.granted_s,
             computing_s=sequence.computing_s,

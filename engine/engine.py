@@ -32,7 +32,7 @@ from baton.engine.preemption import Preemption, PreemptionCounts
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase, Sequence
 from baton.engine.speculation.speculation import PlannedStep, Speculation
-from baton.engine.step.executor import Ending
+from baton.engine.step.executor import Pending
 from baton.engine.step.length_bounds import LaunchedLengths, LengthBounds
 from baton.engine.step.meter import StepMeter
 from baton.engine.step.plan import Chunk, Grow, Operation, Place, Release, Resume, Step
@@ -137,7 +137,7 @@ class Runs(Protocol):
         """Times and counters of its steps."""
         ...
 
-    def execute(self, operation: Operation) -> Ending | None:
+    def execute(self, operation: Operation) -> Pending | None:
         """Carry out an operation."""
         ...
 
@@ -242,7 +242,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()  # not read
         self._open: deque[_Flight] = deque()  # not over
         self._untimed: deque[_Flight] = deque()  # read, and their times are not known yet
-        self._later: deque[tuple[Ending | None, Callable[[], None]]] = deque()
+        self._later: deque[tuple[Pending | None, Callable[[], None]]] = deque()
 
     @property
     def preemptions(self) -> PreemptionCounts:
@@ -329,7 +329,7 @@ class Engine:
         """Whether a step that was not read runs this sequence."""
         return any(flight.runs(sequence) for flight in self._flights)
 
-    def execute(self, operation: Operation) -> Ending | None:
+    def execute(self, operation: Operation) -> Pending | None:
         """Carry out an operation behind the steps launched so far."""
         if isinstance(operation, Grow):
             for growth in operation.growths:
@@ -339,7 +339,7 @@ class Engine:
             self.speculation.disturb()
         return ending
 
-    def after(self, ending: Ending | None, act: Callable[[], None]) -> None:
+    def after(self, ending: Pending | None, act: Callable[[], None]) -> None:
         """Have `act` called when something is over, and everything that was to be waited for before it."""
         self._later.append((ending, act))
         self.settle()
@@ -349,7 +349,7 @@ class Engine:
         while self._later and (self._later[0][0] is None or self._later[0][0].is_done):
             self._later.popleft()[1]()
 
-    def last_step(self, sequence: Sequence) -> Ending | None:
+    def last_step(self, sequence: Sequence) -> Pending | None:
         """The last step that runs a sequence; None if that is over."""
         return self._last_step(sequence)
 
@@ -670,7 +670,7 @@ class Engine:
         self.rate.add(num_tokens, chunks_s)
         self.full_rate.add(num_tokens, chunks_s, self._clock.now_s(), full_len=self._max_tokens)
 
-    def _last_step(self, sequence: Sequence) -> Ending | None:
+    def _last_step(self, sequence: Sequence) -> Pending | None:
         for flight in reversed(self._open):
             if flight.runs(sequence):
                 return None if flight.ticket.is_done else flight.ticket

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.step.executor import Ending
+from baton.engine.step.executor import Pending
 from baton.engine.step.plan import Grow, Growth, Load, Operation, Release, Save
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.host_ranges import HostRange, HostRanges
@@ -117,15 +117,15 @@ class Steps(Protocol):
         """Whether a step that was not read runs this sequence."""
         ...
 
-    def execute(self, operation: Operation) -> Ending | None:
+    def execute(self, operation: Operation) -> Pending | None:
         """Carry out an operation behind the steps launched so far."""
         ...
 
-    def last_step(self, sequence: Sequence) -> Ending | None:
+    def last_step(self, sequence: Sequence) -> Pending | None:
         """The last step that runs a sequence; None if that is over."""
         ...
 
-    def after(self, ending: Ending | None, act: Callable[[], None]) -> None:
+    def after(self, ending: Pending | None, act: Callable[[], None]) -> None:
         """Call `act` when something is over."""
         ...
 
@@ -150,7 +150,7 @@ class Preemption:
         self._steps = steps
         self._ranges = HostRanges(num_host_blocks)
         self._images = HostRanges(num_state_images)
-        self._filling: dict[Sequence, Ending] = {}  # sequences whose blocks a copy from host memory still writes
+        self._filling: dict[Sequence, Pending] = {}  # sequences whose blocks a copy from host memory still writes
 
     @property
     def num_host_blocks_used(self) -> int:
@@ -179,7 +179,7 @@ class Preemption:
         """Take the slot and the blocks of a sequence that no step in flight runs."""
         assert not self._steps.runs(sequence)
         slot, table = sequence.slot, table_of(sequence)
-        copied: Ending | None = None
+        copied: Pending | None = None
         saved = None
         if sequence.is_whole and self._ranges.num_blocks:
             num_blocks = self._scheduler.allocator.num_blocks_for(sequence.num_kv)
@@ -220,7 +220,7 @@ class Preemption:
         self.counts.num_restored_blocks += saved.length
         self.forget(sequence)
 
-    def filled(self, sequence: Sequence) -> Ending | None:
+    def filled(self, sequence: Sequence) -> Pending | None:
         """The copy that still writes the blocks of a sequence which leaves its slot; asked once."""
         ending = self._filling.pop(sequence, None)
         return None if ending is None or ending.is_done else ending

@@ -11,7 +11,7 @@ import torch
 
 from baton.kernels.copies import to_device
 from baton.kernels.kv.digest import PERIOD
-from baton.kernels.kv.scatter import Tuning, Workspace
+from baton.kernels.kv.scatter import ScatterWorkspace, Tuning
 
 MAX_KEPT_TABLES = 64
 FIRST_REACH_LEN = 1 << 15
@@ -35,7 +35,7 @@ class DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tables: OrderedDict[int, tuple[Sequence[int], torch.Tensor]] = OrderedDict()
-        self._workspace: Workspace | None = None
+        self._workspace: ScatterWorkspace | None = None
         self._reach_len = 0
 
     def ids(self, blocks: tuple[int, ...]) -> torch.Tensor:
@@ -55,9 +55,9 @@ class DeviceStream:
         """Bring ids to the device without waiting for it."""
         return to_device(ids, self._device)
 
-    def workspace(self, end: int) -> Workspace:
+    def workspace(self, end: int) -> ScatterWorkspace:
         """For digests of positions below `end`."""
         if self._workspace is None or end > self._reach_len:
             self._reach_len = max(FIRST_REACH_LEN, 2 * self._reach_len, -(-end // PERIOD) * PERIOD)
-            self._workspace = Workspace(self._device, self._reach_len)
+            self._workspace = ScatterWorkspace(self._device, self._reach_len)
         return self._workspace

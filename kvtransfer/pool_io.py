@@ -16,7 +16,7 @@ import numpy.typing as npt
 from baton.kernels.kv.digest import MASK, Words, WordWeights, layer_weight
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import WORD_BYTES
-from baton.kvtransfer.protocol.frame import Bytes, Span
+from baton.kvtransfer.protocol.frame import Bytes, KVRange
 
 Blocks = Sequence[int]
 PoolMemory = npt.NDArray[np.uint8]
@@ -49,11 +49,11 @@ class PoolIO:
                 shapes[key] = WordWeights(*key)
             self._weights.append(shapes[key])
 
-    def pieces(self, blocks: Blocks, span: Span, order_block_size: int) -> list[memoryview]:
+    def pieces(self, blocks: Blocks, span: KVRange, order_block_size: int) -> list[memoryview]:
         """The span's memory, as few pieces in payload order as there are."""
         return [self._memory[start:stop] for start, stop in self._ranges(blocks, span, order_block_size)]
 
-    def read(self, blocks: Blocks, span: Span, order_block_size: int) -> memoryview:
+    def read(self, blocks: Blocks, span: KVRange, order_block_size: int) -> memoryview:
         """A copy of the span, in payload order."""
         pieces = self.pieces(blocks, span, order_block_size)
         payload = np.empty(sum(len(piece) for piece in pieces), dtype=np.uint8)
@@ -64,12 +64,12 @@ class PoolIO:
         return payload.data
 
     def read_digested(
-        self, blocks: Blocks, span: Span, order_block_size: int, *, with_digest: bool
+        self, blocks: Blocks, span: KVRange, order_block_size: int, *, with_digest: bool
     ) -> tuple[memoryview, int | None]:
         """The copy, and the digest if that is wanted."""
         return self.read(blocks, span, order_block_size), self.digest(blocks, span) if with_digest else None
 
-    def write(self, blocks: Blocks, span: Span, payload: Bytes, order_block_size: int) -> None:
+    def write(self, blocks: Blocks, span: KVRange, payload: Bytes, order_block_size: int) -> None:
         """Put a payload where it belongs; it has the span's size exactly."""
         source, start = memoryview(payload), 0
         for piece in self.pieces(blocks, span, order_block_size):
@@ -77,7 +77,7 @@ class PoolIO:
             start += len(piece)
         assert start == len(source)
 
-    def digest(self, blocks: Blocks, span: Span) -> int:
+    def digest(self, blocks: Blocks, span: KVRange) -> int:
         """Digest of what the pool holds for the span."""
         geometry = self.geometry.layer(span.layer)
         words_NHPSW, weights = self._words[span.layer], self._weights[span.layer]
@@ -96,7 +96,7 @@ class PoolIO:
         return total * layer_weight(span.layer) & MASK
 
     def copy(
-        self, blocks: Blocks, target: "PoolIO", target_blocks: Blocks, span: Span, *, with_digest: bool = False
+        self, blocks: Blocks, target: "PoolIO", target_blocks: Blocks, span: KVRange, *, with_digest: bool = False
     ) -> int:
         """Copy a span into another pool, block by block while each is in the cache; 0 or its digest here."""
         mine, theirs = self.geometry.layer(span.layer), target.geometry.layer(span.layer)
@@ -135,7 +135,7 @@ class PoolIO:
         head_words = self.geometry.layer(layer).head_bytes // WORD_BYTES
         return words_NHPSW.reshape(len(words_NHPSW), -1)[:, head * head_words : (head + count) * head_words]
 
-    def _ranges(self, blocks: Blocks, span: Span, order_block_size: int) -> Iterator[tuple[int, int]]:
+    def _ranges(self, blocks: Blocks, span: KVRange, order_block_size: int) -> Iterator[tuple[int, int]]:
         """Offsets [start, stop) of the span's memory in payload order, adjacent ones joined."""
         geometry = self.geometry.layer(span.layer)
         head = span.head_first - geometry.head_first
@@ -152,7 +152,7 @@ class PoolIO:
             yield start, stop
 
     def _runs(
-        self, geometry: LayerGeometry, blocks: Blocks, span: Span, head: int, order_block_size: int
+        self, geometry: LayerGeometry, blocks: Blocks, span: KVRange, head: int, order_block_size: int
     ) -> Iterator[tuple[int, int]]:
         size, row_bytes = geometry.rows_per_block, geometry.row_bytes
         if order_block_size == size and not span.first % size and not span.count % size:  # nearly always
@@ -190,12 +190,12 @@ class RankedPoolIO:
         """The pool of each rank."""
         return self._pools
 
-    def write(self, blocks: Blocks, span: Span, payload: Bytes, order_block_size: int) -> None:
+    def write(self, blocks: Blocks, span: KVRange, payload: Bytes, order_block_size: int) -> None:
         """Put a payload where it belongs, on every rank that holds a part of it."""
         source, start = memoryview(payload), 0
         for _, first, stop in _block_parts(span.first, span.end, order_block_size):
             for head in range(span.head_first, span.head_first + span.head_count):
-                part = Span(span.layer, first, stop - first, head, 1)
+                part = KVRange(span.layer, first, stop - first, head, 1)
                 num_bytes = 0
                 for pool in self._holders(span.layer, head):
                     pieces = pool.pieces(blocks, part, order_block_size)
@@ -204,7 +204,7 @@ class RankedPoolIO:
                 start += num_bytes
         assert start == len(source)
 
-    def pieces(self, blocks: Blocks, span: Span, order_block_size: int) -> list[memoryview]:
+    def pieces(self, blocks: Blocks, span: KVRange, order_block_size: int) -> list[memoryview]:
         """Where a payload goes, on the first rank that holds each head; `spread` brings it to the others."""
         whole = self._whole(span)
         if whole is not None:
@@ -212,32 +212,32 @@ class RankedPoolIO:
         found: list[memoryview] = []
         for _, first, stop in _block_parts(span.first, span.end, order_block_size):
             for head in range(span.head_first, span.head_first + span.head_count):
-                part = Span(span.layer, first, stop - first, head, 1)
+                part = KVRange(span.layer, first, stop - first, head, 1)
                 found += self._holders(span.layer, head)[0].pieces(blocks, part, order_block_size)
         return found
 
-    def spread(self, blocks: Blocks, span: Span) -> None:
+    def spread(self, blocks: Blocks, span: KVRange) -> None:
         """Copy what the first holder of each head has to the others."""
         if self._whole(span) is not None:
             return
         for head in range(span.head_first, span.head_first + span.head_count):
             first, *others = self._holders(span.layer, head)
             for other in others:
-                first.copy(blocks, other, blocks, Span(span.layer, span.first, span.count, head, 1))
+                first.copy(blocks, other, blocks, KVRange(span.layer, span.first, span.count, head, 1))
 
-    def digest(self, blocks: Blocks, span: Span) -> int:
+    def digest(self, blocks: Blocks, span: KVRange) -> int:
         """Digest of the span, each head by its first holder, if all holders agree; else one that matches nothing."""
         whole = self._whole(span)
         if whole is not None:
             return whole.digest(blocks, span)
         total = 0
         for head in range(span.head_first, span.head_first + span.head_count):
-            part = Span(span.layer, span.first, span.count, head, 1)
+            part = KVRange(span.layer, span.first, span.count, head, 1)
             found = {pool.digest(blocks, part) for pool in self._holders(span.layer, head)}
             total += found.pop() if len(found) == 1 else max(found) + 1
         return total & MASK
 
-    def _whole(self, span: Span) -> PoolIO | None:
+    def _whole(self, span: KVRange) -> PoolIO | None:
         """The only pool that holds any of these heads, if it holds all of them."""
         if len(self._pools) == 1:  # as nearly always
             return self._pools[0]

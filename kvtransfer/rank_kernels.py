@@ -11,7 +11,7 @@ import torch
 
 from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.pool_digest import kv_digest
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, kv_scatter
+from baton.kernels.kv.scatter import PoolAddress, ScatterRange, Tuning, WriteCompletion, kv_scatter
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import LayerGeometry
 from baton.kvtransfer.device_stream import DeviceStream
@@ -97,9 +97,9 @@ class RankKernels:
                     block,
                 )
 
-    def _piece(self, wanted: DigestWanted) -> Piece:
+    def _piece(self, wanted: DigestWanted) -> ScatterRange:
         layer = self._layers[wanted.layer]
-        return Piece(
+        return ScatterRange(
             layer=wanted.layer,
             first=wanted.first,
             count=wanted.count,
@@ -108,5 +108,5 @@ class RankKernels:
             num_layers=wanted.num_layers,
         )
 
-    def _completion(self, slot: int, sequence: int) -> Completion:
-        return Completion(self._flags_address + slot * SLOT_WORDS * WORD_BYTES, sequence)
+    def _completion(self, slot: int, sequence: int) -> WriteCompletion:
+        return WriteCompletion(self._flags_address + slot * SLOT_WORDS * WORD_BYTES, sequence)

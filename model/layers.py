@@ -20,7 +20,7 @@ from baton.kernels.ops import Experts, Ops, Weight
 from baton.model.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
 from baton.model.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
 from baton.model.random_weights import RandomTensor
-from baton.model.tensor_reader import Part, TensorReader
+from baton.model.tensor_reader import TensorRead, TensorReader
 from baton.model.tensor_spec import KV_SCALES, mlp_names
 from baton.model.weights import Cut, StoredTensor
 
@@ -152,7 +152,7 @@ class WeightSource:
                     continue
                 is_wide = name in self.float8.scales and why is not None
                 scale = self._row_scales(name) if is_wide else None
-                parts.append(Part(stored=stored, target=target, cut=cut, scale=scale))
+                parts.append(TensorRead(stored=stored, target=target, cut=cut, scale=scale))
         self.reader.fill(parts)
         for name in (name for names, _ in stacks for name in names):
             if name in self.float8.scales and why is not None:

@@ -42,7 +42,8 @@ class Model:
         trunk_width: columns of the trunk's output: D, and D more where a drafter's hidden state stands beside them.
         implementation: what computes it: Triton kernels or the torch reference.
         around: which form of the kernels places rows in the pool.
-        choosing: which form of the kernels may choose tokens from its logits, as they come; None: torch chooses.
+        sampling_implementation: which form of the kernels may choose tokens from its logits, as they come; None: torch
+            chooses.
         kv_dtype: how a pool for it keeps K and V.
         why_no_triton: why it is not the former, in words; "" if it is, or if nobody said.
         vocab: the tokens of this rank.
@@ -88,7 +89,7 @@ class Model:
         self.vocab = vocab
         # They read whole rows, and sum float32 in an order that other options of a batch may change.
         has_kernels = implementation is Implementation.TRITON and numerics is Numerics.DEFAULT and not vocab.is_cut
-        self.choosing: Implementation | None = implementation if has_kernels else None
+        self.sampling_implementation: Implementation | None = implementation if has_kernels else None
         # Around the model nothing need agree: torch does it if torch computes the model, as Triton may not work here.
         is_torch = implementation is Implementation.REFERENCE
         self.around = Implementation.REFERENCE if is_torch else Implementation.AUTO
@@ -234,7 +235,7 @@ class Model:
 
     def _head(self, hidden_ND: torch.Tensor, head_XD: torch.Tensor) -> torch.Tensor:
         logits_NX = self._ops.linear(hidden_ND, head_XD)
-        return logits_NX.float() if logits_NX.dtype.itemsize < 4 and self.choosing is None else logits_NX
+        return logits_NX.float() if logits_NX.dtype.itemsize < 4 and self.sampling_implementation is None else logits_NX
 
     def _inputs(
         self, turns: "_Turns", batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]

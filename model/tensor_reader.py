@@ -25,7 +25,7 @@ _SCALED = 8  # bytes that a float8 number takes meanwhile: widened, and its scal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class TensorRead:
     """What is read of one tensor, and where to.
 
     Attributes:
@@ -64,7 +64,7 @@ class TensorReader:
         for descriptor, _ in self._files.values():
             os.close(descriptor)
 
-    def fill(self, parts: Sequence[Part]) -> None:
+    def fill(self, parts: Sequence[TensorRead]) -> None:
         """Read all of these. What goes to a GPU is in its stream then, and need not have arrived.
 
         Raises:
@@ -89,7 +89,7 @@ class TensorReader:
             os.close(open_unchanged(file, stamp))
 
     @torch.inference_mode()  # which each thread has its own of, as it has its own stream
-    def _read(self, part: Part, first: int, stop: int) -> None:
+    def _read(self, part: TensorRead, first: int, stop: int) -> None:
         """Read rows of a part."""
         stored, cut, target = part.stored, part.cut, part.target[first:stop]
         is_cut_inside = cut is not None and cut.dim > 0
@@ -141,7 +141,7 @@ class _Staging:
             self._copied.record(self._stream)
 
 
-def _chunks(part: Part) -> Iterator[tuple[int, int]]:
+def _chunks(part: TensorRead) -> Iterator[tuple[int, int]]:
     """Rows that are read together; fewer of those that are scaled, which grow to float32, as do their scales."""
     row_bytes = part.stored.row_bytes * (1 if part.scale is None else _SCALED)
     num_rows, at_once = len(part.target), max(1, CHUNK_BYTES // row_bytes)

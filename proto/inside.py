@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from baton.core.errors import Unauthenticated
-from baton.core.inside import Caller, Verifier
+from baton.core.inside import Caller, ProofVerifier
 from baton.proto import wire
 
 HEADER: Final = "baton-proof"
@@ -96,7 +96,7 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(
         self,
-        verifier: Verifier,
+        verifier: ProofVerifier,
         open_services: Collection[str] = (),
         on_refused: Callable[[str], None] = lambda reason: None,
         on_call: Callable[[str], None] = lambda peer: None,

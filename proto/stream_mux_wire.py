@@ -24,14 +24,14 @@ class End:
 
 
 @dataclass(slots=True)  # not frozen, which would make each three times as dear
-class Tokens:
+class StreamTokens:
     """Tokens of a stream, and nothing else to say of them."""
 
     index: int
     token_ids: list[int]
 
 
-DecodeSaid = worker_pb2.DecodeEvent | Tokens | End
+DecodeSaid = worker_pb2.DecodeEvent | StreamTokens | End
 PrefillSaid = worker_pb2.PrefillEvent | End
 
 
@@ -49,7 +49,7 @@ def decode_frame(items: Sequence[tuple[int, DecodeSaid]]) -> worker_pb2.DecodeFr
             frame.items.add(stream=stream).end.CopyFrom(_end_to_proto(said))
             continue
         if stream not in with_items:
-            tokens = said if isinstance(said, Tokens) else _plain(said)
+            tokens = said if isinstance(said, StreamTokens) else _plain(said)
             if tokens is not None:
                 streams.append(stream)
                 indices.append(tokens.index)
@@ -93,11 +93,11 @@ def read_decode_frame(frame: worker_pb2.DecodeFrame) -> Iterator[tuple[int, Deco
     if lens:
         at = 0
         for stream, index, num in zip(streams, indices, lens, strict=True):
-            yield stream, Tokens(index, token_ids[at : at + num])
+            yield stream, StreamTokens(index, token_ids[at : at + num])
             at += num
     else:
         for stream, index, token_id in zip(streams, indices, token_ids, strict=True):
-            yield stream, Tokens(index, [token_id])
+            yield stream, StreamTokens(index, [token_id])
     yield from _read_items(frame)
 
 
@@ -118,17 +118,17 @@ def _read_items(frame: worker_pb2.DecodeFrame) -> Iterator[tuple[int, DecodeSaid
             yield item.stream, _end_from_proto(item.end)
 
 
-def _plain(event: worker_pb2.DecodeEvent) -> Tokens | None:
+def _plain(event: worker_pb2.DecodeEvent) -> StreamTokens | None:
     if not event.HasField("tokens"):
         return None
     tokens = event.tokens
     if tokens.finish_reason or tokens.HasField("start") or tokens.HasField("stats") or tokens.logprobs:
         return None
-    return Tokens(tokens.index, list(tokens.token_ids))
+    return StreamTokens(tokens.index, list(tokens.token_ids))
 
 
-def _event(said: worker_pb2.DecodeEvent | Tokens) -> worker_pb2.DecodeEvent:
-    if not isinstance(said, Tokens):
+def _event(said: worker_pb2.DecodeEvent | StreamTokens) -> worker_pb2.DecodeEvent:
+    if not isinstance(said, StreamTokens):
         return said
     event = worker_pb2.DecodeEvent()
     event.tokens.index = said.index

@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-async def serve(options: argparse.Namespace, ending: "Ending") -> None:
+async def serve(options: argparse.Namespace, ending: "ProcessEnd") -> None:
     """Serve until the end is asked for.
 
     Raises:
@@ -137,7 +137,7 @@ async def run(options: argparse.Namespace) -> None:
         StartupError: see `serve`.
     """
     loop = asyncio.get_running_loop()
-    ending = Ending()
+    ending = ProcessEnd()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.signalled)
     if options.exit_with_parent:
@@ -145,7 +145,7 @@ async def run(options: argparse.Namespace) -> None:
     await serve(options, ending)
 
 
-class Ending:
+class ProcessEnd:
     """How the process is to end: `drain` first, and `now` if it is to be at once."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _wait_for_parent(loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
+def _wait_for_parent(loop: asyncio.AbstractEventLoop, ending: ProcessEnd) -> None:
     while os.read(0, 4096):
         pass
     if not loop.is_closed():

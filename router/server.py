@@ -45,7 +45,7 @@ from baton.router.placement.least_cost import LeastCost
 from baton.router.placement.local_prefill import ALWAYS, NEVER, LocalPrefill, LocalPrefillCollector
 from baton.router.placement.members import ALIVE_S, DECODE, PREFILL, Incarnation, Members
 from baton.router.placement.membership import MembershipService
-from baton.router.placement.prefix_index import PrefixCollector, PrefixFeed, PrefixIndex
+from baton.router.placement.prefix_index import FleetPrefixIndex, PrefixCollector, PrefixFeed
 from baton.router.placement.refusals import Refusals
 from baton.router.placement.routing import PREFIX, ROUND_ROBIN, make_policy
 from baton.router.served_model import ServedModel
@@ -146,7 +146,7 @@ class RouterServer:
         self.retries = RetryBudget(config.retries, self._clock.now_s())
         secure = SecureChannels(config.security.tls)
         self._channels = Channels(self.members, self._background.spawn, secure, config.secret)
-        self.prefixes = PrefixIndex()
+        self.prefixes = FleetPrefixIndex()
         self.metrics.registry.register(PrefixCollector(self.prefixes))
         self._policy = make_policy(config.routing, self._clock, random.Random(), self.prefixes, self.local)
         self.canaries = self._make_canaries()

@@ -27,7 +27,7 @@ WORKER: Final = ("worker",)  # of what one role alone does
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WorkerReport:
     """What is known of one worker.
 
     Attributes:
@@ -60,25 +60,25 @@ class WorkerMetric:
     family: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
     name: str
     text: str
-    read: Callable[[Report], Values]
+    read: Callable[[WorkerReport], Values]
     labels: tuple[str, ...] = ()
     by: tuple[str, ...] = BOTH
     is_of_lost: bool = False
 
 
-def _of_decode(read: Callable[[Report], float]) -> Callable[[Report], Values]:
+def _of_decode(read: Callable[[WorkerReport], float]) -> Callable[[WorkerReport], Values]:
     return lambda its: read(its) if its.member.state.role == DECODE else None
 
 
-def _of_steps(read: Callable[[StepReport], Values]) -> Callable[[Report], Values]:
+def _of_steps(read: Callable[[StepReport], Values]) -> Callable[[WorkerReport], Values]:
     return lambda its: None if its.steps is None else read(its.steps)
 
 
-def _of_compute(read: Callable[[worker_pb2.Compute], Values]) -> Callable[[Report], Values]:
+def _of_compute(read: Callable[[worker_pb2.Compute], Values]) -> Callable[[WorkerReport], Values]:
     return lambda its: read(its.held.compute) if its.held.HasField("compute") else None
 
 
-def _of_graphs(read: Callable[[worker_pb2.GraphCounts], Values]) -> Callable[[Report], Values]:
+def _of_graphs(read: Callable[[worker_pb2.GraphCounts], Values]) -> Callable[[WorkerReport], Values]:
     return lambda its: read(its.held.graphs) if its.held.HasField("graphs") else None
 
 
@@ -415,10 +415,10 @@ class WorkerCollector(Collector):
                     )
             yield family
 
-    def _report(self, member: Member) -> Report:
+    def _report(self, member: Member) -> WorkerReport:
         held = member.state.inventory
         steps = report_from_proto(held.steps) if held.HasField("steps") else None
-        return Report(member, self._members.heartbeat_age_s(member), held, steps)
+        return WorkerReport(member, self._members.heartbeat_age_s(member), held, steps)
 
 
 def _add(family: Any, labels: tuple[str, ...], values: Values) -> None:

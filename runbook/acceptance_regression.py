@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from baton.cluster.admin import set_speculation
 from baton.proto import admin_pb2, worker_pb2
 from baton.runbook.common import workers
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, main, positive
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, require
@@ -31,7 +31,7 @@ def _share(text: str) -> float:
 class Drafts:
     """How many drafts the decode workers make, and how many should be made."""
 
-    def __init__(self, site: Site, canaries: Canaries, options: argparse.Namespace) -> None:
+    def __init__(self, site: Site, canaries: CanaryRuns, options: argparse.Namespace) -> None:
         self._site, self._canaries, self._options = site, canaries, options
         self._modes: list[worker_pb2.Speculation] = []
         self._wanted: int | None = None
@@ -132,7 +132,7 @@ class Drafts:
 
 
 def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
-    return Drafts(site, Canaries(site), options).steps()
+    return Drafts(site, CanaryRuns(site), options).steps()
 
 
 RUNBOOK = Runbook(name="acceptance-regression", about=__doc__ or "", steps=_steps, options=_options)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from baton.core.errors import StepFailed
 from baton.proto import worker_pb2
 from baton.runbook.common import workers
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, count, main
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, require
@@ -28,7 +28,7 @@ class Response:
 
     def __init__(self, site: Site, options: argparse.Namespace) -> None:
         self._site, self._options = site, options
-        self._canaries = Canaries(site)
+        self._canaries = CanaryRuns(site)
         self._suspects: list[str] = []
         self._new: list[str] = []  # of them, those taken out of routing here
 

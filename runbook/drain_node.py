@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.core.errors import ConfigInvalid, InvalidRequest
 from baton.runbook.common import workers
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, main
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Step, Verification
@@ -23,7 +23,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
     names = _names(site, options)
-    canaries = Canaries(site)
+    canaries = CanaryRuns(site)
     if options.undo:
         return [
             *(workers.check_alive(site, name) for name in names),
@@ -58,7 +58,7 @@ def _names(site: Site, options: argparse.Namespace) -> list[str]:
     return names
 
 
-def _others_serve(canaries: Canaries, names: Sequence[str]) -> Verification:
+def _others_serve(canaries: CanaryRuns, names: Sequence[str]) -> Verification:
     def look() -> str:
         canaries.seen.clear()
         num = len(canaries.round())

@@ -20,7 +20,7 @@ from baton.core.errors import (
     StepFailed,
     from_wire,
 )
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, main
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, require
@@ -169,7 +169,7 @@ class _HeadRestart:
         self._command: str = options.command
         self._redis: str = options.redis
         self._is_forced: bool = options.force
-        self._canaries = Canaries(site)
+        self._canaries = CanaryRuns(site)
         self._incarnations: dict[str, int] = {}
 
     def steps(self) -> Sequence[Step]:

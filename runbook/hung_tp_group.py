@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2, worker_pb2
 from baton.runbook.common import processes, workers
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, main, positive
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, require
@@ -22,7 +22,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
     worker_id = options.worker
     state = site.worker(worker_id).state
-    canaries = Canaries(site)
+    canaries = CanaryRuns(site)
     return [
         _check_hangs(site, worker_id, options.watch),
         Check(
@@ -74,7 +74,7 @@ def _check_hangs(site: Site, worker_id: str, watch_s: float) -> Check:
     )
 
 
-def _check_expectation(site: Site, worker_id: str, canaries: Canaries) -> Check:
+def _check_expectation(site: Site, worker_id: str, canaries: CanaryRuns) -> Check:
     """Canaries before, where others can answer them."""
 
     def look() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from baton.cluster.doctor.wires import paths
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, count, main
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, partial, require
@@ -30,7 +30,7 @@ class Triage:
     def __init__(self, site: Site, options: argparse.Namespace) -> None:
         self._site = site
         self._num_rounds = options.rounds
-        self._canaries = Canaries(site)
+        self._canaries = CanaryRuns(site)
         self._edges: dict[Edge, str] = {}
         self._cut_off: list[str] = []
         self._drained: list[str] = []

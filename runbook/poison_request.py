@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from baton.cluster.commands import operate
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, main, positive
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, partial, require
@@ -24,7 +24,7 @@ class Quarantine:
 
     def __init__(self, site: Site, options: argparse.Namespace) -> None:
         self._site, self._options = site, options
-        self._canaries = Canaries(site)
+        self._canaries = CanaryRuns(site)
 
     def steps(self) -> list[Step]:
         """Look, pardon if asked, watch."""

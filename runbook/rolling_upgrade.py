@@ -9,11 +9,11 @@ from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
 from baton.core.errors import StepFailed
 from baton.runbook.common import workers
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, main
 from baton.runbook.common.replace import another_incarnation
 from baton.runbook.common.site import Site
-from baton.runbook.common.steps import Action, Check, Report, Run, Step, Verification, partial
+from baton.runbook.common.steps import Action, Check, Run, RunbookReport, Step, Verification, partial
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ class Upgrade:
     def __init__(self, site: Site, options: argparse.Namespace) -> None:
         self._site, self._grace_s = site, options.grace
         self._build: str = options.build or build_id()
-        self._canaries = Canaries(site)
+        self._canaries = CanaryRuns(site)
 
     def steps(self) -> list[Step]:
         """A canary of each role, then the others; stop at the first that is not as it should be."""
@@ -93,12 +93,12 @@ class Upgrade:
         return f"{len(status.workers)} workers"
 
 
-def _why(report: Report) -> str:
+def _why(report: RunbookReport) -> str:
     taken = next(taken for taken in reversed(report.taken) if taken.state == "failed")
     return f"{taken.name}: {taken.detail}"
 
 
-def _timed_out(report: Report) -> dict[str, bool]:
+def _timed_out(report: RunbookReport) -> dict[str, bool]:
     return {"timed_out": True} if report.error is not None and report.error.fields.get("timed_out") else {}
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster.access import current_access
-from baton.cluster.doctor.wires import Wire, wires
+from baton.cluster.doctor.wires import PairPath, wires
 from baton.core.errors import ConfigInvalid, PreconditionUnmet, StepFailed
 from baton.core.tls_files import TlsFiles, read_tls
 from baton.proto import admin_pb2
 from baton.runbook.common import workers
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, main, positive
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, require
@@ -27,7 +27,7 @@ DAY_S = 86_400.0
 SUFFIX = ".before"
 
 
-def ports(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> list[Wire]:
+def ports(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> list[PairPath]:
     """What every TLS port of a deployment shows now; with `ca_file`, whether that is trusted."""
     return [wire for wire in wires(address, status, ca_file) if wire.fingerprint]
 
@@ -200,7 +200,7 @@ class _Rotation:
         self._files = [Replacement(*given[name]) for name in order if given[name][0]]
         self._cert, self._key, self._ca = (given[name] for name in ("cert_file", "key_file", "ca_file"))
         self._min_days: float = options.min_days
-        self._canaries = Canaries(site)
+        self._canaries = CanaryRuns(site)
         self._before = fingerprint_of(self._cert[0]) if self._has_pair else ""
         self._own: list[str] = []  # addresses that show what is replaced
 

@@ -9,7 +9,7 @@ from baton.cluster.commands import operate
 from baton.core.errors import ConfigInvalid
 from baton.proto import admin_pb2
 from baton.runbook.common import workers
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import Runbook, count, count_or_none, main
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, require
@@ -31,7 +31,7 @@ def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
         raise ConfigInvalid("give --prefill or --decode")
     before = _size(site.status())
     wanted = (before[0] if options.prefill is None else options.prefill, options.decode or before[1])
-    canaries = Canaries(site)
+    canaries = CanaryRuns(site)
     site.found |= {"before": before, "wanted": wanted}
 
     def ask(size: Size) -> str:

@@ -53,7 +53,7 @@ class Stage:
 
 
 @dataclass(slots=True)
-class Outcome:
+class DecodeOutcome:
     """What became of a stage.
 
     Attributes:
@@ -133,15 +133,15 @@ import baton.engine.step.runner, baton.cluster.cli
 """
 
 
-def run_all(stages: Sequence[Stage], out: Path, budget_s: float) -> list[Outcome]:
+def run_all(stages: Sequence[Stage], out: Path, budget_s: float) -> list[DecodeOutcome]:
     """Run them; what each leaves is written as soon as it ends."""
     out.mkdir(parents=True, exist_ok=True)
     end_s = time.monotonic() + budget_s
-    outcomes: list[Outcome] = []
+    outcomes: list[DecodeOutcome] = []
     for stage in stages:
         limit_s = min(stage.limit_s, end_s - time.monotonic())
         if limit_s < 1.0:
-            outcomes.append(Outcome(stage.name, "skipped"))
+            outcomes.append(DecodeOutcome(stage.name, "skipped"))
         else:
             outcomes.append(run(stage, out, limit_s))
         write_summary(out, outcomes, stages)
@@ -149,7 +149,7 @@ def run_all(stages: Sequence[Stage], out: Path, budget_s: float) -> list[Outcome
     return outcomes
 
 
-def run(stage: Stage, out: Path, limit_s: float) -> Outcome:
+def run(stage: Stage, out: Path, limit_s: float) -> DecodeOutcome:
     """One stage; whatever it starts is gone when this returns."""
     begin_s = time.monotonic()
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -164,7 +164,7 @@ def run(stage: Stage, out: Path, limit_s: float) -> Outcome:
                 start_new_session=True,
             )
         except OSError as error:
-            return _log(Outcome(stage.name, "failed", errors=[str(error)]), out, b"", b"")
+            return _log(DecodeOutcome(stage.name, "failed", errors=[str(error)]), out, b"", b"")
         status = ""
         try:
             process.wait(limit_s)
@@ -173,7 +173,9 @@ def run(stage: Stage, out: Path, limit_s: float) -> Outcome:
         _end(process)
         said, errors = _content(stdout), _content(stderr)
     code = process.returncode
-    outcome = Outcome(stage.name, status or ("failed" if code else "ok"), code, round(time.monotonic() - begin_s, 1))
+    outcome = DecodeOutcome(
+        stage.name, status or ("failed" if code else "ok"), code, round(time.monotonic() - begin_s, 1)
+    )
     has_table = bool(stage.table) and _write_table(out / stage.table, said)
     if stage.table and not has_table and outcome.status == "ok":
         outcome.status = "failed"  # it ended well, and made no table
@@ -236,7 +238,7 @@ def _write_table(path: Path, said: bytes) -> bool:
     return True
 
 
-def _log(outcome: Outcome, out: Path, said: bytes, errors: bytes) -> Outcome:
+def _log(outcome: DecodeOutcome, out: Path, said: bytes, errors: bytes) -> DecodeOutcome:
     with (out / "stages.log").open("ab") as log:
         log.write(f"\n===== {line_of(outcome)}\n".encode())
         for name, content in (("stdout", said), ("stderr", errors)):
@@ -245,7 +247,7 @@ def _log(outcome: Outcome, out: Path, said: bytes, errors: bytes) -> Outcome:
     return outcome
 
 
-def write_summary(out: Path, outcomes: Sequence[Outcome], stages: Sequence[Stage]) -> None:
+def write_summary(out: Path, outcomes: Sequence[DecodeOutcome], stages: Sequence[Stage]) -> None:
     """Replace the summary; one that is being read is never half written."""
     data = {"num_stages": len(stages), "stages": [asdict(outcome) for outcome in outcomes]}
     new = out / "summary.json.new"
@@ -253,7 +255,7 @@ def write_summary(out: Path, outcomes: Sequence[Outcome], stages: Sequence[Stage
     shutil.move(new, out / "summary.json")
 
 
-def line_of(outcome: Outcome) -> str:
+def line_of(outcome: DecodeOutcome) -> str:
     """For a person."""
     last = (outcome.last or outcome.errors or [""])[-1]
     return f"{outcome.name}: {outcome.status} (code {outcome.code}, {outcome.took_s} s) {last[:200]}"

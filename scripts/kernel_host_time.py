@@ -157,7 +157,7 @@ def _attention(device: torch.device) -> Iterator[tuple[str, str, Call]]:
 def _products(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     from baton.kernels.gemm import scaled_mm
     from baton.kernels.gemm.fp8 import linear_fp8
-    from baton.kernels.gemm.fp8_plan import Plan
+    from baton.kernels.gemm.fp8_plan import GemmPlan
     from baton.kernels.gemm.fp8_weight import quantize_weight
     from baton.kernels.gemm.quantize_fp8 import quantize_fp8
     from baton.kernels.implementation import Implementation
@@ -166,7 +166,7 @@ def _products(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     weight = quantize_weight(_bfloat16(device, 512, 512))
     few_MK, many_MK = _bfloat16(device, 16, 512), _bfloat16(device, 256, 512)
     narrow = quantize_weight(_bfloat16(device, 128, 512))  # a CPU takes time for what it stores, a GPU's host does not
-    apart = Plan(fused=False)
+    apart = GemmPlan(fused=False)
     yield (
         "linear_fp8",
         "16 rows, quantized apart",
@@ -175,7 +175,7 @@ def _products(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     yield (
         "linear_fp8",
         "16 rows, quantized in the product",
-        lambda: linear_fp8(few_MK, weight, plan=Plan(fused=True), implementation=how),
+        lambda: linear_fp8(few_MK, weight, plan=GemmPlan(fused=True), implementation=how),
     )
     if device.type == "cpu":
         _stub_library()

@@ -28,7 +28,7 @@ _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) haza
 
 
 @dataclass(slots=True)
-class Outcome:
+class SanitizerOutcome:
     """What became of one process.
 
     Attributes:
@@ -79,10 +79,10 @@ def commands(only: Sequence[str], max_mib: float, with_tests: bool) -> dict[str,
     return found
 
 
-def check(tool_path: str, tool: str, what: str, command: Sequence[str], limit_s: float, out: Path) -> Outcome:
+def check(tool_path: str, tool: str, what: str, command: Sequence[str], limit_s: float, out: Path) -> SanitizerOutcome:
     """Run one program under the checker."""
     if limit_s < 1.0:
-        return Outcome(tool, what, "skipped")
+        return SanitizerOutcome(tool, what, "skipped")
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all", "--print-limit", "20"]
     options += ["--report-api-errors", "no"] if tool == "memcheck" else []
     log = out / f"{tool}-{what}.log"
@@ -107,7 +107,7 @@ def check(tool_path: str, tool: str, what: str, command: Sequence[str], limit_s:
     return judge(tool, what, code, log.read_text(errors="replace"), time.monotonic() - begin_s)
 
 
-def judge(tool: str, what: str, code: int | None, text: str, took_s: float) -> Outcome:
+def judge(tool: str, what: str, code: int | None, text: str, took_s: float) -> SanitizerOutcome:
     """Tell what the checker found from how the program ended; `code` is None after its time was over."""
     num_found = sum(int(one or other) for one, other in _SUMMARY.findall(text))
     num_run = text.count("\nran ") + text.startswith("ran ")
@@ -121,7 +121,7 @@ def judge(tool: str, what: str, code: int | None, text: str, took_s: float) -> O
         status, lines = "failed", [line for line in said if line.startswith("failed ")][:5] + said[-8:]
     else:
         status, lines = "clean", []
-    return Outcome(tool, what, status, num_found, num_run, round(took_s, 1), [line[:300] for line in lines])
+    return SanitizerOutcome(tool, what, status, num_found, num_run, round(took_s, 1), [line[:300] for line in lines])
 
 
 def main() -> int:
@@ -144,9 +144,9 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     only = [name for name in asked.only.split(",") if name]
     end_s = time.monotonic() + asked.budget_s
-    outcomes: list[Outcome] = []
+    outcomes: list[SanitizerOutcome] = []
 
-    def one(tool: str, what: str, command: Sequence[str]) -> Outcome:
+    def one(tool: str, what: str, command: Sequence[str]) -> SanitizerOutcome:
         return check(tool_path, tool, what, command, min(asked.limit_s, end_s - time.monotonic()), asked.out)
 
     with ThreadPoolExecutor(max(1, asked.jobs)) as pool:

@@ -73,7 +73,7 @@ def draw_prompts(files: Sequence[np.ndarray], count: int, shortest: int, longest
 
 
 @dataclass(frozen=True)
-class Speculation:
+class TinySpeculation:
     """Counts from real greedy speculative decoding at one depth."""
 
     depth: int
@@ -124,7 +124,7 @@ def chain_drafts(model: Tiny, tokens: Tensor, hidden: Tensor, ends: Tensor, dept
 
 
 @torch.no_grad()
-def speculate(model: Tiny, prompts: Sequence[np.ndarray], depth: int, fresh: int) -> Speculation:
+def speculate(model: Tiny, prompts: Sequence[np.ndarray], depth: int, fresh: int) -> TinySpeculation:
     """Decode greedily with `depth` drafts per verify step, recomputing instead of caching.
 
     End tokens do not stop a row. The prompt's own forward yields the first token and counts as no
@@ -159,7 +159,7 @@ def speculate(model: Tiny, prompts: Sequence[np.ndarray], depth: int, fresh: int
         live = ends - starts + 1 < fresh
     lines = tokens.tolist()
     outputs = [line[a : a + fresh] for line, a in zip(lines, starts.tolist(), strict=True)]
-    return Speculation(depth, steps, hits.tolist(), outputs)
+    return TinySpeculation(depth, steps, hits.tolist(), outputs)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Shape:
+class TinyShape:
     """Every size of the model."""
 
     vocab: int = 4096
@@ -96,7 +96,7 @@ class Norm(nn.Module):
         return (wide * self.weight.float()).to(x.dtype)
 
 
-def rope_tables(shape: Shape, positions: Tensor) -> Rope:
+def rope_tables(shape: TinyShape, positions: Tensor) -> Rope:
     """Return cosines and sines [..., head_dim] for the positions."""
     steps = torch.arange(0, shape.head_dim, 2, device=positions.device).float()
     rates: Tensor = shape.rope_theta ** (-steps / shape.head_dim)
@@ -113,10 +113,10 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return turned.to(x.dtype)
 
 
-class Attention(nn.Module):
+class TinyAttention(nn.Module):
     """Grouped-query attention with normalised queries and keys."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         self.shape = shape
         inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -149,10 +149,10 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
-class Experts(nn.Module):
+class TinyExperts(nn.Module):
     """All experts' weights, stacked."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         inward = (shape.experts, shape.expert_width, shape.hidden)
         self.gate_proj = nn.Parameter(torch.randn(inward) * shape.hidden**-0.5)
@@ -170,11 +170,11 @@ class Experts(nn.Module):
 class Mlp(nn.Module):
     """Mixture of experts with renormalised top-k routing."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         self.top_k = shape.top_k
         self.gate = nn.Linear(shape.hidden, shape.experts, bias=False)
-        self.experts = Experts(shape)
+        self.experts = TinyExperts(shape)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mixture and the balance loss, which is 1 when routing is even."""
@@ -190,12 +190,12 @@ class Mlp(nn.Module):
         return mixed, odds.shape[-1] * (load * odds.flatten(0, 1).mean(0)).sum()
 
 
-class Block(nn.Module):
+class TinyBlock(nn.Module):
     """One decoder layer; `compiled` swaps in fused forms of its two pointwise-heavy halves."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TinyShape) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
+        self.self_attn = TinyAttention(shape)
         self.mlp = Mlp(shape)
         self.input_layernorm = Norm(shape.hidden, shape.eps)
         self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
@@ -228,29 +228,29 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Embedding, decoder layers and the final norm."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(TinyBlock(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden, shape.eps)
 
 
 class Head(nn.Module):
     """The MTP head: one decoder layer over (next token, hidden state) pairs."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TinyShape) -> None:
         super().__init__()
         self.pre_fc_norm_embedding = Norm(shape.hidden, shape.eps)
         self.pre_fc_norm_hidden = Norm(shape.hidden, shape.eps)
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
-        self.layers = nn.ModuleList([Block(shape)])
+        self.layers = nn.ModuleList([TinyBlock(shape)])
         self.norm = Norm(shape.hidden, shape.eps)
 
 
 class Tiny(nn.Module):
     """Trunk and MTP head, sharing the embedding and (tied to it) the LM head."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: TinyShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.dtype = shape, dtype
         self.model = Trunk(shape)
@@ -263,10 +263,10 @@ class Tiny(nn.Module):
             elif name.endswith(("embed_tokens.weight", "gate.weight")):
                 nn.init.normal_(weight, std=0.02)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TinyBlock]:
         """Yield every decoder layer, the head's last."""
         for layer in [*self.model.layers, *self.mtp.layers]:
-            assert isinstance(layer, Block)
+            assert isinstance(layer, TinyBlock)
             yield layer
 
     def set_dropout(self, rate: float) -> None:

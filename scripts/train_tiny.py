@@ -22,7 +22,7 @@ import tiny_corpus  # type: ignore[import-not-found]
 import tiny_eval  # type: ignore[import-not-found]
 import tiny_model  # type: ignore[import-not-found]
 import torch
-from tiny_model import Shape, Tiny
+from tiny_model import Tiny, TinyShape
 from tiny_optimiser import Optimiser  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -34,7 +34,7 @@ SAMPLE = 'import os\n\n\ndef count_lines(path):\n    """Return the number of lin
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How to train; every field is a flag."""
 
     out: Path = Path("assets/tiny")
@@ -60,10 +60,10 @@ class Plan:
 
 
 # What the figures depend on, and what is true of any machine.
-TOLD = {item.name for item in fields(Plan)} - {"out", "corpus", "device"}
+TOLD = {item.name for item in fields(TrainingPlan)} - {"out", "corpus", "device"}
 
 
-def device_batches(plan: Plan, files: Sequence[np.ndarray], size: int, seed: int) -> Iterator[Tensor]:
+def device_batches(plan: TrainingPlan, files: Sequence[np.ndarray], size: int, seed: int) -> Iterator[Tensor]:
     """Yield batches of windows on the device; documents are separated by token 0, the end."""
     for windows in tiny_corpus.Stream(files, 0, plan.length, seed).batches(size):
         yield torch.from_numpy(windows).to(plan.device, torch.long)
@@ -128,7 +128,7 @@ def say(text: str) -> None:
 
 
 def train_trunk(
-    model: Tiny, plan: Plan, files: Sequence[np.ndarray], measure: Callable[[], float]
+    model: Tiny, plan: TrainingPlan, files: Sequence[np.ndarray], measure: Callable[[], float]
 ) -> dict[str, object]:
     """Train the trunk and leave the checkpoint with the best held-out figure in the model."""
     loss_of = torch.compile(next_token_loss, dynamic=False) if plan.compile else next_token_loss
@@ -163,7 +163,7 @@ def train_trunk(
     return {"seconds": round(time.perf_counter() - start, 1), "history": history}
 
 
-def train_head(model: Tiny, plan: Plan, files: Sequence[np.ndarray]) -> dict[str, object]:
+def train_head(model: Tiny, plan: TrainingPlan, files: Sequence[np.ndarray]) -> dict[str, object]:
     """Train the MTP head in a chain, the trunk frozen."""
     loss_of = torch.compile(draft_loss, dynamic=False) if plan.compile else draft_loss
     model.eval()
@@ -188,7 +188,7 @@ def train_head(model: Tiny, plan: Plan, files: Sequence[np.ndarray]) -> dict[str
 
 
 @torch.no_grad()
-def measure_drafts(model: Tiny, plan: Plan, held_out: Sequence[np.ndarray]) -> dict[str, object]:
+def measure_drafts(model: Tiny, plan: TrainingPlan, held_out: Sequence[np.ndarray]) -> dict[str, object]:
     """Compare drafts and trunk on held-out text as people wrote it, free of greedy loops.
 
     Per depth, all drafts before it being right: how often the likeliest tokens agree, and how
@@ -216,7 +216,7 @@ def measure_drafts(model: Tiny, plan: Plan, held_out: Sequence[np.ndarray]) -> d
 
 
 def measure_speculation(
-    model: Tiny, plan: Plan, held_out: Sequence[np.ndarray], say_tokens: Callable[[list[int]], str]
+    model: Tiny, plan: TrainingPlan, held_out: Sequence[np.ndarray], say_tokens: Callable[[list[int]], str]
 ) -> dict[str, object]:
     """Decode from held-out prompts at one to four drafts; print some texts."""
     longest = min(512, plan.length // 2)
@@ -239,7 +239,7 @@ def measure_speculation(
     return figures
 
 
-def environment(plan: Plan) -> dict[str, object]:
+def environment(plan: TrainingPlan) -> dict[str, object]:
     """Say what the figures were made with."""
     cuda = plan.device.startswith("cuda")
     return {
@@ -249,7 +249,7 @@ def environment(plan: Plan) -> dict[str, object]:
     }
 
 
-def measure_data(corpus: tiny_corpus.Corpus, plan: Plan) -> dict[str, object]:
+def measure_data(corpus: tiny_corpus.Corpus, plan: TrainingPlan) -> dict[str, object]:
     """Say what the model was trained and measured on."""
     return {
         "fingerprint": corpus.fingerprint,
@@ -263,7 +263,7 @@ def measure_data(corpus: tiny_corpus.Corpus, plan: Plan) -> dict[str, object]:
 
 
 def measure(
-    model: Tiny, plan: Plan, tokenizer: Tokenizer, held_out: Sequence[np.ndarray], size: int
+    model: Tiny, plan: TrainingPlan, tokenizer: Tokenizer, held_out: Sequence[np.ndarray], size: int
 ) -> dict[str, object]:
     """Measure the exported weights."""
     nats, scored = tiny_eval.held_out_nats(model, held_out, 0)
@@ -287,7 +287,7 @@ def measure(
     }
 
 
-def train(plan: Plan, shape: Shape) -> dict[str, object]:
+def train(plan: TrainingPlan, shape: TinyShape) -> dict[str, object]:
     """Make the whole directory and return its figures."""
     torch.manual_seed(plan.seed)
     plan.out.mkdir(parents=True, exist_ok=True)
@@ -332,10 +332,10 @@ def train(plan: Plan, shape: Shape) -> dict[str, object]:
     return report
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[Plan, Shape]:
+def parse(arguments: Sequence[str] | None = None) -> tuple[TrainingPlan, TinyShape]:
     """Read every field of the plan and of the shape from a flag of its name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    plan, shape = Plan(), Shape()
+    plan, shape = TrainingPlan(), TinyShape()
     for default in (plan, shape):
         for item in fields(default):
             value = getattr(default, item.name)
@@ -345,7 +345,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Plan, Shape]:
     if not chosen["corpus"].is_dir():
         parser.error(f"argument --corpus: {chosen['corpus']} is no directory")
     plan_values = {item.name: chosen[item.name] for item in fields(plan)}
-    return Plan(**plan_values), Shape(**{item.name: chosen[item.name] for item in fields(shape)})
+    return TrainingPlan(**plan_values), TinyShape(**{item.name: chosen[item.name] for item in fields(shape)})
 
 
 if __name__ == "__main__":

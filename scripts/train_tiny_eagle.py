@@ -18,7 +18,7 @@ import tiny_corpus  # type: ignore[import-not-found]
 import tiny_model  # type: ignore[import-not-found]
 import torch
 from safetensors.torch import save_file
-from tiny_model import Keys, Norm, Shape, Tiny, linear, rope_tables, rotate
+from tiny_model import Keys, Norm, Tiny, TinyShape, linear, rope_tables, rotate
 from tiny_optimiser import Optimiser  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ LAYER = "midlayer"
 
 
 @dataclass(frozen=True)
-class Plan:
+class EagleTrainingPlan:
     """How to train; every field is a flag."""
 
     tiny: Path = Path("assets/tiny")
@@ -51,7 +51,7 @@ class Plan:
 class Drafter(nn.Module):
     """One Llama layer whose attention reads an embedding beside a hidden state."""
 
-    def __init__(self, shape: Shape, width: int, head: Tensor) -> None:
+    def __init__(self, shape: TinyShape, width: int, head: Tensor) -> None:
         super().__init__()
         hidden, inner, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.shape = shape
@@ -148,7 +148,7 @@ def commonest(files: Sequence[np.ndarray], vocab: int, count: int) -> Tensor:
     return torch.from_numpy(np.sort(np.argsort(-often, kind="stable")[:count]))
 
 
-def export(drafter: Drafter, columns: Tensor, plan: Plan, end: int) -> None:
+def export(drafter: Drafter, columns: Tensor, plan: EagleTrainingPlan, end: int) -> None:
     """Write it as its kind is published."""
     shape, tensors = drafter.shape, {}
     for name, weight in drafter.named_parameters():
@@ -177,7 +177,7 @@ def export(drafter: Drafter, columns: Tensor, plan: Plan, end: int) -> None:
     (plan.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def train(plan: Plan) -> None:
+def train(plan: EagleTrainingPlan) -> None:
     """Make the whole directory."""
     torch.manual_seed(plan.seed)
     plan.out.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def train(plan: Plan) -> None:
     tokenizer = Tokenizer.from_file(str(plan.tiny / "tokenizer.json"))
     files, held_out = (tiny_corpus.encode(tokenizer, part) for part in (corpus.train, corpus.held_out))
     dtype = torch.bfloat16 if plan.device.startswith("cuda") else torch.float32
-    trunk = tiny_model.reload(Tiny(Shape(), dtype).to(plan.device), plan.tiny).requires_grad_(False)
+    trunk = tiny_model.reload(Tiny(TinyShape(), dtype).to(plan.device), plan.tiny).requires_grad_(False)
     columns = commonest(files, trunk.shape.vocab, plan.columns).to(plan.device)
     rows = trunk.model.embed_tokens.weight[columns].detach()
     drafter = Drafter(trunk.shape, plan.width, rows).to(plan.device)
@@ -222,12 +222,12 @@ def train(plan: Plan) -> None:
 def main() -> None:
     """Read every field of the plan from a flag of its name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    plan = Plan()
+    plan = EagleTrainingPlan()
     for item in fields(plan):
         value = getattr(plan, item.name)
         parser.add_argument("--" + item.name.replace("_", "-"), type=type(value), default=value, metavar=str(value))
     torch.set_float32_matmul_precision("high")
-    train(Plan(**vars(parser.parse_args())))
+    train(EagleTrainingPlan(**vars(parser.parse_args())))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from baton.router.metrics import RouterMetrics, SpanCollector
 from baton.router.openai.connection import ConnectionLimits, Connections
 from baton.router.placement.canaries import CanaryCollector
 from baton.router.placement.local_prefill import LocalPrefillCollector
-from baton.router.placement.prefix_index import PrefixCollector, PrefixIndex
+from baton.router.placement.prefix_index import FleetPrefixIndex, PrefixCollector
 from baton.router.worker_metrics import WorkerCollector
 from baton.runbook.common import command
 
@@ -355,7 +355,7 @@ def metrics():
         SpanCollector(lambda: 0),
         AdmissionCollector(nothing),
         LocalPrefillCollector(nothing),
-        PrefixCollector(PrefixIndex()),
+        PrefixCollector(FleetPrefixIndex()),
         CanaryCollector(nothing, nothing, nothing),
     ):
         others.register(collector)

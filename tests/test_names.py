@@ -41,6 +41,8 @@ PARTS = {
     "sealed": "complete",
     "widen": "dequantize",
     "widened": "dequantized",
+    "lane": "data_path, executor",
+    "lanes": "data_paths, executors",
 }
 # Whole names, of words that are good English elsewhere.
 NAMES = {
@@ -56,6 +58,18 @@ NAMES = {
     "Gate": "AdmissionQueue, RequestLimit, WriteFence",
     "FairRing": "DeficitRoundRobin",
     "Gap": "LayerRange",
+    "Asked": "RequestNeeds, CompletionArguments",
+    "ChoiceRows": "DrawRows",
+    "choice_rows": "draw_rows",
+    "choosing": "sampling_implementation",
+    "FairTurns": "StartTimeFairQueue",
+    "ReadingTurns": "ReadingQueue",
+    "Turn": "AdmissionTicket, InputMessage",
+    "Share": "OwnerUsage",
+    "Piece": "ScatterRange",
+    "PieceCursor": "BufferCursor",
+    "PushPart": "PushRange",
+    "PushedPart": "PushedRange",
 }
 # Flags that had another name once; what stands there is what vLLM calls it, where the meaning is the same.
 FLAGS = {
@@ -72,6 +86,8 @@ ALLOWED = {
     "BUNDLE_CPUS": "a bundle of a Ray placement group",
     "bundle": "a bundle of a Ray placement group (cluster)",
     "bundles": "the same",
+    "lane_bound": "the lanes of a warp",
+    "lane_L": "the same",
 }
 COMP = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 SENTENCE_NAMES = ("test_",)  # of tests: they are prose
@@ -152,8 +168,8 @@ def texts_in(path):
 
 
 # What a text that says such a word has in its source, however the text is put together.
-HINT = re.compile("gang|landing|outbox|cork|doorman|life")
-PROSE = re.compile(r"\b(gangs?|landings?|outbox|cork|doorman|(?:another|one|this|a|its) life of)\b")
+HINT = re.compile("gang|landing|outbox|cork|doorman|life|lane")
+PROSE = re.compile(r"\b(gangs?|landings?|outbox|cork|doorman|lanes?|(?:another|one|this|a|its) life of)\b")
 
 
 def test_no_text_of_the_product_says_a_retired_word():
@@ -168,7 +184,7 @@ def test_no_text_of_the_product_says_a_retired_word():
     assert found == []
 
 
-@pytest.mark.parametrize("name", ["GangLink", "num_landings", "_wishes", "LIFE_S", "Door", "open_outbox"])
+@pytest.mark.parametrize("name", ["GangLink", "num_landings", "_wishes", "LIFE_S", "Door", "open_outbox", "PushLane"])
 def test_a_retired_name_is_seen(name):
     assert retired(name)
 
@@ -176,3 +192,15 @@ def test_a_retired_name_is_seen(name):
 @pytest.mark.parametrize("name", ["lifetime_s", "presence_penalty", "doors_of", "wide", "half_life_s", "incarnation"])
 def test_a_name_that_means_something_else_is_not(name):
     assert not retired(name)
+
+
+def test_no_two_classes_share_a_name():
+    """Private ones aside, and what tests and scripts have for themselves."""
+    found = {}
+    for path in files("*.py"):
+        if path.relative_to(ROOT).parts[0] not in ("tests", "scripts") and not path.stem.endswith(
+            ("_pb2", "_pb2_grpc")
+        ):
+            for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.MULTILINE):
+                found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from baton.core.errors import MalformedMessage, ProtocolError, TransferFailed
 from baton.proto import worker_pb2
-from baton.proto.stream_mux_wire import End, Tokens, decode_frame, prefill_frame, read_decode_frame, read_prefill_frame
+from baton.proto.stream_mux_wire import (
+    End,
+    StreamTokens,
+    decode_frame,
+    prefill_frame,
+    read_decode_frame,
+    read_prefill_frame,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -16,7 +23,7 @@ def event_of(index, token_ids, **more):
 
 
 def as_event(said):
-    return event_of(said.index, said.token_ids) if isinstance(said, Tokens) else said
+    return event_of(said.index, said.token_ids) if isinstance(said, StreamTokens) else said
 
 
 SAID = st.one_of(

@@ -149,7 +149,7 @@ Message = TypeVar("Message")
 MessageIn = TypeVar("MessageIn", contravariant=True)
 
 
-class Role(Protocol[MessageIn, Event]):
+class StreamRole(Protocol[MessageIn, Event]):
     """What a worker does with a stream."""
 
     def read(self, message: MessageIn) -> GenerationRequest:
@@ -193,7 +193,7 @@ class StreamMux(Generic[Message, Event]):
 
     def __init__(
         self,
-        role: Role[Message, Event],
+        role: StreamRole[Message, Event],
         frame_of: Callable[[Sequence[tuple[int, Event | End]]], Any],
         write_coalescer: WriteCoalescer,
         epoch: int,

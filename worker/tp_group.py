@@ -90,7 +90,7 @@ def lead(size: int, epoch: int, codec: PlanCodec, device: torch.device, starter:
     Raises:
         StartupError: one of them cannot.
     """
-    listener = tp_group_join.Listener(codec, size)
+    listener = tp_group_join.RankListener(codec, size)
     try:
         store = open_store(0, size, 0)
         for rank in range(1, size):

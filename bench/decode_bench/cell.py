@@ -18,7 +18,7 @@ from baton.bench.decode_bench.options import BLOCK_SIZE, WARM_STEPS, DecodeOptio
 from baton.bench.kernel_bench.case import Call
 from baton.core.config import SchedulingName
 from baton.core.requests.sampling import SamplingParams
-from baton.engine.step.executor import Ending, StepExecutor
+from baton.engine.step.executor import Pending, StepExecutor
 from baton.engine.step.host_future import HostFuture
 from baton.engine.step.length_bounds import LaunchedLengths, LengthBounds
 from baton.engine.step.plan import Chunk, Place, Release, Resume, Step
@@ -96,7 +96,7 @@ class StampedExecutor:
 
         return self._executor.submit(stamped, target)
 
-    def run(self, work: Callable[[], None]) -> Ending:
+    def run(self, work: Callable[[], None]) -> Pending:
         """See `StepExecutor`."""
         end, self._end = self._end, None
         if end is None:
@@ -137,7 +137,7 @@ def _ms_between(first: _Stamp, second: _Stamp) -> float:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cell:
+class DecodeCell:
     """What is measured: which scheduling, how many drafts a step, how many sequences, whether graphs are replayed."""
 
     scheduling: SchedulingName
@@ -147,7 +147,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class CellRound:
     """One cell in one round.
 
     Attributes:
@@ -211,7 +211,7 @@ class DecodeCells:
         self._tables = block_tables(options)
         self._rng = np.random.default_rng(options.seed)
 
-    def measure(self, cell: Cell) -> Turn:
+    def measure(self, cell: DecodeCell) -> CellRound:
         """One round of a cell."""
         slots = self.fill(cell)
         run = _Run(self._runner, slots, cell, self._options)
@@ -225,7 +225,7 @@ class DecodeCells:
         within, between = self._executor.take()
         self.empty(slots)
         num_each = num_tokens / cell.batch
-        return Turn(
+        return CellRound(
             tpot_ms=1e3 * took_s / num_each,
             tokens_per_s=num_tokens / took_s,
             step_ms=1e3 * took_s / num_steps,
@@ -236,7 +236,7 @@ class DecodeCells:
             context_len=self._options.prompt_len + 1 + num_warm / cell.batch + num_each / 2,
         )
 
-    def device_work(self, cell: Cell) -> DeviceWork:
+    def device_work(self, cell: DecodeCell) -> DeviceWork:
         """What a step does on a GPU, by its profiler."""
         slots = self.fill(cell)
         run = _Run(self._runner, slots, cell, self._options)
@@ -254,7 +254,7 @@ class DecodeCells:
         kernel_us = {name: us / num_steps for name, us in times_us.items()}
         return DeviceWork(kernel_us=kernel_us, num_kernels=len(events) / num_steps)
 
-    def fill(self, cell: Cell) -> list[int]:
+    def fill(self, cell: DecodeCell) -> list[int]:
         """Put a cell's sequences, at the end of their prompt, into the first slots."""
         options, config = self._options, self._model.config
         for slot in range(cell.batch):
@@ -285,7 +285,9 @@ class DecodeCells:
 class _Run:
     """Steps of the same sequences, and the bounds of their lengths, as an engine keeps them."""
 
-    def __init__(self, runner: Runner | Rank0Runner, slots: list[int], cell: Cell, options: DecodeOptions) -> None:
+    def __init__(
+        self, runner: Runner | Rank0Runner, slots: list[int], cell: DecodeCell, options: DecodeOptions
+    ) -> None:
         self._runner = runner
         self._slots = tuple(slots)
         self._num_drafts = cell.num_drafts

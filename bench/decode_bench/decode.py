@@ -18,11 +18,11 @@ import psutil
 import torch
 
 from baton.bench.decode_bench.cell import (
-    Cell,
+    CellRound,
+    DecodeCell,
     DecodeCells,
     DeviceWork,
     StampedExecutor,
-    Turn,
     blocks_each,
     measure_ttft_ms,
 )
@@ -43,7 +43,7 @@ from baton.model.model import Model
 from baton.model.parallel import Communicator
 from baton.model.tensor_spec import tensor_spec
 
-_TURN_KEYS = tuple(field.name for field in dataclasses.fields(Turn) if field.name != "context_len")
+_TURN_KEYS = tuple(field.name for field in dataclasses.fields(CellRound) if field.name != "context_len")
 _MEMORY_SHARE = 0.9  # of what is free
 _FILLED_TOGETHER = 256  # blocks
 _NUM_NAMED_KERNELS = 12
@@ -98,10 +98,10 @@ def bench_decode(options: DecodeOptions, note: Callable[[str], None] = lambda te
 
 def measured_turns(
     cells: Mapping[bool, DecodeCells], options: DecodeOptions, note: Callable[[str], None] = lambda text: None
-) -> dict[Cell, list[Turn]]:
+) -> dict[DecodeCell, list[CellRound]]:
     """Every cell once a round, in random order; `cells` without graphs and with."""
-    turns: dict[Cell, list[Turn]] = {
-        Cell(mode, k, batch, has_graphs): []
+    turns: dict[DecodeCell, list[CellRound]] = {
+        DecodeCell(mode, k, batch, has_graphs): []
         for has_graphs in cells
         for mode in options.schedulings
         for k in options.drafts
@@ -251,7 +251,7 @@ def stamp_executor(runner: Runner, device: torch.device) -> StampedExecutor:
     return executor
 
 
-def identity(options: DecodeOptions, cell: Cell) -> dict[str, Any]:
+def identity(options: DecodeOptions, cell: DecodeCell) -> dict[str, Any]:
     """What was measured."""
     return {
         "system": "baton",
@@ -275,7 +275,7 @@ def identity(options: DecodeOptions, cell: Cell) -> dict[str, Any]:
     }
 
 
-def measured(turns: Sequence[Turn]) -> dict[str, float]:
+def measured(turns: Sequence[CellRound]) -> dict[str, float]:
     """Medians and ranges of a cell's turns."""
     numbers: dict[str, float] = {}
     for key in _TURN_KEYS:
@@ -284,7 +284,7 @@ def measured(turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def floors(
-    options: DecodeOptions, model: Model, cell: Cell, turns: Sequence[Turn], gbps: float, num_ranks: int = 1
+    options: DecodeOptions, model: Model, cell: DecodeCell, turns: Sequence[CellRound], gbps: float, num_ranks: int = 1
 ) -> dict[str, float]:
     """Of a token, beside `tpot_ms`, and of a step."""
     found = []

@@ -55,13 +55,13 @@ class TPGroupRank:
         else:
             torch.set_num_threads(1)
         self._store: TCPStore | None = None
-        self._listener: tp_group_join.Listener | None = None
+        self._listener: tp_group_join.RankListener | None = None
         self._channel: PlanChannel | None = None
 
     def open(self) -> tuple[int, str, str]:
         """Rank 0: where the others come."""
         self._store = open_store(0, self._size, 0)
-        self._listener = tp_group_join.Listener(plan_codec(), self._size)
+        self._listener = tp_group_join.RankListener(plan_codec(), self._size)
         return self._store.port, self._listener.address, self._listener.token
 
     def meet(self, port: int, address: str, token: str) -> None:

@@ -290,7 +290,7 @@ def scaled_mm_blocks(sets: Sequence[BlockScaled]) -> Baseline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class BaselineExperts:
     """One set of buffers of a mixture of experts.
 
     Attributes:
@@ -317,7 +317,7 @@ class Experts:
         return self.gate_up_ENK.dtype == _FP8
 
 
-def vllm_moe(sets: Sequence[Experts]) -> Baseline:
+def vllm_moe(sets: Sequence[BaselineExperts]) -> Baseline:
     """Triton kernels of vLLM with its tuned configurations, and what `torch.compile` makes of the rest of the layer.
 
     To its advantage: rows are sorted by expert outside of the calls, and SiLU is fused with the quantization.
@@ -417,7 +417,7 @@ def sorted_by_expert(experts: torch.Tensor, num_experts: int, block: int) -> tup
     return places.to(flat.device), owners.to(flat.device), torch.tensor([begin], dtype=torch.int32, device=flat.device)
 
 
-def _vllm_moe(module: Any, one: Experts) -> functools.partial[torch.Tensor]:
+def _vllm_moe(module: Any, one: BaselineExperts) -> functools.partial[torch.Tensor]:
     num_rows, num_choices = one.experts.shape
     num_experts, num_outputs, _ = one.gate_up_ENK.shape
     blocks, kind = ([GROUP, GROUP], "fp8_w8a8") if one.is_fp8 else (None, None)
@@ -459,7 +459,7 @@ def _silu_plain(gate_up: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _run_vllm_moe(
-    gemm: Any, fused: tuple[Any, ...], one: Experts, placed: Any, middle: torch.Tensor, parts: torch.Tensor
+    gemm: Any, fused: tuple[Any, ...], one: BaselineExperts, placed: Any, middle: torch.Tensor, parts: torch.Tensor
 ) -> torch.Tensor:
     quantized, silu_quantized, summed = fused
     num_choices = one.experts.shape[1]

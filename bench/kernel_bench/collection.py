@@ -14,7 +14,7 @@ from baton.bench.kernel_bench.case import ERRORS, KernelCase, TuningPoint, failu
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class CasePlace:
     """Where a case or a point is found again, in another process too.
 
     Attributes:
@@ -35,7 +35,7 @@ class Found:
         failures: of modules.
     """
 
-    cases: dict[Place, Any]
+    cases: dict[CasePlace, Any]
     failures: list[dict[str, Any]]
 
 
@@ -67,20 +67,20 @@ def find_points(only: Sequence[str] = ()) -> Found:
     return _find("tuning", only)
 
 
-def case_at(place: Place) -> KernelCase:
+def case_at(place: CasePlace) -> KernelCase:
     """One case."""
     case: KernelCase = of_module(place.module, "cases")[place.index]
     return case
 
 
-def point_at(place: Place) -> TuningPoint:
+def point_at(place: CasePlace) -> TuningPoint:
     """One point."""
     point: TuningPoint = of_module(place.module, "tuning")[place.index]
     return point
 
 
 def _find(function: str, only: Sequence[str]) -> Found:
-    cases: dict[Place, Any] = {}
+    cases: dict[CasePlace, Any] = {}
     failures: list[dict[str, Any]] = []
     for name in module_names():
         try:
@@ -90,7 +90,7 @@ def _find(function: str, only: Sequence[str]) -> Found:
             continue
         for index, case in enumerate(listed):
             if _is_asked(only, (name, case.kernel, case.shape, str(getattr(case, "size", "")))):
-                cases[Place(name, index)] = case
+                cases[CasePlace(name, index)] = case
     return Found(cases, failures)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from baton.bench.kernel_bench.baselines import availability
 from baton.bench.kernel_bench.case import KernelCase
-from baton.bench.kernel_bench.collection import Place, find_cases
+from baton.bench.kernel_bench.collection import CasePlace, find_cases
 from baton.bench.kernel_bench.floor import Rates, measure_rates
 from baton.bench.kernel_bench.processes import Child, Here, Lost, Step, do_all
 from baton.bench.kernel_bench.row import OURS, PREPARE, Measured, RowTask, measure_row
@@ -134,11 +134,11 @@ def _work(task: RowTask | str, step: Step) -> Measured | Rates | dict[str, str]:
 class _Run:
     """One run: what is to be done, and what came of it so far."""
 
-    def __init__(self, options: KernelOptions, note: Note, cases: Mapping[Place, KernelCase]) -> None:
+    def __init__(self, options: KernelOptions, note: Note, cases: Mapping[CasePlace, KernelCase]) -> None:
         self._options, self._note, self._cases = options, note, cases
         self._end_s = time.monotonic() + options.limit_s
         self._child: Child | Here = Child(_work) if options.device == "cuda" else Here(_work)
-        self._without: dict[Place, set[str]] = {place: set() for place in cases}
+        self._without: dict[CasePlace, set[str]] = {place: set() for place in cases}
         self._head = result("kernels", [])  # asks git, which is too slow for every row
         self._rates: Rates | None = None
         self._baselines: dict[str, str] = {}
@@ -198,7 +198,7 @@ class _Run:
             "rows": self.rows,
         }
 
-    def _row(self, place: Place, case: KernelCase) -> dict[str, Any]:
+    def _row(self, place: CasePlace, case: KernelCase) -> dict[str, Any]:
         """Ask until no system ends the process that measures."""
         assert self._rates is not None
         for _ in range(_MAX_TRIES):
@@ -218,7 +218,7 @@ class _Run:
             self._without[place] |= names
         return {}
 
-    def _task(self, place: Place, rounds: int) -> RowTask:
+    def _task(self, place: CasePlace, rounds: int) -> RowTask:
         device = self._options.device
         without = tuple(sorted(self._without[place]))
         return RowTask(
@@ -230,10 +230,10 @@ class _Run:
             without=without,
         )
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: CasePlace) -> str:
         return f"{self._cases[place].kernel} {self._cases[place].shape}"
 
-    def _named(self, place: Place, failure: dict[str, Any]) -> dict[str, Any]:
+    def _named(self, place: CasePlace, failure: dict[str, Any]) -> dict[str, Any]:
         case = self._cases[place]
         return {"kernel": case.kernel, "shape": case.shape, **failure}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from baton.bench.kernel_bench.case import ERRORS, Call, KernelCase, Systems, failure_of
-from baton.bench.kernel_bench.collection import Place, case_at
+from baton.bench.kernel_bench.collection import CasePlace, case_at
 from baton.bench.kernel_bench.floor import num_sets
 from baton.bench.kernel_bench.processes import Broken, Step
 from baton.bench.kernel_bench.timing import Timer, make_timer
@@ -38,7 +38,7 @@ class RowTask:
         without: systems to leave out.
     """
 
-    place: Place
+    place: CasePlace
     device: str
     rounds: int
     measured_ms: float

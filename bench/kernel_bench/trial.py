@@ -14,7 +14,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from baton.bench.kernel_bench.case import ERRORS, TuningPoint, failure_of
-from baton.bench.kernel_bench.collection import Place, point_at
+from baton.bench.kernel_bench.collection import CasePlace, point_at
 from baton.bench.kernel_bench.floor import num_sets
 from baton.bench.kernel_bench.processes import Broken, Step
 from baton.bench.kernel_bench.row import is_alive
@@ -40,7 +40,7 @@ class TrialTask:
         seed: of buffers, the same for all candidates.
     """
 
-    place: Place
+    place: CasePlace
     candidate: int
     device: str
     is_timed: bool

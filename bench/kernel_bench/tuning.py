@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from baton.bench.kernel_bench.case import TuningPoint
-from baton.bench.kernel_bench.collection import Place, find_points
+from baton.bench.kernel_bench.collection import CasePlace, find_points
 from baton.bench.kernel_bench.processes import Child, Here, Lost, Step, do_all
 from baton.bench.kernel_bench.trial import Trial, TrialTask, run_trial
 from baton.bench.result import replace_file
@@ -61,7 +61,7 @@ class TuningOptions:
 class Point:
     """A point while it is tuned."""
 
-    place: Place
+    place: CasePlace
     point: TuningPoint
     trials: dict[int, Trial] = field(default_factory=dict)  # those that were timed
     dropped: dict[int, str] = field(default_factory=dict)  # why

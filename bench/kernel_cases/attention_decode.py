@@ -16,7 +16,7 @@ from baton.bench.kernel_bench.baselines import PagedAttention, fa3, vllm_attenti
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.attention import paged as attention
 from baton.kernels.attention.decode import attention_decode
-from baton.kernels.attention.decode_plan import Options, SplitKVPlans, default_options, rows_of_program, table_shape
+from baton.kernels.attention.decode_plan import PlanOptions, SplitKVPlans, default_options, rows_of_program, table_shape
 from baton.kernels.attention.ordered import attention_ordered_decode
 
 BLOCK_SIZE = 16
@@ -25,7 +25,7 @@ HEADS = ((32, 8, 128), (32, 4, 128), (16, 2, 256))
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionDecodeShape:
     """Of one launch; A query heads, H KV heads, D head size."""
 
     num_heads: int
@@ -133,7 +133,7 @@ class Buffers:
         )
 
 
-def make(shape: Shape, device: torch.device) -> Buffers:
+def make(shape: AttentionDecodeShape, device: torch.device) -> Buffers:
     """A layer of a pool with random KV, blocks of each sequence scattered over it."""
     num_blocks = -(-shape.context_len // BLOCK_SIZE)
     total = num_blocks * shape.num_sequences
@@ -159,13 +159,13 @@ def make(shape: Shape, device: torch.device) -> Buffers:
     )
 
 
-def by_work(shape: Shape) -> Mapping[str, object]:
+def by_work(shape: AttentionDecodeShape) -> Mapping[str, object]:
     """Options of a division by work, where no table has better ones."""
     rule = default_options(shape.num_rows, shape.head_dim, 1 if shape.is_float8 else 2)
     return asdict(rule) | {"shares": True, "pdl": True}
 
 
-def _prepare(shape: Shape, device: torch.device, num_sets: int) -> Systems:
+def _prepare(shape: AttentionDecodeShape, device: torch.device, num_sets: int) -> Systems:
     sets = [make(shape, device) for _ in range(num_sets)]
     options = by_work(shape)
     systems: dict[str, Sequence[Call]] = {
@@ -184,24 +184,29 @@ def _prepare(shape: Shape, device: torch.device, num_sets: int) -> Systems:
     return systems | fa3(others) | vllm_attention(others)
 
 
-def _shapes() -> list[Shape]:
+def _shapes() -> list[AttentionDecodeShape]:
     """Those of the anchors, further ones of each kind, float8, and ragged ones."""
     sizes = ((1, 1024), (1, 4096), (16, 1024), (1, 32768), (64, 1024), (16, 8192), (64, 8192), (256, 1024), (256, 8192))
-    found = [Shape(*heads, *size, q) for heads in HEADS for size in sizes for q in (1, 4)]
-    found += [Shape(*heads, 64, 4096, q) for heads in HEADS for q in (1, 4)]
-    found += [Shape(*HEADS[0], *size, q) for size in ((16, 32768), (128, 8192)) for q in (1, 4)]
-    found += [Shape(*HEADS[0], *size, q) for size in ((1, 32768), (64, 4096)) for q in (2, 8)]
-    found += [Shape(*heads, *size, q, True) for heads in HEADS for size in ((1, 1024), (64, 8192)) for q in (1, 4)]
-    found += [Shape(*heads, 64, 8192, q, is_spread=True) for heads in HEADS for q in (1, 4)]
-    found += [Shape(*heads, 64, 4096, 8) for heads in HEADS[1:]]
-    found += [Shape(*heads, 64, 8192, q, is_ragged=True) for heads in HEADS for q in (1, 4)]
-    found.append(Shape(28, 4, 128, 64, 4096, 1))
+    found = [AttentionDecodeShape(*heads, *size, q) for heads in HEADS for size in sizes for q in (1, 4)]
+    found += [AttentionDecodeShape(*heads, 64, 4096, q) for heads in HEADS for q in (1, 4)]
+    found += [AttentionDecodeShape(*HEADS[0], *size, q) for size in ((16, 32768), (128, 8192)) for q in (1, 4)]
+    found += [AttentionDecodeShape(*HEADS[0], *size, q) for size in ((1, 32768), (64, 4096)) for q in (2, 8)]
+    found += [
+        AttentionDecodeShape(*heads, *size, q, True)
+        for heads in HEADS
+        for size in ((1, 1024), (64, 8192))
+        for q in (1, 4)
+    ]
+    found += [AttentionDecodeShape(*heads, 64, 8192, q, is_spread=True) for heads in HEADS for q in (1, 4)]
+    found += [AttentionDecodeShape(*heads, 64, 4096, 8) for heads in HEADS[1:]]
+    found += [AttentionDecodeShape(*heads, 64, 8192, q, is_ragged=True) for heads in HEADS for q in (1, 4)]
+    found.append(AttentionDecodeShape(28, 4, 128, 64, 4096, 1))
     return found
 
 
 def cases() -> list[KernelCase]:
     """Each shape; one tiny one for CPUs."""
-    tiny = Shape(8, 2, 32, 2, 64, 2)
+    tiny = AttentionDecodeShape(8, 2, 32, 2, 64, 2)
     return [
         KernelCase(
             kernel="attention_decode",
@@ -403,31 +408,35 @@ def _short_candidates(rows: int, head_dim: int) -> list[Mapping[str, object]]:
 
 
 def _prepare_candidate(
-    shapes: Sequence[Shape], device: torch.device, num_sets: int, options: Mapping[str, object]
+    shapes: Sequence[AttentionDecodeShape], device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
-    Options(**options)  # type: ignore[arg-type]  # a row that is none fails here
+    PlanOptions(**options)  # type: ignore[arg-type]  # a row that is none fails here
     return [partial(make(shape, device).run, options=options) for _ in range(num_sets) for shape in shapes]
 
 
-def _tuned_shapes() -> list[tuple[Shape, bool]]:
+def _tuned_shapes() -> list[tuple[AttentionDecodeShape, bool]]:
     """What the table is made for, and whether it is for this number of queries alone."""
     sizes = ((1, 1024), (1, 32768), (64, 1024), (16, 8192), (64, 8192))
-    shapes = [Shape(*HEADS[0], *size, 1) for size in (*sizes, (16, 1024), (256, 8192))]
-    shapes += [Shape(*HEADS[1], *size, q) for q in (1, 4) for size in sizes]
+    shapes = [AttentionDecodeShape(*HEADS[0], *size, 1) for size in (*sizes, (16, 1024), (256, 8192))]
+    shapes += [AttentionDecodeShape(*HEADS[1], *size, q) for q in (1, 4) for size in sizes]
     more_sizes = ((1, 4096), (16, 1024), (64, 4096), (256, 1024), (256, 8192))
-    shapes += [Shape(*HEADS[2], *size, q) for q in (1, 4) for size in (*sizes, *more_sizes)]
-    shapes += [Shape(*HEADS[1], 256, 8192, 4), Shape(*HEADS[1], 16, 1024, 4), Shape(*HEADS[2], 64, 4096, 8)]
-    shapes += [Shape(*heads, *size, 8) for heads in HEADS[1:] for size in sizes]
+    shapes += [AttentionDecodeShape(*HEADS[2], *size, q) for q in (1, 4) for size in (*sizes, *more_sizes)]
+    shapes += [
+        AttentionDecodeShape(*HEADS[1], 256, 8192, 4),
+        AttentionDecodeShape(*HEADS[1], 16, 1024, 4),
+        AttentionDecodeShape(*HEADS[2], 64, 4096, 8),
+    ]
+    shapes += [AttentionDecodeShape(*heads, *size, 8) for heads in HEADS[1:] for size in sizes]
     float8_sizes = ((1, 1024), (16, 8192), (64, 8192))
-    shapes += [Shape(*HEADS[0], *size, 1, True) for size in float8_sizes]
-    shapes += [Shape(*HEADS[1], *size, 4, True) for size in float8_sizes]
-    shapes += [Shape(*HEADS[2], *size, q, True) for q in (1, 4) for size in float8_sizes]
+    shapes += [AttentionDecodeShape(*HEADS[0], *size, 1, True) for size in float8_sizes]
+    shapes += [AttentionDecodeShape(*HEADS[1], *size, 4, True) for size in float8_sizes]
+    shapes += [AttentionDecodeShape(*HEADS[2], *size, q, True) for q in (1, 4) for size in float8_sizes]
     found = [(shape, False) for shape in (*shapes, *_ragged(shapes))]
-    own = [Shape(*HEADS[0], *size, q) for q in (4, 8) for size in (*sizes, (16, 1024), (64, 4096))]
+    own = [AttentionDecodeShape(*HEADS[0], *size, q) for q in (4, 8) for size in (*sizes, (16, 1024), (64, 4096))]
     return found + [(shape, True) for shape in (*own, *_ragged(own))]
 
 
-def _ragged(shapes: Sequence[Shape]) -> list[Shape]:
+def _ragged(shapes: Sequence[AttentionDecodeShape]) -> list[AttentionDecodeShape]:
     """Of shapes of many long sequences the same, ragged and spread: what is served is never of equal lengths."""
     many = [shape for shape in shapes if shape.num_sequences >= _MANY and shape.context_len >= _RAGGED_LEN]
     spread = [replace(shape, is_spread=True) for shape in many if shape.context_len >= 2 * _RAGGED_LEN]
@@ -436,7 +445,7 @@ def _ragged(shapes: Sequence[Shape]) -> list[Shape]:
 
 def tuning() -> list[TuningPoint]:
     """Each kind of rows at the sizes of the anchors; shapes that one row of the table is for are timed together."""
-    together: dict[tuple[str, int], list[Shape]] = defaultdict(list)
+    together: dict[tuple[str, int], list[AttentionDecodeShape]] = defaultdict(list)
     for shape, is_own in _tuned_shapes():
         kind = "fp8" if shape.is_float8 else "bf16"
         name = table_shape(shape.num_rows, shape.head_dim, kind, shape.num_queries if is_own else None)

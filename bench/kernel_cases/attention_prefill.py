@@ -17,7 +17,7 @@ from baton.kernels.attention import paged as attention
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.attention import prefill_triton as attention_prefill_triton
 from baton.kernels.attention import short_chunks as attention_short_chunks
-from baton.kernels.attention.decode_plan import Options, rows_of_program
+from baton.kernels.attention.decode_plan import PlanOptions, rows_of_program
 from baton.kernels.attention.ordered import attention_ordered_prefill
 from baton.kernels.attention.prefill import NAME, attention_prefill, shape_of
 
@@ -26,7 +26,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PrefillWork:
     """Chunks of a step: (rows, cached positions before them) of each sequence, and the model's heads."""
 
     label: str
@@ -67,7 +67,7 @@ class Work:
 class Batch:
     """Buffers of one set: a layer of a pool in which the blocks of the sequences lie scattered."""
 
-    def __init__(self, work: Work, device: torch.device) -> None:
+    def __init__(self, work: PrefillWork, device: torch.device) -> None:
         contexts = [rows + prefix for rows, prefix in work.chunks]
         counts = [-(-context // _BLOCK_SIZE) for context in contexts]
         shape = (sum(counts) + 1, work.num_kv_heads, 2, _BLOCK_SIZE, work.head_dim)
@@ -144,28 +144,28 @@ def _label(chunks: tuple[tuple[int, int], ...]) -> str:
     return f"{len(chunks)} x {rows} over {prefix}" if prefix else f"{len(chunks)} x {rows} causal"
 
 
-def works() -> list[Work]:
+def works() -> list[PrefillWork]:
     """The models' shapes, each with long chunks and a mixed batch; one tiny one for CPUs comes last."""
     found = []
     for heads in _HEADS:
         for chunks in _CHUNKS.values():
-            found.append(Work(_label(chunks), chunks, *heads))
-        found.append(Work("mixed 8", _MIXED, *heads))
-    found.append(Work("1 x 2048 over 30720", ((2048, 30720),)))
-    found += [Work(_label(_CHUNKS[rows]), _CHUNKS[rows], kv_dtype=_FP8) for rows in (*_LARGE, 16)]
-    found.append(Work("mixed 8", _MIXED, kv_dtype=_FP8))
-    found += [Work(_label(chunks), chunks) for chunks in _SHORT[1:4]] + [Work("mixed 3", _SHORT[4])]
-    found.append(Work("tiny", ((20, 0), (3, 40)), 4, 2, 32, torch.float32, torch.float32))
+            found.append(PrefillWork(_label(chunks), chunks, *heads))
+        found.append(PrefillWork("mixed 8", _MIXED, *heads))
+    found.append(PrefillWork("1 x 2048 over 30720", ((2048, 30720),)))
+    found += [PrefillWork(_label(_CHUNKS[rows]), _CHUNKS[rows], kv_dtype=_FP8) for rows in (*_LARGE, 16)]
+    found.append(PrefillWork("mixed 8", _MIXED, kv_dtype=_FP8))
+    found += [PrefillWork(_label(chunks), chunks) for chunks in _SHORT[1:4]] + [PrefillWork("mixed 3", _SHORT[4])]
+    found.append(PrefillWork("tiny", ((20, 0), (3, 40)), 4, 2, 32, torch.float32, torch.float32))
     return found
 
 
-def _undivided(work: Work) -> Mapping[str, object]:
+def _undivided(work: PrefillWork) -> Mapping[str, object]:
     """Options of the form that is always there."""
     rows = max(rows for rows, _ in work.chunks) * work.num_heads // work.num_kv_heads
     return attention_prefill_triton.rule(rows, work.head_dim, work.kv_dtype.itemsize)
 
 
-def _prepare(work: Work, device: torch.device, num_sets: int) -> Systems:
+def _prepare(work: PrefillWork, device: torch.device, num_sets: int) -> Systems:
     if device.type == "cuda" and work.dtype is torch.float32:  # the tiny one: kernels take half as wide numbers alone
         work = replace(work, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
     batches = [Batch(work, device) for _ in range(num_sets)]
@@ -290,7 +290,7 @@ _SHARES: Mapping[bool, Sequence[tuple[int, int, bool, int, int, int]]] = {
 _HOPPER_SHARES = ((False, 1), (True, 1), (False, 2), (True, 2))
 
 
-def _short_candidates(work: Work, longest: int) -> list[Mapping[str, object]]:
+def _short_candidates(work: PrefillWork, longest: int) -> list[Mapping[str, object]]:
     """Of both forms; of the one for Hopper alone where tiles are many for the other."""
     num_rows = longest * work.num_heads // work.num_kv_heads
     is_wide = work.head_dim > 128
@@ -311,11 +311,11 @@ def _short_candidates(work: Work, longest: int) -> list[Mapping[str, object]]:
 
 def _short_points() -> list[TuningPoint]:
     """Few short chunks over long prefixes; those that one row of the table is for are timed together."""
-    groups = [[Work(_label(chunks), chunks, *heads)] for heads in _HEADS for chunks in (_SHORT[0], _SHORT[3])]
-    groups[0] += [Work(_label(_SHORT[1]), _SHORT[1]), Work("mixed 3", _SHORT[4])]
-    groups[1].append(Work(_label(_SHORT[2]), _SHORT[2]))
-    groups.append([Work(_label(_CHUNKS[512]), _CHUNKS[512], *_HEADS[2])])
-    groups += [[Work(_label(_SHORT[0]), _SHORT[0], *_HEADS[0], _FP8)], [Work(_label(_ONE_ROW), _ONE_ROW)]]
+    groups = [[PrefillWork(_label(chunks), chunks, *heads)] for heads in _HEADS for chunks in (_SHORT[0], _SHORT[3])]
+    groups[0] += [PrefillWork(_label(_SHORT[1]), _SHORT[1]), PrefillWork("mixed 3", _SHORT[4])]
+    groups[1].append(PrefillWork(_label(_SHORT[2]), _SHORT[2]))
+    groups.append([PrefillWork(_label(_CHUNKS[512]), _CHUNKS[512], *_HEADS[2])])
+    groups += [[PrefillWork(_label(_SHORT[0]), _SHORT[0], *_HEADS[0], _FP8)], [PrefillWork(_label(_ONE_ROW), _ONE_ROW)]]
     points = []
     for works_of_row in groups:
         work = works_of_row[0]
@@ -337,10 +337,10 @@ def _short_points() -> list[TuningPoint]:
 
 
 def _prepare_candidate(
-    works_of_row: Sequence[Work], device: torch.device, num_sets: int, options: Mapping[str, object]
+    works_of_row: Sequence[PrefillWork], device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
     if attention_short_chunks.is_ours(options) and not attention_prefill_hopper_triton.is_ours(options):
-        Options(**options)  # type: ignore[arg-type]  # a row that is none fails here
+        PlanOptions(**options)  # type: ignore[arg-type]  # a row that is none fails here
     return [Batch(work, device).ours(options=options) for _ in range(num_sets) for work in works_of_row]
 
 
@@ -349,7 +349,7 @@ def tuning() -> list[TuningPoint]:
     bf16 = torch.bfloat16
     models = ((32, 8, 128, bf16), (32, 4, 128, bf16), (16, 2, 256, bf16), (32, 8, 128, _FP8))
     works = [
-        Work(_label(chunks), chunks, num_heads, num_kv_heads, head_dim, kv_dtype)
+        PrefillWork(_label(chunks), chunks, num_heads, num_kv_heads, head_dim, kv_dtype)
         for num_heads, num_kv_heads, head_dim, kv_dtype in models
         for chunks in _CHUNKS.values()
     ]

@@ -16,7 +16,7 @@ from baton.bench.kernel_bench.baselines import BlockScaled, deep_gemm
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.gemm.fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
 from baton.kernels.gemm.fp8_hopper_triton import is_form
-from baton.kernels.gemm.fp8_plan import FEW_ROWS, SIZES, Plan, SwapAB, plan_of
+from baton.kernels.gemm.fp8_plan import FEW_ROWS, SIZES, GemmPlan, SwapAB, plan_of
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_fp8
 from baton.kernels.gemm.scaled_mm import Library
@@ -85,7 +85,10 @@ def _library(sets: Sequence[_Set]) -> dict[str, list[Call]]:
 
 
 # Small enough for what checks accesses to memory; no table has rows of that size.
-_HOPPER_TINY = (Plan(stages=4, workers=2), Plan(swap=False, BM=64, BN=32, stages=16, workers=2, depth=1, splits=2))
+_HOPPER_TINY = (
+    GemmPlan(stages=4, workers=2),
+    GemmPlan(swap=False, BM=64, BN=32, stages=16, workers=2, depth=1, splits=2),
+)
 _HOPPER = 9
 
 
@@ -144,14 +147,14 @@ def cases() -> list[KernelCase]:
     ]
 
 
-def _warp_specialized(BM: int, BN: int, stages: int, workers: int, depth: int, *, swap: bool = False) -> Plan:
-    return Plan(swap=swap, BM=BM, BN=BN, stages=stages, workers=workers, depth=depth)
+def _warp_specialized(BM: int, BN: int, stages: int, workers: int, depth: int, *, swap: bool = False) -> GemmPlan:
+    return GemmPlan(swap=swap, BM=BM, BN=BN, stages=stages, workers=workers, depth=depth)
 
 
 # Tiles to choose from, by the rows that they are for: of the form for Hopper alone, whose stages are either all that a
 # multiprocessor has place for, or half of it, so that programs of the next launch may be there already. What was tuned
 # before stands in the table, and is one more.
-_TILES: Mapping[int, Sequence[Plan]] = {
+_TILES: Mapping[int, Sequence[GemmPlan]] = {
     **dict.fromkeys(
         (8, 16),
         (
@@ -195,14 +198,14 @@ _SPLITS = (1, 2, 4)  # that are tried where tiles alone leave multiprocessors id
 _FEW_TILES = 100
 _MOST = 12  # candidates of few rows
 _LARGE_TILES = (
-    Plan(swap=False, BM=128, BN=128, stages=4, warps=8),
-    Plan(swap=False, BM=128, BN=128, stages=4, warps=8, tma=True),
-    Plan(BM=128, BN=128, stages=4, warps=8, tma=True),
+    GemmPlan(swap=False, BM=128, BN=128, stages=4, warps=8),
+    GemmPlan(swap=False, BM=128, BN=128, stages=4, warps=8, tma=True),
+    GemmPlan(BM=128, BN=128, stages=4, warps=8, tma=True),
 )
 _LIBRARY: Mapping[str, object] = {"library": True}
 
 
-def _with_splits(tile: Plan, size: int, N: int, K: int) -> list[Plan]:
+def _with_splits(tile: GemmPlan, size: int, N: int, K: int) -> list[GemmPlan]:
     """The tile with each number of splits that is worth a try at a shape."""
     num_tiles = -(-N // tile.BN) * -(-size // tile.BM)
     splits = [number for number in _SPLITS if number == 1 or number * _MIN_GROUPS <= K // GROUP_LEN]
@@ -237,7 +240,7 @@ def _prepare_candidate(
     kernel: str, M: int, N: int, K: int, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
     sets = _sets(device, num_sets, M, N, K)
-    plan = None if options.get("library") else Plan(**options)  # type: ignore[arg-type]
+    plan = None if options.get("library") else GemmPlan(**options)  # type: ignore[arg-type]
     if plan is None:
         return [partial(_library_or_reference, kernel, data) for data in sets]
     if kernel == "gemm_fp8":

@@ -11,11 +11,11 @@ import torch
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems
 from baton.kernels.kv.scatter import (
     MAX_LAYERS,
-    Completion,
-    Piece,
     PoolAddress,
+    ScatterRange,
+    ScatterWorkspace,
     Tuning,
-    Workspace,
+    WriteCompletion,
     kv_scatter,
     kv_scatter_reference,
 )
@@ -64,7 +64,7 @@ class _Move:
         self.from_blocks = torch.randperm(shape.num_blocks, device=device).int()
         self.to_indices = torch.randperm(shape.num_blocks, device=device)
         self.to_blocks = self.to_indices.int()
-        self.piece = Piece(
+        self.piece = ScatterRange(
             layer=0,
             first=0,
             count=shape.num_blocks * _BLOCK_SIZE,
@@ -76,14 +76,14 @@ class _Move:
     def launch(self, num_programs: int, *, with_digest: bool) -> Call:
         """One launch for all layers; the word that says that it is done lies on the device."""
         device = self.source.device
-        workspace = Workspace(device, self.piece.count)
+        workspace = ScatterWorkspace(device, self.piece.count)
         words = torch.zeros(1 + MAX_LAYERS, dtype=torch.int64, device=device)
         source = PoolAddress(self.source.data_ptr(), self.geometry.layers)
         target = PoolAddress(self.target.data_ptr(), self.geometry.layers)
         tuning = Tuning(num_programs)
 
         def call() -> torch.Tensor:
-            completion = Completion(words.data_ptr(), 1)
+            completion = WriteCompletion(words.data_ptr(), 1)
             kv_scatter(
                 source, self.from_blocks, target, self.to_blocks, self.piece, workspace, completion, tuning,
                 with_digest=with_digest,

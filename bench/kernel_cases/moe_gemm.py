@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from baton.bench.kernel_bench.baselines import BlockScaled, Experts, deep_gemm_masked, vllm_moe
+from baton.bench.kernel_bench.baselines import BaselineExperts, BlockScaled, deep_gemm_masked, vllm_moe
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.gemm.inner_sum import ALONE
 from baton.kernels.moe import gemm as moe_gemm
@@ -26,7 +26,7 @@ FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class MoEShape:
     """A layer's experts."""
 
     name: str
@@ -41,19 +41,19 @@ class Shape:
         return num_values + num_values // 16384 * 4 if is_fp8 else 2 * num_values
 
 
-SHAPES = (Shape("30B", 128, 8, 768, 2048), Shape("35B", 256, 8, 512, 2048))
-TINY = Shape("tiny", 4, 2, 128, 128)
+SHAPES = (MoEShape("30B", 128, 8, 768, 2048), MoEShape("35B", 256, 8, 512, 2048))
+TINY = MoEShape("tiny", 4, 2, 128, 128)
 BATCHES = (1, 8, 16, 32, 64, 256)
 MASKED = ((128, 1536, 2048), (32, 4096, 7168))
 
 
-def _experts(shape: Shape, num_tokens: int, device: torch.device, seed: int) -> torch.Tensor:
+def _experts(shape: MoEShape, num_tokens: int, device: torch.device, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     order_TE = torch.rand(num_tokens, shape.num_experts, generator=generator).argsort(dim=1)
     return order_TE[:, : shape.num_chosen].contiguous().to(device)
 
 
-def _num_hit(shape: Shape, num_tokens: int) -> int:
+def _num_hit(shape: MoEShape, num_tokens: int) -> int:
     """Of the first set's choice; the others' differ by a few."""
     return int(_experts(shape, num_tokens, torch.device("cpu"), 0).unique().numel())
 
@@ -73,7 +73,7 @@ def _scale(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.full(groups, 1 / math.sqrt(num_inputs), device=device)
 
 
-def _weights(shape: Shape, is_fp8: bool, device: torch.device) -> ExpertWeights | Fp8ExpertWeights:
+def _weights(shape: MoEShape, is_fp8: bool, device: torch.device) -> ExpertWeights | Fp8ExpertWeights:
     gate_up = (shape.num_experts, 2 * shape.inner_size, shape.hidden)
     down = (shape.num_experts, shape.hidden, shape.inner_size)
     if not is_fp8:
@@ -84,7 +84,7 @@ def _weights(shape: Shape, is_fp8: bool, device: torch.device) -> ExpertWeights 
 
 
 def _inputs(
-    shape: Shape, num_tokens: int, device: torch.device, seed: int
+    shape: MoEShape, num_tokens: int, device: torch.device, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x_TD = torch.randn(num_tokens, shape.hidden, device=device).bfloat16()
     weight_TK = torch.rand(num_tokens, shape.num_chosen, device=device)
@@ -99,10 +99,10 @@ def _masked_mixture(
     moe_gemm_masked.moe_gemm_masked(inner_EMI, masked_m_E, weights.down_EDI, b_scale=weights.down_scale)
 
 
-def _prepare(shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int) -> Systems:
+def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int) -> Systems:
     systems: dict[str, list[Call]] = {"ours": [], "invariant": [], "masked" if is_fp8 else "torch": []}
     weights = _weights(shape, is_fp8, device)  # sets differ by the experts that they hit
-    others: list[Experts] = []
+    others: list[BaselineExperts] = []
     for seed in range(num_sets):
         x_TD, weight_TK, expert_TK = _inputs(shape, num_tokens, device, seed)
         others.append(_for_others(x_TD, weight_TK, expert_TK, weights))
@@ -122,9 +122,9 @@ def _prepare(shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, 
 
 def _for_others(
     x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights | Fp8ExpertWeights
-) -> Experts:
+) -> BaselineExperts:
     scales = (weights.gate_up_scale, weights.down_scale) if isinstance(weights, Fp8ExpertWeights) else (None, None)
-    return Experts(
+    return BaselineExperts(
         rows_MK=x_TD,
         gate_up_ENK=weights.gate_up_EJD,
         gate_up_scales=scales[0],
@@ -135,7 +135,7 @@ def _for_others(
     )
 
 
-def _case(shape: Shape, num_tokens: int, is_fp8: bool) -> KernelCase:
+def _case(shape: MoEShape, num_tokens: int, is_fp8: bool) -> KernelCase:
     num_hit = _num_hit(shape, num_tokens)
     num_bytes = shape.num_bytes(num_hit, is_fp8)
     kind = "fp8" if is_fp8 else "bf16"
@@ -242,7 +242,7 @@ def _candidates(num_tokens: int, is_fp8: bool) -> list[dict[str, object]]:
 
 
 def _prepare_point(
-    shape: Shape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int, options: Mapping[str, object]
+    shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
     weights, tiles = _weights(shape, is_fp8, device), moe_gemm.tiles_of(options)
     inputs = [_inputs(shape, num_tokens, device, seed) for seed in range(num_sets)]

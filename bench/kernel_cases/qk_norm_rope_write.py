@@ -24,7 +24,7 @@ _BLOCK_LEN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class QKNormShape:
     """Of a model's attention."""
 
     num_query: int
@@ -47,17 +47,17 @@ class Shape:
         return num_tokens * (2 * (num_query + num_kv) + 4 * self.rotary_dim + 8 + written)
 
 
-_8B = Shape(num_query=32, num_kv=8, head_dim=128, rotary_dim=128)
-_30B = Shape(num_query=32, num_kv=4, head_dim=128, rotary_dim=128)
-_35B = Shape(num_query=16, num_kv=2, head_dim=256, rotary_dim=64, gated=True)
-_8B_FP8 = Shape(num_query=32, num_kv=8, head_dim=128, rotary_dim=128, is_fp8=True)
-_TINY = Shape(num_query=4, num_kv=2, head_dim=32, rotary_dim=32)
+_8B = QKNormShape(num_query=32, num_kv=8, head_dim=128, rotary_dim=128)
+_30B = QKNormShape(num_query=32, num_kv=4, head_dim=128, rotary_dim=128)
+_35B = QKNormShape(num_query=16, num_kv=2, head_dim=256, rotary_dim=64, gated=True)
+_8B_FP8 = QKNormShape(num_query=32, num_kv=8, head_dim=128, rotary_dim=128, is_fp8=True)
+_TINY = QKNormShape(num_query=4, num_kv=2, head_dim=32, rotary_dim=32)
 
 
 class _Set:
     """The tensors of one call."""
 
-    def __init__(self, shape: Shape, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, shape: QKNormShape, num_tokens: int, device: torch.device) -> None:
         width = (shape.num_query * (2 if shape.gated else 1) + 2 * shape.num_kv) * shape.head_dim
         self.shape = shape
         self.qkv_TX = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ def _by_torch(
     return query_THD
 
 
-def _prepare(shape: Shape, num_tokens: int, device: torch.device, num_sets: int) -> Systems:
+def _prepare(shape: QKNormShape, num_tokens: int, device: torch.device, num_sets: int) -> Systems:
     sets = [_Set(shape, num_tokens, device) for _ in range(num_sets)]
     systems = {"ours": [kept(one.ours) for one in sets]}
     if not shape.is_fp8 and not shape.gated:
@@ -159,7 +159,7 @@ def cases() -> list[KernelCase]:
 
 
 def _prepare_tuning(
-    shape: Shape, num_tokens: int, device: torch.device, num_sets: int, options: Mapping[str, object]
+    shape: QKNormShape, num_tokens: int, device: torch.device, num_sets: int, options: Mapping[str, object]
 ) -> Sequence[Call]:
     sets = [_Set(shape, num_tokens, device) for _ in range(num_sets)]
     return [kept(partial(one.launch, options, None)) for one in sets]

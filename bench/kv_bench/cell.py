@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.kv_bench.side import Phase, Sent, run_side, spin
-from baton.bench.kv_systems.faces import Cell
+from baton.bench.kv_bench.side import BenchPhase, SentPush, run_side, spin
+from baton.bench.kv_systems.faces import TransferCell
 from baton.bench.kv_systems.registry import SYSTEMS
 from baton.bench.processes import system_calls, tree, tree_cpu_s
 from baton.core.inside import ENVIRONMENT, DeploymentSecret
@@ -64,7 +64,7 @@ class Sample:
 class SideProcess:
     """One side, as the harness holds it."""
 
-    def __init__(self, cell: Cell, roles: frozenset[str], log_path: Path) -> None:
+    def __init__(self, cell: TransferCell, roles: frozenset[str], log_path: Path) -> None:
         os.environ.setdefault(ENVIRONMENT, DeploymentSecret.of_process().text)  # both sides are of one deployment
         context = multiprocessing.get_context("spawn")
         self._log_path = log_path
@@ -117,26 +117,26 @@ class SideProcess:
 
 
 @dataclass(slots=True)
-class Pair:
+class SidePair:
     """Both sides of one cell, and the requests so far."""
 
-    cell: Cell
+    cell: TransferCell
     sender: SideProcess
     receiver: SideProcess
     num_sent: int = 0
 
     def requests(
         self, effort: Effort, min_requests: int, min_s: float, pace_s: float = 0.0
-    ) -> list[tuple[Sent, float]]:
+    ) -> list[tuple[SentPush, float]]:
         """Send some; each with the time at which the receiver had it."""
-        phase = Phase(
+        phase = BenchPhase(
             first=self.num_sent,
             min_requests=min_requests,
             max_requests=effort.max_requests,
             min_s=min_s,
             pace_s=pace_s,
         )
-        sent: list[Sent] = self.sender.ask("run", phase)
+        sent: list[SentPush] = self.sender.ask("run", phase)
         self.num_sent += len(sent)
         done_s = self.receiver.ask("collect", [item.index for item in sent])
         return [(item, done_s[item.index]) for item in sent]
@@ -150,7 +150,7 @@ class Pair:
         return self.sender.pid, self.receiver.pid
 
 
-def measure(cell: Cell, effort: Effort) -> Sample:
+def measure(cell: TransferCell, effort: Effort) -> Sample:
     """Run one cell.
 
     Raises:
@@ -185,7 +185,7 @@ def measure(cell: Cell, effort: Effort) -> Sample:
         )
 
 
-def count_system_calls(cell: Cell, num_requests: int) -> dict[str, dict[str, float]]:
+def count_system_calls(cell: TransferCell, num_requests: int) -> dict[str, dict[str, float]]:
     """System calls per layer, by side and name, of requests back to back; no rate is measured meanwhile.
 
     Raises:
@@ -204,7 +204,7 @@ def count_system_calls(cell: Cell, num_requests: int) -> dict[str, dict[str, flo
 
 
 @contextlib.contextmanager
-def open_cell(cell: Cell) -> Iterator[Pair]:
+def open_cell(cell: TransferCell) -> Iterator[SidePair]:
     """Start both sides, connect them, and end them behind the block.
 
     Raises:
@@ -221,13 +221,13 @@ def open_cell(cell: Cell) -> Iterator[Pair]:
             both = start("sender", "receiver")
             both.answer()
             both.ask("connect")
-            yield Pair(cell, both, both)
+            yield SidePair(cell, both, both)
             return
         receiver, sender = start("receiver"), start("sender")
         address = receiver.answer()
         sender.answer()
         sender.ask("connect", dict(address))
-        yield Pair(cell, sender, receiver)
+        yield SidePair(cell, sender, receiver)
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _gil_load(cell: Cell, pair: Pair) -> Iterator[None]:
+def _gil_load(cell: TransferCell, pair: SidePair) -> Iterator[None]:
     if cell.gil_load == "inside":
         pair.receiver.ask("busy")
     if cell.gil_load != "outside":

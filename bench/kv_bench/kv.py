@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from baton.bench.kv_bench.cell import CellFailed, Effort, Sample, count_system_calls, measure, percentile
 from baton.bench.kv_bench.options import KvOptions
 from baton.bench.kv_bench.workloads import WORKLOADS
-from baton.bench.kv_systems.faces import Cell
+from baton.bench.kv_systems.faces import TransferCell
 from baton.bench.kv_systems.registry import SYSTEMS
 from baton.bench.processes import can_count_system_calls
 from baton.bench.result import result, spread
@@ -116,7 +116,7 @@ CALL_REQUESTS = {"a": 2, "b": 10, "c": 50}
 class _Row(Generic[T]):
     """A cell and what the rounds found."""
 
-    cell: Cell
+    cell: TransferCell
     found: list[T] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ def bench_kv(options: KvOptions, note: Note) -> dict[str, Any]:
         return _bench_steps(options, note)
     effort = Effort(burst_s=options.seconds, paced_s=options.seconds)
 
-    def measure_once(cell: Cell, turn: int) -> Sample:
+    def measure_once(cell: TransferCell, turn: int) -> Sample:
         return measure(replace(cell, seed=options.seed + turn), effort)
 
     rows = _rounds(options, note, measure_once, lambda sample: f"{sample.gbps:.3g} GB/s")
@@ -149,7 +149,9 @@ def _bench_steps(options: KvOptions, note: Note) -> dict[str, Any]:
     return _result(options, rows, [as_step_row(row.cell, row.found) for row in rows if row.found])
 
 
-def _rounds(options: KvOptions, note: Note, once: Callable[[Cell, int], T], brief: Callable[[T], str]) -> list[_Row[T]]:
+def _rounds(
+    options: KvOptions, note: Note, once: Callable[[TransferCell, int], T], brief: Callable[[T], str]
+) -> list[_Row[T]]:
     """Every cell once in every round, in random order."""
     rows: list[_Row[T]] = [_Row(cell) for cell in cells(options)]
     for turn in range(options.rounds):
@@ -173,13 +175,13 @@ def _result(options: KvOptions, rows: Sequence[_Row[Any]], table: list[dict[str,
     return result("kv", table, **more, checks=checks(table), failures=failures)
 
 
-def cells(options: KvOptions) -> Iterator[Cell]:
+def cells(options: KvOptions) -> Iterator[TransferCell]:
     """Everything to be measured in one round."""
     for name, workload, load in itertools.product(options.systems, options.workloads, options.gil_loads):
         for digest in SYSTEMS[name].digests:
             if digest is not None and digest not in options.digests:
                 continue
-            yield Cell(
+            yield TransferCell(
                 system=name,
                 workload=WORKLOADS[workload],
                 seed=options.seed,
@@ -190,14 +192,14 @@ def cells(options: KvOptions) -> Iterator[Cell]:
             )
 
 
-def describe(cell: Cell) -> str:
+def describe(cell: TransferCell) -> str:
     """A cell in a few words."""
     digest = {None: "", True: " +digest", False: ""}[cell.digest]
     load = "" if cell.gil_load == "none" else f", busy thread {cell.gil_load}"
     return f"{cell.system}{digest} on {cell.workload.name}{load}"
 
 
-def as_row(cell: Cell, samples: list[Sample]) -> dict[str, Any]:
+def as_row(cell: TransferCell, samples: list[Sample]) -> dict[str, Any]:
     """The row of the result."""
     row: dict[str, Any] = {"system": cell.system, "workload": cell.workload.name, "gil_load": cell.gil_load}
     if cell.digest is not None:
@@ -225,7 +227,7 @@ def as_row(cell: Cell, samples: list[Sample]) -> dict[str, Any]:
     return row | ({"counts": counts} if counts else {})
 
 
-def _count_calls(measured: list[Cell], table: list[dict[str, Any]], note: Note) -> None:
+def _count_calls(measured: list[TransferCell], table: list[dict[str, Any]], note: Note) -> None:
     """Add system calls per layer to the rows without a busy thread."""
     for cell, line in zip(measured, table, strict=True):
         if cell.gil_load != "none" or cell.faults or SYSTEMS[cell.system].one_process:

@@ -27,12 +27,12 @@ from baton.bench.kv_bench.nvlink_shape import (
 )
 from baton.bench.kv_bench.nvlink_step import DecodeStep, mark
 from baton.kernels.kv.pool_digest import kv_digest
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.scatter import PoolAddress, ScatterRange, ScatterWorkspace, Tuning, WriteCompletion, kv_scatter
 from baton.kvtransfer.cuda_ipc import IpcPlace, PeerMemory, PinnedMemory, can_reach, device_uuid, export
 
 RESULT_SLOTS = 2048  # from here on: digests that this side computed
 WAIT_S = 30.0
-ALL_LAYERS = Piece(layer=0, first=0, count=SET_BLOCKS * 16, head_first=0, head_count=8, num_layers=NUM_LAYERS)
+ALL_LAYERS = ScatterRange(layer=0, first=0, count=SET_BLOCKS * 16, head_first=0, head_count=8, num_layers=NUM_LAYERS)
 
 
 class DecodeSide:
@@ -52,7 +52,7 @@ class DecodeSide:
         self._address = PoolAddress(self._pool.data_ptr(), self._geometry.layers)
         self._side = torch.cuda.Stream(self._device, priority=0)
         with torch.cuda.stream(self._side):
-            self._workspace = Workspace(self._device, 1 << 14)
+            self._workspace = ScatterWorkspace(self._device, 1 << 14)
             self._incoming_ids = [torch.from_numpy(incoming_blocks(turn)).to(self._device) for turn in range(32)]
         self._step: DecodeStep | None = None
         torch.cuda.synchronize()
@@ -151,7 +151,7 @@ class DecodeSide:
 
     def _launch(self, ids: torch.Tensor, slot: int, sequence: int, tuning: Tuning) -> None:
         with torch.cuda.stream(self._side):
-            completion = Completion(self._pinned.address + Words.offset_bytes(slot), sequence)
+            completion = WriteCompletion(self._pinned.address + Words.offset_bytes(slot), sequence)
             kv_digest(self._address, ids, ALL_LAYERS, self._workspace, completion, tuning)
 
 
@@ -245,7 +245,7 @@ class PrefillSide:
         self._target = PoolAddress(self._peer.address, target.layers)
         self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
-            self._workspace = Workspace(self._device, MAX_LEN)
+            self._workspace = ScatterWorkspace(self._device, MAX_LEN)
         self._sequence = 1 << 20
         self._stop = threading.Event()
         self._pusher: threading.Thread | None = None
@@ -291,10 +291,14 @@ class PrefillSide:
             count = 2304 if form == "long" else SET_BLOCKS
             source, target = self._ids(source_blocks(turn, count)), self._ids(target_blocks(turn, count))
             pieces = {
-                "layers": [Piece(layer=0, first=0, count=1024, head_first=0, head_count=8, num_layers=NUM_LAYERS)],
-                "long": [Piece(layer=turn % 36, first=0, count=36864, head_first=0, head_count=8)],
-                "few": [Piece(layer=turn % 36, first=0, count=1024, head_first=0, head_count=8)],
-                "each": [Piece(layer=n, first=0, count=1024, head_first=0, head_count=8) for n in range(NUM_LAYERS)],
+                "layers": [
+                    ScatterRange(layer=0, first=0, count=1024, head_first=0, head_count=8, num_layers=NUM_LAYERS)
+                ],
+                "long": [ScatterRange(layer=turn % 36, first=0, count=36864, head_first=0, head_count=8)],
+                "few": [ScatterRange(layer=turn % 36, first=0, count=1024, head_first=0, head_count=8)],
+                "each": [
+                    ScatterRange(layer=n, first=0, count=1024, head_first=0, head_count=8) for n in range(NUM_LAYERS)
+                ],
             }[form]
             start, end = self._begin(3000 if form == "each" else 200)
             with torch.cuda.stream(self._stream):
@@ -306,7 +310,7 @@ class PrefillSide:
     def push_checked(self, turn: int, tuning: tuple[int, int, int]) -> list[int]:
         """Push 64 blocks of every layer, compare what arrived bit by bit, and return the digests."""
         source, target = source_blocks(turn, SET_BLOCKS), target_blocks(turn, SET_BLOCKS)
-        piece = Piece(layer=0, first=0, count=1024, head_first=0, head_count=8, num_layers=NUM_LAYERS)
+        piece = ScatterRange(layer=0, first=0, count=1024, head_first=0, head_count=8, num_layers=NUM_LAYERS)
         with torch.cuda.stream(self._stream):
             self._launch(self._ids(source), self._ids(target), piece, 0, Tuning(*tuning), True)
         self._stream.synchronize()
@@ -328,7 +332,7 @@ class PrefillSide:
         main = torch.cuda.Stream(self._device)
         time.sleep(FIRE_AFTER_S)  # the other side watches by then
         for turn in range(rounds):
-            piece = Piece(layer=turn % NUM_LAYERS, first=0, count=1024, head_first=0, head_count=8)
+            piece = ScatterRange(layer=turn % NUM_LAYERS, first=0, count=1024, head_first=0, head_count=8)
             with torch.cuda.stream(main):
                 torch.cuda._sleep(1000 * CYCLES_PER_US)
                 mark[(1,)](self._pinned.address + Words.offset_bytes(1), turn + 1)
@@ -378,7 +382,7 @@ class PrefillSide:
                 if gbps:
                     due_s = start_s + pushed * layer_bytes / gbps / 1e9
                     time.sleep(max(0.0, due_s - time.monotonic()))
-                piece = Piece(layer=layer, first=0, count=1024, head_first=0, head_count=8, num_layers=step)
+                piece = ScatterRange(layer=layer, first=0, count=1024, head_first=0, head_count=8, num_layers=step)
                 with torch.cuda.stream(self._stream):
                     where = slot_of(incoming, layer)
                     self._launch(
@@ -398,7 +402,7 @@ class PrefillSide:
         self,
         source: torch.Tensor,
         target: torch.Tensor,
-        piece: Piece,
+        piece: ScatterRange,
         slot: int,
         tuning: Tuning,
         digest: bool,
@@ -406,7 +410,7 @@ class PrefillSide:
     ) -> None:
         if not sequence:
             self._sequence += 1
-        completion = Completion(self._pinned.address + Words.offset_bytes(slot), sequence or self._sequence)
+        completion = WriteCompletion(self._pinned.address + Words.offset_bytes(slot), sequence or self._sequence)
         kv_scatter(
             self._source, source, self._target, target, piece, self._workspace, completion, tuning, with_digest=digest
         )

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from baton.bench.kv_bench import memory as kv_memory
-from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, Receiver, Sender, SystemFailed
+from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Receiver, Sender, SystemFailed, TransferCell
 from baton.bench.kv_systems.registry import SYSTEMS
 from baton.kvtransfer.protocol.frame import decode_header, encode_header
 from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, Transport, TransportCounts
@@ -112,7 +112,7 @@ TURN_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class BenchPhase:
     """How requests are sent: one after the other until both limits are reached.
 
     Attributes:
@@ -139,7 +139,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentPush:
     """One request as its sender saw it."""
 
     index: int
@@ -152,20 +152,20 @@ class Sent:
 class Side:
     """What a process holds."""
 
-    cell: Cell
+    cell: TransferCell
     sender: Sender | None = None
     receiver: Receiver | None = None
     done_s: dict[int, float] = field(default_factory=dict)
 
-    def run(self, phase: Phase) -> list[Sent]:
+    def run(self, phase: BenchPhase) -> list[SentPush]:
         """Send requests."""
         end_s = time.monotonic() + phase.min_s
-        sent: list[Sent] = []
+        sent: list[SentPush] = []
         while len(sent) < phase.max_requests and (len(sent) < phase.min_requests or time.monotonic() < end_s):
             sent.append(self._send(phase.first + len(sent), phase.pace_s))
         return sent
 
-    def _send(self, index: int, pace_s: float) -> Sent:
+    def _send(self, index: int, pace_s: float) -> SentPush:
         sender = self.sender
         assert sender is not None
         sender.prepare(index)
@@ -182,7 +182,7 @@ class Side:
             took.append(time.monotonic() - last_s)
         sender.finish()
         sender.wait()
-        return Sent(index, first_s, last_s, sorted(took)[len(took) // 2])
+        return SentPush(index, first_s, last_s, sorted(took)[len(took) // 2])
 
     def collect(self, indices: list[int]) -> dict[int, float]:
         """When each of these requests was done at the receiver."""
@@ -223,7 +223,7 @@ class Side:
                 assert self.sender is not None
                 assert self.receiver is not None
                 self.sender.connect(self.receiver.address())
-            case ("run", Phase() as phase):
+            case ("run", BenchPhase() as phase):
                 return self.run(phase)
             case ("steps", StepPlan() as plan):
                 from baton.bench.kv_bench.step import run_steps  # with it comes torch
@@ -258,7 +258,7 @@ def spin() -> None:
         number = (number * 31 + 7) & 0xFFFF
 
 
-def run_side(pipe: Connection, cell: Cell, roles: frozenset[str], log_path: str) -> None:
+def run_side(pipe: Connection, cell: TransferCell, roles: frozenset[str], log_path: str) -> None:
     """Main function of the process; ends when the pipe does."""
     log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(log_fd, 1)

@@ -17,7 +17,7 @@ import torch
 from baton.bench.kv_bench.cell import CellFailed, open_cell
 from baton.bench.kv_bench.options import KvOptions
 from baton.bench.kv_bench.side import Side, StepPlan
-from baton.bench.kv_systems.faces import Cell, Sender
+from baton.bench.kv_systems.faces import Sender, TransferCell
 from baton.bench.result import spread
 
 OPS_PER_LAYER = 24
@@ -27,7 +27,7 @@ _CALIBRATION_OPS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PushStep:
     """One pair of steps.
 
     Attributes:
@@ -67,7 +67,7 @@ class StepLoad:
             hidden_TD = torch.nn.functional.rms_norm(hidden_TD, hidden_TD.shape[-1:])
 
 
-def run_steps(side: Side, plan: StepPlan) -> list[Step]:
+def run_steps(side: Side, plan: StepPlan) -> list[PushStep]:
     """Alternate steps without and with pushes; which of the two comes first alternates too."""
     sender = side.sender
     assert sender is not None
@@ -79,7 +79,7 @@ def run_steps(side: Side, plan: StepPlan) -> list[Step]:
         sender.prepare(plan.first + number)
         on_s, submits = _with(load, sender, num_layers)
         sender.wait()
-        steps.append(Step(off_s or _without(load, num_layers), on_s, submits))
+        steps.append(PushStep(off_s or _without(load, num_layers), on_s, submits))
     return steps
 
 
@@ -102,7 +102,7 @@ def _with(load: StepLoad, sender: Sender, num_layers: int) -> tuple[float, tuple
     return time.perf_counter() - start_s, tuple(submits)
 
 
-def measure_steps(cell: Cell, options: KvOptions, turn: int) -> list[Step]:
+def measure_steps(cell: TransferCell, options: KvOptions, turn: int) -> list[PushStep]:
     """One round of one cell.
 
     Raises:
@@ -111,7 +111,7 @@ def measure_steps(cell: Cell, options: KvOptions, turn: int) -> list[Step]:
     step_s = 2.2 * LAYER_S * cell.workload.num_layers
     num_pairs = max(4, round(options.seconds * 4 / step_s))
     with open_cell(replace(cell, seed=options.seed + turn)) as pair:
-        steps: list[Step] = pair.sender.ask("steps", StepPlan(first=0, num_pairs=num_pairs))
+        steps: list[PushStep] = pair.sender.ask("steps", StepPlan(first=0, num_pairs=num_pairs))
         pair.receiver.ask("collect", list(range(num_pairs)))
         pair.num_sent = num_pairs
         pair.check()
@@ -120,12 +120,12 @@ def measure_steps(cell: Cell, options: KvOptions, turn: int) -> list[Step]:
     return steps
 
 
-def step_ratio(steps: list[Step]) -> float:
+def step_ratio(steps: list[PushStep]) -> float:
     """How long a step with pushes takes, measured by one without."""
     return statistics.median(step.on_s for step in steps) / statistics.median(step.off_s for step in steps)
 
 
-def as_step_row(cell: Cell, rounds: list[list[Step]]) -> dict[str, Any]:
+def as_step_row(cell: TransferCell, rounds: list[list[PushStep]]) -> dict[str, Any]:
     """The row of the result."""
     row: dict[str, Any] = {"what": "step", "system": cell.system, "workload": cell.workload.name}
     row |= {"gil_load": cell.gil_load, "digest": cell.digest}

@@ -12,7 +12,7 @@ _SOURCE, _TARGET = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class KVWorkload:
     """One request: `num_blocks` blocks in each of `num_layers` layers."""
 
     name: str
@@ -66,8 +66,8 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload(name="a", num_blocks=64, num_layers=36, num_kv_heads=8, head_dim=128),
-        Workload(name="b", num_blocks=4, num_layers=36, num_kv_heads=8, head_dim=128),
-        Workload(name="c", num_blocks=16, num_layers=4, num_kv_heads=2, head_dim=32),
+        KVWorkload(name="a", num_blocks=64, num_layers=36, num_kv_heads=8, head_dim=128),
+        KVWorkload(name="b", num_blocks=4, num_layers=36, num_kv_heads=8, head_dim=128),
+        KVWorkload(name="c", num_blocks=16, num_layers=4, num_kv_heads=2, head_dim=32),
     )
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.bench.kv_bench.memory import Blocks
-from baton.bench.kv_bench.workloads import Workload
+from baton.bench.kv_bench.workloads import KVWorkload
 
 OnDone = Callable[[int, float], None]
 Address = Mapping[str, Any]
@@ -21,7 +21,7 @@ class SystemFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class TransferCell:
     """What one pair of processes measures.
 
     Attributes:
@@ -35,7 +35,7 @@ class Cell:
     """
 
     system: str
-    workload: Workload
+    workload: KVWorkload
     seed: int
     digest: bool | None = None
     gil_load: str = "none"

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 
 from baton.bench.kv_bench.memory import Blocks, allocate
-from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone
+from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, OnDone, TransferCell
 
 MESSAGE_BYTES = 1 << 20
 _METHOD = "/baton.bench.Plain/Push"
@@ -19,7 +19,7 @@ _METHOD = "/baton.bench.Plain/Push"
 class GrpcPlainReceiver:
     """A server whose handler copies each message into the pool."""
 
-    def __init__(self, cell: Cell, on_done: OnDone) -> None:
+    def __init__(self, cell: TransferCell, on_done: OnDone) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
         self.counts: dict[str, int] = {}
         self._cell = cell
@@ -61,7 +61,7 @@ class GrpcPlainReceiver:
 class GrpcPlainSender:
     """Opens one stream for each request; a queue feeds it."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: TransferCell) -> None:
         self.blocks: Blocks = allocate(cell.workload.pool_shape, shared=False)
         self.data_path = ""
         self.counts: dict[str, int] = {}

@@ -3,13 +3,13 @@
 import time
 
 from baton.bench.kv_bench.memory import allocate
-from baton.bench.kv_systems.faces import Address, Cell, OnDone
+from baton.bench.kv_systems.faces import Address, OnDone, TransferCell
 
 
 class MemcpyReceiver:
     """Only memory: shared pages, as a pool that a peer maps would have."""
 
-    def __init__(self, cell: Cell, on_done: OnDone) -> None:
+    def __init__(self, cell: TransferCell, on_done: OnDone) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=True)
         self.counts: dict[str, int] = {}
         self.on_done = on_done
@@ -28,7 +28,7 @@ class MemcpyReceiver:
 class MemcpySender:
     """Copies in `submit`."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: TransferCell) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
         self.data_path = ""
         self.counts: dict[str, int] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from baton.bench.kv_bench.memory import Blocks, allocate
-from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
+from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, OnDone, SystemFailed, TransferCell
 
 _BELL_BYTES = 8
 
@@ -38,7 +38,7 @@ def register(engine: Any, blocks: Blocks) -> None:
 class MooncakeTcpReceiver:
     """Waits for the doorbell."""
 
-    def __init__(self, cell: Cell, on_done: OnDone) -> None:
+    def __init__(self, cell: TransferCell, on_done: OnDone) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
         self.counts: dict[str, int] = {}
         self._num_layers = cell.workload.num_layers
@@ -78,7 +78,7 @@ class MooncakeTcpReceiver:
 class MooncakeTcpSender:
     """A thread of its own writes layer after layer; the engine's calls wait, without the GIL."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: TransferCell) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
         self.data_path = ""
         self.counts: dict[str, int] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from baton.bench.kv_bench.memory import Blocks, allocate
-from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
+from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, OnDone, SystemFailed, TransferCell
 
 UCX_OPTIONS = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 _POLL_S = 20e-6
@@ -42,7 +42,7 @@ def register(agent: Any, blocks: Blocks) -> Any:
 class NixlTcpReceiver:
     """Polls for notifications."""
 
-    def __init__(self, cell: Cell, on_done: OnDone) -> None:
+    def __init__(self, cell: TransferCell, on_done: OnDone) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
         self.counts: dict[str, int] = {}
         self._num_layers = cell.workload.num_layers
@@ -77,7 +77,7 @@ class NixlTcpReceiver:
 class NixlTcpSender:
     """Posts WRITEs and polls for their end."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: TransferCell) -> None:
         self.blocks = allocate(cell.workload.pool_shape, shared=False)
         self.data_path = ""
         self.counts: dict[str, int] = {}

@@ -14,8 +14,8 @@ import torch
 
 from baton.bench.kv_bench.memory import Blocks
 from baton.bench.kv_bench.side import FaultyTransport
-from baton.bench.kv_bench.workloads import POOL_BLOCKS, Workload
-from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, Cell, OnDone, SystemFailed
+from baton.bench.kv_bench.workloads import POOL_BLOCKS, KVWorkload
+from baton.bench.kv_systems.faces import REQUEST_LIMIT_S, Address, OnDone, SystemFailed, TransferCell
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import RAW, control_channel, one_sided_data_paths
@@ -34,7 +34,7 @@ from baton.kvtransfer.receiver.service import (
     receiver_region,
 )
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
-from baton.kvtransfer.sender.async_writer import PushPart, WriterStep
+from baton.kvtransfer.sender.async_writer import PushRange, WriterStep
 from baton.kvtransfer.sender.service import (
     Acked,
     DecodePeer,
@@ -49,7 +49,7 @@ from baton.kvtransfer.transports.registry import bind_address, connecting_transp
 from baton.proto import kv_pb2
 
 
-def layout_of(workload: Workload) -> KVLayout:
+def layout_of(workload: KVWorkload) -> KVLayout:
     """The layout whose blocks have the workload's size."""
     return KVLayout.of_attention(
         model_hash="bench",
@@ -61,12 +61,12 @@ def layout_of(workload: Workload) -> KVLayout:
     )
 
 
-def config_of(cell: Cell) -> KVTransferConfig:
+def config_of(cell: TransferCell) -> KVTransferConfig:
     """What workers would be started with."""
     return KVTransferConfig(transport=cell.system, digest=bool(cell.digest))
 
 
-def blocks_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]], workload: Workload) -> Blocks:
+def blocks_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]], workload: KVWorkload) -> Blocks:
     """A pool's memory without its scratch blocks."""
     layers, blocks, size = workload.pool_shape
     return memory.reshape(layers, blocks + 1, size)[:, :blocks]
@@ -75,7 +75,7 @@ def blocks_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]], workload: Work
 class OwnReceiver:
     """A decode worker without a model."""
 
-    def __init__(self, cell: Cell, on_done: OnDone) -> None:
+    def __init__(self, cell: TransferCell, on_done: OnDone) -> None:
         self.counts: dict[str, int] = {}
         self._cell = cell
         self._on_done = on_done
@@ -138,7 +138,7 @@ class OwnReceiver:
 class OwnSender:
     """A prefill worker without a model."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: TransferCell) -> None:
         self.data_path = ""
         self.counts: dict[str, int] = {}
         self._cell = cell
@@ -211,7 +211,7 @@ class OwnSender:
         prompt_len = workload.prompt_len
         self._push.reserve(attempt, self._peer, table, prompt_len, prompt_len, REQUEST_LIMIT_S)
         self._next(Granted)
-        self._step = self._push.writer.open([PushPart(attempt, 0, prompt_len)])
+        self._step = self._push.writer.open([PushRange(attempt, 0, prompt_len)])
 
     def _next(self, *kinds: type[PushEvent]) -> PushEvent:
         """The next event of these kinds for the present attempt."""

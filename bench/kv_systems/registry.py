@@ -5,13 +5,13 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.bench.kv_systems.faces import Cell, OnDone, Receiver, Sender
+from baton.bench.kv_systems.faces import OnDone, Receiver, Sender, TransferCell
 from baton.bench.kv_systems.nixl_tcp import UCX_OPTIONS
 from baton.core.kv_transports import KV_TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System:
+class KVSystem:
     """One row of the comparison.
 
     Attributes:
@@ -42,14 +42,14 @@ class System:
             return f"{self.name} needs the package {self.needs}, which is not importable"
         return ""
 
-    def make_receiver(self, cell: Cell, on_done: OnDone) -> Receiver:
+    def make_receiver(self, cell: TransferCell, on_done: OnDone) -> Receiver:
         """The decode side."""
-        make: Callable[[Cell, OnDone], Receiver] = getattr(self._load(), self.receiver)
+        make: Callable[[TransferCell, OnDone], Receiver] = getattr(self._load(), self.receiver)
         return make(cell, on_done)
 
-    def make_sender(self, cell: Cell) -> Sender:
+    def make_sender(self, cell: TransferCell) -> Sender:
         """The prefill side."""
-        make: Callable[[Cell], Sender] = getattr(self._load(), self.sender)
+        make: Callable[[TransferCell], Sender] = getattr(self._load(), self.sender)
         return make(cell)
 
     def _load(self) -> object:
@@ -57,10 +57,10 @@ class System:
 
 
 _PEERS = (
-    System(name="memcpy", module="memcpy", receiver="MemcpyReceiver", sender="MemcpySender", one_process=True),
-    System(name="grpc-plain", module="grpc_plain", receiver="GrpcPlainReceiver", sender="GrpcPlainSender"),
-    System(name="nixl-tcp", module="nixl_tcp", receiver="NixlTcpReceiver", sender="NixlTcpSender", needs="nixl"),
-    System(
+    KVSystem(name="memcpy", module="memcpy", receiver="MemcpyReceiver", sender="MemcpySender", one_process=True),
+    KVSystem(name="grpc-plain", module="grpc_plain", receiver="GrpcPlainReceiver", sender="GrpcPlainSender"),
+    KVSystem(name="nixl-tcp", module="nixl_tcp", receiver="NixlTcpReceiver", sender="NixlTcpSender", needs="nixl"),
+    KVSystem(
         name="mooncake-tcp",
         module="mooncake_tcp",
         receiver="MooncakeTcpReceiver",
@@ -70,7 +70,7 @@ _PEERS = (
 )
 _ENVIRONMENTS = {"nixl": UCX_OPTIONS}  # on this host alone: the KV receiver process inherits it
 _OWN = tuple(
-    System(
+    KVSystem(
         name=name,
         module="own",
         receiver="OwnReceiver",

@@ -27,7 +27,7 @@ TIMEOUT_S: Final = 600.0
 
 
 @dataclass(slots=True)
-class Outcome:
+class LoadOutcome:
     """One request's.
 
     Attributes:
@@ -56,10 +56,10 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Load:
+class EchoLoad:
     """What one client process saw."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[LoadOutcome] = field(default_factory=list)
     token_times: list[tuple[float, int]] = field(default_factory=list)  # (second of the clock, tokens in it)
     cpu_s: float = 0.0
     seconds: float = 0.0
@@ -79,11 +79,11 @@ class LoadClient:
         self._token_times: dict[int, int] = {}
         self._run(self._open(num_channels))
 
-    def closed(self, request: bytes, concurrency: int, seconds: float) -> Load:
+    def closed(self, request: bytes, concurrency: int, seconds: float) -> EchoLoad:
         """Each of so many clients sends its next request as soon as its last has ended."""
         return self._measured(self._closed(request, concurrency, seconds))
 
-    def timetable(self, request: bytes, rate: float, seconds: float, seed: int) -> Load:
+    def timetable(self, request: bytes, rate: float, seconds: float, seed: int) -> EchoLoad:
         """Poisson arrivals; waits for every answer."""
         rng, due_s, dues = random.Random(seed), 0.0, []
         while (due_s := due_s + rng.expovariate(rate)) < seconds:
@@ -101,7 +101,7 @@ class LoadClient:
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _measured(self, work: Coroutine[Any, Any, list[Outcome]]) -> Load:
+    def _measured(self, work: Coroutine[Any, Any, list[LoadOutcome]]) -> EchoLoad:
         self._token_times = {}
         # A client that stops to collect garbage would call that the server's time; a refusal is some 60 objects of it.
         gc.collect()
@@ -112,7 +112,7 @@ class LoadClient:
         finally:
             gc.enable()
         behind = sorted(1e3 * (outcome.sent_s - outcome.due_s) for outcome in outcomes) or [0.0]
-        return Load(
+        return EchoLoad(
             outcomes=outcomes,
             token_times=sorted((second / 10, number) for second, number in self._token_times.items()),
             cpu_s=_cpu_s() - before_s,
@@ -128,7 +128,7 @@ class LoadClient:
         # Bytes in, bytes out: a client that parses little leaves the processors to what is measured.
         return self._channels[at % len(self._channels)].unary_stream(METHOD)(request, timeout=self._timeout_s)
 
-    async def _one(self, request: bytes, outcome: Outcome, at: int) -> Outcome:
+    async def _one(self, request: bytes, outcome: LoadOutcome, at: int) -> LoadOutcome:
         outcome.sent_s = time.monotonic()
         call = self._call(request, at)
         last = b""
@@ -155,13 +155,13 @@ class LoadClient:
             outcome.publish_ms, outcome.router_ms = stats.publish_ms, stats.router_ms
         return outcome
 
-    async def _closed(self, request: bytes, concurrency: int, seconds: float) -> list[Outcome]:
+    async def _closed(self, request: bytes, concurrency: int, seconds: float) -> list[LoadOutcome]:
         end_s = time.monotonic() + seconds
-        found: list[Outcome] = []
+        found: list[LoadOutcome] = []
 
         async def turns(at: int) -> None:
             while (now_s := time.monotonic()) < end_s:
-                outcome = await self._one(request, Outcome(now_s), at)
+                outcome = await self._one(request, LoadOutcome(now_s), at)
                 found.append(outcome)
                 if outcome.code != "OK":
                     await asyncio.sleep(0.01)
@@ -169,14 +169,14 @@ class LoadClient:
         await asyncio.gather(*(turns(at) for at in range(concurrency)))
         return found
 
-    async def _timetable(self, request: bytes, dues: Sequence[float]) -> list[Outcome]:
+    async def _timetable(self, request: bytes, dues: Sequence[float]) -> list[LoadOutcome]:
         begin_s = time.monotonic()
         tasks = []
         for at, due_s in enumerate(dues):
             wait_s = begin_s + due_s - time.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
-            tasks.append(asyncio.create_task(self._one(request, Outcome(begin_s + due_s), at)))
+            tasks.append(asyncio.create_task(self._one(request, LoadOutcome(begin_s + due_s), at)))
         return list(await asyncio.gather(*tasks))
 
     async def _hold(self, request: bytes, number: int) -> int:

@@ -35,7 +35,7 @@ NUM_TOKENS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPace:
+class EchoPace:
     """What it can do.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Job:
 class EchoPrefill(worker_pb2_grpc.PrefillServicer):
     """Also the `Role` of its stream muxes."""
 
-    def __init__(self, pace: PrefillPace, epoch: int) -> None:
+    def __init__(self, pace: EchoPace, epoch: int) -> None:
         self._pace = pace
         self._epoch = epoch
         self._clock = MonotonicClock()
@@ -427,7 +427,7 @@ def main() -> int:
     epoch = secrets.randbits(63) or 1
     served: EchoPrefill | EchoDecode
     if options.role == "prefill":
-        pace = PrefillPace(options.tokens_per_s, options.first_delay_s, options.max_queue_len)
+        pace = EchoPace(options.tokens_per_s, options.first_delay_s, options.max_queue_len)
         served = EchoPrefill(pace, epoch)
     else:
         served = EchoDecode(

@@ -16,7 +16,7 @@ from baton.bench.actor import SpawnedRemote
 from baton.bench.processes import cpu_s
 from baton.bench.result import result
 from baton.bench.router_bench.echo_fleet import EchoFleet
-from baton.bench.router_bench.echo_load import Load, LoadClient, Outcome
+from baton.bench.router_bench.echo_load import EchoLoad, LoadClient, LoadOutcome
 from baton.bench.router_bench.router_cost import request_bytes
 from baton.core.errors import ConfigInvalid, StepFailed
 
@@ -125,19 +125,19 @@ def _measure(
     }
 
 
-def _all(clients: Sequence[SpawnedRemote], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Load]:
+def _all(clients: Sequence[SpawnedRemote], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[EchoLoad]:
     waits = [client.post(method, *each) for client, each in zip(clients, arguments, strict=True)]
     return [wait() for wait in waits]
 
 
-def goodput(outcomes: Sequence[Outcome], seconds: float, deadline_s: float) -> float:
+def goodput(outcomes: Sequence[LoadOutcome], seconds: float, deadline_s: float) -> float:
     """Requests a second that were finished within their deadline, of those that ended within `seconds` of the first."""
     begin_s = min(outcome.due_s for outcome in outcomes)
     good = [outcome for outcome in outcomes if outcome.code == "OK" and outcome.end_s - outcome.sent_s <= deadline_s]
     return sum(outcome.end_s - begin_s <= seconds for outcome in good) / seconds
 
 
-def figures(outcomes: Sequence[Outcome], capacity: float, seconds: float, deadline_s: float) -> dict[str, Any]:
+def figures(outcomes: Sequence[LoadOutcome], capacity: float, seconds: float, deadline_s: float) -> dict[str, Any]:
     """Of an overload."""
     refused = [outcome for outcome in outcomes if outcome.code == REFUSED]
     accepted = [outcome for outcome in outcomes if outcome.code != REFUSED]
@@ -162,7 +162,7 @@ def figures(outcomes: Sequence[Outcome], capacity: float, seconds: float, deadli
     }
 
 
-def _took_s(outcome: Outcome) -> float:
+def _took_s(outcome: LoadOutcome) -> float:
     return outcome.end_s - outcome.sent_s
 
 

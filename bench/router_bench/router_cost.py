@@ -25,7 +25,7 @@ from baton.bench.actor import SpawnedRemote
 from baton.bench.processes import PlainProcess, cpu_s
 from baton.bench.result import result, spread
 from baton.bench.router_bench.echo_fleet import MODEL, EchoFleet, wait_until
-from baton.bench.router_bench.echo_load import STREAMS_PER_CHANNEL, Load, LoadClient, Outcome
+from baton.bench.router_bench.echo_load import STREAMS_PER_CHANNEL, EchoLoad, LoadClient, LoadOutcome
 from baton.core.errors import ConfigInvalid, StepFailed
 from baton.proto import inference_pb2
 from baton.router.metrics import RouterMetrics
@@ -171,7 +171,7 @@ def _load(systems: Sequence[_System], options: RouterCostOptions, note: Callable
     rate = max(1.0, 0.5 * _rates(systems[-1], "requests", lambda sample: sample.num_requests / sample.seconds)[0])
     latencies = {}
     for system in systems:
-        load: Load = system.client.call("timetable", request_bytes(CELLS[0][1]), rate, options.seconds, 1)
+        load: EchoLoad = system.client.call("timetable", request_bytes(CELLS[0][1]), rate, options.seconds, 1)
         latencies[system.name] = _require(load, system.name)
         note(f"half load: {system.name}")
     return [_row(system, options, latencies[system.name], latencies["direct"], rate) for system in systems]
@@ -180,7 +180,7 @@ def _load(systems: Sequence[_System], options: RouterCostOptions, note: Callable
 def _closed(system: _System, cell: tuple[str, int, int], seconds: float) -> None:
     name, num_tokens, concurrency = cell
     before_s = cpu_s(system.pid)
-    load: Load = system.client.call("closed", request_bytes(num_tokens), concurrency, seconds)
+    load: EchoLoad = system.client.call("closed", request_bytes(num_tokens), concurrency, seconds)
     used_s = cpu_s(system.pid) - before_s
     outcomes = _require(load, system.name)
     system.samples.append(
@@ -197,14 +197,14 @@ def _closed(system: _System, cell: tuple[str, int, int], seconds: float) -> None
     )
 
 
-def _require(load: Load, name: str) -> list[Outcome]:
+def _require(load: EchoLoad, name: str) -> list[LoadOutcome]:
     wrong = [outcome.code for outcome in load.outcomes if outcome.code != "OK"]
     if wrong or not load.outcomes:
         raise StepFailed(f"{len(wrong)} of {len(load.outcomes)} requests to the {name} failed: {sorted(set(wrong))}")
     return load.outcomes
 
 
-def _middle_rate(load: Load) -> float:
+def _middle_rate(load: EchoLoad) -> float:
     """Tokens a second in the middle half, when all streams run."""
     times = [second for second, _ in load.token_times]
     low, high = times[0], times[-1]
@@ -229,7 +229,7 @@ def _rates(system: _System, cell: str, rate: Callable[[_Sample], float]) -> list
 
 
 def _row(
-    system: _System, options: RouterCostOptions, outcomes: list[Outcome], direct: list[Outcome], rate: float
+    system: _System, options: RouterCostOptions, outcomes: list[LoadOutcome], direct: list[LoadOutcome], rate: float
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "system": system.name,
@@ -310,7 +310,7 @@ def observability(traced: dict[str, Any], plain: dict[str, Any], metrics_us: flo
     }
 
 
-def _first_ms(outcomes: Sequence[Outcome]) -> list[float]:
+def _first_ms(outcomes: Sequence[LoadOutcome]) -> list[float]:
     return [1e3 * (outcome.first_s - outcome.due_s) for outcome in outcomes]
 
 

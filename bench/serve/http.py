@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from baton.bench.serve.drive import Record
 from baton.bench.serve.schedule import Planned
-from baton.bench.serve.workload import Load
+from baton.bench.serve.workload import OfferedLoad
 from baton.core.clock import Clock
 from baton.core.errors import PackageMissing
 
@@ -23,7 +23,7 @@ _KEEPALIVE_S: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class ServedSystem:
     """One endpoint under test.
 
     Attributes:
@@ -100,7 +100,7 @@ def judge(record: Record, is_complete: bool) -> None:
         record.error, record.detail = "wrong_length", f"{record.num_tokens} tokens for {record.output_len}"
 
 
-def body_of(planned: Planned, tokens: list[int], load: Load, model: str) -> bytes:
+def body_of(planned: Planned, tokens: list[int], load: OfferedLoad, model: str) -> bytes:
     """The JSON of a request: token ids, greedy, as long as asked whatever the model says.
 
     A tenant is named in `user`, and where it has no API key also in `cache_salt`, which Baton takes for the tenant and
@@ -136,8 +136,8 @@ class CompletionsClient:
 
     def __init__(
         self,
-        system: System,
-        load: Load,
+        system: ServedSystem,
+        load: OfferedLoad,
         keys: Mapping[str, str],
         default_key: str | None,
         clock: Clock,
@@ -215,7 +215,7 @@ def open_session(timeout_s: float) -> "aiohttp.ClientSession":
     )
 
 
-async def ask_once(system: System, prompt: list[int], key: str | None, timeout_s: float) -> tuple[int, str]:
+async def ask_once(system: ServedSystem, prompt: list[int], key: str | None, timeout_s: float) -> tuple[int, str]:
     """One short completion outside of any measurement; HTTP status (0: no connection) and what was said."""
     import aiohttp
 
@@ -223,7 +223,7 @@ async def ask_once(system: System, prompt: list[int], key: str | None, timeout_s
     return await _call("POST", f"{system.url}/v1/completions", headers_of(key), timeout_s, aiohttp, body)
 
 
-async def list_models(system: System, key: str | None, timeout_s: float) -> tuple[int, str]:
+async def list_models(system: ServedSystem, key: str | None, timeout_s: float) -> tuple[int, str]:
     """GET /v1/models; HTTP status (0: no connection) and the body or the error."""
     import aiohttp
 

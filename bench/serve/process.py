@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from baton.bench.serve.drive import Driver, Record, beat
 from baton.bench.serve.figures import percentile
-from baton.bench.serve.http import CompletionsClient, System, body_of
+from baton.bench.serve.http import CompletionsClient, ServedSystem, body_of
 from baton.bench.serve.schedule import Key, Planned, schedule, steady, tokens_of
-from baton.bench.serve.workload import Load
+from baton.bench.serve.workload import OfferedLoad
 from baton.core.clock import MonotonicClock
 from baton.core.errors import StepFailed
 
@@ -31,7 +31,7 @@ _STOP_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ClientJob:
     """One process's part of one point at one system.
 
     Attributes:
@@ -45,8 +45,8 @@ class Job:
         default_key: of requests whose tenant names none.
     """
 
-    system: System
-    load: Load
+    system: ServedSystem
+    load: OfferedLoad
     key: Key
     process: int
     num_processes: int
@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ClientReport:
     """What a process saw.
 
     Attributes:
@@ -102,7 +102,7 @@ class ClientProcesses:
     def __len__(self) -> int:
         return len(self._pipes)
 
-    def run(self, jobs: Sequence[Job]) -> tuple[list[Report], float]:
+    def run(self, jobs: Sequence[ClientJob]) -> tuple[list[ClientReport], float]:
         """One point, a job for each process; the reports, and when arrivals began.
 
         Raises:
@@ -162,7 +162,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-async def _run(job: Job, pipe: Connection) -> None:
+async def _run(job: ClientJob, pipe: Connection) -> None:
     place = (job.load, job.key, job.process, job.num_processes)
     requests, streams = schedule(*place), steady(*place)
     bodies = {planned.prompt: _body(job, planned) for planned in requests}  # those of streams are built when sent
@@ -194,9 +194,9 @@ async def _run(job: Job, pipe: Connection) -> None:
     async with CompletionsClient(job.system, job.load, job.keys, job.default_key, clock, body) as client:
         records = await Driver(client.send, clock).run(requests, streams, ready, arrived)
     lag_ms = 1e3 * percentile(sorted(lags_s), 0.99) if lags_s else 0.0
-    pipe.send(("report", Report(records, lag_ms, usage[0])))
+    pipe.send(("report", ClientReport(records, lag_ms, usage[0])))
 
 
-def _body(job: Job, planned: Planned) -> bytes:
+def _body(job: ClientJob, planned: Planned) -> bytes:
     tokens = tokens_of(planned.prompt, job.load, job.key.seed, job.key.load, job.vocab)
     return body_of(planned, tokens, job.load, job.system.model)

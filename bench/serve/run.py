@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from baton.bench.result import result
 from baton.bench.serve.figures import figures, is_client_limited, row_of
-from baton.bench.serve.http import DETAIL_LEN, System, ask_once, list_models, require_aiohttp
-from baton.bench.serve.process import ClientProcesses, Job
+from baton.bench.serve.http import DETAIL_LEN, ServedSystem, ask_once, list_models, require_aiohttp
+from baton.bench.serve.process import ClientJob, ClientProcesses
 from baton.bench.serve.schedule import Key
-from baton.bench.serve.workload import NAME, Load, Workload, api_keys, read_key, read_workload
+from baton.bench.serve.workload import NAME, OfferedLoad, Workload, api_keys, read_key, read_workload
 from baton.core.errors import ConfigInvalid, StartupError
 
 MAX_PROCESSES: Final = 64
@@ -43,7 +43,7 @@ class ServeOptions:
     """
 
     workload: Workload
-    systems: tuple[System, ...]
+    systems: tuple[ServedSystem, ...]
     rounds: int
     warmup: int
     processes: int
@@ -114,7 +114,7 @@ def read_vocab(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def read_systems(urls: Sequence[str]) -> list[System]:
+def read_systems(urls: Sequence[str]) -> list[ServedSystem]:
     """`URL` or `NAME=URL` each; without a name it is the URL's host and port.
 
     Raises:
@@ -129,7 +129,7 @@ def read_systems(urls: Sequence[str]) -> list[System]:
     return systems
 
 
-def _read_system(text: str) -> System:
+def _read_system(text: str) -> ServedSystem:
     match = re.fullmatch(f"(?:({NAME})=)?(.*)", text)
     assert match is not None
     name, url = match[1], match[2].rstrip("/").removesuffix("/v1")
@@ -142,7 +142,7 @@ def _read_system(text: str) -> System:
         raise ConfigInvalid(f"--url {text}: [NAME=]http://HOST:PORT is wanted", keys=["url"])
     if parts.username or parts.password:
         raise ConfigInvalid("--url: give an API key by --api-key-env, not in the URL", keys=["url"])
-    return System(name or parts.netloc, url)
+    return ServedSystem(name or parts.netloc, url)
 
 
 def bench_serve(
@@ -172,7 +172,7 @@ def bench_serve(
     return data
 
 
-def _result(options: ServeOptions, systems: Sequence[System], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _result(options: ServeOptions, systems: Sequence[ServedSystem], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return result(
         "serve",
         rows,
@@ -187,7 +187,7 @@ def _result(options: ServeOptions, systems: Sequence[System], rows: Sequence[dic
 
 def _measure_point(
     options: ServeOptions,
-    systems: Sequence[System],
+    systems: Sequence[ServedSystem],
     clients: ClientProcesses,
     place: tuple[int, int],
     note: Callable[[str], None],
@@ -217,11 +217,12 @@ def _measure_point(
 
 
 def _measure_once(
-    options: ServeOptions, system: System, clients: ClientProcesses, load: Load, key: Key
+    options: ServeOptions, system: ServedSystem, clients: ClientProcesses, load: OfferedLoad, key: Key
 ) -> dict[str, Any]:
     num = len(clients)
     jobs = [
-        Job(system, load, key, process, num, options.vocab, options.keys, options.default_key) for process in range(num)
+        ClientJob(system, load, key, process, num, options.vocab, options.keys, options.default_key)
+        for process in range(num)
     ]
     reports, begin_s = clients.run(jobs)
     measured = figures([record for report in reports for record in report.records], load.slo, begin_s)
@@ -237,7 +238,7 @@ def _in_short(measured: dict[str, Any]) -> str:
     return text
 
 
-async def _probe(options: ServeOptions, note: Callable[[str], None]) -> list[System]:
+async def _probe(options: ServeOptions, note: Callable[[str], None]) -> list[ServedSystem]:
     """The systems with their models, once each has answered a request."""
     first = options.workload.load[0]
     names = [tenant.api_key_env for tenant in first.tenants.values() if tenant.api_key_env]
@@ -255,7 +256,7 @@ async def _probe(options: ServeOptions, note: Callable[[str], None]) -> list[Sys
     return found
 
 
-def _refuse(system: System, what: str, status: int, said: str) -> None:
+def _refuse(system: ServedSystem, what: str, status: int, said: str) -> None:
     if status == 200:
         return
     if status and 400 <= status < 500 and status not in (404, 429):
@@ -266,7 +267,7 @@ def _refuse(system: System, what: str, status: int, said: str) -> None:
     raise StartupError(f"{system.name} ({system.url}) does not answer {what} ({status}): {said[:DETAIL_LEN]}")
 
 
-def choose_model(system: System, body: str) -> System:
+def choose_model(system: ServedSystem, body: str) -> ServedSystem:
     """The system with the model that it is asked for: the one that was named, else the first one it has.
 
     Args:
@@ -283,7 +284,7 @@ def choose_model(system: System, body: str) -> System:
     return system if system.model else replace(system, model=names[0])
 
 
-def check_length(system: System, workload: Workload, body: str) -> None:
+def check_length(system: ServedSystem, workload: Workload, body: str) -> None:
     """Check that every request fits into the model, as far as the system tells its length (`max_model_len`).
 
     Raises:
@@ -304,7 +305,7 @@ def check_length(system: System, workload: Workload, body: str) -> None:
                 raise ConfigInvalid(f"{message}; lower prompt_len, output_len or their max", keys=["load"])
 
 
-def _models(system: System, body: str) -> list[dict[str, Any]]:
+def _models(system: ServedSystem, body: str) -> list[dict[str, Any]]:
     try:
         entries = json.loads(body)["data"]
         if entries and all(isinstance(entry, dict) for entry in entries):

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from baton.bench.serve.workload import Length, Load
+from baton.bench.serve.workload import Length, OfferedLoad
 
 _ARRIVALS, _STREAMS, _PREFIXES, _CONTENTS = range(4)
 _STREAM_REQUESTS: Final = 4096  # of a steady stream at most: no load lasts so long
@@ -74,7 +74,7 @@ class Planned:
     tenant: str = ""
 
 
-def schedule(load: Load, key: Key, process: int = 0, num_processes: int = 1) -> list[Planned]:
+def schedule(load: OfferedLoad, key: Key, process: int = 0, num_processes: int = 1) -> list[Planned]:
     """The requests of one process at one point of a load, in order of their due time.
 
     Of an open loop process i has arrivals i, i + n, ...; of a closed loop clients i, i + n, ...
@@ -108,7 +108,7 @@ def schedule(load: Load, key: Key, process: int = 0, num_processes: int = 1) -> 
     ]
 
 
-def steady(load: Load, key: Key, process: int = 0, num_processes: int = 1) -> list[list[Planned]]:
+def steady(load: OfferedLoad, key: Key, process: int = 0, num_processes: int = 1) -> list[list[Planned]]:
     """The steady streams of one process: for each its first requests, which are repeated if they do not suffice."""
     if load.streams is None:
         return []
@@ -135,7 +135,7 @@ def draw(length: Length, num: int, rng: np.random.Generator) -> list[int]:
     return [int(value) for value in np.clip(np.rint(values), length.low, length.high)]
 
 
-def tokens_of(prompt: Prompt, load: Load, seed: int, load_index: int, vocab: tuple[int, int]) -> list[int]:
+def tokens_of(prompt: Prompt, load: OfferedLoad, seed: int, load_index: int, vocab: tuple[int, int]) -> list[int]:
     """The token ids of a prompt.
 
     Args:
@@ -160,7 +160,7 @@ def _tokens(rng: np.random.Generator, num: int, vocab: tuple[int, int]) -> list[
     return drawn
 
 
-def _arrivals(load: Load, point: int, rng: np.random.Generator) -> tuple[list[float | None], list[int | None]]:
+def _arrivals(load: OfferedLoad, point: int, rng: np.random.Generator) -> tuple[list[float | None], list[int | None]]:
     """Due times and clients."""
     if load.arrival == "closed":
         assert load.requests_per_client is not None
@@ -181,7 +181,7 @@ def _arrivals(load: Load, point: int, rng: np.random.Generator) -> tuple[list[fl
     return due_s, [None] * len(due_s)
 
 
-def _tenants(load: Load, num: int, rng: np.random.Generator) -> list[str]:
+def _tenants(load: OfferedLoad, num: int, rng: np.random.Generator) -> list[str]:
     if not load.tenants:
         return [""] * num
     names = sorted(load.tenants)

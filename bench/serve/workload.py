@@ -161,7 +161,7 @@ class Slo(BaseModel):
         return all(limit is None for limit in (self.ttft_ms, self.itl_ms, self.tpot_ms, self.e2e_ms))
 
 
-class Load(BaseModel):
+class OfferedLoad(BaseModel):
     """One `[[load]]`: an arrival process at one or more points, and what its requests are."""
 
     model_config = _STRICT
@@ -244,7 +244,7 @@ class Workload(BaseModel):
     model_config = _STRICT
 
     seed: int = Field(0, ge=0, lt=1 << 63)
-    load: Annotated[tuple[Load, ...], BeforeValidator(_as_list)] = Field(min_length=1, max_length=64)
+    load: Annotated[tuple[OfferedLoad, ...], BeforeValidator(_as_list)] = Field(min_length=1, max_length=64)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -318,7 +318,7 @@ def read_key(name: str, environment: Mapping[str, str]) -> str:
 
 
 _MODELS: Final[dict[str, type[BaseModel]]] = {
-    "load": Load,
+    "load": OfferedLoad,
     "prefixes": Prefixes,
     "cancel": Cancel,
     "streams": Streams,

@@ -40,7 +40,7 @@ RANDOM_SEED_BITS = 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CompletionArguments:
     """What a request asks, before anything is known of the model; None means the server's default."""
 
     prompt: str
@@ -168,7 +168,7 @@ class _Answer:
             self.finish = chunk.finish
 
 
-def complete_remotely(address: str, asked: Asked, on_text: OnText) -> Completion:
+def complete_remotely(address: str, asked: CompletionArguments, on_text: OnText) -> Completion:
     """Ask a deployment; `on_text` gets the (first) answer's text as it comes.
 
     Raises:

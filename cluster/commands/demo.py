@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.cluster.admin import fetch_inventory, held_resources
-from baton.cluster.commands.completion import Asked, Completion, Interrupted, complete_remotely
+from baton.cluster.commands.completion import Completion, CompletionArguments, Interrupted, complete_remotely
 from baton.cluster.commands.reference import ReferenceProcess
 from baton.cluster.commands.serve import terminable
 from baton.cluster.deployment import Deployment
@@ -194,14 +194,14 @@ class DemoRequest:
     """One completion of the demo."""
 
     title: str
-    asked: Asked
+    asked: CompletionArguments
 
 
 REQUESTS = (
-    DemoRequest("function, greedy", Asked(prompt=SHORT, max_tokens=64, timeout_s=REQUEST_TIMEOUT_S)),
+    DemoRequest("function, greedy", CompletionArguments(prompt=SHORT, max_tokens=64, timeout_s=REQUEST_TIMEOUT_S)),
     DemoRequest(
         "class, sampled",
-        Asked(
+        CompletionArguments(
             prompt=CLASS,
             max_tokens=64,
             temperature=0.8,
@@ -210,7 +210,7 @@ REQUESTS = (
             timeout_s=REQUEST_TIMEOUT_S,
         ),
     ),
-    DemoRequest("module, greedy", Asked(prompt=LONG, max_tokens=64, timeout_s=REQUEST_TIMEOUT_S)),
+    DemoRequest("module, greedy", CompletionArguments(prompt=LONG, max_tokens=64, timeout_s=REQUEST_TIMEOUT_S)),
 )
 
 

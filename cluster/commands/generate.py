@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster.checkpoint import require_servable
-from baton.cluster.commands.completion import Asked, Completion, Interrupted, OnText, complete_remotely
+from baton.cluster.commands.completion import Completion, CompletionArguments, Interrupted, OnText, complete_remotely
 from baton.cluster.outcome import ExitCode, Output, exit_code_of
 from baton.cluster.resolve import read_config
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidGrammar, InvalidSampling, InvalidText
@@ -76,7 +76,7 @@ def check_place(local: bool, address: str | None, local_options: dict[str, Any])
 
 
 def generate(
-    output: Output, asked: Asked, *, local: bool, address: str | None, local_options: dict[str, Any]
+    output: Output, asked: CompletionArguments, *, local: bool, address: str | None, local_options: dict[str, Any]
 ) -> ExitCode:
     """Run one request in the place chosen and print it.
 
@@ -105,7 +105,9 @@ def more_sampling(flags: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidSampling: a flag that holds several numbers is written otherwise than its help says.
     """
-    given: dict[str, Any] = {name: flags.get(name) for name in SCALAR_FIELDS if name not in Asked.__dataclass_fields__}
+    given: dict[str, Any] = {
+        name: flags.get(name) for name in SCALAR_FIELDS if name not in CompletionArguments.__dataclass_fields__
+    }
     for name in ("stop_token_ids", "allowed_token_ids"):
         given[name] = None if flags[name] is None else _ids(name, flags[name])
     given["bad_words"] = [_ids("bad_words", word) for word in flags["bad_words"] or ()] or None
@@ -138,7 +140,7 @@ def _logprob_lines(completion: Completion) -> str:
     return "\n".join(lines)
 
 
-def _complete_locally(asked: Asked, options: dict[str, Any], on_text: OnText) -> Completion:
+def _complete_locally(asked: CompletionArguments, options: dict[str, Any], on_text: OnText) -> Completion:
     config = read_config(None, options)
     require_servable(config)
     from baton.cluster.commands.local import LocalCompleter  # imports torch

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.cluster.commands.completion import Asked, Completion, Interrupted, OnText
+from baton.cluster.commands.completion import Completion, CompletionArguments, Interrupted, OnText
 from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.clock import MonotonicClock
 from baton.core.config import ServeConfig
@@ -56,7 +56,7 @@ class LocalCompleter:
             ),
         )
 
-    def complete(self, asked: Asked, on_text: OnText) -> Completion:
+    def complete(self, asked: CompletionArguments, on_text: OnText) -> Completion:
         """Run one request; `on_text` gets the (first) answer's text as it comes.
 
         Raises:
@@ -81,7 +81,7 @@ class LocalCompleter:
         completion, *others = [_completion(request, results[at], answer.text) for at, answer in enumerate(answers)]
         return replace(completion, others=tuple(others))
 
-    def _request(self, asked: Asked) -> GenerationRequest:
+    def _request(self, asked: CompletionArguments) -> GenerationRequest:
         prompt = tuple(self._tokenizer.encode(asked.prompt, add_special_tokens=True))
         room_len = self._max_model_len - len(prompt)
         sampling = wire.sampling_from_client(asked.sampling(), room_len=room_len, draw_seed=asked.chosen_seed)

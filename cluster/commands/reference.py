@@ -1,6 +1,6 @@
 """Completions by one plain process, for comparison: reads one JSON object on stdin, writes one on stdout.
 
-In: `{"config": {ServeConfig keys}, "requests": [{Asked fields}, ...]}`; out: `{"completions": [...]}`.
+In: `{"config": {ServeConfig keys}, "requests": [{CompletionArguments fields}, ...]}`; out: `{"completions": [...]}`.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from baton.cluster.commands.completion import Asked
+from baton.cluster.commands.completion import CompletionArguments
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError
 
@@ -18,7 +18,7 @@ from baton.core.errors import BatonError
 class ReferenceProcess:
     """The reference, computing while its parent does something else."""
 
-    def __init__(self, config: ServeConfig, requests: Sequence[Asked]) -> None:
+    def __init__(self, config: ServeConfig, requests: Sequence[CompletionArguments]) -> None:
         question = {"config": config.model_dump(mode="json"), "requests": [asdict(asked) for asked in requests]}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "baton.cluster.commands.reference"],
@@ -61,7 +61,7 @@ def main() -> None:
     completer = LocalCompleter(ServeConfig.from_mapping(question["config"]))
     completions = []
     for values in question["requests"]:
-        asked = Asked(**(values | {"stop": tuple(values["stop"])}))
+        asked = CompletionArguments(**(values | {"stop": tuple(values["stop"])}))
         completions.append(completer.complete(asked, lambda text: None).as_data())
     json.dump({"completions": completions}, sys.stdout)
 

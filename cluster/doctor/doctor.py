@@ -22,8 +22,8 @@ from baton.cluster.access import current_access
 from baton.cluster.admin import fetch_status
 from baton.cluster.commands.status import ranks_cell
 from baton.cluster.doctor.decode_report import decode_data, format_decode
+from baton.cluster.doctor.wires import PairPath, format_paths, is_loopback, paths, paths_data, wires
 from baton.cluster.doctor.wires import Path as KvPath
-from baton.cluster.doctor.wires import Wire, format_paths, is_loopback, paths, paths_data, wires
 from baton.cluster.outcome import ExitCode, Output, format_table
 from baton.cluster.ray.session import TESTED_RAY
 from baton.cluster.resolve import require_port_free
@@ -409,7 +409,7 @@ def check_path(path: KvPath) -> Finding:
     return Finding(name, "ok", path.cell() if path.has_met else path.why)
 
 
-def check_wire(wire: Wire) -> Finding:
+def check_wire(wire: PairPath) -> Finding:
     """One port of a deployment. What is in clear is no fault on one host, and one on a network."""
     name, detail = f"wire {wire.name}", f"{wire.address}: {wire.detail}"
     if wire.is_encrypted is None:

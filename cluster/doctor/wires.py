@@ -117,7 +117,7 @@ _H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("0000000400000
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class PairPath:
     """One port.
 
     Attributes:
@@ -141,7 +141,7 @@ class Wire:
     roles: tuple[str, ...] | None = None
 
 
-def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Iterator[Wire]:
+def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Iterator[PairPath]:
     """The port that was asked for `status`, and those of every live worker.
 
     KV that stays on its host takes no wire, and what one-sided data paths use between hosts is not known here.
@@ -163,7 +163,7 @@ def wires(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> Ite
                     yield probe_tls(kv, place, ca_file) if channel.encrypted_by == "tls" else probe_zmq(kv, place)
 
 
-def probe_tls(name: str, address: str, ca_file: str = "") -> Wire:
+def probe_tls(name: str, address: str, ca_file: str = "") -> PairPath:
     """Whether a gRPC port is encrypted, how, and until when its certificate is good."""
     context = _context(ssl.CERT_NONE)  # first it is asked how it speaks, not who it is
     try:
@@ -174,7 +174,7 @@ def probe_tls(name: str, address: str, ca_file: str = "") -> Wire:
                     detail = f"{connection.version() or 'TLS'}, {_asks_for_certificate(connection)}"
             except ssl.SSLError as error:
                 if "CERTIFICATE" in str(error).upper():
-                    return Wire(name, address, True, "TLS, asks for certificates")
+                    return PairPath(name, address, True, "TLS, asks for certificates")
                 return _probe_plain(name, address)
         expires_s, problem, roles = _check(address, ca_file) if ca_file else (None, "", None)
         if expires_s is not None:
@@ -182,14 +182,14 @@ def probe_tls(name: str, address: str, ca_file: str = "") -> Wire:
         detail += f"; {problem}" if problem else ""
         if roles is not None:
             detail += f", of {', '.join(roles)}" if roles else ", names no role"
-        return Wire(name, address, True, detail, hashlib.sha256(certificate).hexdigest(), expires_s, problem, roles)
+        return PairPath(name, address, True, detail, hashlib.sha256(certificate).hexdigest(), expires_s, problem, roles)
     except ConnectionResetError:
-        return Wire(name, address, False, "in clear, or no gRPC")
+        return PairPath(name, address, False, "in clear, or no gRPC")
     except (OSError, ValueError) as error:
-        return Wire(name, address, None, f"does not answer from here: {error}")
+        return PairPath(name, address, None, f"does not answer from here: {error}")
 
 
-def probe_zmq(name: str, address: str) -> Wire:
+def probe_zmq(name: str, address: str) -> PairPath:
     """Whether a ZMQ port uses CURVE, by its greeting (ZMTP 3: bytes 12 to 32 name the mechanism)."""
     try:
         with _connect(address) as connection:
@@ -198,11 +198,11 @@ def probe_zmq(name: str, address: str) -> Wire:
             while len(greeting) < _GREETING_BYTES and (more := connection.recv(_GREETING_BYTES - len(greeting))):
                 greeting += more
     except (OSError, ValueError) as error:
-        return Wire(name, address, None, f"does not answer from here: {error}")
+        return PairPath(name, address, None, f"does not answer from here: {error}")
     mechanism = greeting[_MECHANISM].rstrip(b"\0")
     if mechanism == b"CURVE":
-        return Wire(name, address, True, "CURVE, admits holders of the deployment's key")
-    return Wire(name, address, False, _IN_CLEAR.get(mechanism, "speaks no ZMTP 3"))
+        return PairPath(name, address, True, "CURVE, admits holders of the deployment's key")
+    return PairPath(name, address, False, _IN_CLEAR.get(mechanism, "speaks no ZMTP 3"))
 
 
 def is_loopback(address: str) -> bool:
@@ -256,11 +256,11 @@ def _asks_for_certificate(connection: ssl.SSLSocket) -> str:
     return "asks for certificates"
 
 
-def _probe_plain(name: str, address: str) -> Wire:
+def _probe_plain(name: str, address: str) -> PairPath:
     with _connect(address) as connection:
         connection.sendall(_H2_PREFACE)
         try:
             answered = bool(connection.recv(1))
         except OSError:
             answered = False
-    return Wire(name, address, False, "in clear" if answered else "in clear, or no gRPC")
+    return PairPath(name, address, False, "in clear" if answered else "in clear, or no gRPC")

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roster:
+class CrewRoster:
     """What the next driver must know of a crew, to go on with it.
 
     Attributes:
@@ -116,10 +116,10 @@ class Crew:
         return list(self._actors)
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> CrewRoster:
         """To be handed to the next driver."""
         assert self._scaling is not None
-        return Roster(roles=dict(self._scaling.roles), placed_by=self._placed_by, per_gpu=self._per_gpu)
+        return CrewRoster(roles=dict(self._scaling.roles), placed_by=self._placed_by, per_gpu=self._per_gpu)
 
     def start(self) -> None:
         """Begin to start every worker; see `wait_ready`.
@@ -135,7 +135,7 @@ class Crew:
                 self._start_actor(worker_id, role)
         self._follow(ids)
 
-    def adopt(self, roster: Roster) -> list[str]:
+    def adopt(self, roster: CrewRoster) -> list[str]:
         """Find the workers of a driver before this one; those that are gone are started. Returns the names found."""
         self._placed_by, self._per_gpu = list(roster.placed_by), roster.per_gpu
         found = []

@@ -18,16 +18,16 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Any, Final, TypeVar
 
 from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
-from baton.core.fair_turns import FairTurns, Share
+from baton.core.start_time_fair_queue import OwnerUsage, StartTimeFairQueue
 from baton.engine.grammar.text import MAX_MESSAGE_LEN
-from baton.engine.grammar.walk import Ends, Lookahead, is_allowed, walk
+from baton.engine.grammar.walk import Ends, GrammarLookahead, is_allowed, walk
 
 MAX_THREADS: Final = 64  # sequences whose masks are computed at the same time, at most; the others wait for their turn
 NICENESS: Final = 10
 # A text of n bytes is followed by at most so many states for each, so that the automaton grows with the answer.
 STATES_PER_TOKEN: Final = 64
 
-Looked = tuple[list[int], Lookahead]
+Looked = tuple[list[int], GrammarLookahead]
 Made = TypeVar("Made")
 
 
@@ -46,7 +46,7 @@ class GrammarExecutor:
     def __init__(self, num: int | None = None) -> None:
         self._pool = ThreadPoolExecutor(num or num_threads(), "grammar-executor", initializer=_be_nice)
         self._lock = threading.Lock()
-        self._turns: FairTurns[tuple[Callable[[], Any], Future[Any]]] = FairTurns()
+        self._turns: StartTimeFairQueue[tuple[Callable[[], Any], Future[Any]]] = StartTimeFairQueue()
         self._spent_s = 0.0
 
     @property
@@ -54,7 +54,7 @@ class GrammarExecutor:
         """In all."""
         return self._spent_s
 
-    def submit(self, work: Callable[[], Made], share: Share, after: Future[Any] | None = None) -> Future[Made]:
+    def submit(self, work: Callable[[], Made], share: OwnerUsage, after: Future[Any] | None = None) -> Future[Made]:
         """Have it done when it is the owner's turn.
 
         Args:
@@ -69,7 +69,7 @@ class GrammarExecutor:
             after.add_done_callback(lambda _: self._enqueue(work, share, result))
         return result
 
-    def _enqueue(self, work: Callable[[], Any], share: Share, result: Future[Any]) -> None:
+    def _enqueue(self, work: Callable[[], Any], share: OwnerUsage, result: Future[Any]) -> None:
         with self._lock:
             self._turns.add(share, (lambda: self._timed(work, share), result))
         self._pool.submit(self._serve)
@@ -87,7 +87,7 @@ class GrammarExecutor:
         else:
             result.set_result(made)
 
-    def _timed(self, work: Callable[[], Made], share: Share) -> Made:
+    def _timed(self, work: Callable[[], Made], share: OwnerUsage) -> Made:
         start_s = time.monotonic()
         try:
             return work()
@@ -116,7 +116,7 @@ class OwnMatcher:
         self,
         grammar: Ends,
         executor: GrammarExecutor,
-        share: Share,
+        share: OwnerUsage,
         build: Callable[[dict[str, Any]], Any],
         idle: Callable[[], Any],
         limits: dict[str, Any],
@@ -144,7 +144,7 @@ class OwnMatcher:
             # Two at a time would move one matcher. The step, which asks, waits for neither.
             self._job = self._executor.submit(lambda: (ahead, self._look(text, ahead)), self._share, after=self._job)
 
-    def found(self, token_ids: Sequence[int], drafts: Sequence[int], patience_s: float | None) -> Lookahead:
+    def found(self, token_ids: Sequence[int], drafts: Sequence[int], patience_s: float | None) -> GrammarLookahead:
         """What is known of these drafts in time.
 
         Raises:
@@ -156,20 +156,20 @@ class OwnMatcher:
         try:
             before, look = self._job.result(patience_s)
         except NotYet:
-            return Lookahead.unknown(len(drafts), self._grammar.num_words)
+            return GrammarLookahead.unknown(len(drafts), self._grammar.num_words)
         return look.along(before, drafts)
 
-    def _look(self, text: list[int], drafts: list[int]) -> Lookahead:
+    def _look(self, text: list[int], drafts: list[int]) -> GrammarLookahead:
         """On a thread of the executor."""
         if self._job_len != len(text):  # the sequence has gone on meanwhile, and asks no more for this
-            return Lookahead.unknown(len(drafts), self._grammar.num_words)
+            return GrammarLookahead.unknown(len(drafts), self._grammar.num_words)
         start_s = time.monotonic()
         try:
             return self._looked(text, drafts)
         finally:
             self._spent_s += time.monotonic() - start_s
 
-    def _looked(self, text: list[int], drafts: list[int]) -> Lookahead:
+    def _looked(self, text: list[int], drafts: list[int]) -> GrammarLookahead:
         if self._spent_s > self._max_spent_s:
             raise GrammarBudgetExceeded(f"following its grammar has taken more than {self._max_spent_s:g} s")
         if self._matcher is not None and self._consumes(text):

@@ -26,14 +26,14 @@ from typing import Any, Final
 import numpy as np
 
 from baton.core.errors import BatonError, InvalidGrammar
-from baton.core.fair_turns import Share
 from baton.core.requests.answer_structure import check_grammar
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
+from baton.core.start_time_fair_queue import OwnerUsage
 from baton.engine.grammar.executor import GrammarExecutor, OwnMatcher
 from baton.engine.grammar.text import MAX_MESSAGE_LEN, failed_matcher, new_matcher, new_tokens, refusal
 from baton.engine.grammar.trial import GrammarTrial
-from baton.engine.grammar.walk import Lookahead, is_allowed, is_spent, num_words, walk
+from baton.engine.grammar.walk import GrammarLookahead, is_allowed, is_spent, num_words, walk
 
 MAX_KNOWN: Final = 64  # masks that a grammar keeps, of texts whose masks took long
 # The fast path's: no call takes more than some 10 ms.
@@ -99,7 +99,7 @@ class CompiledGrammar:
         *,
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
-        share: Share | None = None,
+        share: OwnerUsage | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.eos_token_ids = eos_token_ids
@@ -109,7 +109,7 @@ class CompiledGrammar:
         self.is_spent = False
         self.is_slow = False
         self._executor = executor
-        self.share = share or Share()
+        self.share = share or OwnerUsage()
         self._tokens = tokens
         self._kind = spec.kind
         self.text = text
@@ -168,7 +168,7 @@ class GrammarState:
         self._accepted: list[int] = []
         self._has_ended = False
         self._num_slow = 0
-        self._seen: tuple[list[int], Lookahead] | None = None  # drafts and look since `_num_seen` tokens
+        self._seen: tuple[list[int], GrammarLookahead] | None = None  # drafts and look since `_num_seen` tokens
         self._num_seen = 0
         self._matcher = grammar.copy()
         self._own: OwnMatcher | None = None if self._matcher is not None else grammar.own(self._accepted)
@@ -213,7 +213,7 @@ class GrammarState:
         """`look(drafts).num_valid`."""
         return self.look(drafts).num_valid
 
-    def look(self, drafts: Sequence[int]) -> Lookahead:
+    def look(self, drafts: Sequence[int]) -> GrammarLookahead:
         """What may follow each prefix of the drafts; the state stays where it is. Waits, if it must.
 
         At least the first row of the result says what the grammar allows.
@@ -228,7 +228,7 @@ class GrammarState:
         if self._own is not None and self._is_open and self._found_before(drafts) is None:
             self._own.begin(self._accepted, drafts)
 
-    def found(self, drafts: Sequence[int], patience_s: float | None) -> Lookahead:
+    def found(self, drafts: Sequence[int], patience_s: float | None) -> GrammarLookahead:
         """What may follow each prefix of the drafts, as far as it is known in time.
 
         Args:
@@ -253,20 +253,20 @@ class GrammarState:
     def _is_open(self) -> bool:
         return self.error is None and not self._has_ended
 
-    def _anything(self, drafts: Sequence[int]) -> Lookahead:
-        return Lookahead.unknown(len(drafts), self._grammar.num_words, num_rows=len(drafts) + 1)
+    def _anything(self, drafts: Sequence[int]) -> GrammarLookahead:
+        return GrammarLookahead.unknown(len(drafts), self._grammar.num_words, num_rows=len(drafts) + 1)
 
-    def _found_before(self, drafts: Sequence[int]) -> Lookahead | None:
+    def _found_before(self, drafts: Sequence[int]) -> GrammarLookahead | None:
         if self._seen is not None and self._num_seen == len(self._accepted) and self._own is not None:
             before, look = self._seen
             if before == list(drafts):
                 return look
         if not drafts and self._own is not None:
             mask_W = self._grammar.recall(self._accepted)
-            return None if mask_W is None else Lookahead(mask_W[None].copy(), 0, 1)
+            return None if mask_W is None else GrammarLookahead(mask_W[None].copy(), 0, 1)
         return None
 
-    def _quick_look(self, drafts: Sequence[int]) -> Lookahead:
+    def _quick_look(self, drafts: Sequence[int]) -> GrammarLookahead:
         start_s = time.thread_time()
         with self._grammar.lock:
             look, is_intact = walk(self._matcher, self._grammar, drafts)
@@ -286,7 +286,7 @@ class GrammarState:
             self._own = self._grammar.own(self._accepted)
             self._matcher = None
 
-    def _own_look(self, drafts: Sequence[int], patience_s: float | None) -> Lookahead:
+    def _own_look(self, drafts: Sequence[int], patience_s: float | None) -> GrammarLookahead:
         assert self._own is not None
         try:
             look = self._own.found(self._accepted, drafts, patience_s)
@@ -420,7 +420,7 @@ class GrammarCompiler:
         self._tokens()
         assert self._trial is not None
         text = self._trial.text_of(spec.kind, spec.text, self._budget.own, is_compact=self._is_compact)
-        compiled = self._compiles.submit(lambda: self._make(spec, text), Share()).result()
+        compiled = self._compiles.submit(lambda: self._make(spec, text), OwnerUsage()).result()
         state = GrammarState(compiled)
         mask_W = state.masks([])[0]
         if state.error is not None:
@@ -429,7 +429,7 @@ class GrammarCompiler:
             raise refusal(spec.kind, "no text matches it")
         return compiled
 
-    def _make(self, spec: GrammarSpec, text: str, share: Share | None = None) -> CompiledGrammar:
+    def _make(self, spec: GrammarSpec, text: str, share: OwnerUsage | None = None) -> CompiledGrammar:
         return CompiledGrammar(
             self._executor,
             self._tokens(),

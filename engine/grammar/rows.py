@@ -19,7 +19,7 @@ import torch
 
 from baton.engine.grammar.grammar import GrammarState
 from baton.engine.grammar.masks import GrammarMasks
-from baton.engine.grammar.walk import Lookahead
+from baton.engine.grammar.walk import GrammarLookahead
 from baton.engine.speculation.verify import Verified
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.model.parallel import Alone, Communicator
@@ -78,7 +78,7 @@ class GrammarRows:
         )
         return masks.agreed(self._communicator)
 
-    def _looks(self, drafts_GK: list[list[int]]) -> list[Lookahead]:
+    def _looks(self, drafts_GK: list[list[int]]) -> list[GrammarLookahead]:
         rows = list(zip(self._states, drafts_GK, strict=True))
         for state, drafts in rows:
             state.begin(drafts)

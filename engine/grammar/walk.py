@@ -19,7 +19,7 @@ ALL_BITS: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Lookahead:
+class GrammarLookahead:
     """What may follow the accepted tokens and each prefix of the drafts.
 
     Attributes:
@@ -34,11 +34,11 @@ class Lookahead:
     num_rows: int
 
     @classmethod
-    def unknown(cls, num_drafts: int, words: int, *, num_rows: int = 0) -> "Lookahead":
+    def unknown(cls, num_drafts: int, words: int, *, num_rows: int = 0) -> "GrammarLookahead":
         """Every row allows everything."""
         return cls(np.full((num_drafts + 1, words), ALL_BITS, dtype=np.int32), 0, num_rows)
 
-    def along(self, before: Sequence[int], drafts: Sequence[int]) -> "Lookahead":
+    def along(self, before: Sequence[int], drafts: Sequence[int]) -> "GrammarLookahead":
         """What this look along other drafts says of these."""
         if list(before) == list(drafts):
             return self
@@ -48,7 +48,7 @@ class Lookahead:
         num_rows = min(num_common, self.num_valid, self.num_rows - 1) + 1
         masks_QW = np.full((len(drafts) + 1, self.masks_QW.shape[1]), ALL_BITS, dtype=np.int32)
         masks_QW[:num_rows] = self.masks_QW[:num_rows]
-        return Lookahead(masks_QW, max(num_rows - 1, 0), num_rows if self.num_rows else 0)
+        return GrammarLookahead(masks_QW, max(num_rows - 1, 0), num_rows if self.num_rows else 0)
 
 
 class Ends(Protocol):
@@ -82,7 +82,7 @@ def take(matcher: Any, token_id: int) -> bool:
 
 def walk(
     matcher: Any, grammar: Ends, drafts: Sequence[int], takes: Callable[[Any, int], bool] = take
-) -> tuple[Lookahead, bool]:
+) -> tuple[GrammarLookahead, bool]:
     """Look along the drafts; the matcher stays where it is.
 
     Returns:
@@ -109,7 +109,7 @@ def walk(
             break
         num_valid, num_rows = row, row + 1
     is_intact = not gave_up or (num_rows > 0 and not is_spent(matcher))
-    return Lookahead(masks_QW, num_valid, num_rows if gave_up else len(drafts) + 1), is_intact
+    return GrammarLookahead(masks_QW, num_valid, num_rows if gave_up else len(drafts) + 1), is_intact
 
 
 def _fill(matcher: Any, grammar: Ends, mask_W: np.ndarray) -> bool:

@@ -19,8 +19,8 @@ from baton.core.requests.sampling import SamplingParams
 from baton.engine.grammar.masks import WORD_BITS, GrammarMasks
 from baton.engine.grammar.rows import GrammarRows
 from baton.engine.graphs.key import default_widths
-from baton.engine.sampling.history import Lookahead, SampledSequence
-from baton.engine.sampling.kernel_choice import next_token
+from baton.engine.sampling.history import HistoryLookahead, SampledSequence
+from baton.engine.sampling.kernel_sampler import next_token
 from baton.engine.sampling.logprobs import LOGITS_ROWS, logprobs_of, step_logprobs
 from baton.engine.sampling.sampler import SamplingRows, looks_ahead
 from baton.engine.sampling.sampling_table import rows_of
@@ -188,7 +188,7 @@ def is_compiled(model: Model) -> bool:
 
 def is_needed(model: Model) -> bool:
     """Whether there is anything to compile for choosing tokens."""
-    return model.choosing is Implementation.TRITON and model.device.type == "cuda"
+    return model.sampling_implementation is Implementation.TRITON and model.device.type == "cuda"
 
 
 @torch.inference_mode()
@@ -205,17 +205,19 @@ def warm_up_heads(model: Model, num_rows: int) -> None:
 @torch.inference_mode()
 def warm_up_prompts(model: Model) -> None:
     """For the first token of a prompt, its first draft, and its log-probabilities."""
-    assert model.choosing is not None
+    assert model.sampling_implementation is not None
     for params in _params():
         sampling, hidden_FD = _rows(params, model), _hidden(model, len(params))
         position_F = torch.arange(len(params), device=model.device)
         logits_FV = model.logits(hidden_FD)
         token_F = next_token(model, logits_FV, sampling, position_F)
         if sampling is not None and sampling.logprobs is not None:
-            step_logprobs(logits_FV[:, None], token_F[:, None], sampling.logprobs, model.vocab, model.choosing)
-            logprobs_of(logits_FV, token_F, sampling.logprobs.num_top, model.vocab, model.choosing)
+            step_logprobs(
+                logits_FV[:, None], token_F[:, None], sampling.logprobs, model.vocab, model.sampling_implementation
+            )
+            logprobs_of(logits_FV, token_F, sampling.logprobs.num_top, model.vocab, model.sampling_implementation)
         if model.with_mtp:
-            ahead = Lookahead.after(token_F[:, None]) if looks_ahead(sampling) else None
+            ahead = HistoryLookahead.after(token_F[:, None]) if looks_ahead(sampling) else None
             draft_logits_FV = over_vocabulary(model.draft_logits(hidden_FD), model)
             next_token(model, draft_logits_FV, sampling, position_F, ahead)
 

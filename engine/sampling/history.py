@@ -29,7 +29,7 @@ class SampledSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Lookahead:
+class HistoryLookahead:
     """Tokens that follow what the sampling table knows; row q of a sequence stands after the first `len_BQ` of them.
 
     Attributes:
@@ -41,18 +41,18 @@ class Lookahead:
     len_BQ: torch.Tensor
 
     @classmethod
-    def of_drafts(cls, drafts_BK: torch.Tensor) -> "Lookahead":
+    def of_drafts(cls, drafts_BK: torch.Tensor) -> "HistoryLookahead":
         """K + 1 rows; row j stands after the first j drafts."""
         num_sequences, num_drafts = drafts_BK.shape
         len_Q = torch.arange(num_drafts + 1, device=drafts_BK.device)
         return cls(drafts_BK, len_Q.expand(num_sequences, -1))
 
     @classmethod
-    def after(cls, token_ids_BE: torch.Tensor) -> "Lookahead":
+    def after(cls, token_ids_BE: torch.Tensor) -> "HistoryLookahead":
         """One row, after all of the tokens."""
         num_sequences, num_tokens = token_ids_BE.shape
         return cls(token_ids_BE, token_ids_BE.new_full((num_sequences, 1), num_tokens))
 
-    def pick(self, index_R: torch.Tensor) -> "Lookahead":
+    def pick(self, index_R: torch.Tensor) -> "HistoryLookahead":
         """Those of some sequences."""
-        return Lookahead(self.token_ids_BE[index_R], self.len_BQ[index_R])
+        return HistoryLookahead(self.token_ids_BE[index_R], self.len_BQ[index_R])

@@ -22,7 +22,7 @@ from baton.core.requests.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from baton.engine.sampling.history import Lookahead, SampledSequence
+from baton.engine.sampling.history import HistoryLookahead, SampledSequence
 from baton.kernels.copies import to_device
 from baton.model.vocab import WHOLE, Vocab
 
@@ -40,7 +40,7 @@ class LogitBias:
     values_PW: torch.Tensor
     vocab: Vocab = WHOLE
 
-    def apply(self, logits_PQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+    def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
         """Logits with the bias added."""
         _, num_rows, vocab_size = logits_PQV.shape
         values_PQW = self.values_PW.to(logits_PQV.dtype)[:, None].expand(-1, num_rows, -1)
@@ -95,7 +95,7 @@ class Penalties:
     slots_P: torch.Tensor
     vocab: Vocab = WHOLE
 
-    def apply(self, logits_PQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+    def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
         """Logits with the penalties of each row's own history."""
         _, num_rows, vocab_size = logits_PQV.shape
         values_P3 = self.values_P3.to(logits_PQV.dtype)
@@ -191,7 +191,7 @@ class Allowed:
     ids_PW: torch.Tensor
     vocab: Vocab = WHOLE
 
-    def apply(self, logits_PQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+    def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
         """Logits of the listed tokens alone."""
         num_sequences, _, vocab_size = logits_PQV.shape
         width = self.vocab.table_width(vocab_size)
@@ -246,7 +246,7 @@ class EndsTooEarly:
     num_missing_P: torch.Tensor
     vocab: Vocab = WHOLE
 
-    def apply(self, logits_PQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+    def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
         """Logits without the ends of rows that come too early."""
         num_sequences, num_rows, vocab_size = logits_PQV.shape
         width = self.vocab.table_width(vocab_size)
@@ -315,7 +315,7 @@ class BadWords:
     tail_PT: torch.Tensor
     vocab: Vocab = WHOLE
 
-    def apply(self, logits_PQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+    def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
         """Logits without the last tokens of words whose prefix stands before the row."""
         num_sequences, num_rows, vocab_size = logits_PQV.shape
         tail_PQT = self.tail_PT[:, None].expand(-1, num_rows, -1)
@@ -386,7 +386,7 @@ class BadWordsTable:
 class Edit(Protocol):
     """One kind of edit, of P sequences."""
 
-    def apply(self, logits_PQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+    def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
         """The edited logits; `ahead` is None where one row follows what the table knows."""
         ...
 
@@ -423,11 +423,11 @@ class LogitEdits:
     index_R: torch.Tensor
     parts: tuple[tuple[torch.Tensor, Edit], ...]
 
-    def apply(self, logits_BQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+    def apply(self, logits_BQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
         """The batch's logits, edited in a copy."""
         return logits_BQV.index_copy(0, self.index_R, self.edited(logits_BQV[self.index_R], ahead))
 
-    def edited(self, rows_RQV: torch.Tensor, ahead: Lookahead | None) -> torch.Tensor:
+    def edited(self, rows_RQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
         """The logits of the sequences with any edit, edited; `ahead` is the batch's."""
         ahead_R = None if ahead is None else ahead.pick(self.index_R)
         for place_P, edit in self.parts:

@@ -18,8 +18,8 @@ import torch
 
 from baton.core.requests.request import TokenLogprobs
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling.choice import settled
 from baton.kernels.sampling.logprobs import finite_logprobs, logprobs_reference, logprobs_topk, top_ids
+from baton.kernels.sampling.rows import settled
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 LOGITS_ROWS = 64  # of a prompt at once, where its logprobs are asked
@@ -48,7 +48,7 @@ def logprobs_of(
     """Packed [N, X], float64: the token's log-probability and rank, and those of the K likeliest.
 
     Equals are ordered by id, the lower first. The token's is finite whatever its logit: at least the dtype's lowest.
-    With `kernels` these compute it (`Model.choosing`).
+    With `kernels` these compute it (`Model.sampling_implementation`).
     """
     if kernels is not None:
         return logprobs_topk(logits_NV, settled(token_ids_N), num_top, implementation=kernels)

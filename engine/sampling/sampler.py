@@ -20,13 +20,13 @@ import torch
 from torch.nn import functional
 
 from baton.core.requests.sampling import SamplingParams
-from baton.engine.sampling.history import Lookahead
+from baton.engine.sampling.history import HistoryLookahead
 from baton.engine.sampling.logit_edits import LogitEdits
 from baton.engine.sampling.logprobs import LogprobRows
 from baton.kernels.copies import to_device
-from baton.kernels.sampling.choice import MIN_TEMPERATURE
 from baton.kernels.sampling.kept_tokens import kept, masses
 from baton.kernels.sampling.noise import Purpose, gumbel
+from baton.kernels.sampling.rows import MIN_TEMPERATURE
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 MAX_CANDIDATES = 256
@@ -311,13 +311,13 @@ def looks_ahead(sampling: SamplingRows | None) -> bool:
 
 
 def edit_logits(
-    logits_BQV: torch.Tensor, sampling: SamplingRows, ahead: Lookahead | torch.Tensor | None = None
+    logits_BQV: torch.Tensor, sampling: SamplingRows, ahead: HistoryLookahead | torch.Tensor | None = None
 ) -> torch.Tensor:
     """Logits after masks, bias and penalties, of greedy and sampled sequences alike; see `choose`."""
     if sampling.edits is None:
         return logits_BQV
     if isinstance(ahead, torch.Tensor):
-        ahead = Lookahead.of_drafts(ahead)
+        ahead = HistoryLookahead.of_drafts(ahead)
     return sampling.edits.apply(logits_BQV, ahead)
 
 
@@ -350,7 +350,7 @@ def choose(
     logits_BQV: torch.Tensor,
     sampling: SamplingRows | None,
     noise_SQV: torch.Tensor | None,
-    ahead: Lookahead | torch.Tensor | None = None,
+    ahead: HistoryLookahead | torch.Tensor | None = None,
     vocab: Vocab = WHOLE,
 ) -> torch.Tensor:
     """The token of every row, int64 [B, Q]; among equal maxima the lowest id (what torch.argmax promises).
@@ -379,7 +379,7 @@ def sample(
     logits_BV: torch.Tensor,
     sampling: SamplingRows | None,
     position_B: torch.Tensor,
-    ahead: Lookahead | None = None,
+    ahead: HistoryLookahead | None = None,
     vocab: Vocab = WHOLE,
 ) -> torch.Tensor:
     """The token of one position of each sequence, int64 [B]; `position_B` is where that token will stand."""

@@ -18,7 +18,7 @@ from baton.engine.sampling.logprobs import LogprobRows
 from baton.engine.sampling.sampler import Limits, SamplingRows, sampling_rows, truncates
 from baton.engine.speculation.verify import Verified
 from baton.kernels.copies import to_device
-from baton.kernels.sampling.choice import MIN_TEMPERATURE
+from baton.kernels.sampling.rows import MIN_TEMPERATURE
 from baton.model.vocab import WHOLE, Vocab
 
 

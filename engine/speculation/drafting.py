@@ -1,7 +1,7 @@
 """How a step's drafts are chosen from the MTP head's logits, for each law that a mode of verification asks for.
 
-Kernels choose them where they choose the model's tokens (`engine.sampling.kernel_choice`); drafts that are drawn from a
-distribution which is kept are torch's everywhere.
+Kernels choose them where they choose the model's tokens (`engine.sampling.kernel_sampler`); drafts that are drawn from
+a distribution which is kept are torch's everywhere.
 
 Columns of a pruned draft head become tokens here, before anything else sees them. Drafts of greedy sequences are the
 likeliest tokens under every law. The draws of DraftLaw.SAMPLED are keyed by the first position of the step and numbered
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.sampling.history import Lookahead
-from baton.engine.sampling.kernel_choice import choice_rows, draw, later, likeliest
+from baton.engine.sampling.history import HistoryLookahead
+from baton.engine.sampling.kernel_sampler import draw, draw_rows, later, likeliest
 from baton.engine.sampling.sampler import (
     SamplingRows,
     choose,
@@ -28,9 +28,9 @@ from baton.engine.sampling.sampler import (
 )
 from baton.engine.speculation.rejection import pick_among_ranks, probabilities
 from baton.engine.speculation.verify import DraftLaw, DraftProbs
-from baton.kernels.sampling.choice import ChoiceRows
 from baton.kernels.sampling.draft_rows import pick
 from baton.kernels.sampling.noise import Purpose, uniform
+from baton.kernels.sampling.rows import DrawRows
 from baton.model.draft_head import HeadIds
 from baton.model.model import Model
 from baton.model.vocab import CutVocab
@@ -67,7 +67,7 @@ class DraftSource:
     sampling: SamplingRows | None
     noise_SPV: torch.Tensor | None = None
     uniform_SK: torch.Tensor | None = None
-    rows: ChoiceRows | None = None
+    rows: DrawRows | None = None
 
     @classmethod
     def of_step(
@@ -90,7 +90,7 @@ class DraftSource:
             model: that drafts.
             drafts_next: the step also makes the first draft of the one after.
         """
-        rows = None if model.choosing is None else choice_rows(sampling, position_B)
+        rows = None if model.sampling_implementation is None else draw_rows(sampling, position_B)
         if sampling is None or sampling.num_sampled == 0 or law is DraftLaw.LIKELIEST:
             return cls(law=law, sampling=sampling, rows=rows)
         if law is DraftLaw.SAMPLED:
@@ -110,7 +110,9 @@ class DraftSource:
         """The noise of the positions that are verified, [S, Q, V]."""
         return None if self.noise_SPV is None else self.noise_SPV[:, :num_rows]
 
-    def draft(self, model: Model, hidden_BD: torch.Tensor, place: int, ahead: Lookahead | None = None) -> Drafted:
+    def draft(
+        self, model: Model, hidden_BD: torch.Tensor, place: int, ahead: HistoryLookahead | None = None
+    ) -> Drafted:
         """The draft that follows `place` others of this step, from the MTP output that foresees it.
 
         `ahead` are the tokens between those the sampling table has counted and this one, where `looks_ahead` says so.
@@ -122,7 +124,7 @@ class DraftSource:
         return self._choose(model, hidden_BD, noise_S1V, uniform_S, ahead)
 
     def draft_next(
-        self, model: Model, hidden_BD: torch.Tensor, accepted_len_B: torch.Tensor, ahead: Lookahead | None = None
+        self, model: Model, hidden_BD: torch.Tensor, accepted_len_B: torch.Tensor, ahead: HistoryLookahead | None = None
     ) -> torch.Tensor:
         """The first draft of the step after, int64 [B]; never sampled, as only its own step could keep what from."""
         assert self.law is not DraftLaw.SAMPLED
@@ -135,19 +137,25 @@ class DraftSource:
         return self._choose(model, hidden_BD, noise_S1V, None, ahead).token_B
 
     def _draw(
-        self, model: Model, hidden_BD: torch.Tensor, place: int | torch.Tensor, ahead: Lookahead | None
+        self, model: Model, hidden_BD: torch.Tensor, place: int | torch.Tensor, ahead: HistoryLookahead | None
     ) -> torch.Tensor:
         """By kernels: the draft after so many others, or so many tokens, int64 [B]."""
         assert self.rows is not None
-        assert model.choosing is not None
+        assert model.sampling_implementation is not None
         logits_BC, sampling = model.draft_logits(hidden_BD), self.sampling
         is_greedy = sampling is None or sampling.num_sampled == 0
         if not is_greedy and self.law is DraftLaw.COUPLED:
-            return draw(over_vocabulary(logits_BC, model), later(self.rows, place), sampling, ahead, model.choosing)
+            return draw(
+                over_vocabulary(logits_BC, model),
+                later(self.rows, place),
+                sampling,
+                ahead,
+                model.sampling_implementation,
+            )
         rows = self.rows if is_greedy else likeliest(self.rows)
         if not looks_ahead(sampling):
-            return model.draft_to_target(HeadIds(draw(logits_BC, rows, None, None, model.choosing)))
-        return draw(over_vocabulary(logits_BC, model), rows, sampling, ahead, model.choosing)
+            return model.draft_to_target(HeadIds(draw(logits_BC, rows, None, None, model.sampling_implementation)))
+        return draw(over_vocabulary(logits_BC, model), rows, sampling, ahead, model.sampling_implementation)
 
     def _choose(
         self,
@@ -155,7 +163,7 @@ class DraftSource:
         hidden_BD: torch.Tensor,
         noise_S1V: torch.Tensor | None,
         uniform_S: torch.Tensor | None,
-        ahead: Lookahead | None,
+        ahead: HistoryLookahead | None,
     ) -> Drafted:
         logits_BC = wide(model.draft_logits(hidden_BD))
         sampling, vocab = self.sampling, model.vocab

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.engine.sampling.kernel_choice import edit, with_every_cut
+from baton.engine.sampling.kernel_sampler import edit, with_every_cut
 from baton.engine.speculation.verify import DraftLaw, DraftProbs, Verified, VerifyInputs
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling.choice import Law, settled
 from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.rows import Law, settled
 from baton.kernels.sampling.verify import verify
 
 _BY_CHANCE = (Law.REJECT, Law.BLOCK)

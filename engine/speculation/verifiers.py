@@ -20,8 +20,8 @@ from baton.engine.speculation.verify import (
     usable_drafts,
 )
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling.choice import Law
 from baton.kernels.sampling.noise import SYNTHETIC_SEED, Purpose, uniform
+from baton.kernels.sampling.rows import Law
 from baton.model.model import Model
 
 
@@ -88,9 +88,9 @@ def verifier_for(model: Model, config: VerificationConfig, num_draft_tokens: int
     Raises:
         ConfigInvalid: the configuration does not fit so many.
     """
-    if model.choosing is None:
+    if model.sampling_implementation is None:
         return make_verifier(config, num_draft_tokens)
-    return make_kernel_verifier(config, num_draft_tokens, model.choosing, model.device)
+    return make_kernel_verifier(config, num_draft_tokens, model.sampling_implementation, model.device)
 
 
 def make_kernel_verifier(

@@ -27,7 +27,7 @@ import torch
 
 from baton.engine.grammar.masks import GrammarMasks
 from baton.engine.sampling.sampler import SamplingRows, choose
-from baton.kernels.sampling.choice import ChoiceRows
+from baton.kernels.sampling.rows import DrawRows
 from baton.model.vocab import WHOLE, Vocab
 
 
@@ -96,7 +96,7 @@ class VerifyInputs:
     target_logits_BQV: torch.Tensor
     sampling: SamplingRows | None
     noise_SQV: torch.Tensor | None = None
-    rows: ChoiceRows | None = None
+    rows: DrawRows | None = None
     masks: GrammarMasks | None = None
     position_B: torch.Tensor
     draft_cap_B: torch.Tensor

@@ -35,7 +35,7 @@ def without_frames(error: BaseException) -> BaseException:
 CLOSE_TIMEOUT_S = 30.0
 
 
-class Ending(Protocol):
+class Pending(Protocol):
     """Something that is under way."""
 
     @property
@@ -51,7 +51,7 @@ class StepExecutor(Protocol):
         """Have `work` done after all that was given before; its result will be in `target`, on the host."""
         ...
 
-    def run(self, work: Callable[[], None]) -> "Ending":
+    def run(self, work: Callable[[], None]) -> "Pending":
         """The same for work without a result. If it fails, the future of what is submitted next says so."""
         ...
 
@@ -119,7 +119,7 @@ class ThreadExecutor:
         """See `StepExecutor`."""
         return HostFuture(target, self._give(work, target))
 
-    def run(self, work: Callable[[], None]) -> Ending:
+    def run(self, work: Callable[[], None]) -> Pending:
         """See `StepExecutor`."""
         return self._give(work, None)
 
@@ -217,7 +217,7 @@ class StreamExecutor:
         return HostFuture(target, copied)
 
     @torch.inference_mode()
-    def run(self, work: Callable[[], None]) -> Ending:
+    def run(self, work: Callable[[], None]) -> Pending:
         """See `StepExecutor`."""
         work()
         event = torch.cuda.Event()

@@ -11,7 +11,7 @@ from baton.core.errors import BatonError
 from baton.core.requests.request import TokenLogprobs
 from baton.engine.sampling.logprobs import num_packed, unpack, unpack_step
 from baton.engine.step.counters import IDLE
-from baton.engine.step.executor import Ending
+from baton.engine.step.executor import Pending
 from baton.engine.step.host_future import HostFuture
 from baton.engine.step.meter import StepTimes
 
@@ -187,7 +187,7 @@ class StepTicket:
         self,
         layout: ResultLayout,
         future: HostFuture,
-        end: Ending,
+        end: Pending,
         *,
         errors: Callable[[], Mapping[int, BatonError]],
         on_read: Callable[[torch.Tensor], None],

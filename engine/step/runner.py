@@ -36,7 +36,7 @@ from baton.engine.speculation.verify import DraftLaw, Verified
 from baton.engine.step.batch import ChunkRows, Ints, PrefillInputs, prefill_inputs
 from baton.engine.step.batch_rows import StepBatch
 from baton.engine.step.counters import mark_idle
-from baton.engine.step.executor import Ending, executor_for
+from baton.engine.step.executor import Pending, executor_for
 from baton.engine.step.host_future import ResultBuffers
 from baton.engine.step.meter import StepMeter, StepTimes
 from baton.engine.step.passes import EagerPasses, Passes
@@ -212,7 +212,7 @@ class Runner:
         if decodes:
             warm_up_decode(self._model, self._pool, reach, self._verifier, self.num_draft_tokens, self._table.history)
 
-    def execute(self, operation: Operation) -> Ending | None:
+    def execute(self, operation: Operation) -> Pending | None:
         """Carry an operation out between the steps launched before and those launched after this call.
 
         Returns:
@@ -269,7 +269,7 @@ class Runner:
         if handed:
             target = host_buffer(len(handed) * self._handoff_words, torch.int64, self._pool.device)
             handoffs = self._executor.submit(lambda: self._hand_off(work, handed), target)
-        end: Ending = handoffs or self._executor.run(lambda: self._finish(work))
+        end: Pending = handoffs or self._executor.run(lambda: self._finish(work))
 
         def on_read(values: torch.Tensor) -> None:
             self._buffers.give_back(buffer)
@@ -521,7 +521,11 @@ class Runner:
                 rows = slice(first, min(first + LOGITS_ROWS, end))
                 logits_NV = self._model.logits(trunk_TD[rows])
                 packed_NX = logprobs_of(
-                    logits_NV, inputs.next_token_ids_T[rows], num_top, self._model.vocab, self._model.choosing
+                    logits_NV,
+                    inputs.next_token_ids_T[rows],
+                    num_top,
+                    self._model.vocab,
+                    self._model.sampling_implementation,
                 )
                 found.append(packed_NX.contiguous().view(torch.int64).flatten())
             row += chunk.length
@@ -591,7 +595,7 @@ class Runner:
 def _history(lookup: PromptLookup | None, num_slots: int, num_draft_tokens: int, model: Model) -> TokenHistory | None:
     if lookup is None or num_draft_tokens == 0:
         return None
-    form = model.choosing or Implementation.REFERENCE
+    form = model.sampling_implementation or Implementation.REFERENCE
     return TokenHistory(lookup, num_slots, model.config.max_model_len, model.device, form)
 
 

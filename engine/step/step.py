@@ -26,8 +26,8 @@ import torch
 
 from baton.engine.grammar.masks import GrammarMasks
 from baton.engine.grammar.rows import GrammarRows
-from baton.engine.sampling.history import Lookahead
-from baton.engine.sampling.kernel_choice import next_token
+from baton.engine.sampling.history import HistoryLookahead
+from baton.engine.sampling.kernel_sampler import next_token
 from baton.engine.sampling.logprobs import step_logprobs
 from baton.engine.sampling.sampler import SamplingRows, looks_ahead
 from baton.engine.speculation.drafting import Drafted, DraftSource, over_vocabulary, stack_probs
@@ -46,7 +46,7 @@ from baton.engine.step.passes import Passes
 from baton.engine.step.slots import DecodeState
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling.choice import settled
+from baton.kernels.sampling.rows import settled
 from baton.kernels.sampling.verify import Verdict, post_verify
 from baton.model.model import Model
 
@@ -229,7 +229,7 @@ def _verify(
     logits_BQV, draft_cap_B, masks = raw_BQV, decode.rows.draft_cap_B, None
     if decode.grammar is not None:
         masks = decode.grammar.masks()
-        if model.choosing is None:
+        if model.sampling_implementation is None:
             logits_BQV = masks.apply(raw_BQV, model.vocab)
         if verifier.draft_law is not DraftLaw.SAMPLED:  # there a cap that depends on a draft would bias its law
             draft_cap_B = masks.cap(draft_cap_B)
@@ -259,7 +259,7 @@ def _verify(
     after = post_verify(
         Verdict(verified.token_ids_BQ, accepted_len_B),
         length_B,
-        implementation=model.choosing or Implementation.REFERENCE,
+        implementation=model.sampling_implementation or Implementation.REFERENCE,
     )
     state = replace(before, last_token_B=after.last_token_B, length_B=after.length_B)
     return DecodeSample(
@@ -297,7 +297,9 @@ def _first_tokens(prompt: PromptInputs, trunk_TD: torch.Tensor, model: Model) ->
 def _with_logprobs(verified: Verified, raw_BQV: torch.Tensor, sampling: SamplingRows | None, model: Model) -> Verified:
     if sampling is None or sampling.logprobs is None:
         return verified
-    packed_LQX = step_logprobs(raw_BQV, verified.token_ids_BQ, sampling.logprobs, model.vocab, model.choosing)
+    packed_LQX = step_logprobs(
+        raw_BQV, verified.token_ids_BQ, sampling.logprobs, model.vocab, model.sampling_implementation
+    )
     return replace(verified, logprobs_LQX=packed_LQX)
 
 
@@ -309,7 +311,7 @@ def _next_draft(decode: DecodeInputs, of_decode: DecodeSample, mtp_TD: torch.Ten
     if source.law is not DraftLaw.SAMPLED:
         ahead = None
         if looks_ahead(decode.sampling):
-            ahead = Lookahead(of_decode.verified.token_ids_BQ, of_decode.accepted_len_B[:, None] + 1)
+            ahead = HistoryLookahead(of_decode.verified.token_ids_BQ, of_decode.accepted_len_B[:, None] + 1)
         draft_B = source.draft_next(model, hidden_BD, of_decode.accepted_len_B, ahead)
     if is_idle_B is not None:
         draft_B = torch.where(is_idle_B, before.draft_token_B, draft_B)
@@ -321,7 +323,7 @@ def _first_draft(prompt: PromptInputs, of_prompt: PromptSample, mtp_TD: torch.Te
     """The draft that follows each of the F sampled tokens."""
     hidden_FD = mtp_TD[prompt.rows.last_row_F]
     logits_FV = over_vocabulary(model.draft_logits(hidden_FD), model)
-    ahead = Lookahead.after(of_prompt.verified.token_ids_BQ) if looks_ahead(prompt.sampling) else None
+    ahead = HistoryLookahead.after(of_prompt.verified.token_ids_BQ) if looks_ahead(prompt.sampling) else None
     return Extended(next_token(model, logits_FV, prompt.sampling, prompt.next_position_F + 1, ahead), hidden_FD)
 
 
@@ -365,6 +367,6 @@ def _draft(
         hidden_BD = passes.draft(drafted[-1].token_B, hidden_BD, state.length_B - 2 + step)
         ahead = None
         if looks_ahead(decode.sampling):
-            ahead = Lookahead.after(torch.stack([item.token_B for item in drafted], dim=1))
+            ahead = HistoryLookahead.after(torch.stack([item.token_B for item in drafted], dim=1))
         drafted.append(source.draft(model, hidden_BD, step, ahead))
     return DraftIds(torch.stack([item.token_B for item in drafted], dim=1)), stack_probs(drafted, model)

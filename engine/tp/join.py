@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 log = logging.getLogger(__name__)
 
 
-class Listener:
+class RankListener:
     """Where the other ranks of a TP group join rank 0.
 
     Attributes:

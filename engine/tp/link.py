@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from baton.core.errors import BatonError, ProtocolError, WorkerLost
-from baton.engine.tp.plan_codec import FRAME_HEADER_BYTES, Beat, Farewell, PlanCodec, Ready, Stop, payload_len
+from baton.engine.tp.plan_codec import FRAME_HEADER_BYTES, Beat, PlanCodec, RankFarewell, Ready, Stop, payload_len
 from baton.engine.tp.watch import SILENCE_S, TPGroupWatch
 
 
@@ -252,7 +252,7 @@ class TPGroupLink:
         with self._lock, contextlib.suppress(OSError):
             if not self._is_closed:
                 self._is_ending = True
-                self._send(Farewell("" if error is None else error.to_wire(), bool(lost)))
+                self._send(RankFarewell("" if error is None else error.to_wire(), bool(lost)))
         self.close()
 
     def expect_end(self) -> None:
@@ -367,7 +367,7 @@ class TPGroupLink:
             case Beat():
                 with self._lock:
                     self._watch.beat(rank, message.num_operations)
-            case Farewell():
+            case RankFarewell():
                 if message.error:
                     with self._lock:
                         self._watch.farewell(rank, message.error, message.is_victim, now_s)

@@ -53,7 +53,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell:
+class RankFarewell:
     """Last word of a rank that ends.
 
     Attributes:
@@ -70,7 +70,7 @@ class Stop:
     """Rank 0 ends; nothing follows."""
 
 
-CONTROL_KINDS: dict[int, type] = {1: Join, 2: Beat, 3: Ready, 4: Farewell, 5: Stop}
+CONTROL_KINDS: dict[int, type] = {1: Join, 2: Beat, 3: Ready, 4: RankFarewell, 5: Stop}
 
 
 VERSION: Final = 1

@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.graphed_step import GraphedStep
-from baton.engine.step.executor import Ending
+from baton.engine.step.executor import Pending
 from baton.engine.step.meter import StepMeter
 from baton.engine.step.plan import Grow, Load, Operation, Place, Release, Save, Step
 from baton.engine.step.result import StepTicket
@@ -89,7 +89,7 @@ class Rank0Runner:
         """See `Runner`; of this rank."""
         return self._runner.meter
 
-    def execute(self, operation: Operation) -> Ending | None:
+    def execute(self, operation: Operation) -> Pending | None:
         """As `Runner.execute`, at every rank. A copy's ending says that every rank has copied."""
         self._channel.tell(operation)
         return self._runner.execute(operation)

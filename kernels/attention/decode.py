@@ -24,7 +24,7 @@ from baton.kernels.attention import invariant as attention_invariant
 from baton.kernels.attention import paged as attention
 from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
 from baton.kernels.attention.block_tables import within
-from baton.kernels.attention.decode_plan import Launch, Options, SplitKVPlans
+from baton.kernels.attention.decode_plan import Launch, PlanOptions, SplitKVPlans
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 
@@ -122,7 +122,7 @@ class _Shared:
 
     max_context_len: int
     scale: float
-    options: Options
+    options: PlanOptions
 
 
 _FORMS: Memo[_Reference | _Shared | Launch] = Memo()  # how calls that were checked are computed
@@ -250,7 +250,7 @@ def _check_triton(
 
 def _options(
     query_BQAD: torch.Tensor, key_NHSD: torch.Tensor, bound: int, invariant: bool, given: Mapping[str, Any] | None
-) -> Options:
+) -> PlanOptions:
     num_sequences, num_queries, num_heads, head_dim = query_BQAD.shape
     num_kv_heads = key_NHSD.shape[1]
     num_rows = num_queries * num_heads // num_kv_heads
@@ -272,7 +272,7 @@ def _options(
 
 
 def _launch(
-    query_BQAD: torch.Tensor, key_NHSD: torch.Tensor, bound: int, scale: float, chosen: Options, invariant: bool
+    query_BQAD: torch.Tensor, key_NHSD: torch.Tensor, bound: int, scale: float, chosen: PlanOptions, invariant: bool
 ) -> Launch:
     num_sequences, num_queries, num_heads, head_dim = query_BQAD.shape
     num_kv_heads = key_NHSD.shape[1]
@@ -313,7 +313,7 @@ def _by_shares(
     value_scale: torch.Tensor | None,
     bound: int,
     scale: float,
-    chosen: Options,
+    chosen: PlanOptions,
     plans: SplitKVPlans,
 ) -> torch.Tensor:
     num_queries, num_heads = query_BQAD.shape[1:3]

@@ -76,7 +76,7 @@ _MERGE_STEP_NS = 800.0  # and each 32 parts that it adds after the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PlanOptions:
     """What is tuned; the fields of a row of the committed table.
 
     Attributes:
@@ -125,9 +125,9 @@ class Launch:
         stages: tiles under way, and the one that is computed.
         warps: of a program.
         pdl: the second kernel is started early and waits for the first by itself (programmatic dependent launch).
-        direct: as in `Options`.
-        apart: as in `Options`.
-        registers: as in `Options`.
+        direct: as in `PlanOptions`.
+        apart: as in `PlanOptions`.
+        registers: as in `PlanOptions`.
     """
 
     scale: float
@@ -150,34 +150,34 @@ def rows_of_program(num_rows: int) -> int:
     return min(64, max(16, 1 << (num_rows - 1).bit_length()))
 
 
-def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options:
+def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanOptions:
     """The rule where no table knows better."""
     rows = rows_of_program(num_rows)
     if kv_item_bytes == 4:
-        return Options(tile=32, rows=16, swap=False, stages=2, warps=4, slots=264)
+        return PlanOptions(tile=32, rows=16, swap=False, stages=2, warps=4, slots=264)
     if kv_item_bytes == 1:
         return _float8_options(rows, head_dim)
     if head_dim > 128:
         if rows > 32:
-            return Options(tile=64, rows=64, swap=False, stages=2, warps=8, slots=132)
-        return Options(tile=32, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
-    return Options(tile=64, rows=rows, swap=rows < 64, stages=3, warps=4, slots=264)
+            return PlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8, slots=132)
+        return PlanOptions(tile=32, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
+    return PlanOptions(tile=64, rows=rows, swap=rows < 64, stages=3, warps=4, slots=264)
 
 
-def _float8_options(rows: int, head_dim: int) -> Options:
+def _float8_options(rows: int, head_dim: int) -> PlanOptions:
     """Float8 goes straight to the products' registers, but for many rows, and for heads too small for pairs."""
     if rows > 32:
         tile, warps = (32, 8) if head_dim > 128 else (64, 4)
-        return Options(tile=tile, rows=64, swap=False, stages=3, warps=warps, slots=132 if head_dim > 128 else 264)
+        return PlanOptions(tile=tile, rows=64, swap=False, stages=3, warps=warps, slots=132 if head_dim > 128 else 264)
     if head_dim < 64:
-        return Options(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
-    base = Options(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396, direct=1)
+        return PlanOptions(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396 if rows == 16 else 264)
+    base = PlanOptions(tile=64, rows=rows, swap=False, stages=3, warps=4, slots=396, direct=1)
     if head_dim > 128:
         return replace(base, slots=264)
     return replace(base, apart=True, registers=168) if rows == 16 else base
 
 
-def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Options:
+def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanOptions:
     """Of one arithmetic whatever the number of rows: none of a table, and operands on the same sides.
 
     What a product gives in one column does not depend on how many columns there are, so more rows may be padded to
@@ -187,13 +187,13 @@ def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> Optio
         return default_options(16, head_dim, kv_item_bytes)
     rows = min(rows_of_program(num_rows), 32)
     if head_dim > 128:
-        return Options(tile=64, rows=rows, swap=True, stages=3, warps=8, slots=132)
-    return Options(tile=64, rows=rows, swap=True, stages=3, warps=4, slots=264)
+        return PlanOptions(tile=64, rows=rows, swap=True, stages=3, warps=8, slots=132)
+    return PlanOptions(tile=64, rows=rows, swap=True, stages=3, warps=4, slots=264)
 
 
-def options_of_row(row: Mapping[str, Any]) -> Options:
+def options_of_row(row: Mapping[str, Any]) -> PlanOptions:
     """A row of the committed table."""
-    return Options(**row)
+    return PlanOptions(**row)
 
 
 def table_shape(num_rows: int, head_dim: int, kv_dtype_name: str, num_queries: int | None = None) -> str:
@@ -209,7 +209,7 @@ def read_table_shape(shape: str) -> tuple[int, int, str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def num_parts(num_programs: int, max_context_len: int, kv_row_bytes: int, out_bytes: int, options: Options) -> int:
+def num_parts(num_programs: int, max_context_len: int, kv_row_bytes: int, out_bytes: int, options: PlanOptions) -> int:
     """Parts of a sequence: the number with the least predicted time, the smallest of several.
 
     Args:

@@ -337,7 +337,7 @@ def variants() -> list[Variant]:
     return list(found.values())
 
 
-def _attend_variant(head_dim: int, kind: str, options: attention_plan.Options) -> Variant:
+def _attend_variant(head_dim: int, kind: str, options: attention_plan.PlanOptions) -> Variant:
     # wgmma takes 64 of something on the left: rows of D as V is read, or rows of queries.
     is_wide = head_dim >= 64 if options.swap else options.rows >= 64
     side = "swapped" if options.swap else "plain"

@@ -19,7 +19,7 @@ from baton.kernels.attention import decode_plan as attention_plan
 from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.attention import split_kv_triton as attention_split_kv_triton
-from baton.kernels.attention.decode_plan import Options, SplitKVPlans
+from baton.kernels.attention.decode_plan import PlanOptions, SplitKVPlans
 from baton.kernels.attention.decode_triton import STRIDE_UNIT
 
 NAME = "attention_prefill_shares"  # in the tuned table
@@ -130,7 +130,7 @@ def _is_for_hopper(row: Mapping[str, Any]) -> bool:
     return attention_prefill_hopper_triton.is_ours(row)
 
 
-def _options(num_rows: int, head_dim: int, key_NHSD: torch.Tensor, row: Mapping[str, Any]) -> Options:
+def _options(num_rows: int, head_dim: int, key_NHSD: torch.Tensor, row: Mapping[str, Any]) -> PlanOptions:
     """Of the loops of decode steps: as the row says, or by rule."""
     if row and not _is_for_hopper(row):
         return attention_plan.options_of_row(row)

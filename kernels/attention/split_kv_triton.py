@@ -17,7 +17,7 @@ import triton.language as tl
 
 from baton.kernels import tuning
 from baton.kernels.attention import decode_plan as attention_plan
-from baton.kernels.attention.decode_plan import Options
+from baton.kernels.attention.decode_plan import PlanOptions
 from baton.kernels.attention.decode_triton import STRIDE_UNIT, attend_tiles
 from baton.kernels.attention.float8_triton import BITS_SCALE, attend_apart, attend_together
 from baton.kernels.attention.merge_triton import add_parts, merge_shape
@@ -203,7 +203,7 @@ def launch(
     num_queries: int,
     scale: float,
     num_shares: int,
-    how: Options,
+    how: PlanOptions,
 ) -> torch.Tensor:
     """Attention of rows [B, Q, A, D] at positions, or of chunks [T, A, D] that begin at starts; as `query` is.
 
@@ -331,7 +331,7 @@ def _merge_variants(varlen: bool) -> list[Variant]:
     ]
 
 
-def _attend_variant(head_dim: int, kind: str, options: Options, *, varlen: bool) -> Variant:
+def _attend_variant(head_dim: int, kind: str, options: PlanOptions, *, varlen: bool) -> Variant:
     is_wide = head_dim >= 64 if options.swap else options.rows >= 64
     side = "swapped" if options.swap else "plain"
     way = ("", " direct", " moved")[options.direct] + (" apart" if options.apart else "")

@@ -9,8 +9,8 @@ sides (`swap_ab`); where the table or the rule says so, many rows go to the libr
 
 With `invariant` a row's result depends on that row alone, bit for bit: tile, splits and order are the weight's.
 
-Launches that share a `Workspace` must come one after the other: it belongs to a stream. It refuses shapes that do not
-fit, before anything is launched. Legend: M rows, N outputs, K inputs, G groups of 128 inputs.
+Launches that share a `GemmWorkspace` must come one after the other: it belongs to a stream. It refuses shapes that do
+not fit, before anything is launched. Legend: M rows, N outputs, K inputs, G groups of 128 inputs.
 
 Source: DeepSeek-V3 (section 3.3) for the scheme; swapping operands for small M as DeepGEMM and cuBLAS do.
 """
@@ -24,7 +24,7 @@ import torch
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.gemm import fp8_hopper_triton as gemm_fp8_hopper_triton
 from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
-from baton.kernels.gemm.fp8_plan import FEW_ROWS, Plan, SwapAB, invariant_plan, plan_of, rule
+from baton.kernels.gemm.fp8_plan import FEW_ROWS, GemmPlan, SwapAB, invariant_plan, plan_of, rule
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_fp8_reference, quantize_unchecked
 from baton.kernels.gemm.scaled_mm import LIBRARY, ROWS_MULTIPLE
@@ -38,7 +38,7 @@ _HOPPER = (9, 0)
 _OLDEST = (8, 9)  # with instructions for float8
 
 
-class Workspace:
+class GemmWorkspace:
     """Counters of splits that have arrived; every launch leaves zeros. Of one stream, and made before its capture."""
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class Workspace:
 
 
 @functools.cache
-def default_workspace(device: torch.device) -> Workspace:
+def default_workspace(device: torch.device) -> GemmWorkspace:
     """The one of the stream that computes on a device, for callers that bring none.
 
     Raises:
@@ -54,7 +54,7 @@ def default_workspace(device: torch.device) -> Workspace:
     """
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     require(not captured, "workspace", "must be made before a graph is captured: call once before")
-    return Workspace(device)
+    return GemmWorkspace(device)
 
 
 def gemm_fp8(
@@ -66,8 +66,8 @@ def gemm_fp8(
     swap_ab: SwapAB | str = SwapAB.AUTO,
     num_sms: int | None = None,
     invariant: bool = False,
-    workspace: Workspace | None = None,
-    plan: Plan | None = None,
+    workspace: GemmWorkspace | None = None,
+    plan: GemmPlan | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
     """[M, N] bfloat16 of quantized activations.
@@ -120,8 +120,8 @@ def linear_fp8(
     swap_ab: SwapAB | str = SwapAB.AUTO,
     num_sms: int | None = None,
     invariant: bool = False,
-    workspace: Workspace | None = None,
-    plan: Plan | None = None,
+    workspace: GemmWorkspace | None = None,
+    plan: GemmPlan | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
     """[M, N] bfloat16 of bfloat16 activations: quantizes, pads and multiplies; bits as of the two calls.
@@ -201,7 +201,7 @@ class _Way:
 
     is_empty: bool
     in_triton: bool
-    plan: Plan | None
+    plan: GemmPlan | None
 
 
 _PRODUCTS: Memo[_Way] = Memo()
@@ -215,7 +215,7 @@ def _way(
     swap_ab: SwapAB | str,
     num_sms: int | None,
     invariant: bool,
-    plan: Plan | None,
+    plan: GemmPlan | None,
     implementation: Implementation,
     can_tma: bool,
 ) -> _Way:
@@ -232,7 +232,7 @@ def _way(
     return _Way(False, True, plan)
 
 
-def _is_warp_specialized(plan: Plan, num_rows: int, weight: Fp8Weight, num_sms: int | None, can_tma: bool) -> bool:
+def _is_warp_specialized(plan: GemmPlan, num_rows: int, weight: Fp8Weight, num_sms: int | None, can_tma: bool) -> bool:
     """Whether a plan with workers can be carried out here."""
     num_counters = gemm_fp8_hopper_triton.num_counters(plan, num_rows, weight.num_outputs)
     return can_tma and num_sms is None and num_counters <= gemm_fp8_triton.MAX_TILES
@@ -259,7 +259,7 @@ def _out(out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight) -> torch
     return torch.empty(num_rows, weight.num_outputs, dtype=torch.bfloat16, device=weight.values_NK.device)
 
 
-def _check_plan(plan: Plan, weight: Fp8Weight) -> None:
+def _check_plan(plan: GemmPlan, weight: Fp8Weight) -> None:
     """That the plan that was given computes all of K."""
     num_groups = weight.num_inputs // GROUP_LEN
     is_step = plan.groups in ((1, 2, 4) if plan.copied else (1, 2))
@@ -292,7 +292,7 @@ def _chosen(
     num_sms: int | None,
     invariant: bool,
     can_tma: bool,
-) -> Plan | None:
+) -> GemmPlan | None:
     """The plan; None: the library's product, which can be neither capped nor invariant."""
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     device = weight.values_NK.device
@@ -334,9 +334,9 @@ def _multiplied(
     weight: Fp8Weight,
     num_rows: int,
     out_MN: torch.Tensor | None,
-    plan: Plan | None,
+    plan: GemmPlan | None,
     num_sms: int | None,
-    workspace: Workspace | None,
+    workspace: GemmWorkspace | None,
 ) -> torch.Tensor:
     """Of quantized rows, which may be more than those wanted: what is padded is not stored, or cut off."""
     if plan is None:

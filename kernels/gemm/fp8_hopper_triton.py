@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.dependent_launch import dependent_launch
-from baton.kernels.gemm.fp8_plan import TABLES, Plan
+from baton.kernels.gemm.fp8_plan import TABLES, GemmPlan
 from baton.kernels.gemm.fp8_warp_specialized_triton import gemm_kernel
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.launcher import Constants, Launcher
@@ -61,7 +61,7 @@ def fits(weight: Fp8Weight, a_MK: torch.Tensor | None = None) -> bool:
     return a_MK.data_ptr() % _ALIGNMENT == 0 and stride % _ALIGNMENT == 0 and stride >= weight.num_inputs
 
 
-def is_form(plan: Plan) -> bool:
+def is_form(plan: GemmPlan) -> bool:
     """Whether there is such a program."""
     rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
     turns = plan.workers * 64 // rows if rows in (64, 128) else 0  # of the workers with the same rows
@@ -75,27 +75,27 @@ def is_form(plan: Plan) -> bool:
     )
 
 
-def num_counters(plan: Plan, num_rows: int, num_outputs: int) -> int:
+def num_counters(plan: GemmPlan, num_rows: int, num_outputs: int) -> int:
     """That a launch wants."""
     halves = (plan.BN if plan.swap else plan.BM) // 64
     return -(-num_rows // plan.BM) * -(-num_outputs // plan.BN) * halves if plan.splits > 1 else 0
 
 
-def _boxes(plan: Plan) -> tuple[int, int]:
+def _boxes(plan: GemmPlan) -> tuple[int, int]:
     """Rows of activations and of the weight that TMA copies at once: the side that warpgroups share is cut for them."""
     if plan.swap:
         return plan.BM, min(plan.BN, 64)
     return min(plan.BM, 64), plan.BN
 
 
-def shared_bytes(plan: Plan) -> int:
+def shared_bytes(plan: GemmPlan) -> int:
     """That a program takes, or a few more."""
     rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
     joined = 64 * columns * 4 if plan.workers > rows // 64 else 0
     return plan.stages * (128 * (plan.BM + plan.BN) + 4 * plan.BM + 16) + joined + 384
 
 
-def programs_at_once(plan: Plan) -> int:
+def programs_at_once(plan: GemmPlan) -> int:
     """Of a multiprocessor."""
     return max(1, _SHARED_BYTES // (shared_bytes(plan) + _RESERVED_BYTES))
 
@@ -105,7 +105,7 @@ def launch(
     scales_GM: torch.Tensor,
     weight: Fp8Weight,
     c_MN: torch.Tensor,
-    plan: Plan,
+    plan: GemmPlan,
     counters: torch.Tensor,
 ) -> None:
     """Compute `c_MN`; all arguments were checked and fit.
@@ -160,11 +160,11 @@ def _described(weight: Fp8Weight, box: int) -> TensorDescriptor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch_constants(plan: Plan, device: torch.device) -> Constants:
+def _launch_constants(plan: GemmPlan, device: torch.device) -> Constants:
     return Constants(_constants(plan) | _options(plan) | dependent_launch(device, plan.pdl))
 
 
-def _options(plan: Plan) -> dict[str, Any]:
+def _options(plan: GemmPlan) -> dict[str, Any]:
     """Registers are shared by the programs that a multiprocessor has place for."""
     num_programs = programs_at_once(plan)
     num_threads = 128 * (plan.workers + 1)
@@ -172,7 +172,7 @@ def _options(plan: Plan) -> dict[str, Any]:
     return {"num_warps": 4} | limit
 
 
-def _constants(plan: Plan) -> dict[str, Any]:
+def _constants(plan: GemmPlan) -> dict[str, Any]:
     """All but `EARLY`."""
     return {
         "BM": plan.BM,
@@ -188,7 +188,7 @@ def _constants(plan: Plan) -> dict[str, Any]:
 _launch_gemm = Launcher(gemm_kernel)
 
 
-def variant(plan: Plan) -> Variant:
+def variant(plan: GemmPlan) -> Variant:
     """What is compiled for a plan."""
     a_box, w_box = _boxes(plan)
     integers = ("num_rows", "N", "K", "a_scale_stride", "w_scale_stride", "c_stride", "num_splits")
@@ -224,17 +224,17 @@ def variant(plan: Plan) -> Variant:
 def variants() -> list[Variant]:
     """What the tables launch, each once; and one of each kind of tile."""
     rows = [row for name in TABLES for sizes in table().get(name, {}).values() for row in sizes.values()]
-    plans = [Plan(**row) for row in rows if row.get("workers")]
+    plans = [GemmPlan(**row) for row in rows if row.get("workers")]
     found: dict[str, Variant] = {}
     for plan in (
         *plans,
-        Plan(swap=False, BM=64, BN=32, stages=8, workers=2),
-        Plan(swap=False, BM=64, BN=32, stages=8, workers=1),
-        Plan(swap=False, BM=64, BN=64, stages=12, workers=2, splits=2),
-        Plan(swap=False, BM=128, BN=64, stages=8, workers=2),
-        Plan(BM=16, BN=64, stages=20, workers=1, depth=4),
-        Plan(BM=32, BN=64, stages=16, workers=2, splits=2),
-        Plan(BM=64, BN=128, stages=8, workers=2, splits=4),
+        GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2),
+        GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=1),
+        GemmPlan(swap=False, BM=64, BN=64, stages=12, workers=2, splits=2),
+        GemmPlan(swap=False, BM=128, BN=64, stages=8, workers=2),
+        GemmPlan(BM=16, BN=64, stages=20, workers=1, depth=4),
+        GemmPlan(BM=32, BN=64, stages=16, workers=2, splits=2),
+        GemmPlan(BM=64, BN=128, stages=8, workers=2, splits=4),
     ):
         found[variant(plan).name] = variant(plan)
     return list(found.values())

@@ -1,7 +1,7 @@
 """How a float8 product is computed at a shape: which operand is which side, tiles, splits. Tuned, else by rule; pure.
 
 Two tables of `kernels.tuning`: "gemm_fp8" for quantized activations and "linear_fp8" for those that are quantized in
-the same call. A row is the fields of a `Plan`, or `{"library": true}` where cuBLASLt is faster.
+the same call. A row is the fields of a `GemmPlan`, or `{"library": true}` where cuBLASLt is faster.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class SwapAB(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GemmPlan:
     """One way to compute.
 
     Attributes:
@@ -101,23 +101,23 @@ def splits_of(num_outputs: int, num_inputs: int, BN: int, num_row_tiles: int = 1
     return max(1, min(_NUM_PROGRAMS // num_tiles, num_inputs // 128 // _MIN_STEPS, _MAX_SPLITS))
 
 
-def rule(num_rows: int, num_outputs: int, num_inputs: int, *, swap: bool) -> Plan:
+def rule(num_rows: int, num_outputs: int, num_inputs: int, *, swap: bool) -> GemmPlan:
     """What is used where nothing was tuned."""
     if not swap:
         BM = 64 if num_rows <= 64 else 128
         splits = splits_of(num_outputs, num_inputs, 128, -(-num_rows // BM))
-        return Plan(swap=False, BM=BM, BN=128, stages=4, warps=8 if BM == 128 else 4, splits=splits)
+        return GemmPlan(swap=False, BM=BM, BN=128, stages=4, warps=8 if BM == 128 else 4, splits=splits)
     BM = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     wide = BM == 64
     BN = 128 if wide else 64
     splits = splits_of(num_outputs, num_inputs, BN, -(-num_rows // BM))
-    return Plan(BM=BM, BN=BN, stages=5 if wide else 6, warps=8 if wide else 4, splits=splits, fused=num_rows <= 16)
+    return GemmPlan(BM=BM, BN=BN, stages=5 if wide else 6, warps=8 if wide else 4, splits=splits, fused=num_rows <= 16)
 
 
-def invariant_plan(num_outputs: int, num_inputs: int) -> Plan:
+def invariant_plan(num_outputs: int, num_inputs: int) -> GemmPlan:
     """One for every number of rows: tile, splits and order are the weight's alone."""
     splits = splits_of(num_outputs, num_inputs, 64)
-    return Plan(BM=INVARIANT_TILE, BN=64, stages=5, warps=4, splits=splits)
+    return GemmPlan(BM=INVARIANT_TILE, BN=64, stages=5, warps=4, splits=splits)
 
 
 def _row(table: str, num_rows: int, shape: str, device_index: int | None) -> Mapping[str, Any] | None:
@@ -137,7 +137,7 @@ def plan_of(
     *,
     can_swap: bool,
     device_index: int | None,
-) -> Plan | None:
+) -> GemmPlan | None:
     """The plan for a shape; None: the library's product.
 
     Args:
@@ -157,8 +157,8 @@ def plan_of(
     if swap_ab is SwapAB.AUTO and can_swap:
         if row is None:
             return rule(num_rows, num_outputs, num_inputs, swap=True) if num_rows <= FEW_ROWS else None
-        return None if row.get("library") else Plan(**row)
+        return None if row.get("library") else GemmPlan(**row)
     swap = swap_ab is SwapAB.ON
     if row is not None and row.get("swap") is swap:
-        return Plan(**row)
+        return GemmPlan(**row)
     return rule(num_rows, num_outputs, num_inputs, swap=swap)

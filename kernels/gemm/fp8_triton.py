@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.dependent_launch import dependent_launch
-from baton.kernels.gemm.fp8_plan import FEW_ROWS, SIZES, TABLES, Plan, SwapAB, invariant_plan, plan_of
+from baton.kernels.gemm.fp8_plan import FEW_ROWS, SIZES, TABLES, GemmPlan, SwapAB, invariant_plan, plan_of
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8_triton import quantize_tile
 from baton.kernels.launcher import Constants, Launcher
@@ -218,7 +218,7 @@ def launch(
     scales_GM: torch.Tensor | None,
     weight: Fp8Weight,
     c_MN: torch.Tensor,
-    plan: Plan,
+    plan: GemmPlan,
     counters: torch.Tensor,
     *,
     ue8m0: bool = False,
@@ -288,12 +288,12 @@ def _described(weight: Fp8Weight, BN: int) -> TensorDescriptor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch_constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool, device: torch.device) -> Constants:
+def _launch_constants(plan: GemmPlan, is_wide: bool, ue8m0: bool, is_capped: bool, device: torch.device) -> Constants:
     options = {"num_warps": plan.warps, "num_stages": plan.stages} | dependent_launch(device, plan.pdl)
     return Constants(_constants(plan, is_wide, ue8m0, is_capped) | options)
 
 
-def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool) -> dict[str, Any]:
+def _constants(plan: GemmPlan, is_wide: bool, ue8m0: bool, is_capped: bool) -> dict[str, Any]:
     """All but `EARLY`."""
     values_per_thread = plan.BM * plan.BN // (32 * plan.warps)
     return {
@@ -315,7 +315,7 @@ def _constants(plan: Plan, is_wide: bool, ue8m0: bool, is_capped: bool) -> dict[
 _launch_gemm = Launcher(_gemm_kernel)
 
 
-def _variant(plan: Plan, *, is_wide: bool = False, is_capped: bool = False) -> Variant:
+def _variant(plan: GemmPlan, *, is_wide: bool = False, is_capped: bool = False) -> Variant:
     integers = (
         "num_rows", "N", "K", "a_stride", "a_scale_stride", "w_scale_stride", "c_stride", "num_splits", "num_works",
     )  # fmt: skip
@@ -373,10 +373,10 @@ def variants() -> list[Variant]:
     for variant in (
         _variant(plain),
         replace(_variant(invariant_plan(4096, 4096)), shapes=("64x64x32",)),
-        _variant(Plan(stages=6, pdl=False), is_capped=True),
-        _variant(Plan(BN=32, groups=2, stages=6, copied=True)),
-        _variant(Plan(swap=False, BM=64, BN=32, stages=10, tma=True)),
-        _variant(Plan(groups=2, stages=4, splits=2, tma=True, pdl=True)),
+        _variant(GemmPlan(stages=6, pdl=False), is_capped=True),
+        _variant(GemmPlan(BN=32, groups=2, stages=6, copied=True)),
+        _variant(GemmPlan(swap=False, BM=64, BN=32, stages=10, tma=True)),
+        _variant(GemmPlan(groups=2, stages=4, splits=2, tma=True, pdl=True)),
     ):
         found[variant.name] = variant
     return list(found.values())

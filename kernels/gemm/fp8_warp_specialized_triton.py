@@ -106,11 +106,11 @@ def _scale(
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The warp that brings the products of both scales, of a row for each group, several groups ahead."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    warp_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     pm, pn, _, first, last = _place(num_rows, K, num_splits, BM)
     num_groups = last - first
     w_scales += (pn * BN // 128).to(gl.int64) * w_scale_stride
-    row_M = pm * BM + gl.arange(0, BM // PARTS, lanes)
+    row_M = pm * BM + gl.arange(0, BM // PARTS, warp_layout)
     of_w = _weight_scales(w_scales, first, last)
     if EARLY:
         gdc_wait()

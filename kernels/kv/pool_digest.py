@@ -8,15 +8,15 @@ Shapes: N blocks, H heads, P parts, S positions of a block, W words of a row.
 
 import torch
 
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, move
+from baton.kernels.kv.scatter import PoolAddress, ScatterRange, ScatterWorkspace, Tuning, WriteCompletion, move
 
 
 def kv_digest(
     pool: PoolAddress,
     blocks: torch.Tensor,
-    piece: Piece,
-    workspace: Workspace,
-    completion: Completion,
+    piece: ScatterRange,
+    workspace: ScatterWorkspace,
+    completion: WriteCompletion,
     tuning: Tuning,
 ) -> None:
     """Digest a piece, each layer of it by itself.

@@ -4,7 +4,7 @@ Either pool may be of this device, of a peer device (CUDA IPC) or pinned host me
 the two sides, and each side may hold other heads: rows are addressed by position, head and part. The grid is as many
 programs as may be used of the device's multiprocessors; each walks over tiles of rows with 16-byte accesses.
 
-Completion is a word in memory (`Completion`) that the last program writes after all bytes and all digests are
+Completion is a word in memory (`WriteCompletion`) that the last program writes after all bytes and all digests are
 where they belong, so that a reader of the word needs no call to the device. It refuses to know what blocks mean, who
 may write them, and streams: a launch goes to the current one.
 
@@ -76,7 +76,7 @@ class PoolAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ScatterRange:
     """Positions [first, first + count) of some heads of layers [layer, layer + num_layers), all of one shape."""
 
     layer: int
@@ -103,7 +103,7 @@ class Tuning:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class WriteCompletion:
     """Where a launch says that it is done: `1 + num_layers` words at `address`, the digests from the second on.
 
     `sequence` is written to the first word after everything else. The address is of memory that the device may write,
@@ -114,7 +114,7 @@ class Completion:
     sequence: int
 
 
-class Workspace:
+class ScatterWorkspace:
     """What launches on one stream need on the device; not to be shared between streams.
 
     Args:
@@ -136,9 +136,9 @@ def kv_scatter(
     source_blocks: torch.Tensor,
     target: PoolAddress,
     target_blocks: torch.Tensor,
-    piece: Piece,
-    workspace: Workspace,
-    completion: Completion,
+    piece: ScatterRange,
+    workspace: ScatterWorkspace,
+    completion: WriteCompletion,
     tuning: Tuning,
     *,
     with_digest: bool = True,
@@ -164,9 +164,9 @@ def move(
     source_blocks: torch.Tensor,
     target: PoolAddress | None,
     target_blocks: torch.Tensor,
-    piece: Piece,
-    workspace: Workspace,
-    completion: Completion,
+    piece: ScatterRange,
+    workspace: ScatterWorkspace,
+    completion: WriteCompletion,
     tuning: Tuning,
     with_digest: bool,
 ) -> None:
@@ -203,7 +203,7 @@ def move(
     )
 
 
-def _check_piece(source: PoolAddress, target: PoolAddress, piece: Piece, workspace: Workspace) -> None:
+def _check_piece(source: PoolAddress, target: PoolAddress, piece: ScatterRange, workspace: ScatterWorkspace) -> None:
     for shape in (source.layers[piece.layer], target.layers[piece.layer]):
         assert shape.head_first <= piece.head_first
         assert piece.head_first + piece.head_count <= shape.head_first + shape.num_heads
@@ -212,7 +212,7 @@ def _check_piece(source: PoolAddress, target: PoolAddress, piece: Piece, workspa
     assert source.address % ALIGNMENT_BYTES == target.address % ALIGNMENT_BYTES == 0
 
 
-def _layer_words(layers: Sequence[LayerShape], piece: Piece) -> int:
+def _layer_words(layers: Sequence[LayerShape], piece: ScatterRange) -> int:
     """Words from one layer of the piece to the next."""
     if piece.num_layers == 1:
         return 0
@@ -228,7 +228,7 @@ def kv_scatter_reference(
     source_blocks: Sequence[int],
     target_NHPSW: torch.Tensor,
     target_blocks: Sequence[int],
-    piece: Piece,
+    piece: ScatterRange,
     heads: tuple[int, int] = (0, 0),
 ) -> None:
     """`kv_scatter` of one layer, position by position.
@@ -250,7 +250,7 @@ def kv_scatter_reference(
 
 
 def kv_digest_reference(
-    words_NHPSW: torch.Tensor, blocks: Sequence[int], piece: Piece, *, layer: int, head_first: int = 0
+    words_NHPSW: torch.Tensor, blocks: Sequence[int], piece: ScatterRange, *, layer: int, head_first: int = 0
 ) -> int:
     """The digest of one layer, in torch on any device.
 

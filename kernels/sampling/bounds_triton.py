@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.sampling import choose_triton
+from baton.kernels.sampling import sample_triton
 from baton.kernels.sampling.border_triton import (
     behind_list,
     groups_that_reach,
@@ -29,10 +29,10 @@ from baton.kernels.sampling.border_triton import (
     of_list,
     total_of,
 )
-from baton.kernels.sampling.choose_triton import BLOCK, CHUNK, CUT_TYPES, GROUP, REJECT, TYPES, is_read, masses
 from baton.kernels.sampling.nominee_triton import race_of_list, rescan, settle, sums_of_list
 from baton.kernels.sampling.race_triton import store_winner
 from baton.kernels.sampling.row_triton import cuts_of, row_tokens
+from baton.kernels.sampling.sample_triton import BLOCK, CHUNK, CUT_TYPES, GROUP, REJECT, TYPES, is_read, masses
 from baton.kernels.variant import Variant
 
 TILE = 2048
@@ -50,7 +50,7 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 def launch(logits_BQV, rows, drafts, edited, bound_R, last_R) -> None:
     """Bounds of every row. `drafts` are None where each sequence has one row."""
-    scan = choose_triton.launch_scan(logits_BQV, rows, drafts, edited)
+    scan = sample_triton.launch_scan(logits_BQV, rows, drafts, edited)
     launch_rows(logits_BQV, rows, drafts, edited, scan, bound_R, last_R)
 
 
@@ -73,8 +73,8 @@ def launch_rows(logits_BQV, rows, drafts, edited, scan, bound_R, last_R) -> None
         seed_B,
         rows.choice_B,
         rows.position_B,
-        *choose_triton.cut_arguments(rows),
-        *choose_triton.made_up_arguments(rows, drafts),
+        *sample_triton.cut_arguments(rows),
+        *sample_triton.made_up_arguments(rows, drafts),
         bound_R,
         last_R,
         scan.values,
@@ -85,14 +85,14 @@ def launch_rows(logits_BQV, rows, drafts, edited, scan, bound_R, last_R) -> None
         vocab_size,
         num_chunks,
         max(1, (vocab_size - 1).bit_length()),
-        **choose_triton.cut_flags(rows),
-        **sizes(num_chunks, choose_triton.CHUNK, choose_triton.GROUP),
+        **sample_triton.cut_flags(rows),
+        **sizes(num_chunks, sample_triton.CHUNK, sample_triton.GROUP),
         Q=num_rows,
         LAWS=not none,
         EDITED=edited is not None,
         P=triton.next_power_of_2(num_rows),
         STAGES=1 if edited is not None else NUM_STAGES,
-        QUICK=choose_triton.is_quick(),
+        QUICK=sample_triton.is_quick(),
         num_warps=NUM_WARPS,
         **({} if _INTERPRETED or torch.version.hip else {"maxnreg": MAX_REGISTERS}),
     )

@@ -18,7 +18,7 @@ from baton.kernels.variant import Variant
 
 
 def variants() -> list[Variant]:
-    """None: these are parts of `choose_triton`'s scan."""
+    """None: these are parts of `sample_triton`'s scan."""
     return []
 
 

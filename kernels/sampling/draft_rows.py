@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.kernels.arguments import require, require_tensor
-from baton.kernels.sampling.choice import FLOATS, INTS
+from baton.kernels.sampling.rows import FLOATS, INTS
 
 
 def accept_chances(p_SK: torch.Tensor, q_SK: torch.Tensor) -> torch.Tensor:

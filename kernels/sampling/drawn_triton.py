@@ -14,7 +14,6 @@ of two.
 import triton
 import triton.language as tl
 
-from baton.kernels.sampling.choose_triton import BLOCK, is_kept
 from baton.kernels.sampling.noise_triton import quick_exp2
 from baton.kernels.sampling.residual_triton import (
     accepted_one_by_one,
@@ -29,6 +28,7 @@ from baton.kernels.sampling.residual_triton import (
     share_of,
 )
 from baton.kernels.sampling.row_triton import row_tokens
+from baton.kernels.sampling.sample_triton import BLOCK, is_kept
 from baton.kernels.variant import Variant
 
 _TRIES = tl.constexpr(4)

@@ -13,7 +13,7 @@ import torch
 
 from baton.kernels.arguments import require, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.sampling.choice import FLOATS, EditedRows, require_logits
+from baton.kernels.sampling.rows import FLOATS, EditedRows, require_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

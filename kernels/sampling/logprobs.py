@@ -14,7 +14,7 @@ import torch
 
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.sampling.choice import INTS, LOGITS
+from baton.kernels.sampling.rows import INTS, LOGITS
 
 MAX_TOP: Final = 32
 

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from baton.kernels.sampling.border_triton import groups_that_reach, lane_bound
-from baton.kernels.sampling.choose_triton import is_quick, span_of
 from baton.kernels.sampling.noise_triton import quick_exp2
 from baton.kernels.sampling.row_triton import blocks_of, of_order_key, order_key, raw_tokens, row_tokens
+from baton.kernels.sampling.sample_triton import is_quick, span_of
 from baton.kernels.variant import Variant
 
 CHUNK = 4096

@@ -12,10 +12,10 @@ Shapes: N tokens of a chunk, X nominated tokens, T tokens of a tile, M chunks of
 import triton
 import triton.language as tl
 
-from baton.kernels.sampling.choose_triton import row_best
 from baton.kernels.sampling.noise_triton import gumbel, quick_exp2
 from baton.kernels.sampling.race_triton import from_row, least_reach, nominated, store_race
 from baton.kernels.sampling.row_triton import blocks_of, row_tokens
+from baton.kernels.sampling.sample_triton import row_best
 from baton.kernels.variant import Variant
 
 _ROUNDS = tl.constexpr(4)

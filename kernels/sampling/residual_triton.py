@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from baton.kernels.dependent_launch import dependent_launch
-from baton.kernels.sampling import choose_triton
-from baton.kernels.sampling.choose_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept
+from baton.kernels.sampling import sample_triton
 from baton.kernels.sampling.noise_triton import quick_exp2, uniform
 from baton.kernels.sampling.row_triton import num_usable, row_tokens
+from baton.kernels.sampling.sample_triton import ALIGNED, BLOCK, CHUNK, REJECT, TYPES, is_kept
 from baton.kernels.variant import Variant
 
 RESIDUAL_WARPS = 4
@@ -34,9 +34,9 @@ def launch(common, drawn, vocab_size, num_columns, num_chunks, num_sequences, nu
     span = min(num_chunks, triton.cdiv(num_rows_of_probs * num_chunks, PROGRAMS))
     residual_kernel[(triton.cdiv(num_chunks, span), num_rows_of_probs)](
         *common, *drawn, vocab_size, num_columns, num_chunks, num_sequences, span, **flags,
-        H=flags["N"] // PARTS, QUICK=choose_triton.is_quick(), S=SEARCHED, num_warps=RESIDUAL_WARPS,
+        H=flags["N"] // PARTS, QUICK=sample_triton.is_quick(), S=SEARCHED, num_warps=RESIDUAL_WARPS,
         **dependent_launch(device),
-        **({"maxnreg": RESIDUAL_REGISTERS[flags["BOUNDED"]]} if choose_triton.is_quick() else {}),
+        **({"maxnreg": RESIDUAL_REGISTERS[flags["BOUNDED"]]} if sample_triton.is_quick() else {}),
     )  # fmt: skip
 
 

@@ -13,13 +13,13 @@ import torch
 
 from baton.kernels.arguments import require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.sampling.choice import LOGITS, ChoiceRows, EditedRows, require_logits
+from baton.kernels.sampling.rows import LOGITS, DrawRows, EditedRows, require_logits
 from baton.kernels.sampling.verify import verify_reference
 
 
 def sample(
     logits_BV: torch.Tensor,
-    rows: ChoiceRows,
+    rows: DrawRows,
     *,
     edited: EditedRows | None = None,
     implementation: Implementation = Implementation.AUTO,

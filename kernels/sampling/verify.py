@@ -21,7 +21,6 @@ import torch
 
 from baton.kernels.arguments import require, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.sampling.choice import MIN_TEMPERATURE, ChoiceRows, EditedRows, Law, require_logits
 from baton.kernels.sampling.draft_rows import (
     DraftRows,
     accept_chances,
@@ -33,11 +32,12 @@ from baton.kernels.sampling.draft_rows import (
 )
 from baton.kernels.sampling.kept_tokens import kept
 from baton.kernels.sampling.noise import SYNTHETIC_SEED, Purpose, gumbel, uniform
+from baton.kernels.sampling.rows import MIN_TEMPERATURE, DrawRows, EditedRows, Law, require_logits
 
 
 def verify_reference(
     logits_BQV: torch.Tensor,
-    rows: ChoiceRows,
+    rows: DrawRows,
     drafts: DraftRows | None,
     edited: EditedRows | None,
     counts_Q: torch.Tensor | None,
@@ -66,7 +66,7 @@ class _Sequence:
         self,
         sequence: int,
         logits_BQV: torch.Tensor,
-        rows: ChoiceRows,
+        rows: DrawRows,
         drafts: DraftRows | None,
         edited: EditedRows | None,
     ) -> None:
@@ -226,7 +226,7 @@ class NextStep:
 
 def verify(
     logits_BQV: torch.Tensor,
-    rows: ChoiceRows,
+    rows: DrawRows,
     drafts: DraftRows,
     *,
     edited: EditedRows | None = None,

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from baton.kernels.dependent_launch import dependent_launch
-from baton.kernels.sampling import bounds_triton, choose_triton, residual_triton
-from baton.kernels.sampling.choose_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose, made_up
+from baton.kernels.sampling import bounds_triton, residual_triton, sample_triton
 from baton.kernels.sampling.drawn_triton import drawn
 from baton.kernels.sampling.residual_triton import TYPES_DRAWN
 from baton.kernels.sampling.row_triton import num_usable
+from baton.kernels.sampling.sample_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose, made_up
 from baton.kernels.variant import Variant
 
 DECIDE_WARPS = 16
@@ -29,8 +29,8 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
     """All that verification takes; `drafts` are None where each sequence has one row."""
     num_sequences, num_rows, vocab_size = logits_BQV.shape
     device, count = logits_BQV.device, num_sequences * num_rows
-    chunk = choose_triton.CHUNK
-    scan = choose_triton.launch_scan(logits_BQV, rows, drafts, edited)
+    chunk = sample_triton.CHUNK
+    scan = sample_triton.launch_scan(logits_BQV, rows, drafts, edited)
     values, ids, num_chunks = scan.values, scan.ids, scan.values.shape[1]
     bound_R, last_R = values, ids
     is_bounded = rows.truncates
@@ -77,11 +77,11 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
             common, by_probs, vocab_size, num_columns, num_chunks, num_sequences, len(probs), flags, device
         )  # fmt: skip
     _decide_kernel[(num_sequences,)](
-        *common, ids, *by_probs, *choose_triton.made_up_arguments(rows, drafts),
+        *common, ids, *by_probs, *sample_triton.made_up_arguments(rows, drafts),
         token_ids_BQ, accepted_len_B, accepted_len_B if counts_Q is None else counts_Q, vocab_size, num_columns,
         num_chunks, **flags, LAWS=not none, CHANCE=by_chance, COUNTED=counts_Q is not None,
-        QUICK=choose_triton.is_quick(), num_warps=DECIDE_WARPS, **dependent_launch(device),
-        **({"maxnreg": DECIDE_REGISTERS[by_chance]} if choose_triton.is_quick() else {}),
+        QUICK=sample_triton.is_quick(), num_warps=DECIDE_WARPS, **dependent_launch(device),
+        **({"maxnreg": DECIDE_REGISTERS[by_chance]} if sample_triton.is_quick() else {}),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class KVRange:
     """Logical positions [first, first + count) of heads [head_first, head_first + head_count) of a layer."""
 
     layer: int
@@ -74,9 +74,9 @@ class FrameHeader:
         return self.first + self.count
 
     @property
-    def span(self) -> Span:
+    def span(self) -> KVRange:
         """What it covers."""
-        return Span(self.layer, self.first, self.count, self.head_first, self.head_count)
+        return KVRange(self.layer, self.first, self.count, self.head_first, self.head_count)
 
     @property
     def charge_bytes(self) -> int:

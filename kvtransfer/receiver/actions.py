@@ -115,7 +115,7 @@ class DigestWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class SendControl:
+class AnswerControl:
     """Send a message (`messages.encode_control`) to a peer. It may get lost."""
 
     peer: str
@@ -153,4 +153,4 @@ class DigestLayer:
 
 
 ReceiverEvent = ReserveWanted | Completed | IncomingFailed | Drained
-ReceiverAction = ReceiverEvent | SendControl | WriteFrame | DiscardWrites | DigestLayer
+ReceiverAction = ReceiverEvent | AnswerControl | WriteFrame | DiscardWrites | DigestLayer

@@ -23,6 +23,7 @@ from baton.kvtransfer.protocol.messages import encode_control, parse_control
 from baton.kvtransfer.protocol.transfer_times import TIME_NAMES
 from baton.kvtransfer.protocol.transport import Delivery, Payload, PayloadDone, Transport, TransportCounts
 from baton.kvtransfer.receiver.actions import (
+    AnswerControl,
     Completed,
     DigestLayer,
     DiscardWrites,
@@ -31,7 +32,6 @@ from baton.kvtransfer.receiver.actions import (
     ReceiverAction,
     ReceiverEvent,
     ReserveWanted,
-    SendControl,
     WriteFrame,
 )
 from baton.kvtransfer.receiver.device_jobs import DeviceJobs
@@ -318,7 +318,7 @@ class ReceiverDriver:
     def _do(self, actions: Sequence[ReceiverAction]) -> None:
         for action in actions:
             match action:
-                case SendControl():
+                case AnswerControl():
                     self._transport.send(action.peer, encode_control(action.control))
                 case DiscardWrites():
                     self._discard(action.incoming_id)

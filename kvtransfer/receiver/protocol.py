@@ -36,7 +36,7 @@ from baton.kvtransfer.receiver.actions import (
 )
 from baton.kvtransfer.receiver.peers import MAX_PEERS, PeerIncarnation, ReceiverPeer
 from baton.kvtransfer.receiver.rules import MASK, ReceiverCounts, ReceiverRules
-from baton.kvtransfer.receiver.table import IncomingState, IncomingTransfer, Inherited, Part, Tombstone, write_key
+from baton.kvtransfer.receiver.table import IncomingState, IncomingTransfer, Inherited, RankPush, Tombstone, write_key
 from baton.proto import kv_pb2
 
 Actions = list[ReceiverAction]
@@ -182,7 +182,7 @@ class ReceiverInbox:
         self, peer: str, known: ReceiverPeer, attempt: AttemptKey, reserve: kv_pb2.Reserve, now_s: float
     ) -> IncomingTransfer:
         num_layers = self._rules.layout.num_layers
-        parts = [Part(rank, LastSign(now_s), [0] * num_layers) for rank in range(known.size)]
+        parts = [RankPush(rank, LastSign(now_s), [0] * num_layers) for rank in range(known.size)]
         return IncomingTransfer(
             attempt=attempt,
             epoch=self._rules.epoch,
@@ -327,7 +327,7 @@ class ReceiverInbox:
         part.write_off(resume.next_seq)
         return [rules.replies.have(peer, incoming, part, rules.gaps(incoming, part), resume.round)]
 
-    def _part(self, incoming: IncomingTransfer, known: ReceiverPeer) -> Part:
+    def _part(self, incoming: IncomingTransfer, known: ReceiverPeer) -> RankPush:
         if known.epoch != incoming.p_epoch or known.rank >= len(incoming.parts):
             raise ProtocolError(
                 "a message about an incoming transfer of another prefill worker", incoming_id=incoming.incoming_id
@@ -416,7 +416,7 @@ class ReceiverFrames:
         incoming.digests[layer] = digest
         return self._rules.complete_if_whole(incoming, now_s)
 
-    def _part_of(self, peer: str, incoming: IncomingTransfer, header: FrameHeader) -> Part:
+    def _part_of(self, peer: str, incoming: IncomingTransfer, header: FrameHeader) -> RankPush:
         """The part of the incoming transfer that this frame belongs to; checks that it does."""
         known = self._rules.peers.get(peer)
         if known is None or known.epoch != incoming.p_epoch or known.rank >= len(incoming.parts):
@@ -440,7 +440,7 @@ class ReceiverFrames:
         if known.has_digest != (header.payload_digest is not None):
             raise ProtocolError("a frame with a digest that was not agreed on, or without one that was")
 
-    def _sender(self, incoming: IncomingTransfer, header: FrameHeader) -> Part:
+    def _sender(self, incoming: IncomingTransfer, header: FrameHeader) -> RankPush:
         size = len(incoming.parts)
         for part in incoming.parts:
             heads = self._rules.pushed_heads(part.rank, size)[header.layer]
@@ -642,7 +642,7 @@ class ReceiverProtocol:
             capacity_len=1,
             deadline_s=now_s,
             coverage=self._rules.coverage(1),
-            parts=[Part(rank, LastSign(now_s), []) for rank in range(inherited.tp_size)],
+            parts=[RankPush(rank, LastSign(now_s), []) for rank in range(inherited.tp_size)],
             digests=[],
             state=IncomingState.COMPLETE if is_complete else IncomingState.QUARANTINED,
             has_failed=not is_complete,

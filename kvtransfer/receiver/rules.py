@@ -16,15 +16,15 @@ from baton.kvtransfer.protocol.messages import DIGEST, control_of, layout_messag
 from baton.kvtransfer.protocol.proof import KvProofs
 from baton.kvtransfer.protocol.transfer_times import TransferTimes
 from baton.kvtransfer.receiver.actions import (
+    AnswerControl,
     Completed,
     DiscardWrites,
     Drained,
     IncomingFailed,
     ReceiverAction,
-    SendControl,
 )
 from baton.kvtransfer.receiver.peers import ReceiverPeers
-from baton.kvtransfer.receiver.table import IncomingState, IncomingTable, IncomingTransfer, Part
+from baton.kvtransfer.receiver.table import IncomingState, IncomingTable, IncomingTransfer, RankPush
 from baton.proto import kv_pb2
 
 
@@ -66,7 +66,7 @@ class ReceiverReplies:
         """Whether payloads may come by this data path."""
         return data_path == INLINE or any(offer.data_path == data_path for offer in self._offers)
 
-    def hello(self, peer: str, hello: kv_pb2.Hello, refused: str, now_s: float) -> SendControl:
+    def hello(self, peer: str, hello: kv_pb2.Hello, refused: str, now_s: float) -> AnswerControl:
         """HELLO_REPLY; `refused` says why the two must not talk, or is empty."""
         same_host = bool(self._host_id) and hello.host_id == self._host_id
         offers = [
@@ -89,22 +89,22 @@ class ReceiverReplies:
             host_id=self._host_id,
         )
         self._proofs.prove_reply(reply, hello.number)
-        return SendControl(peer, control_of(reply))
+        return AnswerControl(peer, control_of(reply))
 
-    def challenge(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> SendControl:
+    def challenge(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> AnswerControl:
         """HELLO_REPLY that says nothing but what the next HELLO is to prove."""
         challenge = self._proofs.challenge(self._epoch, peer, now_s)
         reply = kv_pb2.HelloReply(version=VERSION, peer_epoch=hello.epoch, echo_sent_ns=hello.sent_ns)
         reply.challenge = challenge
-        return SendControl(peer, control_of(reply))
+        return AnswerControl(peer, control_of(reply))
 
-    def unproved(self, peer: str, hello: kv_pb2.Hello) -> SendControl:
+    def unproved(self, peer: str, hello: kv_pb2.Hello) -> AnswerControl:
         """HELLO_REPLY to a peer that knows another secret."""
         reply = kv_pb2.HelloReply(version=VERSION, peer_epoch=hello.epoch, echo_sent_ns=hello.sent_ns)
         reply.refused = "it does not know the secret of this decode worker's deployment"
-        return SendControl(peer, control_of(reply))
+        return AnswerControl(peer, control_of(reply))
 
-    def grant(self, incoming: IncomingTransfer) -> SendControl:
+    def grant(self, incoming: IncomingTransfer) -> AnswerControl:
         """GRANT of what `incoming` was given."""
         grant = kv_pb2.Grant(
             attempt=wire_attempt(incoming.attempt),
@@ -116,31 +116,31 @@ class ReceiverReplies:
             blocks=incoming.blocks,
             state_slot=incoming.state_slot,
         )
-        return SendControl(incoming.peer, control_of(grant))
+        return AnswerControl(incoming.peer, control_of(grant))
 
-    def deny(self, peer: str, attempt: AttemptKey, reason: kv_pb2.Deny.Reason, detail: str) -> SendControl:
+    def deny(self, peer: str, attempt: AttemptKey, reason: kv_pb2.Deny.Reason, detail: str) -> AnswerControl:
         """DENY."""
         deny = kv_pb2.Deny(attempt=wire_attempt(attempt), epoch=self._epoch, reason=reason, detail=detail)
-        return SendControl(peer, control_of(deny))
+        return AnswerControl(peer, control_of(deny))
 
-    def deny_sizes(self, peer: str, attempt: AttemptKey, reserve: kv_pb2.Reserve, limit: int) -> SendControl:
+    def deny_sizes(self, peer: str, attempt: AttemptKey, reserve: kv_pb2.Reserve, limit: int) -> AnswerControl:
         """DENY of a RESERVE whose numbers are more than the pool, or make no sense."""
         sizes = f"{reserve.prompt_len} positions of a prompt in {reserve.capacity_len}; the whole pool has {limit}"
         reason = kv_pb2.Deny.TOO_LONG if reserve.capacity_len > limit else kv_pb2.Deny.UNSPECIFIED
         return self.deny(peer, attempt, reason, sizes)
 
-    def ack(self, peer: str, epoch: int, incoming_id: int) -> SendControl:
+    def ack(self, peer: str, epoch: int, incoming_id: int) -> AnswerControl:
         """COMMIT_ACK."""
-        return SendControl(peer, control_of(kv_pb2.CommitAck(epoch=epoch, incoming_id=incoming_id)))
+        return AnswerControl(peer, control_of(kv_pb2.CommitAck(epoch=epoch, incoming_id=incoming_id)))
 
-    def acks(self, incoming: IncomingTransfer) -> list[SendControl]:
+    def acks(self, incoming: IncomingTransfer) -> list[AnswerControl]:
         """COMMIT_ACK to every rank."""
         names = [self._peers.name_of(incoming.p_epoch, part.rank) for part in incoming.parts]
         return [self.ack(name, incoming.epoch, incoming.incoming_id) for name in names if name]
 
     def nack(
-        self, incoming: IncomingTransfer, part: Part, gaps: Iterable[LayerRange], corrupt: Iterable[int]
-    ) -> list[SendControl]:
+        self, incoming: IncomingTransfer, part: RankPush, gaps: Iterable[LayerRange], corrupt: Iterable[int]
+    ) -> list[AnswerControl]:
         """COMMIT_NACK with everything that is missing of a rank's part, corrupt layers included."""
         assert part.commit is not None
         nack = kv_pb2.CommitNack(
@@ -152,11 +152,11 @@ class ReceiverReplies:
             charged_bytes=part.charged_bytes,
         )
         name = self._peers.name_of(incoming.p_epoch, part.rank)
-        return [SendControl(name, control_of(nack))] if name else []
+        return [AnswerControl(name, control_of(nack))] if name else []
 
     def have(
-        self, peer: str, incoming: IncomingTransfer, part: Part, gaps: Iterable[LayerRange], round: int
-    ) -> SendControl:
+        self, peer: str, incoming: IncomingTransfer, part: RankPush, gaps: Iterable[LayerRange], round: int
+    ) -> AnswerControl:
         """HAVE, for the RESUME with this round."""
         have = kv_pb2.Have(
             epoch=self._epoch,
@@ -165,11 +165,11 @@ class ReceiverReplies:
             round=round,
             charged_bytes=part.charged_bytes,
         )
-        return SendControl(peer, control_of(have))
+        return AnswerControl(peer, control_of(have))
 
     def abort(
         self, peer: str, attempt: AttemptKey, epoch: int, incoming_id: int, p_epoch: int, reason: str
-    ) -> SendControl:
+    ) -> AnswerControl:
         """ABORT of an incoming transfer that the incarnation `epoch` granted to the incarnation `p_epoch`."""
         abort = kv_pb2.Abort(
             epoch=epoch,
@@ -179,9 +179,9 @@ class ReceiverReplies:
             sender_epoch=self._epoch,
             peer_epoch=p_epoch,
         )
-        return SendControl(peer, control_of(abort))
+        return AnswerControl(peer, control_of(abort))
 
-    def abort_part(self, incoming: IncomingTransfer, part: Part) -> list[SendControl]:
+    def abort_part(self, incoming: IncomingTransfer, part: RankPush) -> list[AnswerControl]:
         """ABORT to one rank, if there is a way to it."""
         name = self._peers.name_of(incoming.p_epoch, part.rank)
         if not name:
@@ -189,12 +189,12 @@ class ReceiverReplies:
         epoch, incoming_id = incoming.epoch, incoming.incoming_id
         return [self.abort(name, incoming.attempt, epoch, incoming_id, incoming.p_epoch, incoming.reason)]
 
-    def abort_ack(self, peer: str, attempt: AttemptKey, epoch: int, incoming_id: int) -> SendControl:
+    def abort_ack(self, peer: str, attempt: AttemptKey, epoch: int, incoming_id: int) -> AnswerControl:
         """ABORT_ACK: nothing of this incoming transfer will be written any more."""
         ack = kv_pb2.AbortAck(epoch=epoch, incoming_id=incoming_id, attempt=wire_attempt(attempt), drained=True)
-        return SendControl(peer, control_of(ack))
+        return AnswerControl(peer, control_of(ack))
 
-    def leases(self, incoming_transfers: Iterable[IncomingTransfer]) -> list[SendControl]:
+    def leases(self, incoming_transfers: Iterable[IncomingTransfer]) -> list[AnswerControl]:
         """One LEASE for each rank that has an incoming transfer here, or waits for one."""
         by_peer: dict[str, kv_pb2.Lease] = {}
         for incoming in incoming_transfers:
@@ -205,9 +205,9 @@ class ReceiverReplies:
                 lease = by_peer.setdefault(name, kv_pb2.Lease(epoch=self._epoch))
                 if incoming.state in (IncomingState.FILLING, IncomingState.COMPLETE) and incoming.epoch == self._epoch:
                     lease.incoming_ids.append(incoming.incoming_id)
-        return [SendControl(peer, control_of(lease)) for peer, lease in by_peer.items()]
+        return [AnswerControl(peer, control_of(lease)) for peer, lease in by_peer.items()]
 
-    def credits(self, parts: Iterable[tuple[IncomingTransfer, Part]]) -> list[SendControl]:
+    def credits(self, parts: Iterable[tuple[IncomingTransfer, RankPush]]) -> list[AnswerControl]:
         """One CREDIT for each rank among `parts`."""
         by_peer: dict[str, kv_pb2.Credit] = {}
         for incoming, part in parts:
@@ -215,7 +215,7 @@ class ReceiverReplies:
             if name:
                 credit = by_peer.setdefault(name, kv_pb2.Credit(epoch=self._epoch))
                 credit.incoming_transfers.add(incoming_id=incoming.incoming_id, charged_bytes=part.charged_bytes)
-        return [SendControl(peer, control_of(credit)) for peer, credit in by_peer.items()]
+        return [AnswerControl(peer, control_of(credit)) for peer, credit in by_peer.items()]
 
 
 def _wire_gaps(gaps: Iterable[LayerRange]) -> list[kv_pb2.LayerGap]:
@@ -295,7 +295,7 @@ class ReceiverRules:
             found = self._heads[rank, size] = [self.layout.pushed_heads(layer, rank, size) for layer in layers]
         return found
 
-    def gaps(self, incoming: IncomingTransfer, part: Part) -> list[LayerRange]:
+    def gaps(self, incoming: IncomingTransfer, part: RankPush) -> list[LayerRange]:
         """What is missing of a rank's part."""
         heads = enumerate(self.pushed_heads(part.rank, len(incoming.parts)))
         return [
@@ -305,14 +305,14 @@ class ReceiverRules:
             if its.count
         ]
 
-    def charge(self, incoming: IncomingTransfer, part: Part, header: FrameHeader) -> None:
+    def charge(self, incoming: IncomingTransfer, part: RankPush, header: FrameHeader) -> None:
         """A frame has landed, to stay or not: its sender gets the room back, once. One written off has none."""
         if part.seen.add(header.seq):
             part.charged_bytes += header.charge_bytes
             self.uncredited_bytes += header.charge_bytes
             self._uncredited.add((incoming.incoming_id, part.rank))
 
-    def credit(self, incoming: IncomingTransfer, part: Part) -> None:
+    def credit(self, incoming: IncomingTransfer, part: RankPush) -> None:
         """Have the credit of a rank repeated."""
         self.uncredited_bytes += 1
         self._uncredited.add((incoming.incoming_id, part.rank))
@@ -443,7 +443,7 @@ class ReceiverRules:
         ]
         return [Drained(incoming.attempt), *acks]
 
-    def nack(self, incoming: IncomingTransfer, part: Part, corrupt: Iterable[int] = ()) -> Actions:
+    def nack(self, incoming: IncomingTransfer, part: RankPush, corrupt: Iterable[int] = ()) -> Actions:
         """Ask a rank for everything that is missing of its part; once for each COMMIT, and for each repeat of it."""
         assert part.commit is not None
         part.nack_due_s = None

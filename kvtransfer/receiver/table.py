@@ -61,7 +61,7 @@ class IncomingState(Enum):
 
 
 @dataclass(slots=True)
-class Part:
+class RankPush:
     """What one rank of the prefill worker has to do with an incoming transfer.
 
     Attributes:
@@ -121,7 +121,7 @@ class IncomingTransfer:
     capacity_len: int
     deadline_s: float
     coverage: Coverage
-    parts: list[Part]
+    parts: list[RankPush]
     digests: list[int | None]  # of whole layers, where only the engine can read the pool
     state: IncomingState = IncomingState.WANTED
     incoming_id: int = 0

@@ -413,7 +413,7 @@ def _forget_frames(error: BaseException) -> None:
 __all__ = [
     "AsyncWriter",
     "PushFn",
-    "PushPart",
+    "PushRange",
     "WriterCancelled",
     "WriterDied",
     "WriterStalled",
@@ -427,7 +427,7 @@ MAX_NOTES = 8  # errors attached to the one that is raised
 
 
 @dataclass(frozen=True, slots=True)
-class PushPart:
+class PushRange:
     """`count` positions from `first` of one attempt: what one step computes for it in every layer."""
 
     attempt: AttemptKey
@@ -435,9 +435,9 @@ class PushPart:
     count: int
 
 
-PushFn = Callable[[PushPart, int], None]
-OnParts = Callable[[Sequence[PushPart]], None]
-OnPartsEnd = Callable[[Sequence[PushPart], BaseException | None], None]
+PushFn = Callable[[PushRange, int], None]
+OnParts = Callable[[Sequence[PushRange]], None]
+OnPartsEnd = Callable[[Sequence[PushRange], BaseException | None], None]
 
 
 class WriterStateError(RuntimeError):
@@ -447,7 +447,7 @@ class WriterStateError(RuntimeError):
 class WriterStep:
     """One step; `AsyncWriter.open` makes it. Its caller alone calls it, but for `cancel`."""
 
-    def __init__(self, writer: "AsyncWriter", parts: tuple[PushPart, ...], group: TaskGroup) -> None:
+    def __init__(self, writer: "AsyncWriter", parts: tuple[PushRange, ...], group: TaskGroup) -> None:
         self._writer = writer
         self._parts = parts
         self._group = group
@@ -552,7 +552,7 @@ class AsyncWriter:
         return self._threads.num_deaths if self._threads else 0
 
     @contextlib.contextmanager
-    def step(self, parts: Sequence[PushPart]) -> Iterator[WriterStep]:
+    def step(self, parts: Sequence[PushRange]) -> Iterator[WriterStep]:
         """`open`, then `wait`, or `cancel` if the block raises."""
         step = self.open(parts)
         try:
@@ -562,7 +562,7 @@ class AsyncWriter:
             raise
         step.wait()
 
-    def open(self, parts: Sequence[PushPart]) -> WriterStep:
+    def open(self, parts: Sequence[PushRange]) -> WriterStep:
         """Begin a step. Earlier ones need not be over."""
         own = tuple(parts) if self._threads else ()
         on_end = self._on_end
@@ -613,7 +613,7 @@ class AsyncWriter:
 
     # What steps ask for
 
-    def _submit(self, group: TaskGroup, parts: Sequence[PushPart], layer: int) -> None:
+    def _submit(self, group: TaskGroup, parts: Sequence[PushRange], layer: int) -> None:
         if not parts:
             return
         assert self._threads is not None and self._push_fn is not None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.core.kv_transports import load, one_sided_data_paths
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.proto import kv_pb2
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ class PushDataPath(Protocol):
     num_blocks: int
     num_state_slots: int
 
-    def write(self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool) -> Written:
+    def write(
+        self, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange, *, with_digest: bool
+    ) -> Written:
         """Copy a span into the peer's pools: to every rank that holds one of its heads.
 
         On a GPU it is called with the writer thread's side stream current, which waits for the layer already; the

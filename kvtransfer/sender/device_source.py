@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from baton.kernels.kv.pool_digest import kv_digest
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, kv_scatter
+from baton.kernels.kv.scatter import PoolAddress, ScatterRange, WriteCompletion, kv_scatter
 from baton.kvcache.geometry import LayerGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 
 MASK = (1 << 64) - 1
 
@@ -54,16 +54,16 @@ class DeviceSource:
         self._local = threading.local()
         self._warm_up()
 
-    def pieces(self, blocks: Sequence[int], span: Span, order_block_size: int) -> list[memoryview]:
+    def pieces(self, blocks: Sequence[int], span: KVRange, order_block_size: int) -> list[memoryview]:
         """A copy of the span, in one piece: no socket reads a GPU's memory."""
         return [self.read(blocks, span, order_block_size)]
 
-    def read(self, blocks: Sequence[int], span: Span, order_block_size: int) -> memoryview:
+    def read(self, blocks: Sequence[int], span: KVRange, order_block_size: int) -> memoryview:
         """A copy of the span, in payload order."""
         return self.read_digested(blocks, span, order_block_size, with_digest=False)[0]
 
     def read_digested(
-        self, blocks: Sequence[int], span: Span, order_block_size: int, *, with_digest: bool
+        self, blocks: Sequence[int], span: KVRange, order_block_size: int, *, with_digest: bool
     ) -> tuple[memoryview, int | None]:
         """The copy, and the digest of what was read."""
         layer = self._pool.geometry.layer(span.layer)
@@ -91,7 +91,7 @@ class DeviceSource:
         payload = _close_up(data.numpy().data, gathered, span)
         return payload, digest if with_digest else None
 
-    def digest(self, blocks: Sequence[int], span: Span) -> int:
+    def digest(self, blocks: Sequence[int], span: KVRange) -> int:
         """Digest of a span."""
         with self._data_path() as data_path:
             kv_digest(
@@ -111,7 +111,7 @@ class DeviceSource:
             shape = (layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)
             if shape not in shapes:
                 shapes.add(shape)
-                span = Span(index, 0, layer.rows_per_block, layer.head_first, layer.num_heads)
+                span = KVRange(index, 0, layer.rows_per_block, layer.head_first, layer.num_heads)
                 for with_digest in (True, False):
                     self.read_digested((0,), span, layer.rows_per_block, with_digest=with_digest)
                 self.digest((0,), span)
@@ -129,9 +129,9 @@ class DeviceSource:
             )
         return _Entered(data_paths[key])
 
-    def _completion(self, data_path: _DataPath) -> Completion:
+    def _completion(self, data_path: _DataPath) -> WriteCompletion:
         data_path.sequence += 1
-        return Completion(data_path.words.data_ptr(), data_path.sequence)
+        return WriteCompletion(data_path.words.data_ptr(), data_path.sequence)
 
     def _wait(self, data_path: _DataPath) -> int:
         """Until the launch is over; its digest."""
@@ -158,8 +158,8 @@ class _Entered:
         self._context.__exit__(*error)
 
 
-def _piece(span: Span) -> Piece:
-    return Piece(
+def _piece(span: KVRange) -> ScatterRange:
+    return ScatterRange(
         layer=span.layer,
         first=span.first,
         count=span.count,
@@ -168,14 +168,14 @@ def _piece(span: Span) -> Piece:
     )
 
 
-def _gathered_shape(layer: LayerGeometry, span: Span, num_blocks: int) -> LayerGeometry:
+def _gathered_shape(layer: LayerGeometry, span: KVRange, num_blocks: int) -> LayerGeometry:
     """The heads of a span alone, in as many blocks as it touches."""
     return dataclasses.replace(
         layer, offset_bytes=0, num_blocks=num_blocks, head_first=span.head_first, num_heads=span.head_count
     )
 
 
-def _close_up(memory: memoryview, shape: LayerGeometry, span: Span) -> memoryview:
+def _close_up(memory: memoryview, shape: LayerGeometry, span: KVRange) -> memoryview:
     """Move the rows of blocks that are there in part towards the start: what is left is the payload.
 
     Whole blocks are in payload order as they lie. Of the others, [head][part] keep only the rows of the span. What

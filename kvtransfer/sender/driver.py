@@ -36,7 +36,7 @@ from baton.kvtransfer.sender.actions import (
 from baton.kvtransfer.sender.data_path import DataPathFailed, Written
 from baton.kvtransfer.sender.protocol import PushProtocol
 from baton.kvtransfer.sender.route import PushRoutes, Route
-from baton.kvtransfer.sender.source import PushedPart, PushSource
+from baton.kvtransfer.sender.source import PushedRange, PushSource
 from baton.kvtransfer.sender.table import PathCounts
 
 Actions = list[PushAction]
@@ -239,8 +239,8 @@ class PushDriver:
         self._aside = aside
         self._num_waiting = num_waiting
         # One queue: a part comes after the adoption of its transfer and before its commit.
-        self._queue: deque[Command | PushedPart] = deque()
-        self._open_parts: list[PushedPart] = []
+        self._queue: deque[Command | PushedRange] = deque()
+        self._open_parts: list[PushedRange] = []
         self._turn_s = self._tick_s = clock.now_s()
         self._num_data_paths_failed = transport.counts.data_paths_failed
         self._num_steps = 0
@@ -296,7 +296,7 @@ class PushDriver:
 
         self.post(end)
 
-    def push(self, part: PushedPart) -> None:
+    def push(self, part: PushedRange) -> None:
         """A writer is through with a part."""
         self._queue.append(part)
         if not self._is_napping:
@@ -313,7 +313,7 @@ class PushDriver:
         self._turn_s = now_s
         items = _take_all(self._queue)
         for item in items:
-            if isinstance(item, PushedPart):
+            if isinstance(item, PushedRange):
                 self._take(item, now_s)
             else:
                 self._do(item(now_s))
@@ -388,7 +388,7 @@ class PushDriver:
 
     # Parts
 
-    def _take(self, part: PushedPart, now_s: float) -> None:
+    def _take(self, part: PushedRange, now_s: float) -> None:
         route = part.route
         if not self._routes.is_live(route):
             self._source.forget(route)  # it ended while the writer was at it

@@ -13,7 +13,7 @@ from baton.core.kv_transports import RAW, is_one_sided
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.sender.actions import Denied, GrantInfo, OpenDataPath, PushAction, PushFailed
 from baton.kvtransfer.sender.data_path import PushDataPath
 from baton.kvtransfer.sender.data_path_choice import DataPathChooser
@@ -116,11 +116,11 @@ class Route:
     num_open: int = 0
     commit: Callable[[float], list[PushAction]] | None = None
 
-    def blocks_of(self, span: Span) -> Sequence[int]:
+    def blocks_of(self, span: KVRange) -> Sequence[int]:
         """Where a span's layer lies here, by position // its rows per block."""
         return self.geometry.layer(span.layer).blocks_of(self.table.blocks, self.table.state_slot, span.end)
 
-    def target_blocks_of(self, span: Span) -> Sequence[int]:
+    def target_blocks_of(self, span: KVRange) -> Sequence[int]:
         """The same in the decode worker's pools."""
         assert self.grant is not None
         return self.geometry.layer(span.layer).blocks_of(self.grant.blocks, self.grant.state_slot, span.end)

@@ -24,7 +24,7 @@ from baton.kvtransfer.sender.actions import (
     StopFrames,
 )
 from baton.kvtransfer.sender.messages import PushIdentity, PushMessages
-from baton.kvtransfer.sender.table import Farewell, PathCounts, PushPeer, PushTotals, Transfer, TransferState
+from baton.kvtransfer.sender.table import PathCounts, PushPeer, PushTotals, RepeatedAbort, Transfer, TransferState
 from baton.proto import kv_pb2
 
 HELLO_HEARTBEATS = 4  # a HELLO goes out with every so many heartbeats, for the clock and to notice a new epoch
@@ -221,7 +221,9 @@ class PushRules:
         is_known = bool(transfer.data_path or transfer.grant)  # over there
         if is_known and (one_sided or (tell and peer.epoch == transfer.peer.epoch)):
             until_s = now_s + (ONE_SIDED_FAREWELL_S if one_sided else self.config.lease_s)
-            farewell = Farewell(self.messages.abort(transfer, reason), transfer.is_told, now_s + self._retry_s, until_s)
+            farewell = RepeatedAbort(
+                self.messages.abort(transfer, reason), transfer.is_told, now_s + self._retry_s, until_s
+            )
             peer.farewells[transfer.attempt] = farewell
             if len(peer.farewells) > MAX_FAREWELLS:
                 peer.farewells.popitem(last=False)

@@ -37,7 +37,7 @@ from baton.kvtransfer.sender.actions import (
     PushEvent,
     PushFailed,
 )
-from baton.kvtransfer.sender.async_writer import AsyncWriter, PushPart, WriterStep
+from baton.kvtransfer.sender.async_writer import AsyncWriter, PushRange, WriterStep
 from baton.kvtransfer.sender.data_path import DataPathOpener, SenderSide, sender_data_paths
 from baton.kvtransfer.sender.data_path_choice import DataPathChoice, DataPathChooser
 from baton.kvtransfer.sender.driver import FrameSender, PushDriver
@@ -185,7 +185,7 @@ class PushService:
 
     def open_step(self, parts: Sequence[tuple[AttemptKey, int, int]]) -> WriterStep:
         """Push what a step computes: (attempt, first position, number of positions) of each prompt, in every layer."""
-        return self.writer.open([PushPart(*part) for part in parts])
+        return self.writer.open([PushRange(*part) for part in parts])
 
     def reserve(
         self,
@@ -244,7 +244,7 @@ class PushService:
         for layer in range(self._layout.num_layers):
             num_heads = max(1, self._layout.pushed_heads(layer, self._rank, self._size).count)
             for start, length in self._shape.split(layer, first, count, num_heads):
-                jobs.append(functools.partial(self._push_part, PushPart(attempt, start, length), layer))
+                jobs.append(functools.partial(self._push_part, PushRange(attempt, start, length), layer))
         self._driver.post(lambda _: self._driver.begin_aside(route, jobs))
 
     def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState | None, prefill_end_s: float) -> None:
@@ -309,7 +309,7 @@ class PushService:
 
     # Writer threads
 
-    def _push_part(self, part: PushPart, layer: int) -> None:
+    def _push_part(self, part: PushRange, layer: int) -> None:
         route = self._routes.get(part.attempt)
         if route is None:
             return  # it ended during the step
@@ -317,10 +317,10 @@ class PushService:
         if pushed is not None:
             self._driver.push(pushed)
 
-    def _hold(self, parts: Sequence[PushPart]) -> None:
+    def _hold(self, parts: Sequence[PushRange]) -> None:
         self._driver.begin_step({part.attempt for part in parts})
 
-    def _unhold(self, parts: Sequence[PushPart], error: BaseException | None) -> None:
+    def _unhold(self, parts: Sequence[PushRange], error: BaseException | None) -> None:
         if error is not None and self._broken is None:
             self._broken = error  # the loop hears of it: this worker cannot push any more
             self.wakeup()

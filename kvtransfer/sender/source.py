@@ -12,7 +12,7 @@ from baton.core.clock import Clock
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import is_one_sided
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.protocol.frame import FrameShape, Span, crc_of
+from baton.kvtransfer.protocol.frame import FrameShape, KVRange, crc_of
 from baton.kvtransfer.sender.data_path import DataPathFailed, Written
 from baton.kvtransfer.sender.route import Frame, KeptBytes, Route
 
@@ -31,27 +31,27 @@ class SourcePool(Protocol):
         """See there."""
         ...
 
-    def pieces(self, blocks: Sequence[int], span: Span, order_block_size: int) -> list[memoryview]:
+    def pieces(self, blocks: Sequence[int], span: KVRange, order_block_size: int) -> list[memoryview]:
         """Memory of a span in payload order, to be read while it is sent."""
         ...
 
-    def read(self, blocks: Sequence[int], span: Span, order_block_size: int) -> memoryview:
+    def read(self, blocks: Sequence[int], span: KVRange, order_block_size: int) -> memoryview:
         """A copy of a span, in payload order."""
         ...
 
     def read_digested(
-        self, blocks: Sequence[int], span: Span, order_block_size: int, *, with_digest: bool
+        self, blocks: Sequence[int], span: KVRange, order_block_size: int, *, with_digest: bool
     ) -> tuple[memoryview, int | None]:
         """A copy of a span, and its digest if that is wanted."""
         ...
 
-    def digest(self, blocks: Sequence[int], span: Span) -> int:
+    def digest(self, blocks: Sequence[int], span: KVRange) -> int:
         """Digest of a span."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class PushedPart:
+class PushedRange:
     """One part of one layer, on its way from a writer thread to the push thread.
 
     Attributes:
@@ -107,7 +107,7 @@ class PushSource:
         self._kept = KeptBytes(config.window_bytes)
         self._on_left = on_left
 
-    def part(self, route: Route, layer: int, first: int, count: int) -> PushedPart | None:
+    def part(self, route: Route, layer: int, first: int, count: int) -> PushedRange | None:
         """Digest a part, and bring it on its way; None if there is nothing of it to push by this rank."""
         heads = self._heads[layer]
         if not heads.count:
@@ -120,23 +120,23 @@ class PushSource:
             if not kept.count:
                 return None
             first, count = kept.first, kept.count
-        part = PushedPart(route, layer, first, count)
+        part = PushedRange(route, layer, first, count)
         for start, length in self._shape.split(layer, first, count, heads.count):
-            self._frame(part, Span(layer, start, length, heads.first, heads.count))
+            self._frame(part, KVRange(layer, start, length, heads.first, heads.count))
         part.digest &= MASK
         return part
 
-    def make(self, route: Route, span: Span) -> Frame:
+    def make(self, route: Route, span: KVRange) -> Frame:
         """A frame that was posted before, or is cut otherwise now: digested again from the pool."""
         return Frame(span.count, self._pool.digest(route.blocks_of(span), span) if self._has_digest else None)
 
-    def payload(self, route: Route, span: Span, frame: Frame) -> list[memoryview]:
+    def payload(self, route: Route, span: KVRange, frame: Frame) -> list[memoryview]:
         """What is sent of a frame."""
         if frame.data is not None:
             return [frame.data]
         return self._pool.pieces(route.blocks_of(span), span, self._layout.rows_per_block(span.layer))
 
-    def write(self, route: Route, span: Span, *, with_digest: bool) -> Written:
+    def write(self, route: Route, span: KVRange, *, with_digest: bool) -> Written:
         """Write a frame that the push thread asked for.
 
         Raises:
@@ -155,7 +155,7 @@ class PushSource:
         while route.frames:
             self.give_back(route, route.frames.popitem()[1])
 
-    def _frame(self, part: PushedPart, span: Span) -> None:
+    def _frame(self, part: PushedRange, span: KVRange) -> None:
         route = part.route
         if is_one_sided(route.data_path) and route.fence.enter(self._clock.now_s()):
             self._write(part, span)
@@ -175,7 +175,7 @@ class PushSource:
         """Whether what is sent has to be copied first. From host memory the transport itself gathers, if it has to."""
         return bool(route.data_path) and not is_one_sided(route.data_path) and not self._pool.in_host_memory
 
-    def _gather(self, route: Route, span: Span) -> tuple[memoryview | None, int | None]:
+    def _gather(self, route: Route, span: KVRange) -> tuple[memoryview | None, int | None]:
         num_bytes = self._shape.payload_bytes(span.layer, span.count, span.head_count)
         if self._kept.take(route.address, num_bytes):
             order = self._layout.rows_per_block(span.layer)
@@ -183,7 +183,7 @@ class PushSource:
         self.num_frames_not_kept += 1  # it is read again when its turn comes
         return None, None
 
-    def _write(self, part: PushedPart, span: Span) -> None:
+    def _write(self, part: PushedRange, span: KVRange) -> None:
         """Inside the fence. What is not over when this returns stays inside until it is."""
         route = part.route
         try:
@@ -202,7 +202,7 @@ class PushSource:
             self._leave(route)
             raise
 
-    def finish(self, part: PushedPart) -> bool:
+    def finish(self, part: PushedRange) -> bool:
         """Whether all writes of a part are over; the push thread asks until they are."""
         route, open_writes = part.route, []
         for first, count, written in part.writes:

@@ -173,7 +173,7 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class Farewell:
+class RepeatedAbort:
     """An ABORT that is repeated until it is acknowledged or pointless. `is_told` as in the transfer."""
 
     control: kv_pb2.Control
@@ -220,7 +220,7 @@ class PushPeer:
     challenged_s: float = float("-inf")
     is_doubted: bool = False
     may_ask: bool = False
-    farewells: OrderedDict[AttemptKey, Farewell] = field(default_factory=OrderedDict)
+    farewells: OrderedDict[AttemptKey, RepeatedAbort] = field(default_factory=OrderedDict)
 
     @property
     def clock_offset_s(self) -> float:

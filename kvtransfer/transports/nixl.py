@@ -23,7 +23,7 @@ import numpy.typing as npt
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout, Range
 from baton.kvtransfer.pool_io import PoolIO, PoolMemory
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath
 from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused, PushDataPath, SenderSide, Written
 from baton.kvtransfer.transports.nixl_agent import NixlAgent, Transfers
@@ -139,7 +139,7 @@ Table = npt.NDArray[np.uint64]
 
 
 def span_ranges(
-    mine: LayerGeometry, theirs: LayerGeometry, blocks: Sequence[int], target_blocks: Sequence[int], span: Span
+    mine: LayerGeometry, theirs: LayerGeometry, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange
 ) -> Iterator[tuple[int, int, int]]:
     """The heads of a span that both hold, as (offset here, offset there, bytes); adjacent ones are joined."""
     heads = common_heads(Range(span.head_first, span.head_count), common_heads(mine.heads, theirs.heads))
@@ -160,7 +160,7 @@ def _runs(
     theirs: LayerGeometry,
     blocks: Sequence[int],
     target_blocks: Sequence[int],
-    span: Span,
+    span: KVRange,
     heads: Range,
 ) -> Iterator[tuple[int, int, int]]:
     size = min(mine.rows_per_block, theirs.rows_per_block)
@@ -297,7 +297,9 @@ class NixlDataPath:
             self.close()
             raise
 
-    def write(self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool) -> Written:
+    def write(
+        self, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange, *, with_digest: bool
+    ) -> Written:
         """Post the span to every rank that holds one of its heads.
 
         Raises:
@@ -358,7 +360,7 @@ class NixlDataPath:
         except DataPathRefused:
             return  # it never knew the peer, or is ending itself
 
-    def _plan(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: Span) -> list[Any]:
+    def _plan(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange) -> list[Any]:
         """Functions of the agent that make the transfers of one rank."""
         mine, theirs = self._pool.geometry.layer(span.layer), self._targets[rank].geometry.layer(span.layer)
         prepared, size = self._prepared[rank][span.layer], mine.rows_per_block
@@ -371,7 +373,7 @@ class NixlDataPath:
         plan = [self._by_index(rank, prepared, span.layer, blocks[begin:whole_end], target_blocks[begin:whole_end])]
         for first, stop in ((span.first, begin * size), (whole_end * size, span.end)):
             if first < stop:
-                part = Span(span.layer, first, stop - first, span.head_first, span.head_count)
+                part = KVRange(span.layer, first, stop - first, span.head_first, span.head_count)
                 plan.append(self._by_address(rank, blocks, target_blocks, part))
         return plan
 
@@ -382,7 +384,7 @@ class NixlDataPath:
         there_T = np.array(target_blocks, dtype=np.int32) + _first_row(self._targets[rank].geometry, layer)
         return lambda nixl: nixl.make_prepped_xfer("WRITE", prepared.local, here_T, prepared.remote, there_T)
 
-    def _by_address(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: Span) -> Any:
+    def _by_address(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange) -> Any:
         target = self._targets[rank]
         mine, theirs = self._pool.geometry.layer(span.layer), target.geometry.layer(span.layer)
         ranges = list(span_ranges(mine, theirs, blocks, target_blocks, span))

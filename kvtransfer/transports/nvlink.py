@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from baton.core.errors import ProtocolError
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, kv_scatter
+from baton.kernels.kv.scatter import PoolAddress, ScatterRange, WriteCompletion, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, can_reach
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import Flag, FlagPage
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused, SenderSide
 from baton.kvtransfer.shared_region import DIRECTORY, PREFIX, SharedRegion
 from baton.kvtransfer.transports.nvlink_write import NvlinkWrite
@@ -113,7 +113,7 @@ class NvlinkDataPath:
         self._is_closed = False
 
     def write(
-        self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool
+        self, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange, *, with_digest: bool
     ) -> NvlinkWrite:
         """Launch on the current stream."""
         if self._is_closed or self._region is None or self._region.epoch != self._epoch:
@@ -160,7 +160,7 @@ class NvlinkDataPath:
                 if shape in shapes:
                     continue
                 shapes.add(shape)
-                pieces = self._pieces(Span(layer, 0, 0, geometry.head_first, geometry.num_heads))
+                pieces = self._pieces(KVRange(layer, 0, 0, geometry.head_first, geometry.num_heads))
                 for with_digest in (True, False):
                     flags = self._claim(len(pieces))
                     self._launch((0,), (0,), pieces, flags, with_digest)
@@ -168,12 +168,12 @@ class NvlinkDataPath:
                     for flag in flags:
                         self._flags.release(flag)
 
-    def _pieces(self, span: Span) -> list[tuple[Piece, _Route]]:
+    def _pieces(self, span: KVRange) -> list[tuple[ScatterRange, _Route]]:
         pieces = []
         for route in self._routes[span.layer]:
             low, high = max(route.first, span.head_first), min(route.stop, span.head_first + span.head_count)
             if low < high:
-                piece = Piece(
+                piece = ScatterRange(
                     layer=span.layer, first=span.first, count=span.count, head_first=low, head_count=high - low
                 )
                 pieces.append((piece, route))
@@ -191,7 +191,7 @@ class NvlinkDataPath:
         self,
         blocks: tuple[int, ...],
         target_blocks: tuple[int, ...],
-        pieces: Sequence[tuple[Piece, _Route]],
+        pieces: Sequence[tuple[ScatterRange, _Route]],
         flags: Sequence[Flag],
         with_digest: bool,
     ) -> None:
@@ -207,7 +207,7 @@ class NvlinkDataPath:
                 target_ids,
                 piece,
                 stream.workspace(piece.first + piece.count),
-                Completion(self._flags_address + self._flags.offset_bytes(flag.slot), flag.sequence),
+                WriteCompletion(self._flags_address + self._flags.offset_bytes(flag.slot), flag.sequence),
                 tuning_for(piece.count * piece.head_count * row_bytes),
                 with_digest=with_digest and route.counts,
             )

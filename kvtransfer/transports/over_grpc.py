@@ -31,8 +31,8 @@ from baton.kvtransfer.transports.over_grpc_stream import (
     PASS_KEY,
     SCHEME,
     SERVICE,
+    GrpcSendQueue,
     Inbox,
-    SendQueue,
     StreamReader,
     channel_options,
     client_channels,
@@ -84,10 +84,10 @@ class GrpcClient:
 
         def open_control() -> _Stream:
             reader = StreamReader(peer, inbox, 0, takes_frames=False)
-            return _Stream(self._newest(), shown, SendQueue(0), reader)
+            return _Stream(self._newest(), shown, GrpcSendQueue(0), reader)
 
         def open_bulk() -> _Stream:
-            return _Stream(self._newest(), (*shown, (KIND_KEY, BULK)), SendQueue(2 * config.window_bytes), None)
+            return _Stream(self._newest(), (*shown, (KIND_KEY, BULK)), GrpcSendQueue(2 * config.window_bytes), None)
 
         self._control = _Link(peer, open_control, counts)
         self._bulk = _Link(peer, open_bulk, counts)
@@ -145,7 +145,7 @@ class _Link:
         self._stream = make()
 
     @property
-    def send_queue(self) -> SendQueue:
+    def send_queue(self) -> GrpcSendQueue:
         """Of the stream there is; closed if it has ended."""
         return self._stream.send_queue
 
@@ -187,7 +187,7 @@ class _Stream:
         self,
         channel: grpc.Channel,
         metadata: tuple[tuple[str, str], ...],
-        send_queue: SendQueue,
+        send_queue: GrpcSendQueue,
         reader: StreamReader | None,
     ) -> None:
         self.send_queue = send_queue
@@ -361,7 +361,7 @@ class _ServedStream:
         self.is_bulk = is_bulk
         self.key = name, is_bulk
         self.refused = ""
-        self.send_queue = SendQueue(0)
+        self.send_queue = GrpcSendQueue(0)
         self.reader = StreamReader(name, inbox, config.max_frame_bytes, takes_frames=True)
         self._context = context
 

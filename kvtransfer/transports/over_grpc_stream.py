@@ -13,7 +13,7 @@ from baton.core.errors import ConfigInvalid, ProtocolError
 from baton.core.tls_files import TlsFiles, TlsWatch
 from baton.kvtransfer.protocol.frame import HEADER_BYTES, Bytes, FrameHeader, decode_header
 from baton.kvtransfer.protocol.transport import Delivery, MemoryPayload, PayloadDone
-from baton.kvtransfer.sender.piece_cursor import PieceCursor
+from baton.kvtransfer.sender.buffer_cursor import BufferCursor
 from baton.proto.secure_channel import SecureChannels, server_credentials
 
 PART_BYTES = 1 << 20  # of a payload in one packet; measured best
@@ -106,14 +106,14 @@ class StreamPayload:
         self.is_wanted = False
         self._inbox = inbox
         self._num_left = num_bytes
-        self._cursor: PieceCursor | None = None
+        self._cursor: BufferCursor | None = None
         self._is_decided = False
         self._is_over = False
         self._changed = threading.Condition()
 
     def read_into(self, pieces: Sequence[memoryview]) -> bool:
         """The stream's thread does it."""
-        cursor = PieceCursor(pieces)
+        cursor = BufferCursor(pieces)
         assert cursor.num_left == self.num_bytes
         with self._changed:
             self.is_wanted = self._is_decided = True
@@ -357,11 +357,11 @@ class _Frame:
 
     def __init__(self, header: bytes, payload: Sequence[memoryview]) -> None:
         self.header = header
-        self.cursor = PieceCursor(payload)
+        self.cursor = BufferCursor(payload)
         self.is_begun = False
 
 
-class SendQueue:
+class GrpcSendQueue:
     """Iterate over it to get packets; the iteration waits for more until `close`.
 
     Args:
@@ -454,7 +454,7 @@ class SendQueue:
             return packet
 
 
-def _part(cursor: PieceCursor) -> tuple[list[Bytes], int]:
+def _part(cursor: BufferCursor) -> tuple[list[Bytes], int]:
     """The pieces of the next part of a payload, and its size."""
     pieces: list[Bytes] = []
     size = 0

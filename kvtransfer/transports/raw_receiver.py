@@ -20,7 +20,7 @@ from baton.core.errors import PortInUse, ProtocolError
 from baton.core.kv_transports import RAW
 from baton.kvtransfer.protocol.frame import HEADER_BYTES, decode_header
 from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts
-from baton.kvtransfer.sender.piece_cursor import MAX_BUFFERS, PieceCursor
+from baton.kvtransfer.sender.buffer_cursor import MAX_BUFFERS, BufferCursor
 from baton.kvtransfer.transports.raw import PREFACE_BYTES, READY, decode_preface, new_token, tune_socket
 from baton.proto import kv_pb2
 
@@ -150,7 +150,7 @@ class RawConnection:
         self._owner.watch(self.file, is_watched=True)
         return is_done
 
-    def pull_into(self, cursor: PieceCursor) -> bool:
+    def pull_into(self, cursor: BufferCursor) -> bool:
         """Read into the pool; whether that is all.
 
         Raises:
@@ -215,12 +215,12 @@ class RawPayload:
         self.num_bytes = num_bytes
         self.is_wanted = False
         self._connection = connection
-        self._cursor: PieceCursor | None = None
+        self._cursor: BufferCursor | None = None
         self._num_left = num_bytes  # of a discarded one
 
     def read_into(self, pieces: Sequence[memoryview]) -> bool:
         """Read what is there, and go on as more arrives."""
-        self._cursor = PieceCursor(pieces)
+        self._cursor = BufferCursor(pieces)
         assert self._cursor.num_left == self.num_bytes
         self.is_wanted = True
         return self._connection.begin(self)

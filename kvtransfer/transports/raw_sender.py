@@ -15,7 +15,7 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.protocol.transport import TransportCounts
-from baton.kvtransfer.sender.piece_cursor import MAX_BUFFERS, PieceCursor
+from baton.kvtransfer.sender.buffer_cursor import MAX_BUFFERS, BufferCursor
 from baton.kvtransfer.transports.raw import READY, encode_preface, tune_socket
 
 MAX_BURST_BYTES = 16 << 20  # that one stream sends before others get their turn
@@ -34,7 +34,7 @@ class _Outgoing:
 
     def __init__(self, header: bytes, payload: Sequence[memoryview]) -> None:
         self.header = header
-        self.cursor = PieceCursor([header, *payload])
+        self.cursor = BufferCursor([header, *payload])
         self.is_begun = False
 
 
@@ -184,7 +184,7 @@ class _Stream:
         self.deadline_s = time.monotonic() + max(1.0, config.lease_s)
         self.queue: deque[_Outgoing] = deque()
         self.num_bytes = 0
-        self._preface = PieceCursor([preface])
+        self._preface = BufferCursor([preface])
         self._answer = b""
         self._poller = poller
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -272,11 +272,11 @@ class _Stream:
         if self._answer == READY:
             self.is_open = True
 
-    def _next(self) -> list[PieceCursor]:
+    def _next(self) -> list[BufferCursor]:
         """What the next system call may send."""
         if self._preface.num_left:
             return [self._preface]
-        cursors: list[PieceCursor] = []
+        cursors: list[BufferCursor] = []
         num_bytes = 0
         for frame in self.queue:
             if num_bytes >= MAX_BURST_BYTES // 4 or len(cursors) == MAX_BUFFERS // 2:
@@ -285,7 +285,7 @@ class _Stream:
             num_bytes += frame.cursor.num_left
         return cursors
 
-    def _advance(self, cursors: Sequence[PieceCursor], num_sent: int) -> None:
+    def _advance(self, cursors: Sequence[BufferCursor], num_sent: int) -> None:
         if cursors[0] is self._preface:
             self._preface.advance(num_sent)
             return

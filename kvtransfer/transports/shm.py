@@ -16,7 +16,7 @@ from baton.core.errors import ProtocolError
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath
 from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused, SenderSide, WrittenAtOnce
 from baton.kvtransfer.shared_region import DIRECTORY, NONCE_AT, NONCE_BYTES, PREFIX, SharedRegion
@@ -49,7 +49,7 @@ class ShmDataPath:
         self._routes = tuple(tuple(_route(source, targets, layer)) for layer in range(len(source.geometry.layers)))
 
     def write(
-        self, blocks: Sequence[int], target_blocks: Sequence[int], span: Span, *, with_digest: bool
+        self, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange, *, with_digest: bool
     ) -> WrittenAtOnce:
         """Copy a span to every rank that holds a head of it; over when this returns."""
         if self._is_closed or self._region.epoch != self._epoch:

@@ -26,7 +26,7 @@ _MAX_REQUESTS = 64  # in one turn
 _USER = "baton"
 
 
-class Admission(Protocol):
+class PeerAdmission(Protocol):
     """What sockets show, and whom they admit."""
 
     is_encrypted: bool
@@ -61,7 +61,7 @@ class PlainAdmission:
         return False
 
     def arm(self, socket: "zmq.Socket[bytes]", *, is_server: bool) -> None:
-        """See `Admission`."""
+        """See `PeerAdmission`."""
         if is_server:
             socket.set(zmq.PLAIN_SERVER, 1)
         else:
@@ -69,7 +69,7 @@ class PlainAdmission:
             socket.set(zmq.PLAIN_PASSWORD, self._password.encode())
 
     def admits(self, mechanism: bytes, credentials: Sequence[bytes]) -> bool:
-        """See `Admission`."""
+        """See `PeerAdmission`."""
         if mechanism != b"PLAIN" or len(credentials) != 2:
             return False
         return hmac.compare_digest(credentials[1], self._password.encode())
@@ -86,7 +86,7 @@ class ConnectionAuthenticator:
         socket: to be polled.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", admission: Admission) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", admission: PeerAdmission) -> None:
         self._admission = admission
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.set(zmq.LINGER, 0)
@@ -209,7 +209,7 @@ class ZmqSockets:
 
     def __init__(self, config: KVTransferConfig) -> None:
         self._config = config
-        self._admission: Admission = (
+        self._admission: PeerAdmission = (
             CurveKeys(Path(config.curve_key_file))
             if config.curve_key_file
             else PlainAdmission(connection_pass(bytes.fromhex(config.key)))

@@ -15,7 +15,7 @@ from baton.core.config import LOOPBACK
 from baton.core.errors import BatonError, ConfigInvalid, PortInUse
 from baton.core.files import share_of_clients
 from baton.core.handshakes import Handshakes
-from baton.core.inside import Verifier
+from baton.core.inside import ProofVerifier
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
 from baton.proto.inside import RequireProof
 from baton.proto.roles import ALLOWED, RequireRole
@@ -73,7 +73,7 @@ class Listener:
         metrics: SecurityMetrics,
         open_services: Collection[str] = (),
         extra_keys: tuple[KeyEntry, ...] = (),
-        verifier: Verifier,
+        verifier: ProofVerifier,
         outside: Collection[str],
     ) -> None:
         self._metrics = metrics

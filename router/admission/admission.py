@@ -43,7 +43,7 @@ PRIORITIES: Final = (HIGH, NORMAL, LOW)  # in the order they are served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RequestWork:
     """One request.
 
     Attributes:
@@ -81,7 +81,7 @@ class Capacity:
     num_positions: int = 0
     residence_s: float = 0.0
 
-    def share_s(self, work: Work) -> float:
+    def share_s(self, work: RequestWork) -> float:
         """Seconds of everybody's time that a request takes: of the prefill workers, or of the KV if that is scarcer."""
         prefill_s = work.num_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
         return max(prefill_s, self.kv_s(work.num_positions))
@@ -91,7 +91,7 @@ class Capacity:
         budget = KV_FILL * self.num_positions
         return num_positions * self.residence_s / budget if budget else 0.0
 
-    def own_s(self, work: Work) -> float:
+    def own_s(self, work: RequestWork) -> float:
         """Seconds from its start to its first token, on one worker."""
         return work.num_tokens * self.num_workers / self.tokens_per_s if self.tokens_per_s else 0.0
 

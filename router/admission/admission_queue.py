@@ -17,7 +17,7 @@ from typing import Final
 from baton.core.clock import Clock
 from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
 from baton.core.requests.request import GenerationRequest
-from baton.router.admission.admission import Capacity, Work
+from baton.router.admission.admission import Capacity, RequestWork
 from baton.router.admission.fair_queue import FairQueue, QueueLimits, Ticket
 from baton.router.placement.members import DECODE, PREFILL, Members
 
@@ -77,7 +77,7 @@ SPARE: Final = 2.0  # an answer may be so much longer than the mean before its K
 OVERCOMMIT: Final = 2.0  # times all KV may be promised: decode workers know best, and preempt; this only stops floods
 
 
-class Turn:
+class AdmissionTicket:
     """A request's turn; `leave` in any case. It ends by itself when workers have sent the last of all its answers."""
 
     def __init__(self, admission_queue: "AdmissionQueue", ticket: Ticket, num_answers: int) -> None:
@@ -152,7 +152,7 @@ class AdmissionQueue:
         self.residence = Estimate()  # seconds for which a request is with workers
         self.answer_len = Estimate()  # tokens; what was learnt of it stays until more is learnt
 
-    async def enter(self, request: GenerationRequest) -> Turn:
+    async def enter(self, request: GenerationRequest) -> AdmissionTicket:
         """Wait for a request's turn.
 
         Raises:
@@ -175,7 +175,7 @@ class AdmissionQueue:
             if not granted.done():
                 async with asyncio.timeout(request.deadline_s - now_s):
                     await granted
-            return Turn(self, ticket, request.sampling.n)
+            return AdmissionTicket(self, ticket, request.sampling.n)
         except TimeoutError:
             self._give_up(ticket)
             raise RequestDeadlineExceeded("the deadline passed before the request's turn") from None
@@ -231,11 +231,11 @@ class AdmissionQueue:
         self.drop(ticket)
         self.look()
 
-    def _work(self, request: GenerationRequest, now_s: float) -> Work:
+    def _work(self, request: GenerationRequest, now_s: float) -> RequestWork:
         num_answers, max_tokens = request.sampling.n, request.sampling.max_tokens
         usual_len = self.answer_len.latest
         answer_len = min(max_tokens, math.ceil(SPARE * usual_len)) if usual_len else max_tokens
-        work = Work(
+        work = RequestWork(
             tenant=request.tenant,
             num_tokens=num_answers * (request.prompt_len - self._cached_len(request)),
             num_positions=num_answers * (request.prompt_len + answer_len),

@@ -26,7 +26,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.core.errors import Overloaded
-from baton.router.admission.admission import HIGH, LOW, NORMAL, PRIORITIES, Capacity, Work
+from baton.router.admission.admission import HIGH, LOW, NORMAL, PRIORITIES, Capacity, RequestWork
 
 QUANTUM: Final = 512  # tokens
 
@@ -36,7 +36,7 @@ class Ticket:
 
     __slots__ = ("expected_s", "granted", "work")
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: RequestWork) -> None:
         self.work = work
         self.granted = False
         self.expected_s = 0.0  # from the grant to the first token
@@ -203,7 +203,7 @@ class FairQueue:
         """What the workers can do from now on."""
         self._capacity = capacity
 
-    def offer(self, work: Work, now_s: float) -> Ticket:
+    def offer(self, work: RequestWork, now_s: float) -> Ticket:
         """A place for a request.
 
         Raises:
@@ -250,7 +250,7 @@ class FairQueue:
         del self._running[ticket]
         self._num_positions -= ticket.work.num_positions
 
-    def predicted_s(self, work: Work) -> float:
+    def predicted_s(self, work: RequestWork) -> float:
         """Seconds until a request's first token if it were offered now, at the most."""
         return self._ahead_s() + self._queue_s() + self._capacity.own_s(work)
 
@@ -326,7 +326,7 @@ class FairQueue:
         largest = self._waiting_lens[-1]
         return max(prefill_s, self._capacity.kv_s(max(0, self._num_positions + largest - budget)))
 
-    def _at_most_s(self, work: Work | None = None) -> float:
+    def _at_most_s(self, work: RequestWork | None = None) -> float:
         """No first token of those that wait, and of one more, is predicted later than so, in whatever order."""
         capacity, tokens, positions = self._capacity, self._num_waiting_tokens, self._num_waiting_positions
         most = self._most_tokens
@@ -359,7 +359,7 @@ class FairQueue:
     def _queue_s(self) -> float:
         return sum(self._capacity.share_s(item[2].work) for item in self._waiting)
 
-    def _latest_s(self, work: Work, now_s: float) -> float:
+    def _latest_s(self, work: RequestWork, now_s: float) -> float:
         max_wait_s = self._limits.max_wait_s
         return work.deadline_s if max_wait_s is None else min(work.deadline_s, now_s + max_wait_s)
 
@@ -379,7 +379,7 @@ class FairQueue:
             message = f"the first token would be {late_s:.2f} s late, this request's or that of one before it"
             raise self._refusal("deadline", message, late_s)
 
-    def _require_part(self, work: Work, now_s: float) -> None:
+    def _require_part(self, work: RequestWork, now_s: float) -> None:
         """Refuse what is beyond the tenant's or the priority's part of the queue, in seconds of the workers' time."""
         room_s = self._latest_s(work, now_s) - now_s - self._capacity.own_s(work)
         limit_s = max(0.0, room_s) * ROOM[work.priority]
@@ -417,7 +417,7 @@ class FairQueue:
         has_room = has_room or self._prefill_s() < self._limits.ahead_s
         return has_room and len(self._running) < self._limits.max_running
 
-    def _has_kv(self, work: Work) -> bool:
+    def _has_kv(self, work: RequestWork) -> bool:
         budget = self._capacity.num_positions
         return not budget or not self._running or self._num_positions + work.num_positions <= budget
 

@@ -20,7 +20,7 @@ from baton.router.attempt.channels import Channels
 from baton.router.attempt.continuation import Again, Cause, Continuation, MigrationLimits, cause_of
 from baton.router.attempt.in_flight_requests import InFlightTracker, Visitor
 from baton.router.attempt.migration import RetryBudget
-from baton.router.attempt.request_run import Emitted, LocalRun, RequestRun
+from baton.router.attempt.request_run import CertainTokens, LocalRun, RequestRun
 from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member
 from baton.router.placement.policy import Pair, Policy
 from baton.router.placement.refusals import Outcasts, Refusals, fits
@@ -157,7 +157,7 @@ class Attempts:
         """Tokens that the last attempt took over from those before it."""
         return self._answer.num_forced
 
-    async def events(self) -> AsyncIterator[Emitted]:
+    async def events(self) -> AsyncIterator[CertainTokens]:
         """Tokens in order, each once; ends after the one with a finish reason.
 
         Raises:
@@ -291,7 +291,7 @@ class Attempts:
         self.runs.append(run)
         return run
 
-    def _take(self, run: RequestRun, emitted: Emitted) -> Emitted | None:
+    def _take(self, run: RequestRun, emitted: CertainTokens) -> CertainTokens | None:
         first = self._answer.num_tokens
         new = self._answer.take(run.request.key.attempt, emitted.index, emitted.token_ids)
         if len(new) == len(emitted.token_ids) and (first == emitted.index > 0):
@@ -299,7 +299,7 @@ class Attempts:
         if new or emitted.finish_reason:
             logprobs = emitted.logprobs[len(emitted.token_ids) - len(new) :]
             prompt_logprobs = () if first else emitted.prompt_logprobs
-            return Emitted(first, new, emitted.finish_reason, logprobs, prompt_logprobs)
+            return CertainTokens(first, new, emitted.finish_reason, logprobs, prompt_logprobs)
         return None
 
     async def _lost(self, pair: Pair, error: BatonError) -> None:

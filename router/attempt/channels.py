@@ -18,7 +18,7 @@ from baton.router.placement.members import PREFILL, Incarnation, Member, Members
 MAX_OPEN_BYTES: Final = 4 << 20  # of the requests in one message, unless it is a single one
 
 
-class Reader(Protocol):
+class MuxStreamReader(Protocol):
     """One stream's."""
 
     @property
@@ -35,7 +35,7 @@ class Reader(Protocol):
         ...
 
 
-class StreamMux:
+class StreamMuxClient:
     """One call, from the first stream on.
 
     Args:
@@ -63,7 +63,7 @@ class StreamMux:
         self._name = f"{role} worker {worker_id}"
         self._about = {"worker_id": worker_id, "role": role}
         self._epoch = epoch
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, MuxStreamReader] = {}
         self._last = 0
         self._opening: dict[int, Any] = {}  # not sent yet
         self._cancelled: list[int] = []  # likewise
@@ -77,7 +77,7 @@ class StreamMux:
         """Streams that have not ended."""
         return len(self._readers)
 
-    def open(self, message: Any, reader: Reader) -> Callable[[], None]:
+    def open(self, message: Any, reader: MuxStreamReader) -> Callable[[], None]:
         """Begin a stream; what is returned cancels it, and `reader` is not called again then."""
         assert not self.over
         self._last += 1
@@ -161,7 +161,7 @@ class StreamMux:
     def _broken(self, what: str) -> ProtocolError:
         return ProtocolError(f"{self._name} {what}", cause=Cause.STREAM.value, **self._about)
 
-    def _say(self, number: int, reader: Reader, said: Any) -> None:
+    def _say(self, number: int, reader: MuxStreamReader, said: Any) -> None:
         if type(said) is End:
             del self._readers[number]
             self._tell_end(reader, said.error)
@@ -183,7 +183,7 @@ class StreamMux:
         for reader in readers.values():
             self._tell_end(reader, error)
 
-    def _tell_end(self, reader: Reader, error: BaseException | None) -> None:
+    def _tell_end(self, reader: MuxStreamReader, error: BaseException | None) -> None:
         """One that cannot hear it does not keep it from the others; it is told once more, why."""
         try:
             reader.on_end(error)
@@ -227,7 +227,7 @@ class Channels:
         self._spawn = spawn
         self._secure = secure or SecureChannels()
         self._channels: dict[Incarnation, tuple[InsideChannel, int]] = {}
-        self._stream_muxes: dict[Incarnation, tuple[StreamMux, int]] = {}
+        self._stream_muxes: dict[Incarnation, tuple[StreamMuxClient, int]] = {}
 
     def to(self, member: Member) -> Any:
         """The channel to the incarnation of `member`, which must be alive, for stubs; its calls prove themselves."""
@@ -244,7 +244,7 @@ class Channels:
             self._channels[incarnation] = channel, version
         return channel
 
-    def stream_mux(self, member: Member) -> StreamMux:
+    def stream_mux(self, member: Member) -> StreamMuxClient:
         """The call for all streams to the incarnation `member` is in, which must be alive and serve that."""
         channel, version = self.to(member), self._secure.version
         incarnation = member.incarnation
@@ -276,12 +276,12 @@ class Channels:
             await channel.close(None)
 
 
-def _stream_mux(channel: Any, member: Member) -> StreamMux:
+def _stream_mux(channel: Any, member: Member) -> StreamMuxClient:
     incarnation = member.incarnation
     about: dict[str, Any] = {"worker_id": incarnation.worker_id, "role": member.state.role, "epoch": incarnation.epoch}
     if member.state.role == PREFILL:
         call = worker_pb2_grpc.PrefillStub(channel).RunAll()
-        return StreamMux(call, worker_pb2.PrefillCommands, read_prefill_frame, **about)
-    return StreamMux(
+        return StreamMuxClient(call, worker_pb2.PrefillCommands, read_prefill_frame, **about)
+    return StreamMuxClient(
         worker_pb2_grpc.DecodeStub(channel).AttendAll(), worker_pb2.DecodeCommands, read_decode_frame, **about
     )

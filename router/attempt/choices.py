@@ -10,9 +10,9 @@ from typing import Self
 
 from baton.core.requests.request import GenerationRequest, choices_of
 from baton.proto import inference_pb2
-from baton.router.admission.admission_queue import AdmissionQueue, Turn
+from baton.router.admission.admission_queue import AdmissionQueue, AdmissionTicket
 from baton.router.attempt.attempts import Attempts
-from baton.router.attempt.request_run import Emitted
+from baton.router.attempt.request_run import CertainTokens
 
 Chunks = AsyncGenerator[inference_pb2.GenerateChunk]
 
@@ -97,7 +97,7 @@ class ChoiceEvent:
     """What one answer's attempts emitted."""
 
     choice: int
-    emitted: Emitted
+    emitted: CertainTokens
 
 
 class Choices:
@@ -119,7 +119,7 @@ class Choices:
         admission_queue: AdmissionQueue | None = None,
     ) -> None:
         self._request, self._admission_queue = request, admission_queue
-        self._turn: Turn | None = None
+        self._turn: AdmissionTicket | None = None
         self.attempts = [attempts_of(_named(one)) for one in choices_of(request)]
         self._tasks: list[asyncio.Task[None]] = []
 

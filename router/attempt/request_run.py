@@ -25,8 +25,8 @@ from baton.core.errors import (
 )
 from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest
 from baton.proto import inference_pb2, wire, worker_pb2
-from baton.proto.stream_mux_wire import Tokens
-from baton.router.attempt.channels import Channels, StreamMux
+from baton.proto.stream_mux_wire import StreamTokens
+from baton.router.attempt.channels import Channels, StreamMuxClient
 from baton.router.attempt.continuation import Cause, TokenOrder
 from baton.router.attempt.in_flight_requests import Guest, Leaving
 from baton.router.placement.members import Member
@@ -56,7 +56,7 @@ class Leg:
 
     def join(
         self,
-        stream_mux: StreamMux,
+        stream_mux: StreamMuxClient,
         message: Any,
         on_said: Callable[[Any], None],
         on_ended: Callable[["Leg", BaseException | None], None],
@@ -142,7 +142,7 @@ _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH
 
 
 @dataclass(slots=True)  # not frozen, which would make each three times as dear
-class Emitted:
+class CertainTokens:
     """Tokens that are certain, in order, with reports on each if asked for; the last holds the reason."""
 
     index: int
@@ -183,7 +183,7 @@ class RequestRun:
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
-        self._waiting: Emitted | None = None  # for the reader
+        self._waiting: CertainTokens | None = None  # for the reader
         self._error: BatonError | None = None
         self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
@@ -221,7 +221,7 @@ class RequestRun:
         if self._ended:  # one of them is lost already
             self._end()
 
-    def take(self) -> Emitted | None:
+    def take(self) -> CertainTokens | None:
         """The next tokens in order, up to those with a finish reason; None: `changed` says when there are more.
 
         Raises:
@@ -241,7 +241,7 @@ class RequestRun:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
-    def _put(self, emitted: Emitted) -> None:
+    def _put(self, emitted: CertainTokens) -> None:
         if self.on_arrival is not None:
             self.on_arrival(len(emitted.token_ids), emitted.finish_reason != "")
         waiting = self._waiting
@@ -288,8 +288,8 @@ class RequestRun:
         elif event.HasField("done"):
             self._on_prefill_done(event.done)
 
-    def _on_decode_event(self, event: worker_pb2.DecodeEvent | Tokens) -> None:
-        if isinstance(event, Tokens):
+    def _on_decode_event(self, event: worker_pb2.DecodeEvent | StreamTokens) -> None:
+        if isinstance(event, StreamTokens):
             self._on_plain_tokens(event)
         elif event.HasField("tokens"):
             self._decode_finished = event.tokens.finish_reason != ""
@@ -343,7 +343,7 @@ class RequestRun:
         self.prefill_done = done
         self._prefill.unwatch()
 
-    def _on_plain_tokens(self, tokens: Tokens) -> None:
+    def _on_plain_tokens(self, tokens: StreamTokens) -> None:
         if self.first is None:
             self._on_decode_tokens(worker_pb2.DecodeTokens(index=tokens.index, token_ids=tokens.token_ids))
         elif not self._ended:
@@ -378,7 +378,7 @@ class RequestRun:
         if new or finish_reason:
             logprobs = logprobs[len(token_ids) - len(new) :]
             prompt_logprobs = () if first > self.request.num_forced else self._prompt_logprobs
-            self._put(Emitted(first, new, finish_reason, logprobs, prompt_logprobs))
+            self._put(CertainTokens(first, new, finish_reason, logprobs, prompt_logprobs))
         if finish_reason:
             self._end()
             if self.first is not None and self.first.finish_reason:

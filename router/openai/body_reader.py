@@ -1,7 +1,7 @@
 """Reads bodies: takes no more bytes than may be, and lets other processes understand what would keep the loop busy.
 
 What is light is understood at once. Anything else goes to a process of its own (reader_process), of which there are a
-few, where tenants take turns (reading_turns). One is started with the router, the others when such bodies come; all end
+few, where tenants take turns (reading_queue). One is started with the router, the others when such bodies come; all end
 with the router, and are replaced when they fail. A process that ended while it had nothing to do costs no request
 anything: a new one reads the body.
 """
@@ -31,10 +31,10 @@ from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.front import Forms, HttpConfig, principal_of
 from baton.router.openai.limits import is_light
 from baton.router.openai.reader_process import LAST, first_frame, job_frame
-from baton.router.openai.reading_turns import ReadingTurns
+from baton.router.openai.reading_queue import ReadingQueue
 from baton.router.openai.tool_calls import READ_BY_TOOLS
 from baton.router.openai.understand import understand
-from baton.router.openai.understood import LENGTH_BYTES, Job, Understood, parted
+from baton.router.openai.understood import LENGTH_BYTES, ReadingJob, Understood, parted
 from baton.router.served_model import ServedModel
 
 NUM_PROCESSES: Final = 2  # for one tenant; there is one more for a tenant whose bodies none of them reads
@@ -85,7 +85,7 @@ class BodyReader:
             hidden=MARKS & model.tokenizer.special_tokens.keys(),
         )
         self._idle: list[_Process] = []
-        self._turns = ReadingTurns(NUM_PROCESSES)
+        self._turns = ReadingQueue(NUM_PROCESSES)
         self._num_bytes_of: Counter[str] = Counter()
         self.num_in_process = 0  # bodies that were not light
 
@@ -122,13 +122,13 @@ class BodyReader:
             raise too_large(self._config.max_body_bytes)
         self._inference.check_num_bytes(num_bytes)
 
-    def _job(self, kind: str, request_id: str | None) -> Job:
+    def _job(self, kind: str, request_id: str | None) -> ReadingJob:
         try:
             max_model_len = self._inference.model().max_model_len
         except NoWorker:
             max_model_len = (1 << 31) - 1  # it is refused later, for that or for a better reason
         template = self._config.template
-        return Job(
+        return ReadingJob(
             kind=kind,
             request_id=secrets.token_hex(16) if request_id is None else request_id or " ",
             max_answers=self._inference.max_answers,
@@ -136,7 +136,7 @@ class BodyReader:
             keeps_schemas=template is not None and template.call_form in READ_BY_TOOLS,
         )
 
-    async def _ask(self, job: Job, body: bytes, tenant: str) -> list[bytes]:
+    async def _ask(self, job: ReadingJob, body: bytes, tenant: str) -> list[bytes]:
         self.num_in_process += 1
         frame = job_frame(job, body)
         async with self._turn(tenant):

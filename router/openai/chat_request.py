@@ -18,7 +18,7 @@ from baton.router.openai.limits import (
     Name,
     Text,
 )
-from baton.router.openai.options import MAX_TOP_LOGPROBS, Options, Wire
+from baton.router.openai.options import MAX_TOP_LOGPROBS, CommonOptions, Wire
 
 NEED_CONTENT = ("system", "developer", "user", "tool")  # what other roles mean is the template's business
 
@@ -152,7 +152,7 @@ ToolChoice = Annotated[
 ]
 
 
-class ChatRequest(Options):
+class ChatRequest(CommonOptions):
     """What it asks."""
 
     nothing_said: ClassVar[list[Any]] = [{"role": "user", "content": ""}]  # messages whose prompt has been written

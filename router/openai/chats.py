@@ -37,8 +37,8 @@ from baton.router.openai.generation import Call, GenerationEndpoint
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PROMPTS
 from baton.router.openai.reasoning import ReasoningCount, ReasoningSplitter
 from baton.router.openai.token_names import TokenNames
-from baton.router.openai.tool_calls import Parts, Splitter, calls_of
-from baton.router.openai.understood import Job, Understood
+from baton.router.openai.tool_calls import CallParts, Splitter, calls_of
+from baton.router.openai.understood import ReadingJob, Understood
 
 _FIELD: Final = "tool_choice"
 
@@ -309,7 +309,7 @@ class ChatChoice:
             self._merge(self._tools.finish(), delta)
         return delta
 
-    def _merge(self, parts: Parts, delta: Delta) -> None:
+    def _merge(self, parts: CallParts, delta: Delta) -> None:
         if parts.content:
             delta["content"] = delta.get("content", "") + parts.content
         only_first = self._asked.parallel_tool_calls is False
@@ -334,7 +334,7 @@ class ChatChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ChatStep:
     """More of the answer.
 
     Attributes:
@@ -348,21 +348,21 @@ class Step:
     call: tuple[str, str] = ("", "")
 
 
-def steps(delta: dict[str, Any]) -> Iterator[Step]:
+def steps(delta: dict[str, Any]) -> Iterator[ChatStep]:
     """What a choice's delta holds. A call is complete before text follows it."""
     if delta.get("reasoning"):
-        yield Step("thought", delta["reasoning"])
+        yield ChatStep("thought", delta["reasoning"])
     calls = delta.get("tool_calls", ())
     for call in calls:
         if "id" not in call:
-            yield Step("arguments", call["function"]["arguments"])
+            yield ChatStep("arguments", call["function"]["arguments"])
     if delta.get("content"):
-        yield Step("text", delta["content"])
+        yield ChatStep("text", delta["content"])
     for call in calls:
         if "id" in call:
-            yield Step("call", "", (call["id"], call["function"]["name"]))
+            yield ChatStep("call", "", (call["id"], call["function"]["name"]))
             if call["function"]["arguments"]:
-                yield Step("arguments", call["function"]["arguments"])
+                yield ChatStep("arguments", call["function"]["arguments"])
 
 
 ALL_THAT_FIT: Final = (1 << 31) - 1
@@ -458,7 +458,7 @@ class Chats(GenerationEndpoint[ChatRequest]):
         return ChatCall(asked, self.front, understood)
 
 
-def understand_chat(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
+def understand_chat(asked: ChatRequest, forms: Forms, job: ReadingJob) -> Understood:
     """What a body asks, in messages.
 
     Raises:
@@ -468,7 +468,7 @@ def understand_chat(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
 
 
 def understand_prompts(
-    asked: ChatRequest, forms: Forms, job: Job, num_prompts: int, write: Callable[[], Sequence[str]]
+    asked: ChatRequest, forms: Forms, job: ReadingJob, num_prompts: int, write: Callable[[], Sequence[str]]
 ) -> Understood:
     """The same for any number of prompts, which share all else.
 
@@ -606,7 +606,7 @@ class Batches(Chats):
         return BatchCall(asked, self.front, understood)
 
 
-def understand_batch(asked: BatchRequest, forms: Forms, job: Job) -> Understood:
+def understand_batch(asked: BatchRequest, forms: Forms, job: ReadingJob) -> Understood:
     """What a body asks, in messages, one for each conversation.
 
     Raises:

@@ -13,15 +13,15 @@ from baton.router.access.message_limits import check_num_answers
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.generation import Call, GenerationEndpoint
 from baton.router.openai.limits import ManyTokenIds, Text, Texts, TokenIds
-from baton.router.openai.options import Options
+from baton.router.openai.options import CommonOptions
 from baton.router.openai.token_names import TokenNames, finite
-from baton.router.openai.understood import Job, Understood
+from baton.router.openai.understood import ReadingJob, Understood
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 Prompt = str | list[int]
 
 
-class CompletionRequest(Options):
+class CompletionRequest(CommonOptions):
     """What it asks."""
 
     prompt: Text | TokenIds | Texts | ManyTokenIds | None = Field(None, union_mode="left_to_right")
@@ -234,7 +234,7 @@ class Completions(GenerationEndpoint[CompletionRequest]):
         return CompletionCall(asked, self.front, understood)
 
 
-def understand_completion(asked: CompletionRequest, forms: Forms, job: Job) -> Understood:
+def understand_completion(asked: CompletionRequest, forms: Forms, job: ReadingJob) -> Understood:
     """What a body asks, in messages; their number is checked before any is made, and they share the sampling.
 
     Raises:
@@ -249,7 +249,7 @@ def understand_completion(asked: CompletionRequest, forms: Forms, job: Job) -> U
     return Understood(asked=asked, request_id=job.request_id, requests=requests, sampling=sampling)
 
 
-def _request(prompt: Prompt, asked: CompletionRequest, job: Job) -> inference_pb2.GenerateRequest:
+def _request(prompt: Prompt, asked: CompletionRequest, job: ReadingJob) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
         model=asked.model or "",
         request_id=job.request_id,

@@ -16,7 +16,7 @@ from baton.core.telemetry.span import HEADER, INCOMING
 from baton.proto import inference_pb2
 from baton.router.openai.connection import until_disconnect
 from baton.router.openai.front import Front, connection_of, num_header_bytes, principal_of
-from baton.router.openai.options import Options
+from baton.router.openai.options import CommonOptions
 from baton.router.openai.reply import OPENAI, HttpRefusal, Manner, Reply, Usage
 from baton.router.openai.understood import Understood
 
@@ -26,7 +26,7 @@ IGNORED_HEADER: Final = "x-baton-ignored"
 MAX_IGNORED_SHOWN: Final = 20
 
 log = logging.getLogger(__name__)
-Asked = TypeVar("Asked", bound=Options)
+Body = TypeVar("Body", bound=CommonOptions)
 
 
 class Events(Protocol):
@@ -45,7 +45,7 @@ class Events(Protocol):
         ...
 
 
-class Call(Generic[Asked]):
+class Call(Generic[Body]):
     """One call that has been understood; what is particular to its kind.
 
     Attributes:
@@ -89,7 +89,7 @@ class Call(Generic[Asked]):
         """The reply in one piece."""
         return envelope | {"object": self.object} | self.whole() | {"usage": usage.as_data()} | UNKNOWN
 
-    def events(self, asked: Asked, envelope: dict[str, Any], usage: Usage) -> Events:
+    def events(self, asked: Body, envelope: dict[str, Any], usage: Usage) -> Events:
         """The reply as a stream."""
         return ChoiceEvents(asked, self, envelope | {"object": self.chunk_object}, usage)
 
@@ -104,7 +104,7 @@ class ChoiceEvents:
         usage: of the call.
     """
 
-    def __init__(self, asked: Options, call: Call[Any], envelope: dict[str, Any], usage: Usage) -> None:
+    def __init__(self, asked: CommonOptions, call: Call[Any], envelope: dict[str, Any], usage: Usage) -> None:
         self._asked = asked
         self._call = call
         self._envelope = envelope
@@ -129,7 +129,7 @@ class ChoiceEvents:
         return [self._envelope | {"choices": [choice]} | beside for choice in choices]
 
 
-class GenerationEndpoint(Generic[Asked]):
+class GenerationEndpoint(Generic[Body]):
     """An ASGI application for one path.
 
     Args:
@@ -143,7 +143,7 @@ class GenerationEndpoint(Generic[Asked]):
         self.front = front
         self._warned: set[str] = set()
 
-    def call(self, asked: Asked, understood: Understood) -> Call[Asked]:
+    def call(self, asked: Body, understood: Understood) -> Call[Body]:
         """The call that a body is; nothing is allocated."""
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class GenerationEndpoint(Generic[Asked]):
         self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
         await reply.fail(typed)
 
-    def _make_own(self, call: Call[Asked], scope: Scope) -> str:
+    def _make_own(self, call: Call[Body], scope: Scope) -> str:
         """Make the call its principal's; the tenant. Without keys that is the `cache_salt`, which else must be absent.
 
         Raises:
@@ -191,7 +191,7 @@ class GenerationEndpoint(Generic[Asked]):
             tenant = request.tenant = self.front.authenticator.tenant_of(principal, request.tenant)
         return tenant
 
-    async def _serve(self, asked: Asked, call: Call[Asked], reply: Reply) -> None:
+    async def _serve(self, asked: Body, call: Call[Body], reply: Reply) -> None:
         opened = self.front.inference.open(
             call.requests, default_max_tokens=call.default_max_tokens, sampling=call.sampling
         )

@@ -13,12 +13,12 @@ from baton.core.requests.answer_structure import TOOL_NAME
 from baton.proto import inference_pb2
 from baton.router.openai.body import Translated
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.chats import ChatCall, Chats, Step, chat_prompt, steps
+from baton.router.openai.chats import ChatCall, Chats, ChatStep, chat_prompt, steps
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, JsonObject, Name, StopStrings, Text
 from baton.router.openai.options import Wire
 from baton.router.openai.reply import HttpRefusal, JsonResponse, Manner, Usage, error_status
-from baton.router.openai.understood import Job, Understood
+from baton.router.openai.understood import ReadingJob, Understood
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -30,7 +30,7 @@ class TextBlock(Wire):
     text: Text | None = None
 
 
-class Block(TextBlock):
+class ContentBlock(TextBlock):
     """A block of a message; which fields it has depends on its type."""
 
     thinking: Text | None = None
@@ -41,11 +41,11 @@ class Block(TextBlock):
     content: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
-class Turn(Wire):
+class InputMessage(Wire):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: Text | Annotated[list[ContentBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class ClientTool(Wire):
@@ -91,7 +91,7 @@ class CountTokensRequest(Translated):
     """A conversation, whose tokens are to be counted."""
 
     model: Name | None = None
-    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     system: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -143,7 +143,7 @@ class MessagesRequest(CountTokensRequest):
         return super().data() | same | {"stop": self.stop_sequences}
 
 
-def _messages(turn: Turn, field: str) -> list[dict[str, Any]]:
+def _messages(turn: InputMessage, field: str) -> list[dict[str, Any]]:
     """What one message is among those of a chat: results of tools are messages of their own there."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -178,7 +178,7 @@ def _messages(turn: Turn, field: str) -> list[dict[str, Any]]:
     return made
 
 
-def _result(block: Block, field: str) -> dict[str, Any]:
+def _result(block: ContentBlock, field: str) -> dict[str, Any]:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{field}: tool_use_id is missing", field="messages")
     content = "" if block.content is None else _texts(block.content, "messages")
@@ -304,7 +304,7 @@ class MessageEvents:
         end: Data = {"type": "message_delta", "delta": self._ending, "usage": used}
         return [*self._stop(), end, {"type": "message_stop"}]
 
-    def _step(self, step: Step) -> list[Data]:
+    def _step(self, step: ChatStep) -> list[Data]:
         if step.kind == "arguments":
             return [self._delta({"type": "input_json_delta", "partial_json": step.text})]
         if step.kind == "call":
@@ -369,7 +369,7 @@ class CountTokens:
             return JsonResponse.of_error(error, manner=Messages.manner)
 
 
-def understand_count(asked: ChatRequest, forms: Forms, job: Job) -> Understood:
+def understand_count(asked: ChatRequest, forms: Forms, job: ReadingJob) -> Understood:
     """What is to be counted: what the conversation becomes.
 
     Raises:

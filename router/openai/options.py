@@ -123,7 +123,7 @@ class StructuredOutputs(Wire):
     json_object: bool | None = None
 
 
-class Options(Wire):
+class CommonOptions(Wire):
     """Fields common to completions and chats."""
 
     model: Name | None = None
@@ -310,7 +310,9 @@ class Options(Wire):
 
 _SPECIAL: Final = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 # Carried over by their names.
-_SCALARS: Final = [name for name in SCALAR_FIELDS if name in Options.model_fields and name not in ("top_k", "seed")]
+_SCALARS: Final = [
+    name for name in SCALAR_FIELDS if name in CommonOptions.model_fields and name not in ("top_k", "seed")
+]
 
 
 def _add_biases(message: inference_pb2.Sampling, biases: Mapping[str, float]) -> None:

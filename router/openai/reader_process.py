@@ -23,7 +23,7 @@ from baton.core.telemetry.logs import configure_inherited, rotates
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.openai.front import Forms
 from baton.router.openai.understand import understand
-from baton.router.openai.understood import LENGTH_BYTES, Job, joined, parted
+from baton.router.openai.understood import LENGTH_BYTES, ReadingJob, joined, parted
 from baton.router.served_model import ServedModel
 
 MAX_CPU_S: Final = 10.0  # of one body
@@ -54,7 +54,7 @@ def first_frame(forms: Forms, model: ServedModel) -> bytes:
     return joined([json.dumps(about).encode("ascii")])
 
 
-def job_frame(job: Job, body: bytes) -> bytes:
+def job_frame(job: ReadingJob, body: bytes) -> bytes:
     """One body."""
     return joined([json.dumps(asdict(job)).encode("ascii"), body])
 
@@ -76,7 +76,7 @@ def forms_of(frame: bytes) -> Forms:
 def answer(frame: bytes, forms: Forms) -> list[bytes]:
     """The parts of what a body asks, behind an empty one; or an error alone."""
     head, body = parted(frame)
-    job = Job(**json.loads(head))
+    job = ReadingJob(**json.loads(head))
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
     try:
         return [b"", *understand(body, forms, job).to_parts()]

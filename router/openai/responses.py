@@ -8,7 +8,7 @@ from baton.core.errors import BatonError, InvalidRequest
 from baton.proto import inference_pb2
 from baton.router.openai.body import Translated
 from baton.router.openai.chat_request import ChatRequest
-from baton.router.openai.chats import ChatCall, Chats, Step, steps
+from baton.router.openai.chats import ChatCall, Chats, ChatStep, steps
 from baton.router.openai.front import Front
 from baton.router.openai.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, JsonObject, Name, Text
 from baton.router.openai.options import Wire
@@ -23,7 +23,7 @@ _TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary
 _FROM_CHAT: Final = ("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls")
 
 
-class Part(Wire):
+class ResponsePart(Wire):
     """One part of an item's content; only text is read."""
 
     type: Name
@@ -31,7 +31,7 @@ class Part(Wire):
     refusal: Text | None = None
 
 
-Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+Parts = Annotated[list[ResponsePart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class Item(Wire):
@@ -203,7 +203,7 @@ class _Messages:
         return self._made[-1]
 
 
-def _content(content: str | list[Part], field: str) -> str | list[dict[str, Any]]:
+def _content(content: str | list[ResponsePart], field: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     made = []
@@ -369,7 +369,7 @@ class Items:
             self._unshown = []
         return self._close("incomplete" if self.is_cut else "completed")
 
-    def _step(self, step: Step) -> list[Data]:
+    def _step(self, step: ChatStep) -> list[Data]:
         if step.kind == "call":
             return self._open("call", step.call)
         if step.kind == "arguments":

@@ -19,7 +19,7 @@ from baton.router.openai.limits import MAX_MESSAGES, Name, Text
 from baton.router.openai.options import Wire
 from baton.router.openai.reply import JsonResponse, json_bytes
 from baton.router.openai.token_names import TokenNames
-from baton.router.openai.understood import Job, Understood
+from baton.router.openai.understood import ReadingJob, Understood
 
 MAX_DETOKENIZED: Final = 1 << 20
 NAMED_AT_ONCE: Final = 4096
@@ -112,7 +112,7 @@ async def _json_list(items: Sequence[int] | Sequence[str]) -> bytes:
     return b"[" + b",".join(parts) + b"]"
 
 
-def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: Job) -> Understood:
+def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: ReadingJob) -> Understood:
     """What is to be tokenized: a text, or what a conversation becomes.
 
     Raises:
@@ -128,7 +128,7 @@ def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: Job) -> Under
     return Understood(asked=asked, request_id=job.request_id, requests=[request])
 
 
-def understand_detokenize(asked: DetokenizeRequest, forms: Forms, job: Job) -> Understood:
+def understand_detokenize(asked: DetokenizeRequest, forms: Forms, job: ReadingJob) -> Understood:
     """The token ids.
 
     Raises:

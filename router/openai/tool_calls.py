@@ -533,7 +533,7 @@ CLOSE: Final = END_CALL
 
 
 @dataclass(slots=True)
-class Parts:
+class CallParts:
     """What became certain with one piece of text.
 
     Attributes:
@@ -547,7 +547,7 @@ class Parts:
     arguments: list[tuple[int, str]]
 
 
-class Reader(Protocol):
+class CallFormReader(Protocol):
     """Reads one call, character by character."""
 
     @property
@@ -581,11 +581,11 @@ class Reader(Protocol):
 class Splitter(Protocol):
     """Takes an answer's text as it comes."""
 
-    def push(self, text: str) -> Parts:
+    def push(self, text: str) -> CallParts:
         """What became certain with this piece."""
         ...
 
-    def finish(self) -> Parts:
+    def finish(self) -> CallParts:
         """What was withheld at the end."""
         ...
 
@@ -594,14 +594,14 @@ class _Calls:
     """Numbers calls and passes on what is read of them."""
 
     def __init__(self) -> None:
-        self.reader: Reader | None = None
+        self.reader: CallFormReader | None = None
         self.is_announced = False
         self._num = 0
 
-    def begin(self, reader: Reader) -> None:
+    def begin(self, reader: CallFormReader) -> None:
         self.reader, self.is_announced = reader, False
 
-    def feed(self, text: str, parts: Parts) -> int:
+    def feed(self, text: str, parts: CallParts) -> int:
         """How many characters of `text` belong to the call."""
         assert self.reader is not None
         size = 0
@@ -627,24 +627,24 @@ class TaggedCalls:
         make_reader: of what stands between the tags.
     """
 
-    def __init__(self, make_reader: Callable[[], Reader] = CallReader) -> None:
+    def __init__(self, make_reader: Callable[[], CallFormReader] = CallReader) -> None:
         self._held = ""
         self._calls = _Calls()
         self._make_reader = make_reader
         self._raw = ""  # of a call that has not been announced
         self._after_call = False
 
-    def push(self, text: str) -> Parts:
+    def push(self, text: str) -> CallParts:
         """What became certain with this piece."""
         self._held += text
-        parts = Parts("", [], [])
+        parts = CallParts("", [], [])
         while self._call(parts) if self._calls.reader is not None else self._text(parts):
             pass
         return parts
 
-    def finish(self) -> Parts:
+    def finish(self) -> CallParts:
         """What was withheld at the end: an unfinished call without a name is text."""
-        parts = Parts("", [], [])
+        parts = CallParts("", [], [])
         if self._calls.reader is None:
             parts.content = self._held
         elif not self._calls.is_announced:
@@ -652,7 +652,7 @@ class TaggedCalls:
         self._held = ""
         return parts
 
-    def _text(self, parts: Parts) -> bool:
+    def _text(self, parts: CallParts) -> bool:
         """Show text up to a call; True if one begins."""
         if self._after_call:
             self._held = self._held.lstrip()
@@ -668,7 +668,7 @@ class TaggedCalls:
         self._calls.begin(self._make_reader())
         return True
 
-    def _call(self, parts: Parts) -> bool:
+    def _call(self, parts: CallParts) -> bool:
         """Read on in a call; True if it has ended."""
         reader = self._calls.reader
         assert reader is not None
@@ -714,24 +714,26 @@ class _MarkedCalls:
         self._held = ""
         self._raw: list[str] = []  # of a call that has not been announced
         self._after_call = False
-        self._step: Callable[[Parts], bool] = self._text  # takes what it can of `_held`; True if another is to go on
+        self._step: Callable[[CallParts], bool] = (
+            self._text
+        )  # takes what it can of `_held`; True if another is to go on
 
-    def push(self, text: str) -> Parts:
+    def push(self, text: str) -> CallParts:
         """What became certain with this piece."""
         self._held += text
-        parts = Parts("", [], [])
+        parts = CallParts("", [], [])
         while self._step(parts):
             pass
         return parts
 
-    def finish(self) -> Parts:
+    def finish(self) -> CallParts:
         """What was withheld at the end: an unfinished call without a name is text, what goes between calls is not."""
         held = "".join(self._raw) + self._held
         self._raw, self._held = [], ""
         is_nothing = self._calls.is_announced and not held.strip(_BETWEEN)
-        return Parts("" if is_nothing else held, [], [])
+        return CallParts("" if is_nothing else held, [], [])
 
-    def _text(self, parts: Parts) -> bool:
+    def _text(self, parts: CallParts) -> bool:
         """Show text up to a mark."""
         if self._after_call:
             self._held = self._held.lstrip()
@@ -748,26 +750,26 @@ class _MarkedCalls:
         self._step = self._behind_mark
         return True
 
-    def _behind_mark(self, parts: Parts) -> bool:
+    def _behind_mark(self, parts: CallParts) -> bool:
         """See what stands behind a mark."""
         raise NotImplementedError
 
-    def _behind_call(self, parts: Parts) -> bool:
+    def _behind_call(self, parts: CallParts) -> bool:
         """See what stands behind a call."""
         raise NotImplementedError
 
-    def _begin(self, reader: Reader) -> bool:
+    def _begin(self, reader: CallFormReader) -> bool:
         self._calls.begin(reader)
         self._step = self._call
         return True
 
-    def _no_call(self, parts: Parts) -> bool:
+    def _no_call(self, parts: CallParts) -> bool:
         """What was held for a call is text."""
         parts.content += "".join(self._raw)
         self._raw, self._step = [], self._text
         return True
 
-    def _call(self, parts: Parts) -> bool:
+    def _call(self, parts: CallParts) -> bool:
         """Read on in a call."""
         reader = self._calls.reader
         assert reader is not None
@@ -808,7 +810,7 @@ class LlamaCalls(_MarkedCalls):
         self._names = names
         self._step = self._start
 
-    def _start(self, parts: Parts) -> bool:
+    def _start(self, parts: CallParts) -> bool:
         first = self._skip(_SPACE)
         is_near = sum(map(len, self._raw)) <= MAX_SPACE
         if first == "{" and is_near:
@@ -819,13 +821,13 @@ class LlamaCalls(_MarkedCalls):
         self._raw, self._step = [], self._text
         return True
 
-    def _behind_mark(self, parts: Parts) -> bool:
+    def _behind_mark(self, parts: CallParts) -> bool:
         first = self._skip(_SPACE)
         if first == "{":
             return self._begin(CallReader())
         return self._no_call(parts) if first else False
 
-    def _behind_call(self, parts: Parts) -> bool:
+    def _behind_call(self, parts: CallParts) -> bool:
         first = self._skip(f"{_SPACE};")
         self._raw = ["".join(self._raw).lstrip(_SPACE)]
         if first == "{":
@@ -846,7 +848,7 @@ class MistralCalls(_MarkedCalls):
         super().__init__(CallForm.MISTRAL.marks[0])
         self._is_list = False
 
-    def _behind_mark(self, parts: Parts) -> bool:
+    def _behind_mark(self, parts: CallParts) -> bool:
         first = self._skip(_SPACE)
         if not first:
             return False
@@ -857,12 +859,12 @@ class MistralCalls(_MarkedCalls):
         self._step = self._in_list
         return True
 
-    def _behind_call(self, parts: Parts) -> bool:
+    def _behind_call(self, parts: CallParts) -> bool:
         self._after_call = not self._is_list
         self._step = self._in_list if self._is_list else self._text
         return True
 
-    def _in_list(self, parts: Parts) -> bool:
+    def _in_list(self, parts: CallParts) -> bool:
         """See what stands before an object of a list, or behind the last."""
         first = self._skip(f"{_SPACE},")
         if first == "{":

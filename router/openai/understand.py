@@ -16,13 +16,13 @@ from baton.router.openai.completions import CompletionRequest, understand_comple
 from baton.router.openai.front import Forms
 from baton.router.openai.limits import check_shape
 from baton.router.openai.messages import CountTokensRequest, MessagesRequest, understand_count
-from baton.router.openai.options import Options
+from baton.router.openai.options import CommonOptions
 from baton.router.openai.responses import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest, understand_detokenize, understand_tokenize
-from baton.router.openai.understood import Job, Understood
+from baton.router.openai.understood import ReadingJob, Understood
 
 _ID: Final = re.compile("[!-~]{1,128}")
-KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, Job], Understood]]]] = {
+KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, ReadingJob], Understood]]]] = {
     "ChatRequest": (ChatRequest, understand_chat),
     "BatchRequest": (BatchRequest, understand_batch),
     "CompletionRequest": (CompletionRequest, understand_completion),
@@ -34,7 +34,7 @@ KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, Job], Unders
 }
 
 
-def understand(body: bytes, forms: Forms, job: Job) -> Understood:
+def understand(body: bytes, forms: Forms, job: ReadingJob) -> Understood:
     """What a body asks; nothing is allocated for it.
 
     Raises:
@@ -50,9 +50,11 @@ def understand(body: bytes, forms: Forms, job: Job) -> Understood:
     return understood
 
 
-def _understand(asked: BaseModel, write: Callable[[Any, Forms, Job], Understood], forms: Forms, job: Job) -> Understood:
+def _understand(
+    asked: BaseModel, write: Callable[[Any, Forms, ReadingJob], Understood], forms: Forms, job: ReadingJob
+) -> Understood:
     ignored: list[str] = []
-    if isinstance(asked, Options):
+    if isinstance(asked, CommonOptions):
         asked.refuse_unbuilt()
         ignored = asked.ignored()
         asked.request_id = _checked(asked.request_id or job.request_id)

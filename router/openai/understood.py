@@ -19,7 +19,7 @@ _LENGTH_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ReadingJob:
     """What is known of a request before its body is read.
 
     Attributes:

@@ -23,7 +23,7 @@ from baton.core.requests.sampling import SamplingParams
 from baton.router.attempt.channels import Channels
 from baton.router.attempt.in_flight_requests import BROKEN_S, HEARD_S, InFlightTracker, Inspector
 from baton.router.attempt.request_run import LocalRun, RequestRun
-from baton.router.placement.canary import CanaryWatch, Outcome, Probe, Roster
+from baton.router.placement.canary import CanaryOutcome, CanaryRoster, CanaryWatch, Probe
 from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member, Members
 from baton.router.placement.policy import Pair
 from baton.router.placement.refusals import Refusals
@@ -82,7 +82,7 @@ class Canaries:
         by_incarnation = {member.incarnation: member for member in (*members[PREFILL], *members[DECODE])}
         self._spawn(self._ask(probe, Pair(by_incarnation[probe.prefill], by_incarnation[probe.decode])))
 
-    def _roster(self, prefill: list[Member], decode: list[Member]) -> Roster:
+    def _roster(self, prefill: list[Member], decode: list[Member]) -> CanaryRoster:
         draining, refused = self._in_flight_tracker.drains.incarnations(), self._refusals.incarnations()
         barred = {
             member.incarnation
@@ -92,7 +92,7 @@ class Canaries:
         alone = set()
         if all(member.incarnation in draining for member in prefill):
             alone = {member.incarnation for member in self._in_flight_tracker.local.able(decode, refused)}
-        return Roster(
+        return CanaryRoster(
             prefill={member.incarnation for member in prefill},
             decode={member.incarnation for member in decode},
             barred=barred,
@@ -108,7 +108,7 @@ class Canaries:
         return need_len <= state.max_model_len and need_len + state.num_draft_tokens <= member.capacity_len
 
     async def _ask(self, probe: Probe, pair: Pair) -> None:
-        outcome, why = Outcome.LOST, ""
+        outcome, why = CanaryOutcome.LOST, ""
         try:
             if self._all_live(probe):
                 error = await self._send(pair)
@@ -146,21 +146,21 @@ class Canaries:
             run.linger()
         return None
 
-    async def _outcome(self, probe: Probe, pair: Pair, error: BatonError | None) -> Outcome:
+    async def _outcome(self, probe: Probe, pair: Pair, error: BatonError | None) -> CanaryOutcome:
         if error is None:
-            return Outcome.ANSWERED
+            return CanaryOutcome.ANSWERED
         if isinstance(error, Overloaded):
-            return Outcome.OVERLOADED
+            return CanaryOutcome.OVERLOADED
         reason = error.fields.get("pair_refused") if isinstance(error, TransferFailed) else None
         if reason:
             self._refusals.add(pair, str(reason))
             log.warning(
                 "%s and %s are not paired: %s", *(incarnation.worker_id for incarnation in pair.incarnations), reason
             )
-            return Outcome.REFUSED
+            return CanaryOutcome.REFUSED
         if isinstance(error, WorkerLost):
             await self._settle(probe)
-        return Outcome.FAILED if self._all_live(probe) else Outcome.LOST
+        return CanaryOutcome.FAILED if self._all_live(probe) else CanaryOutcome.LOST
 
     async def _settle(self, probe: Probe) -> None:
         """A connection broke: wait until an incarnation is lost, or all are heard of well after that."""
@@ -177,7 +177,7 @@ class Canaries:
         live = (member for role in (PREFILL, DECODE) for member in self._in_flight_tracker.members.live(role))
         return any(member.incarnation == incarnation for member in live)
 
-    def _count(self, probe: Probe, pair: Pair, outcome: Outcome) -> None:
+    def _count(self, probe: Probe, pair: Pair, outcome: CanaryOutcome) -> None:
         roles = {probe.prefill: PREFILL, probe.decode: DECODE}
         for incarnation in probe.incarnations:
             self.counts[incarnation.worker_id, roles[incarnation], outcome.value] += 1

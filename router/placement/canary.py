@@ -31,7 +31,7 @@ class CanaryConfig:
     timeout_s: float = 10.0
 
 
-class Outcome(Enum):
+class CanaryOutcome(Enum):
     """How a canary ended. Only the first two say something of workers."""
 
     ANSWERED = "answered"
@@ -42,7 +42,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class CanaryRoster:
     """Who there is.
 
     Attributes:
@@ -142,7 +142,7 @@ class CanaryWatch:
         if self._unfit.pop(incarnation, None) is not None:
             self._on_change(incarnation, "")
 
-    def begin(self, roster: Roster, now_s: float) -> Probe | None:
+    def begin(self, roster: CanaryRoster, now_s: float) -> Probe | None:
         """The canary to send now, if one is due and none is under way."""
         if not self.config.idle_s or self._under_way is not None:
             return None
@@ -160,23 +160,23 @@ class CanaryWatch:
             self._under_way = Probe(*order, target=incarnation, judged=judged, begun_s=now_s)
         return self._under_way
 
-    def ended(self, probe: Probe, outcome: Outcome, now_s: float, why: str = "") -> None:
+    def ended(self, probe: Probe, outcome: CanaryOutcome, now_s: float, why: str = "") -> None:
         """What became of the canary that `begin` returned last."""
         assert probe is self._under_way
         self._under_way = None
         for incarnation in probe.judged:
             record = self._records.get(incarnation)
             # A partner that is in doubt keeps its turn: others' failures with it must not put off its own canary.
-            keeps_turn = outcome is Outcome.FAILED and incarnation != probe.target
+            keeps_turn = outcome is CanaryOutcome.FAILED and incarnation != probe.target
             if record is not None and not (keeps_turn and record.num_failures):
                 record.asked_s = now_s
-        if outcome is Outcome.ANSWERED:
+        if outcome is CanaryOutcome.ANSWERED:
             for incarnation in probe.incarnations:
                 self.came(incarnation, now_s)
-        elif outcome is Outcome.FAILED:
+        elif outcome is CanaryOutcome.FAILED:
             self._blame(probe, why)
 
-    def _follow(self, roster: Roster, now_s: float) -> None:
+    def _follow(self, roster: CanaryRoster, now_s: float) -> None:
         """Know every incarnation that there is, and no other."""
         live = {*roster.prefill, *roster.decode}
         for incarnation in self._records.keys() - live:
@@ -192,7 +192,7 @@ class CanaryWatch:
             return record.asked_s + self.config.retry_s
         return max(record.came_s, record.asked_s) + self.config.idle_s
 
-    def _settling(self, asked: Sequence[Incarnation], roster: Roster) -> tuple[Incarnation, Incarnation] | None:
+    def _settling(self, asked: Sequence[Incarnation], roster: CanaryRoster) -> tuple[Incarnation, Incarnation] | None:
         """Who is in doubt, with one that is not and with whom it was not tried: that tells the two sides apart."""
         for incarnation in asked:
             failed_with = self._records[incarnation].failed_with
@@ -201,7 +201,7 @@ class CanaryWatch:
                 return incarnation, partner
         return None
 
-    def _waiting(self, asked: Sequence[Incarnation], roster: Roster) -> tuple[Incarnation, Incarnation] | None:
+    def _waiting(self, asked: Sequence[Incarnation], roster: CanaryRoster) -> tuple[Incarnation, Incarnation] | None:
         """Who has waited longest, of those for whom there is a partner."""
         lonely = set()  # roles of which nobody finds one who may have any
         for incarnation in asked:
@@ -219,7 +219,7 @@ class CanaryWatch:
     def _is_doubtful(self, incarnation: Incarnation) -> bool:
         return self._records[incarnation].num_failures > 0
 
-    def _partner(self, incarnation: Incarnation, roster: Roster) -> Incarnation | None:
+    def _partner(self, incarnation: Incarnation, roster: CanaryRoster) -> Incarnation | None:
         """One of the other role: rather one not in doubt, then an idle one, then one with whom it was not tried.
 
         One in doubt only for an incarnation that is in doubt itself: else two that hang would make an innocent partner

@@ -37,7 +37,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentRequest:
     """One request on its way."""
 
     sent_s: float
@@ -46,7 +46,7 @@ class Sent:
 
 
 @dataclass(slots=True)
-class Load:
+class WorkerLoad:
     """Of one incarnation, from its heartbeat and the requests since.
 
     Attributes:
@@ -83,7 +83,7 @@ class Load:
     exposed_s: float = 0.0
     bytes_per_position: float = 0.0
     edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
-    sent: deque[Sent] = field(default_factory=deque)
+    sent: deque[SentRequest] = field(default_factory=deque)
     _steps: tuple[int, float] = (0, 0.0)  # count and seconds, at the last heartbeat
     _exposed: tuple[int, float] = (0, 0.0)  # likewise
     _state: worker_pb2.WorkerState | None = None  # the last heartbeat itself
@@ -141,11 +141,11 @@ class Loads:
     """Loads by incarnation, of those that were asked for lately."""
 
     def __init__(self) -> None:
-        self._loads: dict[Incarnation, Load] = {}
+        self._loads: dict[Incarnation, WorkerLoad] = {}
 
-    def of(self, member: Member) -> Load:
+    def of(self, member: Member) -> WorkerLoad:
         """The member's load, its last heartbeat taken."""
-        load = self._loads.setdefault(member.incarnation, Load())
+        load = self._loads.setdefault(member.incarnation, WorkerLoad())
         load.hear(member)
         return load
 
@@ -186,7 +186,7 @@ WEIGHTS: Final = CostWeights()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestNeeds:
     """What a request needs.
 
     Attributes:
@@ -224,8 +224,8 @@ class PrefillCost:
 
 
 def prefill_cost(
-    load: Load,
-    asked: Asked,
+    load: WorkerLoad,
+    asked: RequestNeeds,
     *,
     tokens_per_s: float,
     cached_len: int,
@@ -257,7 +257,7 @@ def prefill_cost(
     return PrefillCost(queued / tokens_per_s, compute_s, charged_s)
 
 
-def decode_cost(load: Load, asked: Asked, *, step_s: float, weights: CostWeights = WEIGHTS) -> float:
+def decode_cost(load: WorkerLoad, asked: RequestNeeds, *, step_s: float, weights: CostWeights = WEIGHTS) -> float:
     """Seconds that the others at a decode worker cost the request: slower steps, and a wait for a slot or blocks.
 
     Args:
@@ -277,7 +277,7 @@ def decode_cost(load: Load, asked: Asked, *, step_s: float, weights: CostWeights
 
 
 def edge_cost(
-    edge: Edge | None, asked: Asked, *, bytes_per_position: float, bytes_per_s: float, compute_s: float
+    edge: Edge | None, asked: RequestNeeds, *, bytes_per_position: float, bytes_per_s: float, compute_s: float
 ) -> float:
     """Seconds of the transfer that the prefill does not hide.
 
@@ -324,8 +324,8 @@ class LocalCost:
 
 
 def local_cost(
-    load: Load,
-    asked: Asked,
+    load: WorkerLoad,
+    asked: RequestNeeds,
     *,
     assumed: Pace | None,
     cached_len: int = 0,
@@ -369,7 +369,7 @@ def local_cost(
 
 
 def split_cost(
-    load: Load, cost: PrefillCost, asked: Asked, *, cached_len: int, edge_s: float, round_trip_s: float
+    load: WorkerLoad, cost: PrefillCost, asked: RequestNeeds, *, cached_len: int, edge_s: float, round_trip_s: float
 ) -> float:
     """What the best prefill worker would take, in the same terms.
 

@@ -14,13 +14,13 @@ from baton.core.errors import WorkersIncompatible
 from baton.core.requests.request import GenerationRequest
 from baton.router.placement.cost import (
     WEIGHTS,
-    Asked,
     CostWeights,
-    Load,
     Loads,
     Pace,
     PrefillCost,
-    Sent,
+    RequestNeeds,
+    SentRequest,
+    WorkerLoad,
     decode_cost,
     edge_cost,
     local_cost,
@@ -30,7 +30,7 @@ from baton.router.placement.cost import (
 from baton.router.placement.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member
 from baton.router.placement.policy import NOBODY, Incarnations, Pair, require
-from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.prefix_index import FleetPrefixIndex
 
 TIE_S: Final = 1e-6
 MAX_PAIRS: Final = 256  # some 4 us each; beyond that only the cheapest of each role are paired
@@ -61,7 +61,7 @@ class LeastCost:
         self,
         clock: Clock,
         rng: random.Random,
-        prefixes: PrefixIndex | None = None,
+        prefixes: FleetPrefixIndex | None = None,
         weights: CostWeights = WEIGHTS,
         local: LocalPrefill | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class LeastCost:
         now_s = self._clock.now_s()
         self._loads.keep([*prefill, *decode])
         prompt_len = request.prompt_len if request is not None else 1
-        asked = Asked(prompt_len=prompt_len, block_size=max(1, decode[0].state.block_size))
+        asked = RequestNeeds(prompt_len=prompt_len, block_size=max(1, decode[0].state.block_size))
         able = must or self._local.optional(decode, excluded, request)
         matched = self._match([*prefill, *able], request, now_s)
         at_prefill = self._prefill_costs(prefill, asked, matched, now_s)
@@ -123,7 +123,7 @@ class LeastCost:
     def _keep(
         self,
         chosen: _Local,
-        asked: Asked,
+        asked: RequestNeeds,
         matched: dict[Incarnation, int],
         now_s: float,
         request: GenerationRequest | None,
@@ -133,7 +133,7 @@ class LeastCost:
         self._local.chosen(LOCAL, reason)
         member = chosen.member
         cached_len = matched.get(member.incarnation, 0)
-        self._loads.of(member).sent.append(Sent(now_s, asked.prompt_len - cached_len, asked.num_blocks))
+        self._loads.of(member).sent.append(SentRequest(now_s, asked.prompt_len - cached_len, asked.num_blocks))
         self._expect(member, cached_len, chosen.busy_s, matched, now_s, request)
         return Pair(member, member, expected_cached_len=cached_len, routing=self.name)
 
@@ -142,7 +142,7 @@ class LeastCost:
         return self._rng.choice([item for item in local if item.cost_s <= least_s + TIE_S])
 
     def _paces(
-        self, at_decode: list[tuple[float, Member]], at_prefill: list[tuple[PrefillCost, Member, Load]]
+        self, at_decode: list[tuple[float, Member]], at_prefill: list[tuple[PrefillCost, Member, WorkerLoad]]
     ) -> list[Pace]:
         """Those that were measured, of decode workers first."""
         loads = [self._loads.of(member) for _, member in at_decode] + [load for _, _, load in at_prefill]
@@ -153,7 +153,7 @@ class LeastCost:
         able: Sequence[Member],
         at_decode: list[tuple[float, Member]],
         paces: Sequence[Pace],
-        asked: Asked,
+        asked: RequestNeeds,
         matched: dict[Incarnation, int],
         now_s: float,
         *,
@@ -182,9 +182,9 @@ class LeastCost:
     def _split_s(
         self,
         pair: Pair,
-        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        at_prefill: list[tuple[PrefillCost, Member, WorkerLoad]],
         at_decode: list[tuple[float, Member]],
-        asked: Asked,
+        asked: RequestNeeds,
         matched: dict[Incarnation, int],
     ) -> float:
         """The cost of the best pair, in the terms of `local_cost`."""
@@ -248,8 +248,8 @@ class LeastCost:
         return self._names
 
     def _prefill_costs(
-        self, members: Sequence[Member], asked: Asked, matched: dict[Incarnation, int], now_s: float
-    ) -> list[tuple[PrefillCost, Member, Load]]:
+        self, members: Sequence[Member], asked: RequestNeeds, matched: dict[Incarnation, int], now_s: float
+    ) -> list[tuple[PrefillCost, Member, WorkerLoad]]:
         loads = [self._loads.of(member) for member in members]
         assumed = _mean([load.tokens_per_s for load in loads]) or self._weights.tokens_per_s
         costs = []
@@ -269,7 +269,7 @@ class LeastCost:
             costs.append((cost, member, load))
         return costs
 
-    def _decode_costs(self, members: Sequence[Member], asked: Asked) -> list[tuple[float, Member]]:
+    def _decode_costs(self, members: Sequence[Member], asked: RequestNeeds) -> list[tuple[float, Member]]:
         loads = [self._loads.of(member) for member in members]
         assumed = _mean([load.step_s for load in loads]) or self._weights.step_s
         costs = [decode_cost(load, asked, step_s=load.step_s or assumed, weights=self._weights) for load in loads]
@@ -277,9 +277,9 @@ class LeastCost:
 
     def _cheapest(
         self,
-        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        at_prefill: list[tuple[PrefillCost, Member, WorkerLoad]],
         at_decode: list[tuple[float, Member]],
-        asked: Asked,
+        asked: RequestNeeds,
         excluded: Set[Incarnations],
     ) -> Pair:
         lists = [(at_prefill, at_decode)]
@@ -299,9 +299,9 @@ class LeastCost:
 
     def _pair_costs(
         self,
-        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        at_prefill: list[tuple[PrefillCost, Member, WorkerLoad]],
         at_decode: list[tuple[float, Member]],
-        asked: Asked,
+        asked: RequestNeeds,
         excluded: Set[Incarnations],
     ) -> list[tuple[float, Pair]]:
         assumed = _mean([edge.bytes_per_s for _, _, load in at_prefill for edge in load.edges.values()])
@@ -325,8 +325,8 @@ class LeastCost:
     def _send(
         self,
         pair: Pair,
-        asked: Asked,
-        at_prefill: list[tuple[PrefillCost, Member, Load]],
+        asked: RequestNeeds,
+        at_prefill: list[tuple[PrefillCost, Member, WorkerLoad]],
         matched: dict[Incarnation, int],
         now_s: float,
         request: GenerationRequest | None,
@@ -334,8 +334,8 @@ class LeastCost:
         cached_len = matched.get(pair.prefill.incarnation, 0)
         own_len = asked.prompt_len - cached_len
         num_new = -(-own_len // asked.block_size)
-        self._loads.of(pair.prefill).sent.append(Sent(now_s, own_len, num_new))
-        self._loads.of(pair.decode).sent.append(Sent(now_s, 0, asked.num_blocks))
+        self._loads.of(pair.prefill).sent.append(SentRequest(now_s, own_len, num_new))
+        self._loads.of(pair.decode).sent.append(SentRequest(now_s, 0, asked.num_blocks))
         cost = next(cost for cost, member, _ in at_prefill if member is pair.prefill)
         self._expect(pair.prefill, cached_len, cost.queue_s + cost.compute_s, matched, now_s, request)
 

@@ -42,7 +42,7 @@ class _Held:
     names: set[bytes] = field(default_factory=set)
 
 
-class PrefixIndex:
+class FleetPrefixIndex:
     """Names by incarnation and lives by name.
 
     Args:
@@ -202,7 +202,7 @@ class PrefixFeed:
 
     def __init__(
         self,
-        index: PrefixIndex,
+        index: FleetPrefixIndex,
         members: Members,
         channels: Channels,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
@@ -282,7 +282,7 @@ class PrefixFeed:
 class PrefixCollector(Collector):
     """Shows one index."""
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: FleetPrefixIndex) -> None:
         self._index = index
 
     def collect(self) -> Iterator[Metric]:

@@ -10,7 +10,7 @@ from baton.router.attempt.request_run import RequestRun
 from baton.router.placement.least_cost import LeastCost
 from baton.router.placement.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.placement.policy import Pair, Policy, RoundRobin
-from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.prefix_index import FleetPrefixIndex
 
 ROUND_ROBIN: Final = "round_robin"
 LEAST_COST: Final = "least_cost"
@@ -20,7 +20,7 @@ PREFILL_ALONE: Final = "prefill"
 
 
 def make_policy(
-    name: str, clock: Clock, rng: random.Random, prefixes: PrefixIndex, local: LocalPrefill | None = None
+    name: str, clock: Clock, rng: random.Random, prefixes: FleetPrefixIndex, local: LocalPrefill | None = None
 ) -> Policy:
     """The policy of a name.
 

@@ -76,7 +76,7 @@ def _ask(site: Site, prompt: str) -> Answer:
     return Answer(tuple(token_ids), stats)
 
 
-class Canaries:
+class CanaryRuns:
     """The same prompts again and again; what they answered first is what they must answer always.
 
     Args:

@@ -12,7 +12,7 @@ from baton.cluster.outcome import ExitCode, Output, run_command
 from baton.core.clock import MonotonicClock
 from baton.core.errors import ConfigInvalid
 from baton.runbook.common.site import Site
-from baton.runbook.common.steps import Report, Run, Step, Taken
+from baton.runbook.common.steps import Run, RunbookReport, Step, Taken
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 EXIT_CODES = (
@@ -138,7 +138,7 @@ def _client_access(options: argparse.Namespace) -> Access:
     return replace(own, api_key=Access.of({"api_key_file": options.client_api_key_file}).api_key)
 
 
-def report_data(report: Report) -> dict[str, Any]:
+def report_data(report: RunbookReport) -> dict[str, Any]:
     """For `--json`."""
     data: dict[str, Any] = {
         "ok": report.exit_code is ExitCode.OK,
@@ -160,7 +160,7 @@ def format_taken(taken: Taken) -> str:
     return f"{_MARKS[taken.state]:6}  {taken.kind:12}  {taken.name}{detail}{seconds}"
 
 
-def _ending(report: Report, dry_run: bool) -> str:
+def _ending(report: RunbookReport, dry_run: bool) -> str:
     if report.exit_code is not ExitCode.OK:
         what = "something was changed and stays so" if report.is_changed else "nothing stays changed"
         return f"exit code {int(report.exit_code)}; {what}"

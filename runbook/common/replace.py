@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from baton.runbook.common import workers
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Step, Verification
 
@@ -24,7 +24,7 @@ def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequenc
     """
     worker_id = options.worker
     site.worker(worker_id, role)
-    canaries = Canaries(site)
+    canaries = CanaryRuns(site)
     return [
         workers.check_alive(site, worker_id),
         *([] if options.force else [workers.check_others(site, [worker_id])]),
@@ -34,7 +34,7 @@ def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequenc
 
 
 def another_incarnation(
-    site: Site, worker_id: str, canaries: Canaries, grace_s: float | None, *verifications: Verification
+    site: Site, worker_id: str, canaries: CanaryRuns, grace_s: float | None, *verifications: Verification
 ) -> Sequence[Step]:
     """Drained, idle, ended, alive again, as it should be.
 

@@ -82,7 +82,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Report:
+class RunbookReport:
     """What a run did.
 
     Attributes:
@@ -119,14 +119,14 @@ class Run:
         found: dict[str, Any] | None = None,
         on_taken: Callable[[Taken], None] = lambda taken: None,
     ) -> None:
-        self.report = Report(found={} if found is None else found)
+        self.report = RunbookReport(found={} if found is None else found)
         self._clock = clock
         self._dry = dry
         self._on_taken = on_taken
         self._undos: list[Action] = []
         self._stays = False  # something was done that cannot be undone
 
-    def carry_out(self, steps: Sequence[Step]) -> Report:
+    def carry_out(self, steps: Sequence[Step]) -> RunbookReport:
         """Take the steps until one fails, and then undo what was done.
 
         An error with the field `partial` says that what was done helps, and more is to be done: nothing is undone.

@@ -8,7 +8,7 @@ from baton.cluster.ray.restarts import MAX_STARTS
 from baton.core.errors import StepFailed
 from baton.proto import admin_pb2
 from baton.proto.wire import held as held_by
-from baton.runbook.common.canary import Canaries
+from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.command import positive
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Verification, partial, require
@@ -134,7 +134,7 @@ def new_incarnation(site: Site, worker_id: str, old_epoch: int) -> Verification:
     )
 
 
-def expect(canaries: Canaries) -> Check:
+def expect(canaries: CanaryRuns) -> Check:
     """The deployment answers, and what it answers is kept to compare with."""
 
     def look() -> str:
@@ -144,7 +144,7 @@ def expect(canaries: Canaries) -> Check:
     return Check(name="canaries are answered", look=look, next="see `baton status` and `baton doctor --address`")
 
 
-def served_by(canaries: Canaries, worker_ids: Iterable[str], *, next: str) -> Verification:
+def served_by(canaries: CanaryRuns, worker_ids: Iterable[str], *, next: str) -> Verification:
     """Canaries come to these workers, with the tokens that are expected."""
     wanted = sorted(set(worker_ids))
     return Verification(
@@ -152,7 +152,7 @@ def served_by(canaries: Canaries, worker_ids: Iterable[str], *, next: str) -> Ve
     )
 
 
-def proven(site: Site, canaries: Canaries, worker_id: str) -> Verification:
+def proven(site: Site, canaries: CanaryRuns, worker_id: str) -> Verification:
     """A new incarnation gives the tokens that are expected; one that does not is taken out of routing."""
 
     def look() -> str:

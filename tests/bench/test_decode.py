@@ -14,7 +14,7 @@ from baton.bench.decode_bench import cell, decode
 from baton.bench.decode_bench import cell as decode_cell
 from baton.bench.decode_bench import floor as decode_floor
 from baton.bench.decode_bench import tp_group as decode_tp_group
-from baton.bench.decode_bench.cell import Cell, DecodeCells, StampedExecutor
+from baton.bench.decode_bench.cell import DecodeCell, DecodeCells, StampedExecutor
 from baton.bench.decode_bench.options import read_options
 from baton.bench.model_shapes import write_shape
 from baton.cluster.commands.bench import format_decode
@@ -88,8 +88,8 @@ def test_numbers_of_a_turn_belong_together(monkeypatch):
     runner = SlowRunner(model, pool, max_num_seqs=2, num_draft_tokens=3, verification=options.verification_config)
     cells = DecodeCells(runner, decode.stamp_executor(runner, CPU), model, options)
     with torch.inference_mode():
-        turn = cells.measure(Cell("async", 3, 2))
-        again = cells.measure(Cell("sync", 3, 1))
+        turn = cells.measure(DecodeCell("async", 3, 2))
+        again = cells.measure(DecodeCell("sync", 3, 1))
     runner.close()
     assert len(calls) == 2 * (5 + decode_cell.WARM_STEPS)
     assert turn.tokens_per_step == again.tokens_per_step == 4.0  # every draft stands

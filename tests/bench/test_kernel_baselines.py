@@ -11,8 +11,8 @@ from baton.bench.kernel_bench import baselines as kernel_baselines
 from baton.bench.kernel_bench import baselines as kernel_baselines_attention
 from baton.bench.kernel_bench import baselines as kernel_baselines_gemm
 from baton.bench.kernel_bench.baselines import (
+    BaselineExperts,
     BlockScaled,
-    Experts,
     PagedAttention,
     fa3,
     sorted_by_expert,
@@ -67,7 +67,7 @@ def product(*lead, num_rows=None):
 
 
 def experts():
-    return Experts(
+    return BaselineExperts(
         rows_MK=torch.randn(5, 256).bfloat16(),
         gate_up_ENK=torch.zeros(4, 256, 256, dtype=torch.float8_e4m3fn),
         gate_up_scales=torch.ones(4, 2, 2),

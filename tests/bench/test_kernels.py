@@ -17,7 +17,7 @@ from baton.bench.kernel_bench import kernels
 from baton.bench.kernel_bench import row as kernel_row
 from baton.bench.kernel_bench import timing as kernel_timing
 from baton.bench.kernel_bench.case import KernelCase
-from baton.bench.kernel_bench.collection import Place, find_cases, find_points
+from baton.bench.kernel_bench.collection import CasePlace, find_cases, find_points
 from baton.bench.kernel_bench.kernels import KernelOptions, read_options
 from baton.bench.kernel_bench.processes import Broken, Child, Lost, do_all
 from baton.bench.kernel_bench.row import RowTask, measure_row
@@ -189,7 +189,7 @@ def test_without_ours_there_is_a_row_and_no_ratio(given):
 def test_a_device_that_is_gone_ends_the_process_and_the_rest_is_asked_for_again(given, monkeypatch):
     given(one=[case(systems=lambda s: {"bad": [raises(RuntimeError("illegal access"))], "ours": [lambda: s[0] + 1]})])
     monkeypatch.setattr(kernel_row, "is_alive", lambda device: False)
-    task = RowTask(place=Place("one", 0), device="cpu", rounds=2, measured_ms=0.01)
+    task = RowTask(place=CasePlace("one", 0), device="cpu", rounds=2, measured_ms=0.01)
     with pytest.raises(Broken) as broken:
         measure_row(task, lambda step: None)
     assert broken.value.result.is_broken
@@ -243,13 +243,13 @@ def test_when_the_time_is_over_rows_are_named_and_the_file_is_whole(given, tmp_p
 
 def test_cases_are_chosen_by_words_and_by_device(given):
     given(gemm=[case("gemm_fp8", "M=1"), case("gemm_fp8", "M=16", only_gpu=True)], rows=[case("rms_norm", "T=1")])
-    assert [place for place in find_cases(is_cpu=True).cases] == [Place("gemm", 0), Place("rows", 0)]
-    assert [place for place in find_cases(["M=16"]).cases] == [Place("gemm", 1)]
+    assert [place for place in find_cases(is_cpu=True).cases] == [CasePlace("gemm", 0), CasePlace("rows", 0)]
+    assert [place for place in find_cases(["M=16"]).cases] == [CasePlace("gemm", 1)]
     assert [place for place in find_cases(["rows", "gemm_fp8 M=1"]).cases] == [
-        *map(Place, ("gemm",) * 2, (0, 1)),
-        Place("rows", 0),
+        *map(CasePlace, ("gemm",) * 2, (0, 1)),
+        CasePlace("rows", 0),
     ]
-    assert kernel_collection.case_at(Place("rows", 0)).kernel == "rms_norm"
+    assert kernel_collection.case_at(CasePlace("rows", 0)).kernel == "rms_norm"
     with pytest.raises(ConfigInvalid, match="no row"):
         measured(only=("nothing",))
 

@@ -15,15 +15,15 @@ from baton.bench.kv_bench import memory as kv_memory
 from baton.bench.kv_bench import step as kv_step
 from baton.bench.kv_bench.kv import checks
 from baton.bench.kv_bench.options import read_faults, read_options, read_pace_s
-from baton.bench.kv_bench.workloads import POOL_BLOCKS, WORKLOADS, Workload
-from baton.bench.kv_systems.faces import Cell
+from baton.bench.kv_bench.workloads import POOL_BLOCKS, WORKLOADS, KVWorkload
+from baton.bench.kv_systems.faces import TransferCell
 from baton.bench.kv_systems.registry import SYSTEMS
 from baton.bench.plot import require_plot
 from baton.bench.processes import parse_summary, tree_cpu_s
 from baton.core.errors import ConfigInvalid, PackageMissing
 from baton.core.kv_transports import KV_TRANSPORTS
 
-SMALL = Workload(name="small", num_blocks=5, num_layers=3, num_kv_heads=1, head_dim=8)
+SMALL = KVWorkload(name="small", num_blocks=5, num_layers=3, num_kv_heads=1, head_dim=8)
 QUICK = kv_cell.Effort(warm_requests=1, burst_s=0.0, burst_requests=3, paced_s=0.0, paced_requests=2)
 
 
@@ -131,7 +131,7 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(monkeypatch, tmp_
 @pytest.mark.fast
 def test_a_row_has_medians_with_least_and_greatest():
     samples = [kv_cell.Sample(gbps=value, exposed_ms=[value, value + 1], submit_us=5.0) for value in (2.0, 1.0, 4.0)]
-    row = kv.as_row(Cell(system="memcpy", workload=SMALL, seed=0), samples)
+    row = kv.as_row(TransferCell(system="memcpy", workload=SMALL, seed=0), samples)
     assert (row["gbps"], row["gbps_min"], row["gbps_max"]) == (2.0, 1.0, 4.0)
     assert (row["exposed_p50_ms"], row["exposed_p50_ms_max"]) == (2.5, 4.5)
     assert "cpu_s_per_gb" not in row
@@ -192,7 +192,7 @@ def test_the_summary_of_system_calls_is_read():
 
 @pytest.mark.parametrize("system", ["memcpy", "grpc-plain"])
 def test_a_real_cell_moves_checked_bytes(system):
-    cell = Cell(system=system, workload=SMALL, seed=1, pace_s=0.0 if system == "memcpy" else 0.001)
+    cell = TransferCell(system=system, workload=SMALL, seed=1, pace_s=0.0 if system == "memcpy" else 0.001)
     sample = kv_cell.measure(cell, QUICK)
     assert sample.gbps > 0
     assert sample.checked_bytes > 5 * 3 * SMALL.block_bytes
@@ -209,7 +209,7 @@ def own_cells():
 
 @pytest.mark.parametrize(("system", "data_path"), list(own_cells()))
 def test_a_real_cell_of_our_own_hands_over_checked_bytes(system, data_path):
-    sample = kv_cell.measure(Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.001), QUICK)
+    sample = kv_cell.measure(TransferCell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.001), QUICK)
     assert sample.gbps > 0
     assert sample.checked_bytes > 5 * 3 * SMALL.block_bytes
     assert sample.data_path == data_path
@@ -220,7 +220,7 @@ def test_a_real_cell_of_our_own_hands_over_checked_bytes(system, data_path):
 @pytest.mark.parametrize("system", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
 def test_faults_cost_time_and_no_byte(system):
     faults = {"drop": 0.1, "corrupt": 0.1}
-    cell = Cell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.0, faults=faults)
+    cell = TransferCell(system=system, workload=SMALL, seed=1, digest=True, pace_s=0.0, faults=faults)
     sample = kv_cell.measure(cell, dataclasses.replace(QUICK, burst_requests=12))
     assert sample.counts["faults_drop"] > 0
     assert sample.counts["faults_corrupt"] > 0
@@ -228,7 +228,7 @@ def test_faults_cost_time_and_no_byte(system):
 
 
 def test_steps_with_and_without_a_writer_are_compared():
-    cell = Cell(system="grpc-plain", workload=dataclasses.replace(SMALL, num_layers=2), seed=1)
+    cell = TransferCell(system="grpc-plain", workload=dataclasses.replace(SMALL, num_layers=2), seed=1)
     options = dataclasses.replace(read_options(systems="grpc-plain"), seconds=0.001)
     steps = kv_step.measure_steps(cell, options, 0)
     row = kv_step.as_step_row(cell, [steps])
@@ -240,10 +240,10 @@ def test_steps_with_and_without_a_writer_are_compared():
 
 def test_a_cell_that_fails_says_why():
     with pytest.raises(kv_cell.CellFailed, match="no-such-system"):
-        with kv_cell.open_cell(Cell(system="grpc-plain", workload=SMALL, seed=1)) as pair:
+        with kv_cell.open_cell(TransferCell(system="grpc-plain", workload=SMALL, seed=1)) as pair:
             pair.sender.ask("no-such-system")
     with pytest.raises(kv_cell.CellFailed, match=r"non-negative|negative"):
-        kv_cell.measure(Cell(system="memcpy", workload=SMALL, seed=-1), QUICK)
+        kv_cell.measure(TransferCell(system="memcpy", workload=SMALL, seed=-1), QUICK)
 
 
 def test_the_command_prints_one_object(capsys, monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from baton.bench.router_bench import overload, router_cost
 from baton.bench.router_bench.echo_fleet import EchoFleet
-from baton.bench.router_bench.echo_load import Load, Outcome
+from baton.bench.router_bench.echo_load import EchoLoad, LoadOutcome
 from baton.bench.router_bench.overload import OverloadOptions, figures, goodput
 from baton.bench.router_bench.router_cost import RouterCostOptions, checks, costs
 from baton.client import BatonClient
@@ -40,7 +40,7 @@ def test_the_parts_of_requests_and_tokens_are_told_apart():
 @pytest.mark.fast
 def test_the_rate_of_tokens_is_that_of_the_middle():
     times = [(10.0 + at / 10, 100 if 5 <= at < 35 else 10) for at in range(41)]
-    assert router_cost._middle_rate(Load(token_times=times, seconds=4.0)) == pytest.approx(1000, rel=0.06)
+    assert router_cost._middle_rate(EchoLoad(token_times=times, seconds=4.0)) == pytest.approx(1000, rel=0.06)
 
 
 @pytest.mark.fast
@@ -60,7 +60,7 @@ def test_promises_of_the_router():
 
 def outcome(due_s, took_s, code="OK", behind_s=0.0):
     sent_s = due_s + behind_s
-    return Outcome(due_s, sent_s, sent_s, sent_s + took_s, 16, 16, code, code == overload.REFUSED)
+    return LoadOutcome(due_s, sent_s, sent_s, sent_s + took_s, 16, 16, code, code == overload.REFUSED)
 
 
 @pytest.mark.fast

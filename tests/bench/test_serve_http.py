@@ -10,8 +10,8 @@ from aiohttp import web
 
 from baton.bench.serve import http, run
 from baton.bench.serve.drive import Record
-from baton.bench.serve.http import CompletionsClient, SseLines, System, body_of, judge, note_event
-from baton.bench.serve.process import ClientProcesses, Job, Report
+from baton.bench.serve.http import CompletionsClient, ServedSystem, SseLines, body_of, judge, note_event
+from baton.bench.serve.process import ClientJob, ClientProcesses, ClientReport
 from baton.bench.serve.run import bench_serve, check_length, choose_model, read_options, read_systems, read_vocab
 from baton.bench.serve.schedule import schedule
 from baton.bench.serve.workload import check_workload
@@ -85,19 +85,19 @@ def test_urls_and_vocabularies_are_checked():
 
 @pytest.mark.fast
 def test_a_system_is_asked_for_a_model_it_has_and_that_is_long_enough():
-    system = System("a", "http://h")
+    system = ServedSystem("a", "http://h")
     said = json.dumps({"data": [{"id": "m", "max_model_len": 10}]})
     assert choose_model(system, said).model == "m"
     with pytest.raises(ConfigInvalid, match="no model x"):
-        choose_model(System("a", "http://h", "x"), said)
+        choose_model(ServedSystem("a", "http://h", "x"), said)
     for text in ("<html>", "{}", '{"data": []}', '{"data": [1]}'):
         with pytest.raises(StartupError, match="no OpenAI endpoint"):
             choose_model(system, text)
     fits, too_long = (check_workload({"load": [CLOSED | {"output_len": length}]}) for length in (2, 3))
-    check_length(System("a", "http://h", "m"), fits, said)
+    check_length(ServedSystem("a", "http://h", "m"), fits, said)
     with pytest.raises(ConfigInvalid, match="may have 11 tokens"):
-        check_length(System("a", "http://h", "m"), too_long, said)
-    check_length(System("a", "http://h", "m"), too_long, '{"data": [{"id": "m"}]}')
+        check_length(ServedSystem("a", "http://h", "m"), too_long, said)
+    check_length(ServedSystem("a", "http://h", "m"), too_long, '{"data": [{"id": "m"}]}')
 
 
 @pytest.mark.fast
@@ -183,7 +183,7 @@ async def ask_at(url, keys=None, **more):
     load = load_of(CLOSED, clients=[1], requests_per_client=1, **more)
     (planned,) = schedule(load, KEY)
     record = Record(0.0, 0.0, planned.prompt.length, planned.output_len)
-    system = System("a", url, "m")
+    system = ServedSystem("a", url, "m")
     client = CompletionsClient(
         system, load, keys or {}, "k", MonotonicClock(), lambda it: body_of(it, [1, 2], load, "m")
     )
@@ -281,7 +281,7 @@ def test_systems_are_measured_in_turns_and_warm_up_rounds_do_not_count(tmp_path,
             assert [(job.process, job.num_processes) for job in jobs] == [(0, 2), (1, 2)]
             late_s = 0.1 if jobs[0].system.name == "b" else 0.0
             record = Record(0.0, late_s, 5, 2, chunk_times_s=[1.0, 2.0], end_s=2.0, is_open=True)
-            return [Report([record], 1.0, 0.1), Report([], 2.0, 0.2)], 0.0
+            return [ClientReport([record], 1.0, 0.1), ClientReport([], 2.0, 0.2)], 0.0
 
     async def probe(options, note):
         return list(options.systems)
@@ -304,7 +304,7 @@ def test_systems_are_measured_in_turns_and_warm_up_rounds_do_not_count(tmp_path,
 
 def test_a_client_process_that_fails_or_ends_is_named():
     load = load_of(CLOSED, tenants={"a": {"api_key_env": "K"}})
-    job = Job(System("a", "http://127.0.0.1:1", "m"), load, KEY, 0, 1, (1, 9), {}, None)
+    job = ClientJob(ServedSystem("a", "http://127.0.0.1:1", "m"), load, KEY, 0, 1, (1, 9), {}, None)
     with ClientProcesses(1) as clients:
         with pytest.raises(StepFailed, match="a client process failed: KeyError"):
             clients.run([job])

@@ -11,7 +11,7 @@ import pytest
 from baton.bench.serve.schedule import Key, draw, schedule, steady, tokens_of
 from baton.bench.serve.workload import (
     Length,
-    Load,
+    OfferedLoad,
     Workload,
     api_keys,
     check_workload,
@@ -34,7 +34,7 @@ CLOSED = {
 POISSON = {"name": "p", "arrival": "poisson", "rate": 50, "seconds": 40, "prompt_len": 8, "output_len": 2}
 
 
-def load_of(base=POISSON, **more) -> Load:
+def load_of(base=POISSON, **more) -> OfferedLoad:
     values = {key: value for key, value in (base | more).items() if value is not None}
     return check_workload({"load": [values]}).load[0]
 

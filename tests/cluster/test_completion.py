@@ -10,7 +10,7 @@ import pytest
 
 from baton.cluster import admin, cli
 from baton.cluster.commands import demo
-from baton.cluster.commands.completion import Asked, Completion, Interrupted, complete_remotely
+from baton.cluster.commands.completion import Completion, CompletionArguments, Interrupted, complete_remotely
 from baton.core.errors import BatonError, InvalidSampling, Overloaded, StartupError, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire, worker_pb2
 
@@ -88,7 +88,9 @@ def run_cli(monkeypatch, capsys, *arguments):
 def test_a_stream_becomes_a_completion(front):
     front.chunks = finished_chunks()
     shown = []
-    completion = complete_remotely(front.address, Asked(prompt="x", max_tokens=3, stop=("end",)), shown.append)
+    completion = complete_remotely(
+        front.address, CompletionArguments(prompt="x", max_tokens=3, stop=("end",)), shown.append
+    )
     assert shown == ["a", "bc"]
     assert (completion.text, completion.token_ids, completion.finish_reason) == ("abc", (7, 8, 9), "length")
     sampling = front.requests[0].sampling
@@ -149,7 +151,7 @@ def test_everything_a_request_may_ask_is_a_flag(front, monkeypatch, capsys):
 def test_an_error_keeps_its_type(front):
     front.error = Overloaded("the queue is full", limit=256)
     with pytest.raises(Overloaded) as refused:
-        complete_remotely(front.address, Asked(prompt="x"), lambda text: None)
+        complete_remotely(front.address, CompletionArguments(prompt="x"), lambda text: None)
     assert refused.value.fields == {"limit": 256}
 
 
@@ -157,7 +159,7 @@ def test_a_stream_that_breaks_is_partial(front, monkeypatch, capsys):
     front.chunks = finished_chunks()[:1]
     front.error = WorkerLost("decode-0 is gone")
     with pytest.raises(Interrupted) as broken:
-        complete_remotely(front.address, Asked(prompt="x"), lambda text: None)
+        complete_remotely(front.address, CompletionArguments(prompt="x"), lambda text: None)
     assert (broken.value.text, broken.value.token_ids) == ("a", [7])
     code, out, err = run_cli(monkeypatch, capsys, "generate", "--address", front.address, "--prompt", "x", "--json")
     assert code == 4
@@ -236,7 +238,7 @@ def test_what_the_command_line_may_be_given(front, monkeypatch, capsys, argument
 
 def test_a_number_too_wide_is_named_and_a_long_time_limit_is_cut(front, monkeypatch, capsys):
     with pytest.raises(InvalidSampling, match="top_k") as wide:
-        complete_remotely(front.address, Asked(prompt="x", top_k=2**40), lambda text: None)
+        complete_remotely(front.address, CompletionArguments(prompt="x", top_k=2**40), lambda text: None)
     assert wide.value.fields["field"] == "top_k"
     front.chunks = finished_chunks()
     arguments = ("--address", front.address, "--prompt", "x", "--timeout", "1e300")

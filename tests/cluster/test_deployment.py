@@ -17,7 +17,7 @@ import pytest
 
 from baton.cluster import deployment as deployment_module
 from baton.cluster import private_files
-from baton.cluster.deployment import Deployment, Parts
+from baton.cluster.deployment import Deployment, Factories
 from baton.cluster.ray import crew
 from baton.cluster.ray.restarts import Restarts
 from baton.core.config import ServeConfig
@@ -51,7 +51,7 @@ def workers_find_the_stubs(monkeypatch):
 def make(model, prefill=stubs.stub_shell, decode=stubs.stub_shell, **values):
     config = ServeConfig.from_mapping({"model": str(model), "grpc_port": 0, "start_timeout_s": 60} | values)
     shells = {"prefill": prefill, "decode": decode}
-    return Deployment(config, parts=Parts(shells=shells, router_command=stubs.stub_router_command))
+    return Deployment(config, parts=Factories(shells=shells, router_command=stubs.stub_router_command))
 
 
 def our_processes():

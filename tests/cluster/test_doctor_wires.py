@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.cluster.doctor.doctor import check_wire
-from baton.cluster.doctor.wires import Wire, is_loopback, probe_tls, probe_zmq, wires
+from baton.cluster.doctor.wires import PairPath, is_loopback, probe_tls, probe_zmq, wires
 from baton.core.config import KVTransferConfig
 from baton.core.tls_files import TlsWatch
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
@@ -115,9 +115,9 @@ def test_every_live_port_is_asked_and_a_clear_one_on_a_network_is_a_warning(serv
     seen = list(wires(serve(), status))
     assert [wire.name for wire in seen] == ["router", "decode-0", "KV to decode-0"]
     assert {check_wire(wire).level for wire in seen} == {"ok"}  # loopback
-    far = check_wire(Wire("router", "10.0.0.1:50051", False, "in clear"))
+    far = check_wire(PairPath("router", "10.0.0.1:50051", False, "in clear"))
     assert far.level == "warn" and "docs/security-setup.md" in far.next
-    assert check_wire(Wire("router", "10.0.0.1:50051", None, "?")).level == "warn"
-    assert check_wire(Wire("router", "10.0.0.1:50051", True, "TLS")).level == "ok"
+    assert check_wire(PairPath("router", "10.0.0.1:50051", None, "?")).level == "warn"
+    assert check_wire(PairPath("router", "10.0.0.1:50051", True, "TLS")).level == "ok"
     places = ("127.0.0.1:1", "[::1]:1", "localhost:1", "10.0.0.1:1", "host:1")
     assert [is_loopback(place) for place in places] == [True, True, True, False, False]

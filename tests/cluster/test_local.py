@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.cluster.commands.completion import Asked, Interrupted
+from baton.cluster.commands.completion import CompletionArguments, Interrupted
 from baton.cluster.commands.local import LocalCompleter
 from baton.cluster.commands.reference import ReferenceProcess
 from baton.cluster.outcome import ExitCode, Output
@@ -19,7 +19,7 @@ def completer():
 
 def test_text_is_the_text_of_the_tokens_and_is_streamed(completer):
     shown = []
-    completion = completer.complete(Asked(prompt="def f(x):\n", max_tokens=24), shown.append)
+    completion = completer.complete(CompletionArguments(prompt="def f(x):\n", max_tokens=24), shown.append)
     assert "".join(shown) == completion.text
     assert len([piece for piece in shown if piece]) > 1
     assert (len(completion.token_ids), completion.finish_reason) == (24, "length")
@@ -28,25 +28,27 @@ def test_text_is_the_text_of_the_tokens_and_is_streamed(completer):
 
 
 def test_a_stop_string_ends_before_itself(completer):
-    whole = completer.complete(Asked(prompt="def f(x):\n", max_tokens=24), lambda text: None)
+    whole = completer.complete(CompletionArguments(prompt="def f(x):\n", max_tokens=24), lambda text: None)
     stop = whole.text[10:14]
-    cut = completer.complete(Asked(prompt="def f(x):\n", max_tokens=24, stop=(stop,)), lambda text: None)
+    cut = completer.complete(CompletionArguments(prompt="def f(x):\n", max_tokens=24, stop=(stop,)), lambda text: None)
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason == "stop"
 
 
 def test_equal_seeds_give_equal_tokens(completer):
-    asked = Asked(prompt="import", max_tokens=8, temperature=1.0, seed=3)
+    asked = CompletionArguments(prompt="import", max_tokens=8, temperature=1.0, seed=3)
     first, second = (completer.complete(asked, lambda text: None) for _ in range(2))
     assert first.token_ids == second.token_ids
-    assert completer.complete(Asked(prompt="x", max_tokens=1, temperature=1.0), lambda text: None).seed > 0
+    assert (
+        completer.complete(CompletionArguments(prompt="x", max_tokens=1, temperature=1.0), lambda text: None).seed > 0
+    )
 
 
 def test_several_answers_and_log_probabilities(completer):
     more = {"n": 2, "logprobs": 1, "prompt_logprobs": 0, "presence_penalty": 1.0, "logit_bias": [[5, 1.0]]}
     shown = []
     completion = completer.complete(
-        Asked(prompt="import", max_tokens=6, temperature=1.0, seed=3, more=more), shown.append
+        CompletionArguments(prompt="import", max_tokens=6, temperature=1.0, seed=3, more=more), shown.append
     )
     assert "".join(shown) == completion.text
     [other] = completion.others
@@ -58,9 +60,9 @@ def test_several_answers_and_log_probabilities(completer):
 
 
 def test_no_stop_string_before_min_tokens(completer):
-    whole = completer.complete(Asked(prompt="def f(x):\n", max_tokens=24), lambda text: None)
+    whole = completer.complete(CompletionArguments(prompt="def f(x):\n", max_tokens=24), lambda text: None)
     stop = whole.text[4:6]
-    asked = Asked(prompt="def f(x):\n", max_tokens=24, stop=(stop,), more={"min_tokens": 12})
+    asked = CompletionArguments(prompt="def f(x):\n", max_tokens=24, stop=(stop,), more={"min_tokens": 12})
     completion = completer.complete(asked, lambda text: None)
     assert len(completion.token_ids) >= 12
     assert completion.text.startswith(whole.text[:8])
@@ -69,13 +71,13 @@ def test_no_stop_string_before_min_tokens(completer):
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
-        (Asked(prompt=""), EmptyPrompt),
-        (Asked(prompt="x", temperature=-1), InvalidSampling),
-        (Asked(prompt="x", max_tokens=100_000), PromptTooLong),
-        (Asked(prompt="x", more={"n": 2**31 - 1}), InvalidSampling),
-        (Asked(prompt="x", more={"n": -1}), InvalidSampling),
-        (Asked(prompt="x", more={"min_p": 1.5}), InvalidSampling),
-        (Asked(prompt="x", more={"allowed_token_ids": []}), InvalidSampling),
+        (CompletionArguments(prompt=""), EmptyPrompt),
+        (CompletionArguments(prompt="x", temperature=-1), InvalidSampling),
+        (CompletionArguments(prompt="x", max_tokens=100_000), PromptTooLong),
+        (CompletionArguments(prompt="x", more={"n": 2**31 - 1}), InvalidSampling),
+        (CompletionArguments(prompt="x", more={"n": -1}), InvalidSampling),
+        (CompletionArguments(prompt="x", more={"min_p": 1.5}), InvalidSampling),
+        (CompletionArguments(prompt="x", more={"allowed_token_ids": []}), InvalidSampling),
     ],
 )
 def test_what_cannot_be_served_is_refused(completer, asked, error):
@@ -85,7 +87,7 @@ def test_what_cannot_be_served_is_refused(completer, asked, error):
 
 def test_running_out_of_time_keeps_what_was_made(completer):
     with pytest.raises(Interrupted) as late:
-        completer.complete(Asked(prompt="x", timeout_s=1e-6), lambda text: None)
+        completer.complete(CompletionArguments(prompt="x", timeout_s=1e-6), lambda text: None)
     assert isinstance(late.value.error, RequestDeadlineExceeded)
 
 
@@ -98,19 +100,22 @@ def test_generate_reports_a_timeout_as_one(monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(generate, "_complete_locally", interrupted)
-    asked = Asked(prompt="x")
+    asked = CompletionArguments(prompt="x")
     assert generate.generate(Output(True), asked, local=True, address=None, local_options={}) is ExitCode.TIMEOUT
     assert '"text": "some"' in capsys.readouterr().out
 
 
 def test_the_reference_process_gives_the_same_tokens(completer):
-    asked = [Asked(prompt="def f(x):\n", max_tokens=6), Asked(prompt="import", max_tokens=3, temperature=0.7, seed=1)]
+    asked = [
+        CompletionArguments(prompt="def f(x):\n", max_tokens=6),
+        CompletionArguments(prompt="import", max_tokens=3, temperature=0.7, seed=1),
+    ]
     reference = ReferenceProcess(ServeConfig.from_mapping(CONFIG), asked)
     here = [completer.complete(one, lambda text: None) for one in asked]
     assert [list(one.token_ids) for one in here] == [one["token_ids"] for one in reference.completions(60)]
 
 
 def test_auto_gives_the_same_tokens(completer):
-    asked = Asked(prompt="def f(x):\n", max_tokens=20)
+    asked = CompletionArguments(prompt="def f(x):\n", max_tokens=20)
     auto = LocalCompleter(ServeConfig.from_mapping(CONFIG | {"num_speculative_tokens": "auto"}))
     assert auto.complete(asked, lambda text: None).token_ids == completer.complete(asked, lambda text: None).token_ids

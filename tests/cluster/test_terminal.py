@@ -45,7 +45,7 @@ sys.exit(run_command(False, lambda output: serve.serve(config, output)))
 GENERATE = """
 import sys
 from baton.cluster.commands import generate
-from baton.cluster.commands.completion import Asked, Completion
+from baton.cluster.commands.completion import CompletionArguments, Completion
 from baton.cluster.outcome import run_command
 
 def complete(address, asked, on_text):
@@ -54,7 +54,7 @@ def complete(address, asked, on_text):
     return Completion(text="", token_ids=(), finish_reason="stop", prompt_len=1, seed=0, ttft_ms=1.0, tpot_ms=1.0,
         num_verify_steps=0, num_draft_tokens=0, num_accepted_tokens=0, num_decode_tokens=0)
 generate.complete_remotely = complete
-asked = Asked(prompt="x", max_tokens=4, timeout_s=1.0)
+asked = CompletionArguments(prompt="x", max_tokens=4, timeout_s=1.0)
 sys.exit(run_command(False, lambda out: generate.generate(out, asked, local=False, address="a", local_options={})))
 """
 TOP = """

@@ -5,13 +5,13 @@ import math
 import pytest
 
 from baton.core.requests.request import AttemptKey
-from baton.decode_worker.request import DecodeTimes, decode_start
+from baton.decode_worker.request import RequestTimes, decode_start
 from baton.kvtransfer.receiver.service import Completed
 from baton.proto import kv_pb2
 
 pytestmark = pytest.mark.fast
 
-TIMES = DecodeTimes(attended_s=1.0, granted_s=1.1, admitted_s=2.5, first_s=2.75)
+TIMES = RequestTimes(attended_s=1.0, granted_s=1.1, admitted_s=2.5, first_s=2.75)
 
 
 def complete(draft_ms=20.0, complete_s=2.25):

@@ -16,7 +16,7 @@ from baton.decode_worker.node import DecodeNode
 from baton.prefill_worker.node import PrefillNode
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.wire import change_from_proto, error_from_rpc
-from baton.router.placement.cost import LAG_S, Load, Pace
+from baton.router.placement.cost import LAG_S, Pace, WorkerLoad
 from baton.router.placement.local_prefill import AUTO, NEVER
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
@@ -128,13 +128,13 @@ async def told_all_idle(router):
 @pytest.fixture
 def equal_workers(monkeypatch):
     """To the router all workers are equally fast, whatever this machine does meanwhile."""
-    hear = Load.hear
+    hear = WorkerLoad.hear
 
     def hear_equal(load, member):
         hear(load, member)
         load.pace, load.step_s = Pace(0.004, 0.0001, 0.0), 0.005
 
-    monkeypatch.setattr(Load, "hear", hear_equal)
+    monkeypatch.setattr(WorkerLoad, "hear", hear_equal)
 
 
 def is_prefill(node):

@@ -37,7 +37,7 @@ from baton.kernels.attention import prefill_hopper_triton as attention_prefill_h
 from baton.kernels.fused_copy import RunningCopies
 from baton.kernels.gemm import fp8_hopper_triton as gemm_fp8_hopper_triton
 from baton.kernels.gemm import fp8_plan as gemm_fp8_plan
-from baton.kernels.gemm.fp8_plan import Plan
+from baton.kernels.gemm.fp8_plan import GemmPlan
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
 from baton.kernels.launcher import Launcher
@@ -153,8 +153,8 @@ def _row_with_workers(table, shape, size, device_index):
     if outputs != inputs or size > gemm_fp8_plan.FEW_ROWS:
         return find(table, shape, size, device_index)
     if size <= 16:
-        return Plan(stages=20, workers=2, splits=2).row()
-    return Plan(swap=False, BM=64, BN=32 if size <= 64 else 64, stages=8, workers=2).row()
+        return GemmPlan(stages=20, workers=2, splits=2).row()
+    return GemmPlan(swap=False, BM=64, BN=32 if size <= 64 else 64, stages=8, workers=2).row()
 
 
 def stub():
@@ -170,7 +170,7 @@ def stub():
     gemm_fp8_hopper_triton._is_hopper = lambda index: True
     gemm_fp8_plan.find = _row_with_workers
     kernel_warm_up.is_compiled = lambda model: True
-    kernel_warm_up.is_needed = lambda model: model.choosing is not None
+    kernel_warm_up.is_needed = lambda model: model.sampling_implementation is not None
 
 
 def load(shape, sizes, options, folder):

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from baton.core.errors import InvalidGrammar
-from baton.core.fair_turns import Share
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
+from baton.core.start_time_fair_queue import OwnerUsage
 from baton.engine.grammar import executor as grammar_executor
 from baton.engine.grammar import grammar
 from baton.engine.grammar import grammar as compiled_grammar
@@ -36,7 +36,7 @@ class Held:
 
     def __init__(self, executor, share=None):
         self.begun, self.may_end = threading.Event(), threading.Event()
-        self.result = executor.submit(self._run, share or Share())
+        self.result = executor.submit(self._run, share or OwnerUsage())
 
     def _run(self):
         self.begun.set()
@@ -64,13 +64,15 @@ def test_no_more_work_at_once_than_threads_and_these_are_nice():
     assert third.begun.wait(LIMIT_S)
     second.open()
     third.open()
-    nice = executor.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), Share()).result(LIMIT_S)
+    nice = executor.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), OwnerUsage()).result(
+        LIMIT_S
+    )
     assert nice >= grammar_executor.NICENESS
     assert executor.spent_s > 0.0
 
 
 def test_who_has_spent_little_comes_before_who_has_spent_much():
-    executor, heavy, light, order = GrammarExecutor(1), Share(), Share(), []
+    executor, heavy, light, order = GrammarExecutor(1), OwnerUsage(), OwnerUsage(), []
     gate = Held(executor, heavy)
     assert gate.begun.wait(LIMIT_S)
     heavy.charge(10.0)
@@ -85,7 +87,7 @@ def test_who_has_spent_little_comes_before_who_has_spent_much():
 
 
 def test_time_is_charged_to_the_owner_also_of_what_fails(monkeypatch):
-    executor, share = GrammarExecutor(1), Share()
+    executor, share = GrammarExecutor(1), OwnerUsage()
     now_s = iter((10.0, 17.0))
     monkeypatch.setattr(grammar_executor.time, "monotonic", lambda: next(now_s))
     with pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine.grammar.grammar import QUICK_LIMITS, GrammarBudget, GrammarCompiler, GrammarState
 from baton.engine.grammar.masks import GrammarMasks
-from baton.engine.grammar.walk import Lookahead
+from baton.engine.grammar.walk import GrammarLookahead
 from baton.engine.local import LocalEngine
 from baton.tests.model.ranks import on_ranks
 
@@ -99,7 +99,7 @@ def come_late(monkeypatch, rng, share):
 
     def found_late(self, drafts, patience_s):
         if patience_s is not None and rng.random() < share:
-            return Lookahead.unknown(len(drafts), self._grammar.num_words)
+            return GrammarLookahead.unknown(len(drafts), self._grammar.num_words)
         return found(self, drafts, patience_s)
 
     monkeypatch.setattr(GrammarState, "found", found_late)

@@ -121,7 +121,7 @@ class _Model:
 
     d2t_C = draft_columns_C = None
     vocab = WHOLE
-    choosing = None
+    sampling_implementation = None
     dtype = torch.float64
 
     def draft_logits(self, hidden):

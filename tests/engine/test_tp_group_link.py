@@ -20,7 +20,7 @@ CODEC = plan_codec()
 
 def linked(size):
     """Links of all ranks, in rank order."""
-    listener = tp_group_join.Listener(CODEC, size)
+    listener = tp_group_join.RankListener(CODEC, size)
     others = []
 
     def come():
@@ -136,7 +136,7 @@ def test_damage_ends_the_tp_group_and_names_who_sent_it(links):
 @pytest.mark.long
 @pytest.mark.parametrize("stranger", ["silent", "garbage", "wrong token", "no such rank", "gone"])
 def test_a_stranger_does_not_get_in_and_does_not_keep_others_out(stranger):
-    listener = tp_group_join.Listener(CODEC, 2)
+    listener = tp_group_join.RankListener(CODEC, 2)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect("\0" + listener.address)
     match stranger:
@@ -163,7 +163,7 @@ def test_a_stranger_does_not_get_in_and_does_not_keep_others_out(stranger):
 
 @pytest.mark.long
 def test_whoever_does_not_come_is_named():
-    listener = tp_group_join.Listener(CODEC, 3)
+    listener = tp_group_join.RankListener(CODEC, 3)
     with pytest.raises(WorkerLost, match="rank 1 of 3 did not join"):
         listener.accept(0.3)
     with pytest.raises(WorkerLost, match="rank 1 of 2 cannot reach rank 0"):

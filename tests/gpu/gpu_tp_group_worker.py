@@ -8,7 +8,7 @@ from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.service import ReceiverService
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.gpu.gpu_worker import GpuWorker
@@ -73,7 +73,7 @@ class GpuTPGroupWorker(GpuWorker):
         for rank, mine in enumerate(self.ranks()):
             for layer, shape in enumerate(mine.geometry.layers):
                 kept = self.layout.layers[layer].span(prompt_len)
-                span = Span(layer, kept.first, kept.count, shape.head_first, shape.num_heads)
+                span = KVRange(layer, kept.first, kept.count, shape.head_first, shape.num_heads)
                 want = source_io.read(blocks_of(source_io, source, span), span, 16)
                 if mine.read(blocks_of(mine, self.tables[key], span), span, 16) != want:
                     found.append((rank, layer))

@@ -7,7 +7,7 @@ from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.service import ReceiverService
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.kvtransfer.kept import blocks_of, num_state_slots_of
@@ -51,7 +51,7 @@ class GpuWorker(ReceiverWorker):
         for layer in range(self.layout.num_layers):
             shape = self.layout.layers[layer]
             kept = shape.span(prompt_len)
-            span = Span(layer, kept.first, kept.count, 0, shape.num_heads)
+            span = KVRange(layer, kept.first, kept.count, 0, shape.num_heads)
             want = source_io.read(blocks_of(source_io, source, span), span, 16)
             if mine.read(blocks_of(mine, self.tables[key], span), span, 16) != want:
                 found.append(layer)

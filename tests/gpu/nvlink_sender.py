@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.scatter import PoolAddress, ScatterRange, ScatterWorkspace, Tuning, WriteCompletion, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.cuda_ipc import IpcPlace, PeerMemory, PinnedMemory, can_reach
 
 NUM_BLOCKS = 64
 WORD_BYTES = 1 << 16
-PIECE = Piece(layer=0, first=0, count=60 * 16, head_first=0, head_count=8, num_layers=4)
+PIECE = ScatterRange(layer=0, first=0, count=60 * 16, head_first=0, head_count=8, num_layers=4)
 
 
 def layout(block_size):
@@ -64,14 +64,14 @@ def send(order, pipe):
     assert not peer.check(1 << 40)
     words = map_words(order.path)
     pinned = PinnedMemory(words)
-    workspace = Workspace(device, 4096)
+    workspace = ScatterWorkspace(device, 4096)
     source = torch.from_numpy(blocks_of(order.source_size, 1)).to(device)
     target = torch.from_numpy(blocks_of(order.target_size, 2)).to(device)
     for turn in range(order.rounds):
         kv_scatter(
             PoolAddress(pool.data_ptr(), geometry.layers), source,
             PoolAddress(peer.address, theirs.layers), target,
-            PIECE, workspace, Completion(pinned.address, turn + 1), Tuning(16),
+            PIECE, workspace, WriteCompletion(pinned.address, turn + 1), Tuning(16),
         )  # fmt: skip
         torch.cuda.synchronize()
         pipe.send(turn)

@@ -7,7 +7,7 @@ import torch
 from baton.core.clock import MonotonicClock
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.async_writer import PushRange
 from baton.kvtransfer.sender.service import DecodePeer, PushService
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
@@ -69,7 +69,7 @@ class Pusher:
         if slow_ms:
             self.pool.data_bytes.zero_()
             torch.cuda.synchronize()
-        with self.push.writer.step([PushPart(key, first, count)]) as step:
+        with self.push.writer.step([PushRange(key, first, count)]) as step:
             for layer in layer_range:
                 if slow_ms:
                     shape = self.pool.geometry.layer(layer)

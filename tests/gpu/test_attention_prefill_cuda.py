@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from baton.bench.kernel_cases.attention_prefill import Batch, Work, tuning
+from baton.bench.kernel_cases.attention_prefill import Batch, PrefillWork, tuning
 from baton.kernels.attention import prefill_hopper_triton as hopper
 from baton.kernels.attention.prefill import attention_prefill, attention_prefill_lens
 from baton.kernels.implementation import Implementation
@@ -51,7 +51,7 @@ def spoil_unused(batch, work):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_mixed_chunks(heads):
-    work = Work("mixed", MIXED, *heads)
+    work = PrefillWork("mixed", MIXED, *heads)
     batch = Batch(work, CUDA)
     wanted = wanted_of(batch)
     spoil_unused(batch, work)
@@ -60,7 +60,7 @@ def test_mixed_chunks(heads):
 
 
 def test_candidates_of_the_tuned_table_agree():
-    work = Work("", MIXED)
+    work = PrefillWork("", MIXED)
     batch = Batch(work, CUDA)
     wanted = wanted_of(batch)
     for options in tuning()[0].candidates[-14:-6:2]:
@@ -89,7 +89,7 @@ needs_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("heads", [(32, 8, 128), (16, 2, 256), (14, 2, 64)])
 @pytest.mark.parametrize("chunks", [MIXED, ((1024, 0),), ((129, 0), (7, 40)), ((64, 2000), (3, 0), (640, 128))])
 def test_the_form_for_hopper(heads, chunks):
-    work = Work("", chunks, *heads)
+    work = PrefillWork("", chunks, *heads)
     batch = Batch(work, CUDA)
     assert hopper.fits(batch.query_TAD, batch.key_NHSD, batch.value_NHSD)
     wanted = wanted_of(batch)
@@ -105,7 +105,7 @@ def test_the_form_for_hopper(heads, chunks):
 @needs_hopper
 @pytest.mark.parametrize("changes", [{"STAGES": 3}, {"BN": 64, "STAGES": 4}, {"GROUPS": 3, "BN": 64, "STAGES": 4}])
 def test_the_form_for_hopper_with_other_tiles(changes):
-    work = Work("", MIXED)
+    work = PrefillWork("", MIXED)
     batch = Batch(work, CUDA)
     wanted = wanted_of(batch)
     spoil_unused(batch, work)
@@ -115,7 +115,7 @@ def test_the_form_for_hopper_with_other_tiles(changes):
 
 @needs_hopper
 def test_a_row_of_the_form_for_hopper_depends_neither_on_chunks_nor_on_the_batch():
-    whole = Batch(Work("", ((1024, 0),)), CUDA)
+    whole = Batch(PrefillWork("", ((1024, 0),)), CUDA)
     options = warp_specialized(128)
     wanted = whole.ours(options=options)()
     end = 0
@@ -132,7 +132,7 @@ def test_a_row_of_the_form_for_hopper_depends_neither_on_chunks_nor_on_the_batch
 
 @needs_hopper
 def test_the_form_for_hopper_is_the_same_every_time():
-    batch = Batch(Work("", ((2048, 1000), (700, 3000), (5, 9000))), CUDA)
+    batch = Batch(PrefillWork("", ((2048, 1000), (700, 3000), (5, 9000))), CUDA)
     for persistent in (False, True):
         call = batch.ours(options=warp_specialized(128, PERSISTENT=persistent))
         first = call()
@@ -140,7 +140,7 @@ def test_the_form_for_hopper_is_the_same_every_time():
 
 
 def test_fp8_kv_with_a_scale_for_each_head():
-    batch = Batch(Work("", MIXED, kv_dtype=FP8), CUDA)
+    batch = Batch(PrefillWork("", MIXED, kv_dtype=FP8), CUDA)
     scales = torch.rand(2, 8, device=CUDA) + 0.5
     batch.key_scale, batch.value_scale = scales[0].contiguous(), scales[1].contiguous()
     found = batch.ours()()
@@ -155,7 +155,7 @@ def test_fp8_kv_with_a_scale_for_each_head():
 def test_a_row_depends_neither_on_chunks_nor_on_the_batch():
     chunks = (300, 1, 128, 595)
     ends = list(itertools.accumulate(chunks))
-    whole = Batch(Work("", ((ends[-1], 0),)), CUDA)
+    whole = Batch(PrefillWork("", ((ends[-1], 0),)), CUDA)
     wanted = whole.ours(invariant=True)()
     for rows, end in zip(chunks, ends, strict=True):
         # Twice in one batch, the first time a shorter part.
@@ -169,7 +169,7 @@ def test_a_row_depends_neither_on_chunks_nor_on_the_batch():
 
 
 def test_a_graph_follows_lengths_that_change_on_the_device():
-    work = Work("", ((600, 0), (40, 2000), (300, 700)))
+    work = PrefillWork("", ((600, 0), (40, 2000), (300, 700)))
     batch = Batch(work, CUDA)
     call = batch.ours()
     call()
@@ -199,7 +199,7 @@ def assert_same(found, wanted, num_rows):
 
 
 def test_lengths_on_the_host_make_nobody_wait():
-    batch = Batch(Work("", MIXED), CUDA)
+    batch = Batch(PrefillWork("", MIXED), CUDA)
     wanted = batch.ours()()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

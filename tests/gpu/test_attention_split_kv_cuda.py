@@ -5,8 +5,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from baton.bench.kernel_cases.attention_decode import Shape, by_work, make
-from baton.bench.kernel_cases.attention_prefill import Batch, Work
+from baton.bench.kernel_cases.attention_decode import AttentionDecodeShape, by_work, make
+from baton.bench.kernel_cases.attention_prefill import Batch, PrefillWork
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.decode import attention_decode
 from baton.kernels.attention.decode_plan import SplitKVPlans, default_options
@@ -59,7 +59,7 @@ LENGTHS = [
 @pytest.mark.parametrize("num_queries", [1, 4, 8])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_ragged_batches(heads, num_queries, is_float8):
-    shape = Shape(*heads, 8, 4096, num_queries, is_float8)
+    shape = AttentionDecodeShape(*heads, 8, 4096, num_queries, is_float8)
     buffers = make(shape, CUDA)
     for slots in (132, 792):
         options = {**by_work(shape), "slots": slots}
@@ -75,7 +75,7 @@ def test_ragged_batches(heads, num_queries, is_float8):
 
 
 def test_many_sequences_and_two_runs():
-    shape = Shape(32, 8, 128, 300, 2048, 1)
+    shape = AttentionDecodeShape(32, 8, 128, 300, 2048, 1)
     buffers = make(shape, CUDA)
     with_lengths(buffers, [1 + (index * 7919) % 2048 for index in range(300)])
     first = run(buffers, by_work(shape))
@@ -88,7 +88,7 @@ def test_many_sequences_and_two_runs():
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("num_queries", [1, 4])
 def test_a_graph_of_two_layers_replays_other_lengths_and_nothing_waits(num_queries, pdl):
-    shape = Shape(32, 8, 128, 8, 4096, num_queries)
+    shape = AttentionDecodeShape(32, 8, 128, 8, 4096, num_queries)
     buffers = make(shape, CUDA)
     options = {**by_work(shape), "pdl": pdl}
 
@@ -127,7 +127,7 @@ def test_a_graph_of_two_layers_replays_other_lengths_and_nothing_waits(num_queri
     ids=len,
 )
 def test_short_chunks_by_the_form_for_hopper(chunks, heads):
-    batch = Batch(Work("", chunks, *heads), CUDA)
+    batch = Batch(PrefillWork("", chunks, *heads), CUDA)
     wanted = attention_prefill(
         batch.query_TAD.float(), batch.key_NHSD.float(), batch.value_NHSD.float(), batch.tables_BM, batch.starts_E,
         batch.contexts_B, max_query_len=max(batch.query_lens), implementation=Implementation.REFERENCE,
@@ -158,7 +158,7 @@ def test_short_chunks_by_the_form_for_hopper(chunks, heads):
     "chunks", [((16, 4000),) * 4, ((1, 2000), (0, 0), (40, 3000), (3, 0)), ((100, 9000),)], ids=len
 )
 def test_short_chunks(chunks, heads, kv_dtype):
-    batch = Batch(Work("", chunks, *heads, kv_dtype), CUDA)
+    batch = Batch(PrefillWork("", chunks, *heads, kv_dtype), CUDA)
     if kv_dtype == FP8:
         batch.key_scale, batch.value_scale = torch.rand(2, heads[1], device=CUDA) + 0.5
     longest, bound = max(batch.query_lens), batch.tables_BM.shape[1] * 16
@@ -181,7 +181,7 @@ def test_short_chunks(chunks, heads, kv_dtype):
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (16, 2, 256)], ids=str)
 def test_long_chunks_over_float8_are_dequantized_first(heads, monkeypatch):
-    batch = Batch(Work("", ((700, 0), (1, 3000), (0, 0), (515, 130)), *heads, FP8), CUDA)
+    batch = Batch(PrefillWork("", ((700, 0), (1, 3000), (0, 0), (515, 130)), *heads, FP8), CUDA)
     batch.key_scale, batch.value_scale = torch.rand(2, heads[1], device=CUDA) + 0.5
     call = batch.ours()
     dequantized = call()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from baton.kernels.gemm.fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
-from baton.kernels.gemm.fp8_plan import Plan
+from baton.kernels.gemm.fp8 import GemmWorkspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8_plan import GemmPlan
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8, quantize_fp8_reference
 from baton.kernels.gemm.scaled_mm import Library
@@ -17,24 +17,24 @@ SHAPES = [(4096, 4096), (2112, 7168), (24576, 1536), (200, 384)]
 # One rounding to bfloat16, and tensor cores that add 128 products with fewer bits than float32.
 CLOSE = 5e-3
 PLANS = [
-    Plan(),
-    Plan(splits=4),
-    Plan(splits=4, copied=True),
-    Plan(groups=2, stages=4, splits=2),
-    Plan(groups=2, stages=4, splits=3, tma=True),
-    Plan(groups=2, stages=8, tma=True),
-    Plan(BN=128, stages=5, splits=8),
-    Plan(BM=64, BN=128, stages=4, warps=8, splits=3),
-    Plan(BM=64, BN=128, stages=4, warps=8, tma=True),
-    Plan(swap=False, BM=64, BN=128, stages=4, splits=4),
-    Plan(swap=False, BM=128, BN=128, stages=4, warps=8, tma=True),
-    Plan(BN=32, groups=2, stages=8, copied=True),
-    Plan(BM=8, BN=16, groups=4, stages=6, copied=True, splits=2),
-    Plan(BN=32, groups=4, stages=4, copied=True, fused=True),
-    Plan(splits=4, fused=True, copied=True),
-    Plan(splits=4, fused=True),
-    Plan(groups=2, stages=4, splits=2, tma=True, fused=True),
-    Plan(splits=4, pdl=True),
+    GemmPlan(),
+    GemmPlan(splits=4),
+    GemmPlan(splits=4, copied=True),
+    GemmPlan(groups=2, stages=4, splits=2),
+    GemmPlan(groups=2, stages=4, splits=3, tma=True),
+    GemmPlan(groups=2, stages=8, tma=True),
+    GemmPlan(BN=128, stages=5, splits=8),
+    GemmPlan(BM=64, BN=128, stages=4, warps=8, splits=3),
+    GemmPlan(BM=64, BN=128, stages=4, warps=8, tma=True),
+    GemmPlan(swap=False, BM=64, BN=128, stages=4, splits=4),
+    GemmPlan(swap=False, BM=128, BN=128, stages=4, warps=8, tma=True),
+    GemmPlan(BN=32, groups=2, stages=8, copied=True),
+    GemmPlan(BM=8, BN=16, groups=4, stages=6, copied=True, splits=2),
+    GemmPlan(BN=32, groups=4, stages=4, copied=True, fused=True),
+    GemmPlan(splits=4, fused=True, copied=True),
+    GemmPlan(splits=4, fused=True),
+    GemmPlan(groups=2, stages=4, splits=2, tma=True, fused=True),
+    GemmPlan(splits=4, pdl=True),
 ]
 
 
@@ -83,7 +83,7 @@ def test_products_of_all_numbers_of_rows(N, K, swap_ab):
 )
 def test_every_form_writes_its_rows_alone_and_the_same_in_one_call(plan, num_sms):
     guards = Guards(device="cuda")
-    workspace = Workspace(CUDA)
+    workspace = GemmWorkspace(CUDA)
     for num_rows in (1, 16, 45, 64):
         x, weight = data(num_rows, 2112, 3072)
         weight = Fp8Weight(guards.copy(weight.values_NK), weight.scales_BG)
@@ -108,7 +108,7 @@ def test_invariant_rows_know_no_neighbours():
 @pytest.mark.parametrize("plan", [None, *PLANS[:5], *PLANS[-3:]], ids=str)
 def test_in_a_graph_without_a_wait_for_the_device(plan):
     x, weight = data(16, 4096, 4096)
-    workspace = Workspace(CUDA)
+    workspace = GemmWorkspace(CUDA)
     wanted = linear_fp8(x, weight, plan=plan, workspace=workspace)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -7,8 +7,8 @@ import torch
 
 from baton.bench.kernel_cases import gemm_fp8 as cases
 from baton.kernels.gemm import fp8_hopper_triton as hopper
-from baton.kernels.gemm.fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
-from baton.kernels.gemm.fp8_plan import FEW_ROWS, TABLES, Plan
+from baton.kernels.gemm.fp8 import GemmWorkspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8_plan import FEW_ROWS, TABLES, GemmPlan
 from baton.kernels.gemm.fp8_weight import quantize_weight
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8
 from baton.kernels.tuning import table
@@ -30,21 +30,21 @@ def plans():
     """Of the tables and of the tuner, without what a launch is told anew: how many splits there are, if any."""
     rows = [row for name in TABLES for sizes in table().get(name, {}).values() for row in sizes.values()]
     rows += [row for point in cases.tuning() if point.size <= FEW_ROWS for row in point.candidates]
-    found = [Plan(**row) for row in rows if row.get("workers")]
+    found = [GemmPlan(**row) for row in rows if row.get("workers")]
     return sorted({replace(plan, splits=min(plan.splits, 2)) for plan in found}, key=str)
 
 
 # Tiles that are not split in products, since a second program has place beside theirs; here they are.
 SHARING = [
-    Plan(swap=False, BM=64, BN=32, stages=8, workers=1),
-    Plan(swap=False, BM=64, BN=32, stages=8, workers=2),
-    Plan(swap=False, BM=64, BN=64, stages=6, workers=1),
-    Plan(swap=False, BM=128, BN=32, stages=5, workers=2),
-    Plan(swap=False, BM=128, BN=64, stages=4, workers=2, depth=1),
-    Plan(BM=16, BN=64, stages=10, workers=1, depth=4),
-    Plan(BM=32, BN=64, stages=8, workers=1, depth=4),
-    Plan(BM=64, BN=64, stages=6, workers=1),
-    Plan(BM=32, BN=128, stages=5, workers=2),
+    GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=1),
+    GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2),
+    GemmPlan(swap=False, BM=64, BN=64, stages=6, workers=1),
+    GemmPlan(swap=False, BM=128, BN=32, stages=5, workers=2),
+    GemmPlan(swap=False, BM=128, BN=64, stages=4, workers=2, depth=1),
+    GemmPlan(BM=16, BN=64, stages=10, workers=1, depth=4),
+    GemmPlan(BM=32, BN=64, stages=8, workers=1, depth=4),
+    GemmPlan(BM=64, BN=64, stages=6, workers=1),
+    GemmPlan(BM=32, BN=128, stages=5, workers=2),
 ]
 
 
@@ -62,7 +62,7 @@ def data(M, N, K):
 
 @pytest.mark.parametrize("plan", plans(), ids=str)
 def test_every_tile_writes_its_rows_alone_and_the_same_in_one_call(plan):
-    workspace = Workspace(CUDA)
+    workspace = GemmWorkspace(CUDA)
     for N, K in ((2112, 3072), (200, 384)):
         x, weight = data(max(ROWS), N, K)
         for num_rows in ROWS:
@@ -83,7 +83,7 @@ def test_every_tile_writes_its_rows_alone_and_the_same_in_one_call(plan):
 
 @pytest.mark.parametrize("plan", [*plans(), *SHARING], ids=str)
 def test_many_launches_close_together_have_the_bits_of_one(plan):
-    workspace = Workspace(CUDA)
+    workspace = GemmWorkspace(CUDA)
     for splits in (1, 3):
         plan = replace(plan, splits=splits)
         for num_rows in (17, 100):  # programs for one round of the multiprocessors, and for several
@@ -101,7 +101,7 @@ def test_many_launches_close_together_have_the_bits_of_one(plan):
 @pytest.mark.parametrize("plan", plans(), ids=str)
 def test_a_chain_in_a_graph_has_the_bits_of_eager_launches(plan):
     x, weight = data(33, 2048, 2048)
-    workspace = Workspace(CUDA)
+    workspace = GemmWorkspace(CUDA)
 
     def chain():
         """Each product is of the one before."""
@@ -131,7 +131,7 @@ def test_a_chain_in_a_graph_has_the_bits_of_eager_launches(plan):
 
 
 def test_what_cannot_be_copied_by_descriptors_takes_the_rules_form(monkeypatch):
-    row = Plan(swap=False, BM=64, BN=32, stages=8, workers=2).row()
+    row = GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2).row()
     monkeypatch.setattr("baton.kernels.gemm.fp8_plan.find", lambda *_: row)
     launched = []
     launch = hopper.launch

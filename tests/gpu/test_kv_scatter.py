@@ -9,11 +9,19 @@ import pytest
 import torch
 
 from baton.kernels.kv.pool_digest import kv_digest
-from baton.kernels.kv.scatter import Completion, Piece, PoolAddress, Tuning, Workspace, kv_digest_reference, kv_scatter
+from baton.kernels.kv.scatter import (
+    PoolAddress,
+    ScatterRange,
+    ScatterWorkspace,
+    Tuning,
+    WriteCompletion,
+    kv_digest_reference,
+    kv_scatter,
+)
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.cuda_ipc import PinnedMemory
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +95,7 @@ def expected(source, target, piece):
     memory, source_io = target.bytes(), PoolIO(source.bytes(), source.geometry)
     io, digests = PoolIO(memory, target.geometry), []
     for layer in range(piece.layer, piece.layer + piece.num_layers):
-        span = Span(layer, piece.first, piece.count, piece.head_first, piece.head_count)
+        span = KVRange(layer, piece.first, piece.count, piece.head_first, piece.head_count)
         source_io.copy(source.blocks, io, target.blocks, span)
         digests.append(source_io.digest(source.blocks, span))
     return memory, digests
@@ -101,8 +109,8 @@ def wait_for(words, sequence):
 
 def check(source, target, piece, words, tuning, sequence=5):
     wanted, digests = expected(source, target, piece)
-    workspace = Workspace(CUDA, LEN)
-    completion = Completion(words.address, sequence)
+    workspace = ScatterWorkspace(CUDA, LEN)
+    completion = WriteCompletion(words.address, sequence)
     kv_scatter(source.address, source.blocks_N, target.address, target.blocks_N, piece, workspace, completion, tuning)
     wait_for(words, sequence)
     assert words.view[1 : 1 + piece.num_layers].tolist() == digests
@@ -117,13 +125,13 @@ def check(source, target, piece, words, tuning, sequence=5):
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 @pytest.mark.parametrize(("from_size", "to_size"), [(16, 16), (16, 64), (64, 16), (64, 64)])
 def test_between_pools_of_the_device(words, tuning, from_size, to_size):
-    piece = Piece(layer=1, first=3, count=LEN - 7, head_first=0, head_count=8, num_layers=2)
+    piece = ScatterRange(layer=1, first=3, count=LEN - 7, head_first=0, head_count=8, num_layers=2)
     check(Pool(layout(from_size), 1), Pool(layout(to_size), 2), piece, words, tuning)
 
 
 @pytest.mark.parametrize(("from_pinned", "to_pinned"), [(False, True), (True, False), (True, True)])
 def test_from_and_to_pinned_memory(words, from_pinned, to_pinned):
-    piece = Piece(layer=0, first=0, count=LEN, head_first=0, head_count=8, num_layers=3)
+    piece = ScatterRange(layer=0, first=0, count=LEN, head_first=0, head_count=8, num_layers=3)
     source, target = Pool(layout(16), 3, pinned=from_pinned), Pool(layout(16), 4, pinned=to_pinned)
     check(source, target, piece, words, TUNINGS[0])
 
@@ -132,7 +140,7 @@ def test_from_and_to_pinned_memory(words, from_pinned, to_pinned):
 def test_heads_of_other_ranks(words, from_ranks, to_ranks):
     source, target = Pool(layout(16), 5, rank=0, size=from_ranks), Pool(layout(64), 6, rank=0, size=to_ranks)
     count = 8 // max(from_ranks, to_ranks)
-    check(source, target, Piece(layer=2, first=0, count=LEN, head_first=0, head_count=count), words, TUNINGS[0])
+    check(source, target, ScatterRange(layer=2, first=0, count=LEN, head_first=0, head_count=count), words, TUNINGS[0])
 
 
 def test_other_kinds_of_layers(words):
@@ -140,13 +148,13 @@ def test_other_kinds_of_layers(words):
     recurrent = state(32, 128 * 128)
     both = layout(16, extra=(compressed, recurrent))
     for layer, count, heads in ((3, LEN, 1), (4, 1, 32)):
-        piece = Piece(layer=layer, first=0, count=count, head_first=0, head_count=heads)
+        piece = ScatterRange(layer=layer, first=0, count=count, head_first=0, head_count=heads)
         check(Pool(both, 7), Pool(both, 8), piece, words, TUNINGS[0], 5 + layer)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float64"])
 def test_other_dtypes(words, dtype):
-    piece = Piece(layer=0, first=1, count=500, head_first=1, head_count=3)
+    piece = ScatterRange(layer=0, first=1, count=500, head_first=1, head_count=3)
     check(Pool(layout(16, dtype=dtype, head_dim=64), 9), Pool(layout(64, dtype=dtype, head_dim=64), 10), piece, words,
           TUNINGS[0])  # fmt: skip
 
@@ -154,12 +162,14 @@ def test_other_dtypes(words, dtype):
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 def test_kv_digest_is_numpys_and_torchs(words, tuning):
     pool = Pool(layout(16), 11)
-    piece = Piece(layer=0, first=2, count=100, head_first=2, head_count=5, num_layers=3)
-    kv_digest(pool.address, pool.blocks_N, piece, Workspace(CUDA, LEN), Completion(words.address, 9), tuning)
+    piece = ScatterRange(layer=0, first=2, count=100, head_first=2, head_count=5, num_layers=3)
+    kv_digest(
+        pool.address, pool.blocks_N, piece, ScatterWorkspace(CUDA, LEN), WriteCompletion(words.address, 9), tuning
+    )
     wait_for(words, 9)
     io = PoolIO(pool.bytes(), pool.geometry)
     for layer in range(3):
-        wanted = io.digest(pool.blocks, Span(layer, 2, 100, 2, 5))
+        wanted = io.digest(pool.blocks, KVRange(layer, 2, 100, 2, 5))
         assert int(words.view[1 + layer]) == wanted
         shape = pool.geometry.layer(layer)
         flat = pool.device[shape.offset_bytes : shape.offset_bytes + shape.num_bytes].view(torch.int64)
@@ -169,7 +179,7 @@ def test_kv_digest_is_numpys_and_torchs(words, tuning):
 
 def test_many_launches_one_after_the_other_each_say_their_own_digest(words):
     source, target = Pool(layout(16), 12), Pool(layout(16), 13)
-    io, workspace, generator = PoolIO(source.bytes(), source.geometry), Workspace(CUDA, LEN), random.Random(1)
+    io, workspace, generator = PoolIO(source.bytes(), source.geometry), ScatterWorkspace(CUDA, LEN), random.Random(1)
     stream = torch.cuda.Stream(CUDA)
     stream.wait_stream(torch.cuda.current_stream())
     for sequence in range(1, 301):
@@ -177,23 +187,23 @@ def test_many_launches_one_after_the_other_each_say_their_own_digest(words):
         count = generator.randrange(1, LEN - first)
         head = generator.randrange(8)
         heads = generator.randrange(1, 9 - head)
-        piece = Piece(layer=sequence % 3, first=first, count=count, head_first=head, head_count=heads)
+        piece = ScatterRange(layer=sequence % 3, first=first, count=count, head_first=head, head_count=heads)
         tuning = generator.choice(TUNINGS)
         with torch.cuda.stream(stream):
             kv_scatter(source.address, source.blocks_N, target.address, target.blocks_N, piece, workspace,
-                       Completion(words.address, sequence), tuning)  # fmt: skip
+                       WriteCompletion(words.address, sequence), tuning)  # fmt: skip
         wait_for(words, sequence)
         if sequence % 10 == 0:
-            assert int(words.view[1]) == io.digest(source.blocks, Span(piece.layer, first, count, head, heads))
+            assert int(words.view[1]) == io.digest(source.blocks, KVRange(piece.layer, first, count, head, heads))
 
 
 def test_digests_off_are_zeros_and_bytes_move_alike(words):
     source, target = Pool(layout(16), 14), Pool(layout(16), 15)
-    piece = Piece(layer=0, first=0, count=LEN, head_first=0, head_count=8)
+    piece = ScatterRange(layer=0, first=0, count=LEN, head_first=0, head_count=8)
     wanted, _ = expected(source, target, piece)
     words.view[1] = 1
-    kv_scatter(source.address, source.blocks_N, target.address, target.blocks_N, piece, Workspace(CUDA, LEN),
-               Completion(words.address, 2), TUNINGS[0], with_digest=False)  # fmt: skip
+    kv_scatter(source.address, source.blocks_N, target.address, target.blocks_N, piece, ScatterWorkspace(CUDA, LEN),
+               WriteCompletion(words.address, 2), TUNINGS[0], with_digest=False)  # fmt: skip
     wait_for(words, 2)
     assert int(words.view[1]) == 0
     assert np.array_equal(target.bytes(), wanted)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from baton.kernels.kv.pool_digest import kv_digest
-from baton.kernels.kv.scatter import Completion, PoolAddress, Tuning, Workspace, kv_scatter
+from baton.kernels.kv.scatter import PoolAddress, ScatterWorkspace, Tuning, WriteCompletion, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, device_uuid, export
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.tests.gpu.nvlink_sender import NUM_BLOCKS, PIECE, Order, blocks_of, layout, map_words, send, source_content
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_a_process_writes_the_pool_of_another(path, sender, owner, source_size, 
     memory = np.zeros(geometry.num_bytes, dtype=np.uint8)
     io = PoolIO(memory, geometry)
     source, target = blocks_of(source_size, 1).tolist(), blocks_of(target_size, 2).tolist()
-    spans = [Span(n, PIECE.first, PIECE.count, 0, 8) for n in range(4)]
+    spans = [KVRange(n, PIECE.first, PIECE.count, 0, 8) for n in range(4)]
     for span in spans:
         source_io.copy(source, io, target, span)
     digests = [source_io.digest(source, span) for span in spans]
@@ -67,9 +67,9 @@ def test_a_process_writes_the_pool_of_another(path, sender, owner, source_size, 
             assert view[1:5].tolist() == digests
             assert np.array_equal(pool.cpu().numpy(), memory)
             ids = torch.tensor(target, dtype=torch.int32, device=device)
-            completion = Completion(pinned.address + 4096, turn + 1)
-            kv_digest(PoolAddress(pool.data_ptr(), geometry.layers), ids, PIECE, Workspace(device, 4096), completion,
-                      Tuning(4))  # fmt: skip
+            completion = WriteCompletion(pinned.address + 4096, turn + 1)
+            workspace = ScatterWorkspace(device, 4096)
+            kv_digest(PoolAddress(pool.data_ptr(), geometry.layers), ids, PIECE, workspace, completion, Tuning(4))
             torch.cuda.synchronize()
             assert view[513:517].tolist() == digests
             pool.zero_()
@@ -100,19 +100,19 @@ def test_host_memory_is_read_by_the_other_side_as_soon_as_its_word_is_there(path
     staging = np.frombuffer(staging_map, dtype=np.uint8)
     words = map_words(path)
     pinned, pinned_words = PinnedMemory(staging), PinnedMemory(words)
-    view, workspace = words.view(np.uint64), Workspace(device, 4096)
+    view, workspace = words.view(np.uint64), ScatterWorkspace(device, 4096)
     ids = torch.from_numpy(blocks_of(16, 1)).to(device)
     content = [source_content(geometry, seed).to(device) for seed in (1, 2)]
     expected = [torch.from_numpy(staging[: geometry.num_bytes].copy()) for _ in content]
     for want, pool in zip(expected, content, strict=True):
         io = PoolIO(pool.cpu().numpy(), geometry)
         for layer in range(4):
-            io.copy(ids.tolist(), PoolIO(want.numpy(), geometry), ids.tolist(), Span(layer, 0, PIECE.count, 0, 8))
+            io.copy(ids.tolist(), PoolIO(want.numpy(), geometry), ids.tolist(), KVRange(layer, 0, PIECE.count, 0, 8))
     for turn in range(20):
         pool = content[turn % 2]
         kv_scatter(
             PoolAddress(pool.data_ptr(), geometry.layers), ids, PoolAddress(pinned.address, geometry.layers), ids,
-            PIECE, workspace, Completion(pinned_words.address, turn + 1), Tuning(16),
+            PIECE, workspace, WriteCompletion(pinned_words.address, turn + 1), Tuning(16),
         )  # fmt: skip
         give_up_s = time.monotonic() + WAIT_S
         while int(view[0]) != turn + 1:

@@ -13,7 +13,7 @@ from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.grammar.rows import GrammarRows, HostCopy
-from baton.engine.grammar.walk import Lookahead
+from baton.engine.grammar.walk import GrammarLookahead
 from baton.engine.local import LocalEngine
 from baton.engine.step.runner import Runner
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
@@ -120,7 +120,7 @@ class FakeState:
         for token in range(self.remainder, 100, 3):
             words[:, token // 32] |= np.int32(np.uint32(1 << token % 32).view(np.int32))
         num_valid = int(sum(np.cumprod([draft <= 3 for draft in drafts], dtype=int))) if len(drafts) else 0
-        return Lookahead(words, num_valid, len(drafts) + 1)
+        return GrammarLookahead(words, num_valid, len(drafts) + 1)
 
     def accept(self, token_ids):
         self.told.append(list(token_ids))

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling import choose_triton
-from baton.kernels.sampling.choice import ChoiceRows, Law
+from baton.kernels.sampling import sample_triton
 from baton.kernels.sampling.draft_rows import DraftRows
 from baton.kernels.sampling.logit_edits import Edits, edit_rows
 from baton.kernels.sampling.logprobs import logprobs_topk
+from baton.kernels.sampling.rows import DrawRows, Law
 from baton.kernels.sampling.sample import sample
 from baton.kernels.sampling.verify import post_verify, verify
 
@@ -28,7 +28,7 @@ def rows_of(count, greedy=(), **named):
     for place in greedy:
         temperature_B[place] = 0
     place_B = torch.arange(count, device=CUDA)
-    return ChoiceRows(
+    return DrawRows(
         temperature_B=temperature_B, seed_B=place_B * 7919 + 3, choice_B=place_B % 3, position_B=place_B + 5, **named
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_a_token_is_the_same_in_any_batch():
     whole = sample(logits_BV, rows).tolist()
     for place in (0, 31, 63):
         names = ("temperature_B", "seed_B", "choice_B", "position_B", "top_p_B")
-        one = ChoiceRows(**{name: getattr(rows, name)[place : place + 1] for name in names})
+        one = DrawRows(**{name: getattr(rows, name)[place : place + 1] for name in names})
         assert sample(logits_BV[place : place + 1], one).tolist() == [whole[place]]
 
 
@@ -127,8 +127,8 @@ def test_what_a_program_takes_changes_no_bit(monkeypatch, vocab_size):
     rows = rows_of(8, top_k_B=top_k_B, top_p_B=torch.full((8,), 0.9, dtype=torch.float64, device=CUDA))
     found = []
     for programs in (1, 1 << 30):
-        monkeypatch.setattr(choose_triton, "PROGRAMS", programs)
-        scan = choose_triton.launch_scan(logits_BQV, rows, None, None)
+        monkeypatch.setattr(sample_triton, "PROGRAMS", programs)
+        scan = sample_triton.launch_scan(logits_BQV, rows, None, None)
         reports = logprobs_topk(logits_BQV[:, 0], torch.zeros(8, dtype=torch.int64, device=CUDA), 5)
         found.append((scan.values, scan.maxima, sample(logits_BQV[:, 0], rows), reports))
     for one, other in zip(*found, strict=True):
@@ -139,7 +139,7 @@ def test_what_a_program_takes_changes_no_bit(monkeypatch, vocab_size):
 @pytest.mark.parametrize("vocab_size", [VOCAB, 50_258])
 def test_programs_of_many_chunks_and_of_one_find_the_references_tokens(monkeypatch, vocab_size, num_programs):
     """Rows without cuts are read two numbers at a time, chunk after chunk by one program, or each chunk by its own."""
-    monkeypatch.setattr(choose_triton, "PROGRAMS", num_programs)
+    monkeypatch.setattr(sample_triton, "PROGRAMS", num_programs)
     logits_BV = torch.randn(8, vocab_size, device=CUDA, generator=generator(8)).mul_(3).bfloat16()
     rows = rows_of(8, greedy=(2, 5))
     assert sample(logits_BV, rows).tolist() == sample(logits_BV, rows, implementation=REFERENCE).tolist()

@@ -35,7 +35,7 @@ def run_rank(rank, pipe):
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         if rank == 0:
-            store, listener = open_store(0, SIZE, 0), tp_group_join.Listener(plan_codec(), SIZE)
+            store, listener = open_store(0, SIZE, 0), tp_group_join.RankListener(plan_codec(), SIZE)
             pipe.send((store.port, listener.address, listener.token))
             link = listener.accept(60.0)
         else:

@@ -11,7 +11,7 @@ import triton.language as tl
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.attention import decode_plan as attention_plan
 from baton.kernels.attention.decode import attention_decode
-from baton.kernels.attention.decode_plan import Options, default_options, num_parts, rows_of_program
+from baton.kernels.attention.decode_plan import PlanOptions, default_options, num_parts, rows_of_program
 from baton.kernels.attention.float8_triton import dequantize_pairs
 from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits, strided
@@ -432,7 +432,7 @@ def test_a_softmax_scale_of_ones_own():
 @pytest.mark.fast
 def test_parts_fill_the_device_and_no_more():
     options = default_options(4, 128, 2)
-    assert isinstance(options, Options)
+    assert isinstance(options, PlanOptions)
 
     def parts(num_programs, max_context_len):
         return num_parts(num_programs, max_context_len, 512, 2048, options)

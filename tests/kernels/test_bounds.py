@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling import bounds_triton, choose_triton, logprobs_triton
-from baton.kernels.sampling.choice import ChoiceRows, EditedRows, Law
+from baton.kernels.sampling import bounds_triton, logprobs_triton, sample_triton
 from baton.kernels.sampling.draft_rows import DraftRows
 from baton.kernels.sampling.logprobs import logprobs_topk
+from baton.kernels.sampling.rows import DrawRows, EditedRows, Law
 from baton.kernels.sampling.sample import sample
 from baton.kernels.sampling.verify import verify
-from baton.tests.kernels.choosing import drawn_rows, small_tiles  # noqa: F401
 from baton.tests.kernels.harness import poison, same_bits
+from baton.tests.kernels.sampling_cases import drawn_rows, small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
 SLOW = pytest.mark.slow
@@ -65,21 +65,21 @@ def test_what_a_program_takes_changes_no_bit(monkeypatch, vocab_size):
     rows = cut_rows([1.0, 0.7, 0.0], top_k=[0, 5, 5], top_p=[0.9, 0.9, 1.0])
     found = []
     for programs in (ALL_CHUNKS, EACH_CHUNK):
-        monkeypatch.setattr(choose_triton, "PROGRAMS", programs)
-        scan = choose_triton.launch_scan(logits_BV[:, None], rows, None, None)
+        monkeypatch.setattr(sample_triton, "PROGRAMS", programs)
+        scan = sample_triton.launch_scan(logits_BV[:, None], rows, None, None)
         reports = logprobs_topk(logits_BV, torch.zeros(3, dtype=torch.int64), 2, implementation=TRITON)
         tokens = sample(logits_BV, rows, implementation=TRITON)
         # Of a greedy row the second number of a chunk is nobody's.
         found.append((scan.values[:2], scan.maxima[:2], *bounds_of(logits_BV, rows), tokens, reports))
-    assert choose_triton.span_of(3, 5) == 1
+    assert sample_triton.span_of(3, 5) == 1
     for one, other in zip(*found, strict=True):
         assert same_bits(one, other)
 
 
 @pytest.mark.fast
 def test_a_program_takes_as_many_chunks_as_leave_enough_programs(monkeypatch):
-    monkeypatch.setattr(choose_triton, "PROGRAMS", 100)
-    assert [choose_triton.span_of(rows, 38) for rows in (1, 2, 10, 100, 1000)] == [1, 1, 3, 38, 38]
+    monkeypatch.setattr(sample_triton, "PROGRAMS", 100)
+    assert [sample_triton.span_of(rows, 38) for rows in (1, 2, 10, 100, 1000)] == [1, 1, 3, 38, 38]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_a_token_is_the_same_beside_rows_that_are_cut_otherwise():
     rows = cut_rows([1.0] * 4, top_k=[0, 4, 0, 0], top_p=[1.0, 0.9, 0.95, 0.4], min_p=[0.0, 0.0, 0.0, 0.2])
     whole = sample(logits_BV, rows, implementation=TRITON).tolist()
     for place in range(4):
-        fields = {name: getattr(rows, name)[place : place + 1] for name in ChoiceRows.__dataclass_fields__}
-        alone = sample(logits_BV[place : place + 1], ChoiceRows(**fields), implementation=TRITON)
+        fields = {name: getattr(rows, name)[place : place + 1] for name in DrawRows.__dataclass_fields__}
+        alone = sample(logits_BV[place : place + 1], DrawRows(**fields), implementation=TRITON)
         assert alone.tolist() == [whole[place]]
 
 

@@ -9,9 +9,9 @@ from baton.core.errors import KernelArgumentInvalid
 from baton.kernels import tuning
 from baton.kernels.gemm import fp8 as module
 from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
-from baton.kernels.gemm.fp8 import Workspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8 import GemmWorkspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
 from baton.kernels.gemm.fp8_hopper_triton import is_form, num_counters, programs_at_once
-from baton.kernels.gemm.fp8_plan import TABLES, Plan, SwapAB, invariant_plan, plan_of, rule, splits_of
+from baton.kernels.gemm.fp8_plan import TABLES, GemmPlan, SwapAB, invariant_plan, plan_of, rule, splits_of
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import dequantize_fp8, quantize_fp8
 from baton.kernels.implementation import Implementation
@@ -70,21 +70,21 @@ def test_rows_of_all_numbers(num_rows, swap_ab):
 
 
 PLANS = [
-    Plan(BM=16, BN=64),
-    Plan(BM=16, BN=128, splits=3),
-    Plan(BM=32, BN=64, groups=2, stages=3, splits=2),
-    Plan(BM=16, BN=64, splits=5, tma=True, copied=True),
-    Plan(BM=64, BN=128, groups=2, tma=True),
-    Plan(swap=False, BM=16, BN=128, splits=4),
-    Plan(swap=False, BM=64, BN=32, tma=True, groups=2),
-    Plan(swap=False, BM=32, BN=64, tma=True, groups=2, copied=True),
-    Plan(BM=16, BN=64, fused=True, splits=2),
-    Plan(BM=16, BN=128, fused=True, tma=True, groups=2),
-    Plan(BM=16, BN=128, fused=True, copied=True, groups=2, splits=2),
-    Plan(BM=16, BN=64, pdl=True, splits=6),
-    Plan(BM=16, BN=32, groups=2, copied=True, splits=3),
-    Plan(BM=8, BN=32, groups=2, tma=True),
-    Plan(BM=8, BN=16, groups=4, stages=2, copied=True, fused=True, splits=2),
+    GemmPlan(BM=16, BN=64),
+    GemmPlan(BM=16, BN=128, splits=3),
+    GemmPlan(BM=32, BN=64, groups=2, stages=3, splits=2),
+    GemmPlan(BM=16, BN=64, splits=5, tma=True, copied=True),
+    GemmPlan(BM=64, BN=128, groups=2, tma=True),
+    GemmPlan(swap=False, BM=16, BN=128, splits=4),
+    GemmPlan(swap=False, BM=64, BN=32, tma=True, groups=2),
+    GemmPlan(swap=False, BM=32, BN=64, tma=True, groups=2, copied=True),
+    GemmPlan(BM=16, BN=64, fused=True, splits=2),
+    GemmPlan(BM=16, BN=128, fused=True, tma=True, groups=2),
+    GemmPlan(BM=16, BN=128, fused=True, copied=True, groups=2, splits=2),
+    GemmPlan(BM=16, BN=64, pdl=True, splits=6),
+    GemmPlan(BM=16, BN=32, groups=2, copied=True, splits=3),
+    GemmPlan(BM=8, BN=32, groups=2, tma=True),
+    GemmPlan(BM=8, BN=16, groups=4, stages=2, copied=True, fused=True, splits=2),
 ]
 
 
@@ -97,7 +97,7 @@ def test_every_form_of_the_kernel_between_guards(plan, num_sms):
     guarded = Fp8Weight(guards.copy(weight.values_NK), weight.scales_BG)
     x = guards.copy(x)
     a, scales = (guards.copy(tensor) for tensor in quantize_fp8(x))
-    workspace = Workspace(CPU)
+    workspace = GemmWorkspace(CPU)
     out = guards.empty(17, 70)
     linear_out = guards.empty(17, 70)
     found = gemm_fp8(a, scales, guarded, out_MN=out, plan=plan, num_sms=num_sms, workspace=workspace,
@@ -115,7 +115,7 @@ def test_every_form_of_the_kernel_between_guards(plan, num_sms):
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_call_has_the_bits_of_two(fused, ue8m0):
     x, weight = data(5, 72, 384, 2)
-    plan = Plan(fused=fused)
+    plan = GemmPlan(fused=fused)
     found = linear_fp8(x, weight, plan=plan, ue8m0=ue8m0, implementation=TRITON)
     a, scales = quantize_fp8(x, ue8m0=ue8m0)
     assert same_bits(found, gemm_fp8(a, scales, weight, plan=plan, implementation=TRITON))
@@ -125,13 +125,13 @@ def test_one_call_has_the_bits_of_two(fused, ue8m0):
 @pytest.mark.parametrize("fused", [False, True])
 def test_strided_rows_of_everything(fused):
     x, weight = data(6, 70, 256, 3)
-    wanted = linear_fp8(x, weight, implementation=TRITON, plan=Plan())
+    wanted = linear_fp8(x, weight, implementation=TRITON, plan=GemmPlan())
     out = poison(torch.empty(6, 200, dtype=torch.bfloat16))
-    linear_fp8(strided(x), weight, out_MN=out[:, 64:134], plan=Plan(fused=fused, splits=2), implementation=TRITON)
+    linear_fp8(strided(x), weight, out_MN=out[:, 64:134], plan=GemmPlan(fused=fused, splits=2), implementation=TRITON)
     assert relative_error(out[:, 64:134], wanted) < CLOSE
     assert out[:, :64].isnan().all() and out[:, 134:].isnan().all()
     a, scales = quantize_fp8(x)
-    found = gemm_fp8(strided(a), strided(scales), weight, plan=Plan(), implementation=TRITON)
+    found = gemm_fp8(strided(a), strided(scales), weight, plan=GemmPlan(), implementation=TRITON)
     assert same_bits(found, wanted)
 
 
@@ -139,7 +139,7 @@ def test_strided_rows_of_everything(fused):
 @pytest.mark.parametrize("swap", [True, False])
 def test_a_rows_nan_stays_in_its_row(swap):
     x, weight = data(5, 70, 256, 4)
-    plan = Plan(swap=swap)
+    plan = GemmPlan(swap=swap)
     wanted = linear_fp8(x, weight, plan=plan, implementation=TRITON)
     x[2, 200] = float("nan")
     x[3, 7] = float("inf")
@@ -152,8 +152,8 @@ def test_a_rows_nan_stays_in_its_row(swap):
 def test_swapped_and_plain_are_the_same_sums():
     x, weight = data(16, 128, 384, 5)
     a, scales = quantize_fp8(x)
-    swapped = gemm_fp8(a, scales, weight, plan=Plan(BM=16, splits=3), implementation=TRITON)
-    plain = gemm_fp8(a, scales, weight, plan=Plan(swap=False, BM=16, splits=3), implementation=TRITON)
+    swapped = gemm_fp8(a, scales, weight, plan=GemmPlan(BM=16, splits=3), implementation=TRITON)
+    plain = gemm_fp8(a, scales, weight, plan=GemmPlan(swap=False, BM=16, splits=3), implementation=TRITON)
     assert relative_error(swapped, plain) < CLOSE
 
 
@@ -172,7 +172,7 @@ def test_invariant_rows_know_no_neighbours(implementation):
 
 def test_many_rows_with_splits_go_in_several_launches(monkeypatch):
     x, weight = data(37, 70, 256, 7)
-    plan = Plan(splits=2)
+    plan = GemmPlan(splits=2)
     wanted = linear_fp8(x, weight, plan=plan, implementation=TRITON)
     monkeypatch.setattr(gemm_fp8_triton, "_MAX_SPLIT_ROWS", 16)
     assert same_bits(linear_fp8(x, weight, plan=plan, implementation=TRITON), wanted)
@@ -210,13 +210,15 @@ def test_what_does_not_fit_is_refused_by_name():
     }.items():
         with pytest.raises(KernelArgumentInvalid, match=rf"^{argument}:"):
             call()
-    for others in ({"implementation": Implementation.REFERENCE}, {"implementation": TRITON, "plan": Plan()}):
+    for others in ({"implementation": Implementation.REFERENCE}, {"implementation": TRITON, "plan": GemmPlan()}):
         with pytest.raises(KernelArgumentInvalid, match=r"^swap_ab:"):
             gemm_fp8(a, scales, weight, swap_ab="yes", **others)
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("plan", [Plan(splits=3), Plan(groups=4), Plan(swap=False, BN=16), Plan(BN=48)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [GemmPlan(splits=3), GemmPlan(groups=4), GemmPlan(swap=False, BN=16), GemmPlan(BN=48)], ids=str
+)
 def test_a_plan_that_cannot_be_is_refused_by_name(plan):
     x, weight = data(3, 64, 512 if plan.groups == 4 else 256)
     with pytest.raises(KernelArgumentInvalid, match=r"^plan:"):
@@ -242,7 +244,7 @@ def test_swapping_is_refused_where_no_instruction_gains_by_it():
 
 @pytest.mark.fast
 def test_the_table_decides_and_may_name_the_library(monkeypatch):
-    rows = {"gemm_fp8": {"512x256": {"16": Plan(splits=2).row(), "64": {"library": True}}}}
+    rows = {"gemm_fp8": {"512x256": {"16": GemmPlan(splits=2).row(), "64": {"library": True}}}}
     monkeypatch.setattr("baton.kernels.gemm.fp8_plan.find", lambda kernel, shape, size, _: (
         rows.get(kernel, {}).get(shape, {}).get("16" if size <= 16 else "64")
     ))  # fmt: skip
@@ -250,20 +252,20 @@ def test_the_table_decides_and_may_name_the_library(monkeypatch):
     def chosen(num_rows, swap_ab=SwapAB.AUTO, table="gemm_fp8"):
         return plan_of(table, num_rows, 512, 256, swap_ab, can_swap=True, device_index=None)
 
-    assert chosen(9) == Plan(splits=2)
+    assert chosen(9) == GemmPlan(splits=2)
     assert chosen(17) is None
     assert chosen(17, SwapAB.ON) == rule(17, 512, 256, swap=True)
     assert chosen(9, SwapAB.OFF) == rule(9, 512, 256, swap=False)
     assert chosen(9, table="linear_fp8") == rule(9, 512, 256, swap=True)
     assert chosen(500, table="linear_fp8") is None, "of many rows there is one table"
-    rows["gemm_fp8"]["512x256"]["64"] = Plan(BM=64, BN=128).row()
-    assert chosen(100) == Plan(BM=64, BN=128)
+    rows["gemm_fp8"]["512x256"]["64"] = GemmPlan(BM=64, BN=128).row()
+    assert chosen(100) == GemmPlan(BM=64, BN=128)
     assert chosen(500) is None, "what was tuned for few rows says nothing of many"
 
 
 @pytest.mark.fast
 def test_plans_with_workers_are_for_hopper_and_rows_that_it_can_copy(monkeypatch):
-    plan = Plan(swap=False, BM=64, BN=32, stages=8, workers=2)
+    plan = GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2)
     monkeypatch.setattr("baton.kernels.gemm.fp8_plan.find", lambda *_: plan.row())
     launched = []
     monkeypatch.setattr(module.gemm_fp8_triton, "launch", lambda *arguments, **_: launched.append(arguments[4]))
@@ -299,7 +301,7 @@ def test_plans_with_workers_are_for_hopper_and_rows_that_it_can_copy(monkeypatch
 
 @pytest.mark.fast
 def test_which_plans_with_workers_there_are():
-    plan = Plan(swap=False, BM=64, BN=32, stages=16, workers=2)
+    plan = GemmPlan(swap=False, BM=64, BN=32, stages=16, workers=2)
     assert is_form(plan)
     assert is_form(replace(plan, splits=4))
     half = replace(plan, stages=8)
@@ -330,7 +332,7 @@ def test_rows_of_the_table_with_workers_are_such_programs_and_no_split_is_empty(
             num_groups = int(shape.split("x")[1]) // 128
             for row in sizes.values():
                 if row.get("workers"):
-                    assert is_form(Plan(**row)), (name, shape, row)
+                    assert is_form(GemmPlan(**row)), (name, shape, row)
                     assert row["splits"] <= num_groups, (name, shape, row)
                     found += 1
     assert found > 20

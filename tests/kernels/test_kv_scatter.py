@@ -16,11 +16,11 @@ import triton.language as tl
 from baton.kernels.kv import scatter_triton as kv_scatter_triton
 from baton.kernels.kv.pool_digest import kv_digest
 from baton.kernels.kv.scatter import (
-    Completion,
-    Piece,
     PoolAddress,
+    ScatterRange,
+    ScatterWorkspace,
     Tuning,
-    Workspace,
+    WriteCompletion,
     kv_digest_reference,
     kv_scatter,
     kv_scatter_reference,
@@ -28,7 +28,7 @@ from baton.kernels.kv.scatter import (
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer import device_stream, rank_kernels
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
 
 NUM_POSITIONS = 70
@@ -60,12 +60,12 @@ class Pool:
 
 
 def run_scatter(source, target, piece, *, num_programs=3, with_digest=True, launches=1):
-    workspace = Workspace(CPU, 256)
+    workspace = ScatterWorkspace(CPU, 256)
     words = np.zeros(1 + piece.num_layers, dtype=np.uint64)
     for launch in range(launches):
         kv_scatter(
             source.address, source.blocks_N, target.address, target.blocks_N, piece, workspace,
-            Completion(words.ctypes.data, 7 + launch), Tuning(num_programs), with_digest=with_digest,
+            WriteCompletion(words.ctypes.data, 7 + launch), Tuning(num_programs), with_digest=with_digest,
         )  # fmt: skip
     assert int(words[0]) == 7 + launches - 1
     assert not workspace.sums.any()  # ready for the next launch
@@ -78,7 +78,7 @@ def copied_by_pool_io(source, target, piece):
     io = PoolIO(memory, target.geometry)
     digests = []
     for layer in range(piece.layer, piece.layer + piece.num_layers):
-        span = Span(layer, piece.first, piece.count, piece.head_first, piece.head_count)
+        span = KVRange(layer, piece.first, piece.count, piece.head_first, piece.head_count)
         source.io.copy(source.blocks, io, target.blocks, span)
         digests.append(source.io.digest(source.blocks, span))
     return memory, digests
@@ -89,7 +89,7 @@ def copied_by_pool_io(source, target, piece):
 def test_it_moves_and_digests_as_numpy_does(dtype, from_size, to_size):
     source = Pool(layout(from_size, dtype=dtype), 1)
     target = Pool(layout(to_size, dtype=dtype), 2)
-    piece = Piece(layer=1, first=5, count=62, head_first=0, head_count=4)
+    piece = ScatterRange(layer=1, first=5, count=62, head_first=0, head_count=4)
     wanted, digests = copied_by_pool_io(source, target, piece)
     assert run_scatter(source, target, piece) == digests
     assert np.array_equal(target.memory, wanted)
@@ -99,7 +99,7 @@ def test_it_moves_and_digests_as_numpy_does(dtype, from_size, to_size):
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 32), (15, 2), (16, 16), (33, 37)])
 def test_spans_of_any_edges(first, count):
     source, target = Pool(layout(16), 3), Pool(layout(16), 4)
-    piece = Piece(layer=0, first=first, count=count, head_first=1, head_count=2)
+    piece = ScatterRange(layer=0, first=first, count=count, head_first=1, head_count=2)
     wanted, digests = copied_by_pool_io(source, target, piece)
     assert run_scatter(source, target, piece, num_programs=2) == digests
     assert np.array_equal(target.memory, wanted)
@@ -118,12 +118,12 @@ def test_heads_go_to_pools_that_hold_others(from_ranks, to_ranks):
             count = min(mine.heads.stop, theirs.heads.stop) - low
             if count <= 0:
                 continue
-            piece = Piece(layer=1, first=0, count=20, head_first=low, head_count=count)
+            piece = ScatterRange(layer=1, first=0, count=20, head_first=low, head_count=count)
             wanted, digests = copied_by_pool_io(source, target, piece)
             assert run_scatter(source, target, piece, num_programs=1) == digests
             assert np.array_equal(target.memory, wanted)
             digest += digests[0]
-    whole = sum(pool.io.digest(pool.blocks, Span(1, 0, 20, pool.geometry.layer(1).head_first,
+    whole = sum(pool.io.digest(pool.blocks, KVRange(1, 0, 20, pool.geometry.layer(1).head_first,
                 pool.geometry.layer(1).num_heads)) for pool in targets)  # fmt: skip
     assert (digest - whole) % (1 << 64) == 0
 
@@ -134,7 +134,7 @@ def test_other_kinds_of_layers():
     both = layout(16, extra=(compressed, recurrent))
     source, target = Pool(both, 5), Pool(both, 6)
     for layer, count, heads in ((2, 20, 1), (3, 1, 3)):
-        piece = Piece(layer=layer, first=0, count=count, head_first=0, head_count=heads)
+        piece = ScatterRange(layer=layer, first=0, count=count, head_first=0, head_count=heads)
         wanted, digests = copied_by_pool_io(source, target, piece)
         assert run_scatter(source, target, piece) == digests
         assert np.array_equal(target.memory, wanted)
@@ -143,7 +143,7 @@ def test_other_kinds_of_layers():
 @pytest.mark.fast
 def test_many_layers_in_one_launch_each_with_its_digest():
     source, target = Pool(layout(16), 7), Pool(layout(64), 8)
-    piece = Piece(layer=0, first=0, count=30, head_first=0, head_count=4, num_layers=2)
+    piece = ScatterRange(layer=0, first=0, count=30, head_first=0, head_count=4, num_layers=2)
     wanted, digests = copied_by_pool_io(source, target, piece)
     assert run_scatter(source, target, piece, launches=2) == digests
     assert np.array_equal(target.memory, wanted)
@@ -154,17 +154,17 @@ def test_many_layers_in_one_launch_each_with_its_digest():
 @pytest.mark.parametrize("num_programs", [1, 5])
 def test_kv_digest_is_numpys_and_torchs(num_programs):
     pool = Pool(layout(16), 9, rank=1, size=2)
-    piece = Piece(layer=0, first=3, count=60, head_first=2, head_count=2, num_layers=2)
+    piece = ScatterRange(layer=0, first=3, count=60, head_first=2, head_count=2, num_layers=2)
     words = np.zeros(3, dtype=np.uint64)
     before = pool.memory.copy()
-    workspace = Workspace(CPU, 128)
-    completion = Completion(words.ctypes.data, 1)
+    workspace = ScatterWorkspace(CPU, 128)
+    completion = WriteCompletion(words.ctypes.data, 1)
     kv_digest(pool.address, pool.blocks_N, piece, workspace, completion, Tuning(num_programs))
     assert np.array_equal(pool.memory, before)
     assert words[0] == 1
     for layer in range(2):
         shape = pool.geometry.layer(layer)
-        assert int(words[1 + layer]) == pool.io.digest(pool.blocks, Span(layer, 3, 60, 2, 2))
+        assert int(words[1 + layer]) == pool.io.digest(pool.blocks, KVRange(layer, 3, 60, 2, 2))
         flat = torch.from_numpy(pool.memory[shape.offset_bytes : shape.offset_bytes + shape.num_bytes]).view(
             torch.int64
         )
@@ -176,7 +176,7 @@ def test_kv_digest_is_numpys_and_torchs(num_programs):
 @pytest.mark.fast
 def test_the_torch_reference_moves_as_numpy_does():
     source, target = Pool(layout(16), 11), Pool(layout(64), 12)
-    piece = Piece(layer=1, first=9, count=50, head_first=1, head_count=3)
+    piece = ScatterRange(layer=1, first=9, count=50, head_first=1, head_count=3)
     wanted, _ = copied_by_pool_io(source, target, piece)
 
     def view(pool):
@@ -252,13 +252,13 @@ def test_what_serving_launches_is_compiled_ahead_of_time(monkeypatch):
     tunings += [Tuning(8, num_warps, tile_words) for num_warps, tile_words in kv_scatter_triton.FORMS]
     for tuning in tunings:
         for piece in (
-            Piece(layer=1, first=3, count=9, head_first=0, head_count=8),
-            Piece(layer=0, first=0, count=64, head_first=1, head_count=5, num_layers=2),
+            ScatterRange(layer=1, first=3, count=9, head_first=0, head_count=8),
+            ScatterRange(layer=0, first=0, count=64, head_first=1, head_count=5, num_layers=2),
         ):
             # The word may lie anywhere: what is aligned here is not in the next slot.
             kv_scatter(
-                source.address, source.blocks_N, target.address, target.blocks_N, piece, Workspace(CPU, 256),
-                Completion(1 << 20 | 8, 1), tuning,
+                source.address, source.blocks_N, target.address, target.blocks_N, piece, ScatterWorkspace(CPU, 256),
+                WriteCompletion(1 << 20 | 8, 1), tuning,
             )  # fmt: skip
     for arguments, constants in recorded.launches:
         assert any(_is_compiled(variant, arguments, constants) for variant in variants), constants

@@ -5,7 +5,7 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.engine.grammar.masks import apply_bitmask
-from baton.engine.sampling.history import Lookahead
+from baton.engine.sampling.history import HistoryLookahead
 from baton.engine.sampling.logit_edits import LogitBias, Penalties
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import logit_edits_triton
@@ -41,7 +41,7 @@ def batch(num_drafts, vocab_size):
 def test_edited_rows_are_the_engines(num_drafts, vocab_size):
     logits_BQV, edits = batch(num_drafts, vocab_size)
     x_PQV = apply_bitmask(logits_BQV[edits.sequence_P].float(), edits.bitmask_PQW)
-    ahead = Lookahead.of_drafts(edits.drafts_BK).pick(edits.sequence_P)
+    ahead = HistoryLookahead.of_drafts(edits.drafts_BK).pick(edits.sequence_P)
     x_PQV = LogitBias(ids_PW=edits.bias_ids_PW, values_PW=edits.bias_values_PW).apply(x_PQV, ahead)
     penalties = Penalties(
         values_P3=edits.penalties_P3,

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling import choose_triton, race_triton
-from baton.kernels.sampling.choice import ChoiceRows, EditedRows, Law
+from baton.kernels.sampling import race_triton, sample_triton
 from baton.kernels.sampling.draft_rows import DraftRows
 from baton.kernels.sampling.noise import Purpose, gumbel
 from baton.kernels.sampling.race_triton import tokens_of_group
+from baton.kernels.sampling.rows import DrawRows, EditedRows, Law
 from baton.kernels.sampling.sample import sample
 from baton.kernels.sampling.verify import verify
-from baton.tests.kernels.choosing import small_tiles  # noqa: F401
+from baton.tests.kernels.sampling_cases import small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
 SLOW = pytest.mark.slow
@@ -25,18 +25,18 @@ class Races:
     """Counts the chunks that are raced again."""
 
     def __init__(self, monkeypatch):
-        self.count, race = 0, choose_triton._race_again
+        self.count, race = 0, sample_triton._race_again
 
         def counted(*arguments, **named):
             self.count += 1
             return race(*arguments, **named)
 
-        monkeypatch.setattr(choose_triton, "_race_again", counted)
+        monkeypatch.setattr(sample_triton, "_race_again", counted)
 
 
 def rows_of(seeds, temperature=1.0, **cut):
     count = len(seeds)
-    return ChoiceRows(
+    return DrawRows(
         temperature_B=torch.full((count,), temperature, dtype=torch.float64),
         seed_B=torch.tensor(seeds),
         choice_B=torch.zeros(count, dtype=torch.int64),
@@ -85,8 +85,8 @@ def test_any_block_of_a_chunk_may_win(monkeypatch, blocks):
 @pytest.mark.parametrize("blocks", [(5, 6, 37, 300, 1023), pytest.param((64, 65, 66, 67, 96, 320, 576), marks=SLOW)])
 def test_any_block_of_a_chunk_of_full_size_may_win(monkeypatch, blocks):
     """Groups of several lanes and turns, as kernels have them; blocks of one group and of others."""
-    monkeypatch.setattr(choose_triton, "CHUNK", 4096)
-    monkeypatch.setattr(choose_triton, "GROUP", 32)
+    monkeypatch.setattr(sample_triton, "CHUNK", 4096)
+    monkeypatch.setattr(sample_triton, "GROUP", 32)
     races = Races(monkeypatch)
     logits_BV, wanted = [], []
     for winner in blocks:
@@ -202,7 +202,7 @@ def test_what_the_scan_leaves_bounds_every_score():
     """The nominees, the others' bounds, and that no token of the row has a score above what is said of it."""
     vocab_size, seed = 3 * CHUNK - 10, 11
     logits_1V = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
-    scan = choose_triton.launch_scan(logits_1V[:, None], rows_of([seed]), None, None)
+    scan = sample_triton.launch_scan(logits_1V[:, None], rows_of([seed]), None, None)
     words_M8X4 = scan.ids[0].view(3, 8, 4)
     score_V = (logits_1V[0] - logits_1V.max() + noise_of(seed, vocab_size)).double() / np.log(2)
     best_M = scan.values[0, :, 0]
@@ -242,7 +242,7 @@ def test_rows_of_drafts_are_raced_again_each_for_itself(monkeypatch):
 @pytest.mark.parametrize(("law", "temperature"), [(Law.MATCH, 0.7), (Law.MATCH, 0.0), (Law.REJECT, 1.3)])
 def test_pairs_of_bfloat16_leave_what_float32_does(monkeypatch, law, temperature):
     """To a bit, several chunks to a program and the last of them short; -inf among the logits, and rows without any."""
-    monkeypatch.setattr(choose_triton, "PROGRAMS", 4)
+    monkeypatch.setattr(sample_triton, "PROGRAMS", 4)
     logits_BQV = torch.randn(3, 2, 5 * CHUNK - 6, generator=torch.Generator().manual_seed(2)).bfloat16()
     logits_BQV[0, :, ::3] = -torch.inf
     logits_BQV[1, :, CHUNK : 2 * CHUNK] = -torch.inf
@@ -254,7 +254,7 @@ def test_pairs_of_bfloat16_leave_what_float32_does(monkeypatch, law, temperature
         by_chance=law is Law.REJECT,
     )
     pairs, others = (
-        choose_triton.launch_scan(x_BQV, rows_of([5, 6, 7], temperature), drafts, None)
+        sample_triton.launch_scan(x_BQV, rows_of([5, 6, 7], temperature), drafts, None)
         for x_BQV in (logits_BQV, logits_BQV.float())
     )
     num_values, num_words = 1 + (law is Law.REJECT), 0 if law is Law.REJECT else 1 if temperature == 0 else None

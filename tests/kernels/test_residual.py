@@ -5,10 +5,10 @@ import torch
 
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import residual_triton
-from baton.kernels.sampling.choice import Law
 from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.rows import Law
 from baton.kernels.sampling.verify import verify
-from baton.tests.kernels.choosing import drawn_rows, engine_verdict, small_tiles  # noqa: F401
+from baton.tests.kernels.sampling_cases import drawn_rows, engine_verdict, small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
 

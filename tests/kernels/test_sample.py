@@ -7,10 +7,10 @@ from baton.core.errors import KernelArgumentInvalid
 from baton.engine.sampling.sampler import sample as engine_sample
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import bounds_triton
-from baton.kernels.sampling.choice import ChoiceRows, EditedRows
+from baton.kernels.sampling.rows import DrawRows, EditedRows
 from baton.kernels.sampling.sample import sample
-from baton.tests.kernels.choosing import drawn_rows, sampling_of, small_tiles  # noqa: F401
 from baton.tests.kernels.harness import Guards, assert_deterministic, strided
+from baton.tests.kernels.sampling_cases import drawn_rows, sampling_of, small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
 
@@ -89,7 +89,7 @@ def test_a_row_without_any_token_gives_the_first_whoever_chooses(cut):
 def test_what_stays_is_what_the_engine_keeps():
     """The bounds themselves, of a row whose border lies among equals."""
     logits_1V = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0, 2.0]])
-    rows = ChoiceRows(
+    rows = DrawRows(
         temperature_B=torch.ones(1, dtype=torch.float64),
         seed_B=torch.zeros(1, dtype=torch.int64),
         choice_B=torch.zeros(1, dtype=torch.int64),
@@ -105,7 +105,7 @@ def test_a_token_does_not_depend_on_its_place_or_its_neighbours():
     generator = torch.Generator().manual_seed(3)
     logits_BV, rows = logits_of(generator, 4, 150), drawn_rows(generator, [1.0, 0.0, 0.6, 1.0])
     found = sample(logits_BV, rows, implementation=TRITON).tolist()
-    turned = ChoiceRows(
+    turned = DrawRows(
         **{name: getattr(rows, name).flip(0) for name in ("temperature_B", "seed_B", "choice_B", "position_B")}
     )
     assert sample(logits_BV.flip(0), turned, implementation=TRITON).tolist() == found[::-1]

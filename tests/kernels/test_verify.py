@@ -8,10 +8,10 @@ import torch
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import verify as verify_module
-from baton.kernels.sampling.choice import Law
 from baton.kernels.sampling.draft_rows import DraftRows
+from baton.kernels.sampling.rows import Law
 from baton.kernels.sampling.verify import Verdict, post_verify, verify
-from baton.tests.kernels.choosing import drawn_rows, engine_verdict, small_tiles  # noqa: F401
+from baton.tests.kernels.sampling_cases import drawn_rows, engine_verdict, small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
 LAWS = [Law.IDLE, Law.MATCH, Law.REJECT, Law.BLOCK, Law.FORCE, Law.SYNTHETIC, Law.MATCH, Law.BLOCK, Law.REJECT]

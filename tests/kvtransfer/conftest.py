@@ -21,7 +21,7 @@ from baton.kvtransfer.receiver.service import (
     receiver_region,
 )
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
-from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.async_writer import PushRange
 from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
 from baton.kvtransfer.transports.loopback import LoopbackHub
 from baton.kvtransfer.transports.over_grpc import GrpcTransport
@@ -151,7 +151,7 @@ class Pair:
         prompt_len = self.sizes[key]
         chunk_len = chunk_len or prompt_len
         for first in range(0, prompt_len, chunk_len):
-            with self.push.writer.step([PushPart(key, first, min(chunk_len, prompt_len - first))]) as step:
+            with self.push.writer.step([PushRange(key, first, min(chunk_len, prompt_len - first))]) as step:
                 for layer in range(self.layout.num_layers):
                     step.submit(layer)
 

@@ -6,7 +6,7 @@ from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.flag_page import FlagPage
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, SLOT_WORDS, flag_bytes
 from baton.kvtransfer.receiver.link import ReceiverLink
 from baton.kvtransfer.receiver.service import ReceiverService
@@ -53,7 +53,7 @@ class FakeDevice:
             layers = range(wanted.layer, wanted.layer + wanted.num_layers)
             heads = [io.geometry.layer(layer).heads for layer in layers]
             spans = [
-                Span(layer, wanted.first, wanted.count, its.first, its.count)
+                KVRange(layer, wanted.first, wanted.count, its.first, its.count)
                 for layer, its in zip(layers, heads, strict=True)
             ]
             for span in spans if wanted.staging.blocks else ():

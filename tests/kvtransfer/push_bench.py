@@ -13,7 +13,7 @@ from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReserveWanted
-from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.async_writer import PushRange
 from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, PushDrained, PushService
 from baton.kvtransfer.transports.registry import connecting_transport
 from baton.proto import kv_pb2
@@ -121,7 +121,7 @@ class Prefill:
         self.push.adopt(key, self.decode.peer, self.tables[key], prompt_len, grant)
 
     def compute(self, *keys, first=0, count=None, layers=None):
-        parts = [PushPart(key, first, (self.lens[key] if count is None else count) - first) for key in keys]
+        parts = [PushRange(key, first, (self.lens[key] if count is None else count) - first) for key in keys]
         with self.push.writer.step(parts) as step:
             for layer in range(self.layout.num_layers) if layers is None else layers:
                 step.submit(layer)

@@ -10,7 +10,7 @@ from baton.core.requests.request import AttemptKey
 from baton.kernels.kv.digest import MASK
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import VERSION, FrameHeader, Span, crc_of, encode_header
+from baton.kvtransfer.protocol.frame import VERSION, FrameHeader, KVRange, crc_of, encode_header
 from baton.kvtransfer.protocol.messages import (
     DIGEST,
     control_of,
@@ -143,7 +143,7 @@ class ScriptedPrefill:
         heads = self.layout.pushed_heads(layer, self.rank, self.size)
         if heads.count == 0:
             return
-        span = Span(layer, first, count, heads.first, heads.count)
+        span = KVRange(layer, first, count, heads.first, heads.count)
         order = self.layout.rows_per_block(layer)
         payload = self.whole.read(self.blocks, span, order)
         digest = self.whole.digest(self.blocks, span)

@@ -263,7 +263,7 @@ class DecodeNode:
     def do(self, actions, payload=()):
         for action in actions:
             match action:
-                case at_d.SendControl():
+                case at_d.AnswerControl():
                     self.on_send(action)
                 case at_d.WriteFrame(incoming_id, header):
                     attempt = self.protocol.incoming(incoming_id).attempt

@@ -14,7 +14,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.async_writer import PushRange
 from baton.kvtransfer.sender.service import DecodePeer, Granted, PushService
 from baton.kvtransfer.transports.registry import connecting_transport
 from baton.tests.kvtransfer.conftest import fill, make_layout
@@ -47,7 +47,7 @@ def main(address, d_epoch, transport, lease_s):
     threading.Thread(target=listen, daemon=True).start()
     granted.wait(10.0)
     for first in range(PROMPT_LEN):
-        with push.writer.step([PushPart(key, first, 1)]) as step:
+        with push.writer.step([PushRange(key, first, 1)]) as step:
             for layer in range(layout.num_layers):
                 step.submit(layer)
         time.sleep(PAUSE_S)

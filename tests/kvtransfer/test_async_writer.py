@@ -14,7 +14,7 @@ from baton.core.requests.request import AttemptKey
 from baton.kvtransfer.sender.async_writer import (
     MAX_NOTES,
     AsyncWriter,
-    PushPart,
+    PushRange,
     WriterCancelled,
     WriterDied,
     WriterStalled,
@@ -22,7 +22,7 @@ from baton.kvtransfer.sender.async_writer import (
 )
 
 CPU = torch.device("cpu")
-PARTS = [PushPart(AttemptKey("a", 0), 0, 4), PushPart(AttemptKey("b", 0), 8, 2)]
+PARTS = [PushRange(AttemptKey("a", 0), 0, 4), PushRange(AttemptKey("b", 0), 8, 2)]
 
 
 def wait_until(condition, timeout_s=5.0):

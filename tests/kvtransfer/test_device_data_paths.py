@@ -10,7 +10,7 @@ from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.device_stream import FEW, MANY, DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import FlagPage
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.sender.data_path import DataPathFailed
 from baton.kvtransfer.sender.device_source import _close_up, _gathered_shape
 from baton.kvtransfer.transports import nvlink_write
@@ -106,11 +106,11 @@ POOL = PoolIO(np.random.default_rng(3).integers(0, 256, GEOMETRY.num_bytes, dtyp
 @given(st.integers(0, 30), st.integers(1, 31), st.integers(0, 2), st.integers(1, 3), st.permutations(range(8)))
 def test_gathered_blocks_close_up_to_the_payload_that_a_pool_on_the_cpu_gives(first, count, head, num_heads, blocks):
     size = LAYOUT.block_size
-    span = Span(1, first, min(count, 32 - first), head, min(num_heads, 3 - head))
+    span = KVRange(1, first, min(count, 32 - first), head, min(num_heads, 3 - head))
     layer = GEOMETRY.layer(1)
     touched = range(first // size, -(-(span.first + span.count) // size))
     shape = _gathered_shape(layer, span, len(touched))
-    whole = Span(1, touched[0] * size, len(touched) * size, span.head_first, span.head_count)
+    whole = KVRange(1, touched[0] * size, len(touched) * size, span.head_first, span.head_count)
     gathered = POOL.read(blocks, whole, size)
     assert len(gathered) == shape.num_bytes
     assert _close_up(memoryview(bytearray(gathered)), shape, span) == POOL.read(blocks, span, size)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from baton.core.requests.request import AttemptKey
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.fake_device import HANDLE, DeviceWorker
@@ -57,7 +57,7 @@ def setting(open_all):
 
 
 def whole(layout, layer, prompt_len=LEN):
-    return Span(layer, 0, layout.layers[layer].span(prompt_len).count, 0, layout.layers[layer].num_heads)
+    return KVRange(layer, 0, layout.layers[layer].span(prompt_len).count, 0, layout.layers[layer].num_heads)
 
 
 def push(worker, prefill, grant, data_path, layers=None):
@@ -66,7 +66,7 @@ def push(worker, prefill, grant, data_path, layers=None):
         span = whole(worker.layout, layer)
         for pool in worker.ranks if data_path == "nvlink" else ():
             heads = pool.geometry.layer(layer).heads
-            part = Span(layer, 0, span.count, heads.first, heads.count)
+            part = KVRange(layer, 0, span.count, heads.first, heads.count)
             prefill.whole.copy(prefill.blocks, pool, blocks_of(pool, grant, part), part)
         prefill.frame(grant, layer, 0, span.count, data_path=data_path, is_written=data_path == "nvlink")
 
@@ -84,7 +84,9 @@ def same_everywhere(worker, prefill, key):
     table = worker.tables[key]
     for pool in worker.ranks:
         for layer, geometry in enumerate(pool.geometry.layers):
-            part = Span(layer, 0, worker.layout.layers[layer].span(LEN).count, geometry.head_first, geometry.num_heads)
+            part = KVRange(
+                layer, 0, worker.layout.layers[layer].span(LEN).count, geometry.head_first, geometry.num_heads
+            )
             if pool.read(blocks_of(pool, table, part), part, 4) != prefill.whole.read(prefill.blocks, part, 4):
                 return False
     return True
@@ -96,7 +98,7 @@ def damage_at(worker, rank, layer):
     def damage(wanted, table):
         if wanted.rank == rank and wanted.layer <= layer < wanted.layer + wanted.num_layers:
             head = worker.ranks[rank].geometry.layer(layer).head_first
-            (piece,) = worker.ranks[rank].pieces(table.blocks[:1], Span(layer, 0, 4, head, 1), 4)
+            (piece,) = worker.ranks[rank].pieces(table.blocks[:1], KVRange(layer, 0, 4, head, 1), 4)
             piece[3] ^= 1
 
     worker.device.damage = damage

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from baton.core.requests.request import AttemptKey
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.messages import wire_attempt
 from baton.kvtransfer.transports.shm import geometries_of
@@ -71,7 +71,7 @@ def push(worker, prefill, grant, prompt_len, data_path, layers=None):
     for layer in range(worker.layout.num_layers) if layers is None else layers:
         length = worker.layout.layers[layer].span(prompt_len).count
         heads = worker.layout.layers[layer].num_heads
-        span = Span(layer, 0, length, 0, heads)
+        span = KVRange(layer, 0, length, 0, heads)
         if data_path == "nvlink":
             prefill.whole.copy(prefill.blocks, worker.pool, blocks_of(worker.pool, grant, span), span)
         prefill.frame(grant, layer, 0, length, data_path=data_path, is_written=data_path == "nvlink")
@@ -80,7 +80,7 @@ def push(worker, prefill, grant, prompt_len, data_path, layers=None):
 def same(worker, prefill, key, prompt_len):
     table = worker.tables[key]
     for layer in range(worker.layout.num_layers):
-        span = Span(
+        span = KVRange(
             layer, 0, worker.layout.layers[layer].span(prompt_len).count, 0, worker.layout.layers[layer].num_heads
         )
         want = prefill.whole.read(prefill.blocks, span, worker.layout.block_size)
@@ -171,7 +171,7 @@ def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_
 
     def damage(wanted, table):
         if wanted.layer <= 1 < wanted.layer + wanted.num_layers:
-            (piece,) = worker.pool.pieces(table.blocks[:1], Span(1, 0, 4, 0, 1), 4)
+            (piece,) = worker.pool.pieces(table.blocks[:1], KVRange(1, 0, 4, 0, 1), 4)
             piece[3] ^= 1
 
     worker.device.damage = damage
@@ -183,7 +183,7 @@ def test_a_word_that_changed_in_the_pool_is_asked_for_again_and_the_second_time_
     del prefill.digests[grant.epoch, grant.incoming_id]
     push(worker, prefill, grant, 9, data_path, [1])
     prefill.digests[grant.epoch, grant.incoming_id] = [
-        prefill.whole.digest(prefill.blocks, Span(layer, 0, 9, 0, 2)) for layer in range(3)
+        prefill.whole.digest(prefill.blocks, KVRange(layer, 0, 9, 0, 2)) for layer in range(3)
     ]
     prefill.commit(grant, 9, round=1)
     failed = worker.wait_for(IncomingFailed, KEY)
@@ -197,7 +197,7 @@ def test_a_repaired_layer_is_verified_again(setting):
     def damage(wanted, table):
         if not damaged:
             damaged.append(wanted)
-            (piece,) = worker.pool.pieces(table.blocks[:1], Span(wanted.layer, 0, 4, 0, 1), 4)
+            (piece,) = worker.pool.pieces(table.blocks[:1], KVRange(wanted.layer, 0, 4, 0, 1), 4)
             piece[0] ^= 1
 
     worker.device.damage = damage

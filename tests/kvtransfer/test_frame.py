@@ -14,7 +14,7 @@ from baton.kvtransfer.protocol.frame import (
     HEADER_BYTES,
     FrameHeader,
     FrameShape,
-    Span,
+    KVRange,
     decode_header,
     encode_header,
     is_frame,
@@ -175,7 +175,7 @@ def test_what_is_read_lands_at_the_same_positions(here, there, first, count, hea
     source, source_io = filled(here, 1)
     target, target_io = filled(there, 2)
     before = target.data_bytes.clone()
-    span = Span(1, first, count, head, heads)
+    span = KVRange(1, first, count, head, heads)
     if is_copied:
         digest = source_io.copy(BLOCKS[here], target_io, BLOCKS[there], span, with_digest=True)
         assert digest == source_io.digest(BLOCKS[here], span)
@@ -196,10 +196,10 @@ def test_what_is_read_lands_at_the_same_positions(here, there, first, count, hea
 
 def test_a_whole_block_of_a_head_range_is_one_contiguous_piece():
     pool, io = filled(16, 1)
-    pieces = io.pieces((3, 1), Span(1, 0, 32, 1, 2), 16)
+    pieces = io.pieces((3, 1), KVRange(1, 0, 32, 1, 2), 16)
     assert [len(piece) for piece in pieces] == [2 * 2 * 16 * 16] * 2
     assert pieces[0].tobytes() == pool.blocks(1)[3, 1:3].view(torch.uint8).numpy().tobytes()
-    assert len(io.pieces((3, 4), Span(1, 0, 32, 0, 4), 16)) == 1
+    assert len(io.pieces((3, 4), KVRange(1, 0, 32, 0, 4), 16)) == 1
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -207,7 +207,7 @@ def test_ranks_together_are_one_pool(size):
     pools, ios = zip(*(filled(16, rank + 5, rank=rank, size=size) for rank in range(size)), strict=True)
     whole, whole_io = filled(16, 1)
     ranked, blocks = RankedPoolIO(ios), (3, 1)
-    span = Span(1, 2, 25, 1, 3)
+    span = KVRange(1, 2, 25, 1, 3)
     payload = whole_io.read(blocks, span, 16)
     ranked.write(blocks, span, payload, 16)
     assert ranked.digest(blocks, span) == whole_io.digest(blocks, span)
@@ -228,6 +228,6 @@ def test_ranks_together_are_one_pool(size):
 def test_the_digest_of_frames_adds_up_to_that_of_the_pool():
     _, io = filled(4, 3)
     total = sum(
-        io.digest(BLOCKS[4], Span(2, first, count, 0, 4)) for first, count in [(0, 3), (3, 8), (11, 1), (12, 10)]
+        io.digest(BLOCKS[4], KVRange(2, first, count, 0, 4)) for first, count in [(0, 3), (3, 8), (11, 1), (12, 10)]
     )
-    assert total & (2**64 - 1) == io.digest(BLOCKS[4], Span(2, 0, 22, 0, 4))
+    assert total & (2**64 - 1) == io.digest(BLOCKS[4], KVRange(2, 0, 22, 0, 4))

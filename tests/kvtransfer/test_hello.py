@@ -9,7 +9,7 @@ from baton.core.errors import MalformedMessage
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.layout import Keep
 from baton.kvtransfer.protocol.messages import control_of, encode_control, layout_message, parse_control, wire_attempt
-from baton.kvtransfer.receiver.actions import SendControl as Reply
+from baton.kvtransfer.receiver.actions import AnswerControl as Reply
 from baton.kvtransfer.receiver.protocol import ReceiverProtocol
 from baton.kvtransfer.sender.actions import (
     DecodePeer,

@@ -8,7 +8,7 @@ from baton.kvtransfer.protocol import frame, messages
 from baton.kvtransfer.protocol.coverage import Coverage
 from baton.kvtransfer.receiver.protocol import ReceiverFrames, ReceiverInbox, ReceiverProtocol
 from baton.kvtransfer.receiver.rules import ReceiverRules
-from baton.kvtransfer.receiver.table import IncomingState, IncomingTable, Part
+from baton.kvtransfer.receiver.table import IncomingState, IncomingTable, RankPush
 from baton.kvtransfer.sender.actions import Acked, PushDrained
 from baton.kvtransfer.sender.protocol import PushInbox
 from baton.kvtransfer.sender.rules import PushRules
@@ -170,7 +170,7 @@ def a_incoming_seals_while_its_sender_writes_again(patch):
         return actions
 
     patch.setattr(ReceiverRules, "nack", keep)
-    patch.setattr(Part, "write_off", lambda self, next_seq: None)
+    patch.setattr(RankPush, "write_off", lambda self, next_seq: None)
 
 
 @mutation(SHM)

@@ -8,7 +8,7 @@ import pytest
 
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused
 from baton.kvtransfer.transports import nixl_agent
 from baton.kvtransfer.transports.nixl import NixlOpener, NixlPools, agent_name, read_offer, span_ranges
@@ -56,7 +56,13 @@ def place_of(io):
     )
 
 
-SPANS = [Span(0, 0, 48, 0, 4), Span(1, 5, 40, 0, 4), Span(0, 16, 16, 1, 2), Span(2, 3, 50, 0, 1), Span(3, 0, 1, 0, 4)]
+SPANS = [
+    KVRange(0, 0, 48, 0, 4),
+    KVRange(1, 5, 40, 0, 4),
+    KVRange(0, 16, 16, 1, 2),
+    KVRange(2, 3, 50, 0, 1),
+    KVRange(3, 0, 1, 0, 4),
+]
 
 
 @pytest.mark.fast
@@ -154,7 +160,7 @@ def test_real_writes_arrive_byte_for_byte(loopback, sizes, ranks):
             held = target.geometry.layer(span.layer).heads
             first, stop = max(span.head_first, held.first), min(span.head_first + span.head_count, held.stop)
             if first < stop:
-                part = Span(span.layer, span.first, span.count, first, stop - first)
+                part = KVRange(span.layer, span.first, span.count, first, stop - first)
                 peers.io.copy(blocks, target, target_blocks, part)
     assert data_path.drain(20)
     for span, write in written:

@@ -21,7 +21,7 @@ from baton.kvtransfer.transports.over_grpc_stream import (
     NAME_KEY,
     PART_BYTES,
     PASS_KEY,
-    SendQueue,
+    GrpcSendQueue,
     decode_packet,
     encode_control_packet,
     encode_frame_packet,
@@ -138,7 +138,7 @@ def test_damaged_packets_are_refused_or_read_and_nothing_else():
 
 
 def test_an_send_queue_sends_controls_first_and_cuts_payloads():
-    send_queue = SendQueue(4 * MIB)
+    send_queue = GrpcSendQueue(4 * MIB)
     memory = bytearray(random.Random(2).randbytes(2 * PART_BYTES + 100))
     pieces = [memoryview(memory)[:70_000], memoryview(memory)[70_000:]]
     content = bytes(memory)

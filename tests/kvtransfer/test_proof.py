@@ -10,7 +10,7 @@ from baton.core.errors import ProtocolError
 from baton.core.requests.request import AttemptKey
 from baton.kvtransfer.protocol.messages import control_of, layout_message
 from baton.kvtransfer.protocol.proof import CHALLENGE_S, KvProofs
-from baton.kvtransfer.receiver.actions import SendControl as Reply
+from baton.kvtransfer.receiver.actions import AnswerControl as Reply
 from baton.kvtransfer.receiver.protocol import ReceiverProtocol
 from baton.kvtransfer.sender.actions import DecodePeer, OpenDataPath, PushDrained, SendControl
 from baton.kvtransfer.sender.messages import PushIdentity

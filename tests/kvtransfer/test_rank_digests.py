@@ -5,7 +5,7 @@ import pytest
 
 from baton.kernels.kv.digest import MASK
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.device_jobs import RankDigests
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
@@ -30,7 +30,7 @@ def ranks_of(layout, size):
 
 
 def span_of(layout, layer, heads):
-    return Span(layer, 0, layout.layers[layer].span(LEN).count, heads.first, heads.count)
+    return KVRange(layer, 0, layout.layers[layer].span(LEN).count, heads.first, heads.count)
 
 
 def answers(layout, pools, layer):
@@ -44,7 +44,7 @@ def test_the_parts_make_the_digest_of_the_whole(num_kv_heads, size):
     whole, pools = ranks_of(layout, size)
     together = RankDigests(layout, size)
     for layer, shape in enumerate(layout.layers):
-        wanted = whole.digest(BLOCKS, Span(layer, 0, layout.layers[layer].span(LEN).count, 0, shape.num_heads))
+        wanted = whole.digest(BLOCKS, KVRange(layer, 0, layout.layers[layer].span(LEN).count, 0, shape.num_heads))
         assert together.total(layer, answers(layout, pools, layer)) == wanted
         covered = {head for heads in together.heads(layer) for head in range(heads.first, heads.stop)}
         assert covered == set(range(shape.num_heads))

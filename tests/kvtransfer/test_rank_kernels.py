@@ -10,7 +10,7 @@ from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.rank_kernels import RankKernels
 from baton.kvtransfer.receiver.actions import DigestWanted
 from baton.kvtransfer.receiver.device_jobs import SLOT_WORDS, RankDigests, flag_bytes, flag_page
@@ -68,7 +68,9 @@ class Ranks:
 
     def span(self, layer, rank=None):
         shape = (self.staging if rank is None else self.pools[rank]).geometry.layer(layer)
-        return Span(layer, 0, self.layout.layers[layer].span(self.prompt_len).count, shape.head_first, shape.num_heads)
+        return KVRange(
+            layer, 0, self.layout.layers[layer].span(self.prompt_len).count, shape.head_first, shape.num_heads
+        )
 
     def expected(self, rank, layers):
         """All of a rank's memory after its part of these layers was copied by NumPy."""
@@ -112,7 +114,7 @@ def test_what_is_verified_is_the_pool_and_not_what_was_staged():
         ranks.launch(rank, 1)
     right = [ranks.launch(rank, 1, staged=False)[0] for rank in range(2)]
     head = ranks.pools[1].geometry.layer(1).head_first
-    (piece,) = ranks.pools[1].pieces(ranks.table.blocks[:1], Span(1, 0, 16, head, 1), 16)
+    (piece,) = ranks.pools[1].pieces(ranks.table.blocks[:1], KVRange(1, 0, 16, head, 1), 16)
     piece[9] ^= 2
     found = [ranks.launch(rank, 1, staged=False)[0] for rank in range(2)]
     assert found[0] == right[0]

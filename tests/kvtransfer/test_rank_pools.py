@@ -17,7 +17,7 @@ from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.actions import DigestWanted
 from baton.kvtransfer.receiver.device_jobs import RankDigests, flag_page
 from baton.tests.kvtransfer.conftest import make_layout
@@ -234,11 +234,11 @@ def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda)
         answers.append(flags.digests(flag, 3))
     together = RankDigests(LAYOUT, 2)
     for layer, digests in enumerate(zip(*answers, strict=True)):
-        span = Span(layer, 0, 11, 0, 4)
+        span = KVRange(layer, 0, 11, 0, 4)
         assert together.total(layer, digests) == source.digest(from_blocks.blocks, span)
         for pool in pools:
             io, heads = PoolIO(pool.bytes_view, pool.geometry), pool.geometry.layer(layer).heads
-            part = Span(layer, 0, 11, heads.first, heads.count)
+            part = KVRange(layer, 0, 11, heads.first, heads.count)
             assert io.read(table.blocks, part, 4) == source.read(from_blocks.blocks, part, 4)
     before = [stream.num_waits for stream in cuda.streams]
     incoming.close()

@@ -12,7 +12,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigInvalid
 from baton.kvtransfer.protocol.frame import HEADER_BYTES
 from baton.kvtransfer.protocol.transport import PayloadDone
-from baton.kvtransfer.sender.piece_cursor import MAX_BUFFERS, PieceCursor
+from baton.kvtransfer.sender.buffer_cursor import MAX_BUFFERS, BufferCursor
 from baton.kvtransfer.transports import raw_receiver
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.kvtransfer.transports.raw import (
@@ -368,7 +368,7 @@ def test_a_key_file_that_holds_none_is_refused_at_start(tmp_path):
 def test_a_cursor_goes_through_pieces():
     data = bytes(range(200))
     target = [bytearray(size) for size in (0, 3, 50, 0, 7, 140)]
-    cursor = PieceCursor(map(memoryview, target))
+    cursor = BufferCursor(map(memoryview, target))
     dice = random.Random(1)
     start = 0
     while cursor.num_left:
@@ -376,7 +376,7 @@ def test_a_cursor_goes_through_pieces():
         start += taken
         assert cursor.num_left == 200 - start
     assert b"".join(target) == data
-    cursor = PieceCursor([memoryview(target[2]), memoryview(target[5])])
+    cursor = BufferCursor([memoryview(target[2]), memoryview(target[5])])
     cursor.advance(10)
     cursor.keep()
     cursor.keep()
@@ -384,7 +384,7 @@ def test_a_cursor_goes_through_pieces():
     for piece in target:
         piece[:] = bytes(len(piece))
     assert b"".join(cursor.buffers()) == left
-    assert len(PieceCursor([b"x"] * 3000).buffers()) == MAX_BUFFERS
+    assert len(BufferCursor([b"x"] * 3000).buffers()) == MAX_BUFFERS
 
 
 @pytest.mark.long

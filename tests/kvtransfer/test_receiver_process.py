@@ -17,7 +17,7 @@ import torch
 
 from baton.core.errors import PortInUse, TransferFailed
 from baton.core.requests.request import AttemptKey
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.messages import wire_attempt
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReserveWanted
@@ -81,7 +81,7 @@ def test_a_state_of_another_boundary_is_refused(make_worker, make_prefill):
 
     key, grant = begin(2)
     prefill.push(grant, 10)
-    heads = Span(of_state, 3, 1, 0, 2)  # the same row, as if it were of the third tile
+    heads = KVRange(of_state, 3, 1, 0, 2)  # the same row, as if it were of the third tile
     prefill.digests[grant.epoch, grant.incoming_id][of_state] = prefill.whole.digest((0, 0, 2, 2), heads)
     prefill.commit(grant, 10)
     nack = prefill.wait_for("commit_nack", poll=worker.poll)
@@ -90,7 +90,7 @@ def test_a_state_of_another_boundary_is_refused(make_worker, make_prefill):
 
 def content(io, blocks, layout, prompt_len):
     """The bytes of a prompt, by layer."""
-    spans = [Span(layer, 0, prompt_len, 0, layout.layers[layer].num_heads) for layer in range(layout.num_layers)]
+    spans = [KVRange(layer, 0, prompt_len, 0, layout.layers[layer].num_heads) for layer in range(layout.num_layers)]
     return [bytes(np.concatenate([np.frombuffer(p, np.uint8) for p in io.pieces(blocks, s, 64)])) for s in spans]
 
 
@@ -332,7 +332,7 @@ def test_ranks_of_either_side_share_one_incoming(make_worker, make_prefill, num_
     for pool in worker.io.ranks:
         for layer in range(layout.num_layers):
             heads = pool.geometry.layer(layer).heads
-            span = Span(layer, 0, 22, heads.first, heads.count)
+            span = KVRange(layer, 0, 22, heads.first, heads.count)
             assert pool.digest(blocks, span) == ranks[0].whole.digest(ranks[0].blocks, span)
     worker.release(key)
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.kernels.kv.digest import MASK, layer_weight, weight
 from baton.kvcache.layout import Range
-from baton.kvtransfer.protocol.frame import FrameHeader, FrameShape, Span, decode_header, encode_header
+from baton.kvtransfer.protocol.frame import FrameHeader, FrameShape, KVRange, decode_header, encode_header
 from baton.tests.kvtransfer.reshard import (
     BLOCK_SIZES,
     DTYPES,
@@ -43,7 +43,7 @@ def frames_of(group, cuts):
             pieces = [(its[0], its[-1] + 1)] if its else []
         for start, stop in pieces:
             for first, count in shape.split(layer, start, stop - start, heads.count):
-                span = Span(layer, first, count, heads.first, heads.count)
+                span = KVRange(layer, first, count, heads.first, heads.count)
                 header = FrameHeader(
                     d_epoch=1,
                     incoming_id=2,
@@ -83,7 +83,7 @@ def land(path, source, target, rank, header):
             theirs = io.geometry.layer(span.layer).heads
             first, stop = max(theirs.first, span.head_first), min(theirs.stop, span.head_first + span.head_count)
             if first < stop:
-                part = Span(span.layer, span.first, span.count, first, stop - first)
+                part = KVRange(span.layer, span.first, span.count, first, stop - first)
                 copied = sender.copy(source.blocks_of(part), io, target.blocks_of(part), part, with_digest=True)
                 digest += 0 if first in seen else copied
                 seen.add(first)
@@ -118,7 +118,7 @@ def check(path, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len):
         assert target_layout.layers[layer].span(prompt_len).count == len(its)
         if not its:
             continue
-        whole = Span(layer, its[0], len(its), 0, spec.num_heads)
+        whole = KVRange(layer, its[0], len(its), 0, spec.num_heads)
         assert target.ranked.digest(target.blocks_of(whole), whole) == totals[layer]
         assert source.ranked.digest(source.blocks_of(whole), whole) == totals[layer]
     assert sum(header.payload_bytes for _, header in frames) == source_layout.payload_bytes(prompt_len)
@@ -176,7 +176,7 @@ def test_digests_are_what_the_definition_says():
             where = weight((2 << 60) + position // 64) * weight((3 << 60) + position % 64)
             for word, value in enumerate(words):
                 total += (value + 1) * where * weight((4 << 60) + (head << 32) + (part << 24) + word)
-        whole = Span(layer, min(content), len(content), 0, spec.num_heads)
+        whole = KVRange(layer, min(content), len(content), 0, spec.num_heads)
         assert source.ranked.digest(source.blocks_of(whole), whole) == total * layer_weight(layer) & MASK
 
 
@@ -187,7 +187,7 @@ def test_a_replicated_head_that_differs_on_one_rank_is_noticed(tp_decode):
     target = Group(layout, tp_decode, 40, seed=5)
     truth = truth_of(layout, 40)
     target.place(truth)
-    span = Span(5, 0, 40, 0, 1)
+    span = KVRange(5, 0, 40, 0, 1)
     assert layout.layers[5].keep.value == "rows"
     wanted = target.ios[0].digest(target.blocks_of(span), span)
     assert target.ranked.digest(target.blocks_of(span), span) == wanted
@@ -210,7 +210,7 @@ def test_any_flipped_bit_changes_a_digest(tp):
     rng = random.Random(tp[0])
     for layer, spec in enumerate(layout.layers):
         its = kept(spec, 45)
-        span = Span(layer, its[0], len(its), 0, spec.num_heads)
+        span = KVRange(layer, its[0], len(its), 0, spec.num_heads)
         wanted = target.ranked.digest(target.blocks_of(span), span)
         for _ in range(20):
             piece = rng.choice(target.ranked.pieces(target.blocks_of(span), span, layout.rows_per_block(layer)))
@@ -226,7 +226,7 @@ def test_a_state_of_another_boundary_has_another_digest():
     layout = layout_of(2, "float32", 16)
     layer = next(index for index, spec in enumerate(layout.layers) if spec.keep.value == "snapshot")
     group = Group(layout, 1, 50, seed=7)
-    spans = [Span(layer, index, 1, 0, layout.layers[layer].num_heads) for index in (2, 3)]
+    spans = [KVRange(layer, index, 1, 0, layout.layers[layer].num_heads) for index in (2, 3)]
     digests = {group.ranked.digest(group.blocks_of(span), span) for span in spans}
     assert len(digests) == 2
     assert [layout.layers[layer].span(length) for length in (47, 48, 63)] == [Range(2, 1), Range(3, 1), Range(3, 1)]

@@ -14,7 +14,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
 from baton.kvtransfer.receiver.service import Completed, IncomingFailed, ReceiverService, ReserveWanted, receiver_region
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
-from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.async_writer import PushRange
 from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushFailed, PushService
 from baton.kvtransfer.transports.loopback import LoopbackHub
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
@@ -97,7 +97,7 @@ class HandOver:
             push.adopt(self.key, self.peer, table, prompt_len, grant)
         for first, stop in itertools.pairwise(cuts):
             for push in reversed(self.pushes):
-                with push.writer.step([PushPart(self.key, first, stop - first)]) as step:
+                with push.writer.step([PushRange(self.key, first, stop - first)]) as step:
                     for layer in range(self.source.layout.num_layers):
                         step.submit(layer)
         for rank, push in reversed(tuple(enumerate(self.pushes))):

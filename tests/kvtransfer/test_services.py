@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed
-from baton.kvtransfer.sender.async_writer import PushPart
+from baton.kvtransfer.sender.async_writer import PushRange
 from baton.kvtransfer.sender.service import Acked, Denied, Granted, PushDrained, PushFailed
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
@@ -187,7 +187,7 @@ def test_a_commit_before_every_layer_was_pushed_fails(make_pair):
     pair = make_pair()
     key = pair.reserve(9)
     pair.wait_for(Granted, key)
-    with pair.push.writer.step([PushPart(key, 0, 9)]) as step:
+    with pair.push.writer.step([PushRange(key, 0, 9)]) as step:
         step.submit(0)
     pair.commit(key)
     assert "layer 1 was not pushed" in pair.wait_for(PushFailed, key).reason
@@ -213,7 +213,7 @@ def test_fifty_hand_overs_at_once(make_pair):
         pair.wait_for(Granted, key)
     for first in range(0, 50, 10):
         batch = keys[first : first + 10]
-        with pair.push.writer.step([PushPart(key, 0, pair.sizes[key]) for key in batch]) as step:
+        with pair.push.writer.step([PushRange(key, 0, pair.sizes[key]) for key in batch]) as step:
             for layer in range(pair.layout.num_layers):
                 step.submit(layer)
         for key in batch:

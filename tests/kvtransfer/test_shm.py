@@ -8,7 +8,7 @@ import pytest
 
 from baton.kvcache.allocator import BlockTable
 from baton.kvtransfer.pool_io import PoolIO
-from baton.kvtransfer.protocol.frame import Span
+from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.sender.actions import GrantInfo
 from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused
 from baton.kvtransfer.sender.route import Route
@@ -103,7 +103,7 @@ def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d
         for layer in range(layout.num_layers):
             heads = layout.pushed_heads(layer, rank, p_size)
             is_state = layer == layout.num_layers - 1
-            span = Span(layer, *((0, 1) if is_state else (first, prompt_len - first)), heads.first, heads.count)
+            span = KVRange(layer, *((0, 1) if is_state else (first, prompt_len - first)), heads.first, heads.count)
             if heads.count:
                 written = data_path.write(source_blocks, target_blocks, span, with_digest=True)
                 assert written.done
@@ -132,7 +132,7 @@ def test_without_digest_none_is_made_and_nothing_beside_the_span_changes(make_ta
     layout = make_layout(block_size=16)
     target, source = make_target(layout), make_source(layout)
     data_path = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
-    assert data_path.write((1, 2), (6, 3), Span(1, 0, 20, 0, 2), with_digest=False).digest is None
+    assert data_path.write((1, 2), (6, 3), KVRange(1, 0, 20, 0, 2), with_digest=False).digest is None
     geometry = target.geometries[0].layer(1)
     memory = np.frombuffer(target.region.pool(0), np.uint8)
     touched = {index // geometry.block_bytes for index in np.flatnonzero(memory) - geometry.offset_bytes}
@@ -147,11 +147,11 @@ def test_another_life_of_the_memory_is_written_no_more(make_target):
     data_path = ShmOpener(source, "here").open(target.offer, EPOCH, "here")
     target.region.epoch = EPOCH + 1
     with pytest.raises(DataPathFailed, match="another incarnation"):
-        data_path.write((1,), (1,), Span(0, 0, 4, 0, 2), with_digest=True)
+        data_path.write((1,), (1,), KVRange(0, 0, 4, 0, 2), with_digest=True)
     target.region.epoch = EPOCH
     data_path.close()
     with pytest.raises(DataPathFailed):
-        data_path.write((1,), (1,), Span(0, 0, 4, 0, 2), with_digest=True)
+        data_path.write((1,), (1,), KVRange(0, 0, 4, 0, 2), with_digest=True)
     assert not any(map(any, target.bytes))
 
 

@@ -5,7 +5,7 @@ import pytest
 from baton.core.requests.request import AttemptKey
 from baton.kvtransfer.protocol.last_sign import LastSign
 from baton.kvtransfer.protocol.messages import control_of, layout_message
-from baton.kvtransfer.receiver.actions import Drained, IncomingFailed, SendControl
+from baton.kvtransfer.receiver.actions import AnswerControl, Drained, IncomingFailed
 from baton.kvtransfer.receiver.peers import MAX_RETIRED_EPOCHS
 from baton.kvtransfer.receiver.protocol import ReceiverProtocol
 from baton.kvtransfer.sender.actions import DecodePeer, DropPeer, PushFailed
@@ -94,7 +94,7 @@ def test_a_silent_peer_gets_a_new_connection_even_if_requests_keep_coming():
         now_s += 0.05
         actions += protocol.tick(now_s)
     assert DropPeer("d") in actions
-    assert all(action.peer == "d" for action in actions if isinstance(action, SendControl))
+    assert all(action.peer == "d" for action in actions if isinstance(action, AnswerControl))
 
 
 def test_what_is_sealed_outlives_its_prefill_worker(world):

@@ -46,7 +46,7 @@ def channel_of(group, codec=None):
     """The plan channel beside a group, as every rank calls it."""
     codec = codec or plan_codec()
     if group.rank == 0:
-        listener = tp_group_join.Listener(codec, group.size)
+        listener = tp_group_join.RankListener(codec, group.size)
         group.broadcast_bytes(f"{listener.address} {listener.token}".encode())
         return PlanChannel(listener.accept(10.0), group)
     address, token = group.broadcast_bytes(b"").decode().split()

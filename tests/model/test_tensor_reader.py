@@ -18,7 +18,7 @@ from baton.model import tensor_reader
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.model.parallel import ShardPlan
-from baton.model.tensor_reader import CHUNK_BYTES, NUM_READERS, Part, TensorReader
+from baton.model.tensor_reader import CHUNK_BYTES, NUM_READERS, TensorRead, TensorReader
 from baton.model.tensor_spec import tensor_spec
 from baton.model.weights import Cut, read_bytes, read_headers
 from baton.tests.model.checkpoints import write_checkpoint
@@ -71,7 +71,7 @@ def test_every_part_in_chunks_of_any_size_is_that_of_the_whole(dtype, cut, chunk
     for target_dtype in (dtype, torch.float32):
         targets = torch.full((2, *wanted.shape), -9.0, dtype=torch.float32).to(target_dtype)
         with TensorReader(CPU) as reader:
-            reader.fill([Part(stored=tensor, target=targets[1], cut=cut)])
+            reader.fill([TensorRead(stored=tensor, target=targets[1], cut=cut)])
         assert torch.equal(targets[1].double(), wanted.to(target_dtype).double())
         assert (targets[0].double() == -9).all(), "what is before the target is not written to"
 
@@ -82,7 +82,9 @@ def test_vectors_and_scales_of_rows(cut, tmp_path, monkeypatch):
     whole, factors = drawn(torch.float8_e4m3fn, 17), drawn(torch.float32, 17)
     wanted = part_of(whole.float() * factors, cut)
     target = torch.empty_like(wanted)
-    part = Part(stored=stored(tmp_path, whole), target=target, cut=cut, scale=lambda begin, end: factors[begin:end])
+    part = TensorRead(
+        stored=stored(tmp_path, whole), target=target, cut=cut, scale=lambda begin, end: factors[begin:end]
+    )
     with TensorReader(CPU) as reader:
         reader.fill([part])
     assert torch.equal(target, wanted)
@@ -91,7 +93,7 @@ def test_vectors_and_scales_of_rows(cut, tmp_path, monkeypatch):
 def test_a_target_whose_rows_are_apart_is_no_silent_copy(tmp_path):
     tensor = stored(tmp_path, drawn(torch.float32, *SHAPE))
     with TensorReader(CPU) as reader, pytest.raises(RuntimeError, match="view"):
-        reader.fill([Part(stored=tensor, target=torch.empty(24, 37).T)])
+        reader.fill([TensorRead(stored=tensor, target=torch.empty(24, 37).T)])
 
 
 def test_chunks_are_read_at_the_same_time(tmp_path, monkeypatch):
@@ -108,7 +110,7 @@ def test_chunks_are_read_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 24)
     target = torch.empty(NUM_READERS, 6)
     with TensorReader(CPU) as reader:
-        reader.fill([Part(stored=stored(tmp_path, whole), target=target)])
+        reader.fill([TensorRead(stored=stored(tmp_path, whole), target=target)])
     assert torch.equal(target, whole)
 
 
@@ -138,7 +140,7 @@ def test_a_file_that_is_no_more_the_one_whose_header_was_read_is_not_opened(tmp_
     stored(tmp_path, torch.ones(*SHAPE))
     os.utime(tmp_path / "model.safetensors", ns=(0, 0))  # both writes may be within one tick of the file system's clock
     with TensorReader(CPU) as reader, pytest.raises(ModelFileDamaged, match=r"model\.safetensors was changed while"):
-        reader.fill([Part(stored=tensor, target=torch.empty(*SHAPE))])
+        reader.fill([TensorRead(stored=tensor, target=torch.empty(*SHAPE))])
     with pytest.raises(ModelFileDamaged, match=r"model\.safetensors was changed while"):
         tensor.read()
 
@@ -223,6 +225,6 @@ def test_numbers_that_are_widened_and_scaled_take_no_more_of_the_host(tmp_path, 
         return torch.ones(end - begin, SHAPE[1])
 
     with TensorReader(CPU) as reader:
-        reader.fill([Part(stored=tensor, target=torch.empty(*SHAPE, dtype=torch.bfloat16), scale=scale)])
+        reader.fill([TensorRead(stored=tensor, target=torch.empty(*SHAPE, dtype=torch.bfloat16), scale=scale)])
     assert sum(end - begin for begin, end in read) == SHAPE[0]
     assert max(end - begin for begin, end in read) * SHAPE[1] * 2 * 4 <= 1024

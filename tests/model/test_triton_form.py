@@ -17,7 +17,7 @@ from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.kernels.attention import decode as attention_decode
 from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import short_chunks as attention_short_chunks
-from baton.kernels.attention.decode_plan import Options
+from baton.kernels.attention.decode_plan import PlanOptions
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo
 from baton.model import loader
@@ -138,7 +138,7 @@ def test_layers_of_a_pass_divide_attention_once(tmp_path, monkeypatch):
     made = []
     make = attention_split_kv.make_plan
     monkeypatch.setattr(attention_split_kv, "make_plan", lambda *arguments: made.append(arguments) or make(*arguments))
-    shares = Options(tile=16, rows=16, swap=False, stages=2, warps=4, slots=8, shares=True)
+    shares = PlanOptions(tile=16, rows=16, swap=False, stages=2, warps=4, slots=8, shares=True)
     monkeypatch.setattr(attention_decode, "_FORMS", Memo())
     monkeypatch.setattr(attention_decode, "_options", lambda *arguments: shares)
     monkeypatch.setattr(attention_short_chunks, "_MIN_CONTEXT_LEN", 1)

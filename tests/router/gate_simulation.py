@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from baton.core.errors import Overloaded
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
-from baton.router.admission.admission_queue import AdmissionQueue, Turn
+from baton.router.admission.admission_queue import AdmissionQueue, AdmissionTicket
 from baton.router.admission.fair_queue import QueueLimits
 from baton.router.placement.members import DECODE, PREFILL
 
@@ -103,7 +103,7 @@ class GateSimulation:
                 self.at(now_s + 0.001, then)
             return False
         admission_queue._waiting[ticket] = _Waiting(
-            lambda: self._begin(Turn(admission_queue, ticket, 1), request, then)
+            lambda: self._begin(AdmissionTicket(admission_queue, ticket, 1), request, then)
         )
         admission_queue.look()
         return True

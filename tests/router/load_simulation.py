@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.core.errors import Overloaded
-from baton.router.admission.admission import NORMAL, Capacity, Work
+from baton.router.admission.admission import NORMAL, Capacity, RequestWork
 from baton.router.admission.fair_queue import FairQueue, QueueLimits
 
 
@@ -97,7 +97,7 @@ class Simulation:
         now_s = 0.0
         while (now_s := now_s + self.rng.expovariate(per_s)) < seconds:
             num_tokens = self.rng.randint(*tokens)
-            work = Work(
+            work = RequestWork(
                 tenant=self.rng.choices(list(tenants), weights=list(tenants.values()))[0],
                 num_tokens=num_tokens,
                 num_positions=num_tokens + 64,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router.placement.canary import NUM_FAILURES, CanaryConfig, CanaryWatch, Outcome, Roster
+from baton.router.placement.canary import NUM_FAILURES, CanaryConfig, CanaryOutcome, CanaryRoster, CanaryWatch
 from baton.router.placement.members import Incarnation
 
 pytestmark = pytest.mark.fast
@@ -36,7 +36,7 @@ class Fleet:
 
     def begin(self, after_s=0.0):
         self.now_s += after_s
-        roster = Roster(
+        roster = CanaryRoster(
             set(self.prefill),
             set(self.decode),
             self.barred,
@@ -48,9 +48,9 @@ class Fleet:
 
     def end(self, probe, outcome=None, why="late"):
         if outcome is None:
-            outcome = Outcome.FAILED if self.hung & set(probe.incarnations) else Outcome.ANSWERED
-        self.now_s += CONFIG.timeout_s if outcome is Outcome.FAILED else ANSWER_S
-        self.watch.ended(probe, outcome, self.now_s, "" if outcome is Outcome.ANSWERED else why)
+            outcome = CanaryOutcome.FAILED if self.hung & set(probe.incarnations) else CanaryOutcome.ANSWERED
+        self.now_s += CONFIG.timeout_s if outcome is CanaryOutcome.FAILED else ANSWER_S
+        self.watch.ended(probe, outcome, self.now_s, "" if outcome is CanaryOutcome.ANSWERED else why)
 
     def probes(self, num, patience_s=120.0):
         """So many canaries, one after the other."""
@@ -141,7 +141,7 @@ def test_who_answered_a_client_meanwhile_is_not_blamed():
     for _ in range(2 * NUM_FAILURES):
         probe = fleet.begin(CONFIG.idle_s + 1.0)
         fleet.watch.came(fleet.incarnation("p0"), fleet.now_s + 1.0)
-        fleet.end(probe, Outcome.FAILED)
+        fleet.end(probe, CanaryOutcome.FAILED)
         assert fleet.watch._records[fleet.incarnation("p0")].num_failures == 0
     assert fleet.unfit() == {"d0"}
 
@@ -192,7 +192,7 @@ def test_an_unfit_one_takes_a_busy_partner_along_only_where_no_idle_one_is():
 
 def test_one_in_doubt_is_not_the_partner_of_one_that_is_not():
     fleet = Fleet(1, 2)
-    fleet.end(fleet.begin(CONFIG.idle_s), Outcome.FAILED)
+    fleet.end(fleet.begin(CONFIG.idle_s), CanaryOutcome.FAILED)
     assert fleet.begin() is None, "d1 is due, but p0 is in doubt"
     probe = fleet.begin(CONFIG.retry_s)
     assert (probe.target, names(probe)) == (fleet.incarnation("p0"), ("p0", "d1"))
@@ -207,7 +207,7 @@ def test_who_must_not_be_asked_is_not():
     assert names(fleet.begin()) == ("p1", "d0")
 
 
-@pytest.mark.parametrize("outcome", [Outcome.OVERLOADED, Outcome.REFUSED, Outcome.LOST])
+@pytest.mark.parametrize("outcome", [CanaryOutcome.OVERLOADED, CanaryOutcome.REFUSED, CanaryOutcome.LOST])
 def test_what_is_no_verdict_blames_nobody_and_waits(outcome):
     fleet = Fleet()
     for _ in range(5):
@@ -244,7 +244,7 @@ def test_a_life_that_is_lost_under_its_canary_is_forgotten():
     fleet = Fleet()
     probe = fleet.begin(1000.0)
     fleet.decode.clear()
-    fleet.end(probe, Outcome.FAILED)
+    fleet.end(probe, CanaryOutcome.FAILED)
     fleet.begin()
     assert fleet.watch.num_incarnations == 1
 
@@ -286,7 +286,7 @@ OPS = st.one_of(
     st.tuples(st.just("wait"), st.sampled_from([0.2, 3.0, 6.0, 31.0])),
     st.tuples(st.sampled_from(["hung", "busy", "barred"]), st.integers(0, 7)),
     st.tuples(st.sampled_from(["leave", "again", "came"]), st.integers(0, 7)),
-    st.tuples(st.just("end"), st.sampled_from([None, *Outcome])),
+    st.tuples(st.just("end"), st.sampled_from([None, *CanaryOutcome])),
 )
 
 
@@ -301,7 +301,7 @@ def test_whatever_happens(ops):
         if op == "end" and fleet.watch.under_way is not None:
             probe = fleet.watch.under_way
             fleet.end(probe, value)
-            if value is Outcome.ANSWERED:
+            if value is CanaryOutcome.ANSWERED:
                 assert not any(fleet.watch.is_unfit(one) for one in probe.incarnations)
         elif incarnation is not None and op in ("hung", "busy", "barred"):
             getattr(fleet, op).symmetric_difference_update({incarnation})

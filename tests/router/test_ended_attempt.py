@@ -8,7 +8,7 @@ from baton.core.errors import InternalError, ProtocolError, RequestCancelled
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import worker_pb2
-from baton.proto.stream_mux_wire import Tokens
+from baton.proto.stream_mux_wire import StreamTokens
 from baton.router.attempt.request_run import RequestRun
 from baton.tests.router.gate_simulation import Clock
 
@@ -34,14 +34,14 @@ def a_run():
 
 def say_all(run):
     run._on_prefill_event(worker_pb2.PrefillEvent(first_token=worker_pb2.FirstToken(token=9)))
-    run._on_decode_event(Tokens(1, [8]))
+    run._on_decode_event(StreamTokens(1, [8]))
     run._on_decode_event(worker_pb2.DecodeEvent(tokens=worker_pb2.DecodeTokens(index=1, token_ids=[8])))
 
 
 def test_what_is_said_in_time_is_forwarded():
     run = a_run()
     run._on_prefill_event(FIRST)
-    run._on_decode_event(Tokens(1, [8]))
+    run._on_decode_event(StreamTokens(1, [8]))
     run.close()
     assert run.take().token_ids == [7, 8]
     with pytest.raises(RequestCancelled):
@@ -74,7 +74,7 @@ def test_what_is_raised_by_early_tokens_ends_the_attempt(raised, monkeypatch):
         wake(self)
 
     monkeypatch.setattr(RequestRun, "_wake", broken)
-    run._on_decode_event(Tokens(1, [8, 9]))
+    run._on_decode_event(StreamTokens(1, [8, 9]))
     run._on_prefill_event(FIRST)
     assert run.take() is not None
     with pytest.raises(ProtocolError if isinstance(raised, ProtocolError) else InternalError):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Overloaded
-from baton.router.admission.admission import HIGH, LOW, NORMAL, Capacity, Work
+from baton.router.admission.admission import HIGH, LOW, NORMAL, Capacity, RequestWork
 from baton.router.admission.fair_queue import MIN_RETRY_S, DeficitRoundRobin, FairQueue, QueueLimits, Ticket
 from baton.tests.router.load_simulation import Simulation
 
@@ -14,7 +14,9 @@ SECONDS = 10.0
 
 def work(tenant="t", tokens=100, deadline_s=1e9, priority=NORMAL, positions=None):
     num_positions = tokens if positions is None else positions
-    return Work(tenant=tenant, num_tokens=tokens, num_positions=num_positions, deadline_s=deadline_s, priority=priority)
+    return RequestWork(
+        tenant=tenant, num_tokens=tokens, num_positions=num_positions, deadline_s=deadline_s, priority=priority
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton.core.rate import FullStepRate, RateMeter
-from baton.router.admission.admission import Capacity, Work
+from baton.router.admission.admission import Capacity, RequestWork
 from baton.router.admission.admission_queue import REQUEST_BYTES, TOKEN_BYTES
 from baton.router.admission.fair_queue import FairQueue, QueueLimits
 from baton.tests.router.gate_simulation import GateSimulation
@@ -164,7 +164,7 @@ def test_many_that_wait_cost_little_each(num):
     original = FairQueue._worst_s
     queue._worst_s = lambda *arguments: calls.append(1) or original(queue, *arguments)
     for at in range(num):
-        queue.offer(Work(tenant=f"{at % 7}", num_tokens=100, num_positions=200, deadline_s=600.0), 0.0)
+        queue.offer(RequestWork(tenant=f"{at % 7}", num_tokens=100, num_positions=200, deadline_s=600.0), 0.0)
     granted = queue.grant(0.0)
     while granted:
         ticket = granted.pop()

@@ -15,12 +15,12 @@ from baton.router.placement import least_cost
 from baton.router.placement.cost import (
     LAG_S,
     NO_EDGE_S,
-    Asked,
     CostWeights,
     Edge,
-    Load,
     Loads,
-    Sent,
+    RequestNeeds,
+    SentRequest,
+    WorkerLoad,
     decode_cost,
     edge_cost,
     prefill_cost,
@@ -28,7 +28,7 @@ from baton.router.placement.cost import (
 from baton.router.placement.least_cost import LeastCost
 from baton.router.placement.members import Members
 from baton.router.placement.policy import Pair
-from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.prefix_index import FleetPrefixIndex
 from baton.router.placement.routing import data_path_of, make_policy
 
 pytestmark = pytest.mark.fast
@@ -56,7 +56,7 @@ class Table:
     def __init__(self, num_prefill=2, num_decode=2, *, routing="prefix", seed=0):
         self.clock = VirtualClock(100.0)
         self.members = Members(self.clock, alive_s=1e9)
-        self.index = PrefixIndex()
+        self.index = FleetPrefixIndex()
         self.policy = make_policy(routing, self.clock, random.Random(seed), self.index)
         for at in range(num_prefill):
             self.beat(f"p{at}")
@@ -160,9 +160,9 @@ def test_who_was_not_measured_is_taken_as_the_mean_of_the_others():
 
 
 def test_what_was_sent_wears_off_at_the_workers_rate_and_with_its_next_heartbeat():
-    load = Load(heartbeat_s=100.0, tokens_queued=1000, tokens_per_s=1000.0)
-    load.sent.append(Sent(100.1, 500, 32))
-    asked = Asked(prompt_len=100, block_size=BLOCK)
+    load = WorkerLoad(heartbeat_s=100.0, tokens_queued=1000, tokens_per_s=1000.0)
+    load.sent.append(SentRequest(100.1, 500, 32))
+    asked = RequestNeeds(prompt_len=100, block_size=BLOCK)
 
     def queue_s(now_s):
         return prefill_cost(load, asked, tokens_per_s=1000.0, cached_len=0, now_s=now_s).queue_s
@@ -235,10 +235,10 @@ def test_a_full_cache_costs_what_is_pushed_out_of_it():
 
 
 def test_a_batch_and_blocks_in_use_cost_a_decode_worker():
-    asked = Asked(prompt_len=5 * BLOCK, block_size=BLOCK)
+    asked = RequestNeeds(prompt_len=5 * BLOCK, block_size=BLOCK)
 
     def cost(**values):
-        load = Load(**{"num_blocks": 100, "num_blocks_free": 100, "max_num_seqs": 8, **values})
+        load = WorkerLoad(**{"num_blocks": 100, "num_blocks_free": 100, "max_num_seqs": 8, **values})
         return decode_cost(load, asked, step_s=0.01, weights=CostWeights(answer_steps=100))
 
     assert cost() == pytest.approx(0.06)
@@ -255,7 +255,7 @@ def test_a_batch_and_blocks_in_use_cost_a_decode_worker():
 
 
 def test_a_step_is_as_long_as_lately():
-    load, table = Load(), Table(0, 1)
+    load, table = WorkerLoad(), Table(0, 1)
     for count, total, want in ((100, 1.0, 0.01), (100, 1.0, 0.01), (200, 4.0, 0.02), (5, 0.05, 0.02)):
         table.clock.advance(1.0)
         load.hear(table.beat("d0", steps=(count, total)))
@@ -263,7 +263,7 @@ def test_a_step_is_as_long_as_lately():
 
 
 def test_the_edge_costs_what_the_prefill_does_not_hide():
-    asked = Asked(prompt_len=1000, block_size=BLOCK)
+    asked = RequestNeeds(prompt_len=1000, block_size=BLOCK)
 
     def cost(edge, assumed=0.0, compute_s=0.1):
         return edge_cost(edge, asked, bytes_per_position=1000.0, bytes_per_s=assumed, compute_s=compute_s)
@@ -330,9 +330,10 @@ def test_loads_of_lives_that_are_gone_are_forgotten():
 
 def test_a_policy_that_does_not_exist_is_refused():
     with pytest.raises(ConfigInvalid, match="round_robin"):
-        make_policy("fastest", VirtualClock(), random.Random(0), PrefixIndex())
+        make_policy("fastest", VirtualClock(), random.Random(0), FleetPrefixIndex())
     names = [
-        make_policy(name, VirtualClock(), random.Random(0), PrefixIndex()).name for name in ("prefix", "least_cost")
+        make_policy(name, VirtualClock(), random.Random(0), FleetPrefixIndex()).name
+        for name in ("prefix", "least_cost")
     ]
     assert names == ["prefix", "least_cost"]
-    assert isinstance(make_policy("prefix", VirtualClock(), random.Random(0), PrefixIndex()), LeastCost)
+    assert isinstance(make_policy("prefix", VirtualClock(), random.Random(0), FleetPrefixIndex()), LeastCost)

@@ -12,11 +12,11 @@ from baton.core.clock import VirtualClock
 from baton.core.errors import NoWorker, Overloaded, RequestDeadlineExceeded
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc, worker_pb2
-from baton.router.placement.cost import CAUTIOUS_LEN, Asked, Load, Loads, Pace, Sent, local_cost
+from baton.router.placement.cost import CAUTIOUS_LEN, Loads, Pace, RequestNeeds, SentRequest, WorkerLoad, local_cost
 from baton.router.placement.local_prefill import ALWAYS, AUTO, MODES, NEVER, ONLY_WAY, LocalPrefill
 from baton.router.placement.members import Members
 from baton.router.placement.policy import RoundRobin
-from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.prefix_index import FleetPrefixIndex
 from baton.router.placement.routing import make_policy
 from baton.tests.router.fakes import TOKENIZER, cluster
 from baton.tests.router.test_least_cost import BLOCK, Table, names_of, request
@@ -223,39 +223,42 @@ def test_a_decode_worker_that_has_measured_nothing_gets_short_prompts_one_at_a_t
 
 
 def test_a_decode_worker_that_has_measured_nothing_is_counted_as_slower():
-    asked = Asked(prompt_len=CAUTIOUS_LEN, block_size=BLOCK)
+    asked = RequestNeeds(prompt_len=CAUTIOUS_LEN, block_size=BLOCK)
     pace = Pace(0.004, 0.0001, 0.001)
     common = {"step_s": 0.005, "now_s": 0.0}
-    known = local_cost(Load(pace=pace), asked, assumed=None, **common)
-    assumed = local_cost(Load(), asked, assumed=pace, **common)
+    known = local_cost(WorkerLoad(pace=pace), asked, assumed=None, **common)
+    assumed = local_cost(WorkerLoad(), asked, assumed=pace, **common)
     assert assumed.compute_s == pytest.approx(2 * known.compute_s)
-    assert local_cost(Load(), asked, assumed=None, **common) is None
-    assert local_cost(Load(), Asked(prompt_len=CAUTIOUS_LEN + 1, block_size=16), assumed=pace, **common) is None
-    must = local_cost(Load(), asked, assumed=pace, is_must=True, **common)
+    assert local_cost(WorkerLoad(), asked, assumed=None, **common) is None
+    assert (
+        local_cost(WorkerLoad(), RequestNeeds(prompt_len=CAUTIOUS_LEN + 1, block_size=16), assumed=pace, **common)
+        is None
+    )
+    must = local_cost(WorkerLoad(), asked, assumed=pace, is_must=True, **common)
     assert must == known, "one of them has to: it is taken for one like the others"
-    nothing_known = local_cost(Load(), asked, assumed=None, is_must=True, **common)
+    nothing_known = local_cost(WorkerLoad(), asked, assumed=None, is_must=True, **common)
     assert nothing_known.compute_s == pytest.approx(CAUTIOUS_LEN / 10_000.0)
 
 
 def test_the_parts_of_a_local_cost():
-    load = Load(pace=Pace(0.004, 0.0001, 0.0), num_running=2, local_chunk_len=32, tokens_queued=100)
-    cost = local_cost(load, Asked(prompt_len=100, block_size=16), assumed=None, step_s=0.01, now_s=float("-inf"))
+    load = WorkerLoad(pace=Pace(0.004, 0.0001, 0.0), num_running=2, local_chunk_len=32, tokens_queued=100)
+    cost = local_cost(load, RequestNeeds(prompt_len=100, block_size=16), assumed=None, step_s=0.01, now_s=float("-inf"))
     assert cost.queue_s == pytest.approx(0.004 + 0.01)
     assert cost.compute_s == pytest.approx(4 * 0.004 + 0.01)
     assert cost.steps_s == pytest.approx(4 * 0.01)
     assert cost.charged_s == pytest.approx((0.25 + 2 * 0.25) * cost.compute_s)
     assert cost.total_s == pytest.approx(cost.queue_s + cost.compute_s + cost.steps_s + cost.charged_s)
     rest = local_cost(
-        load, Asked(prompt_len=100, block_size=16), assumed=None, cached_len=64, step_s=0.01, now_s=float("-inf")
+        load, RequestNeeds(prompt_len=100, block_size=16), assumed=None, cached_len=64, step_s=0.01, now_s=float("-inf")
     )
     assert rest.compute_s == pytest.approx(2 * 0.004 + 36 * 0.0001)
     assert (rest.queue_s, rest.steps_s) == (cost.queue_s, pytest.approx(2 * 0.01))
-    alone = Load(pace=load.pace, tokens_queued=0)
-    cost = local_cost(alone, Asked(prompt_len=100, block_size=16), assumed=None, step_s=0.01, now_s=0.0)
+    alone = WorkerLoad(pace=load.pace, tokens_queued=0)
+    cost = local_cost(alone, RequestNeeds(prompt_len=100, block_size=16), assumed=None, step_s=0.01, now_s=0.0)
     assert (cost.queue_s, cost.steps_s) == (0.0, 0.0)
     assert cost.compute_s == pytest.approx(0.014)
-    alone.sent.append(Sent(0.0, 0, 3))  # one that will decode
-    cost = local_cost(alone, Asked(prompt_len=100, block_size=16), assumed=None, step_s=0.01, now_s=0.0)
+    alone.sent.append(SentRequest(0.0, 0, 3))  # one that will decode
+    cost = local_cost(alone, RequestNeeds(prompt_len=100, block_size=16), assumed=None, step_s=0.01, now_s=0.0)
     assert cost.steps_s > 0
 
 
@@ -325,7 +328,7 @@ def test_a_refused_pair_is_no_reason_to_refuse_a_request():
 def test_a_policy_that_was_told_nothing_of_it_never_chooses_it():
     table = Deployment()
     for name in ("prefix", "least_cost", "round_robin"):
-        policy = make_policy(name, table.clock, random.Random(0), PrefixIndex())
+        policy = make_policy(name, table.clock, random.Random(0), FleetPrefixIndex())
         pair = policy.pick(table.members.live("prefill"), table.members.live("decode"), frozenset(), request(SHORT))
         assert not pair.is_local
     with pytest.raises(NoWorker):

@@ -14,7 +14,7 @@ from baton.kvcache.block_log import BlockLog
 from baton.proto import worker_pb2
 from baton.proto.wire import change_from_proto, change_to_proto
 from baton.router.placement.members import Incarnation
-from baton.router.placement.prefix_index import PrefixIndex
+from baton.router.placement.prefix_index import FleetPrefixIndex
 
 pytestmark = pytest.mark.fast
 A, B = Incarnation("a", 1), Incarnation("b", 1)
@@ -41,7 +41,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(num_workers=st.integers(1, 3), ring_len=st.integers(1, 6), max_names=st.integers(1, 4))
     def begin(self, num_workers, ring_len, max_names):
         self.limits = (ring_len, max_names)
-        self.index = PrefixIndex()
+        self.index = FleetPrefixIndex()
         self.workers = [Worker(f"w{at}", 1, ring_len, max_names) for at in range(num_workers)]
         for worker in self.workers:
             self.index.join(worker.incarnation)
@@ -137,7 +137,7 @@ def test_any_sequence_of_changes_losses_and_restarts_ends_with_the_workers_true_
 
 
 def test_a_gap_changes_nothing_and_is_counted():
-    index = PrefixIndex()
+    index = FleetPrefixIndex()
     index.join(A)
     assert index.apply(A, BlockChange(after=0, version=2, stored=names(1, 2)))
     assert not index.apply(A, BlockChange(after=3, version=4, stored=names(3)))
@@ -145,7 +145,7 @@ def test_a_gap_changes_nothing_and_is_counted():
 
 
 def test_a_whole_that_is_cut_off_is_asked_for_again():
-    index = PrefixIndex()
+    index = FleetPrefixIndex()
     index.join(A)
     assert index.apply(A, BlockChange(after=0, version=9, stored=names(7)))
     assert index.apply(A, BlockChange(after=0, version=0, cleared=True, stored=names(1)))
@@ -158,7 +158,7 @@ def test_a_whole_without_one_of_its_parts_is_a_gap():
     for name in names(1, 2, 3):
         log.stored(name)
     for lost in (0, 1, 2):
-        index = PrefixIndex()
+        index = FleetPrefixIndex()
         index.join(A)
         parts = log.since(0)
         del parts[lost]
@@ -167,7 +167,7 @@ def test_a_whole_without_one_of_its_parts_is_a_gap():
 
 
 def test_lives_are_told_apart_and_a_dropped_one_leaves_nothing():
-    index = PrefixIndex()
+    index = FleetPrefixIndex()
     for incarnation in (A, B):
         index.join(incarnation)
     index.apply(A, BlockChange(after=0, version=2, stored=names(1, 2)))
@@ -183,7 +183,7 @@ def test_lives_are_told_apart_and_a_dropped_one_leaves_nothing():
 
 
 def test_more_names_than_the_bound_are_not_remembered():
-    index = PrefixIndex(max_names=2)
+    index = FleetPrefixIndex(max_names=2)
     index.join(A)
     index.apply(A, BlockChange(after=0, version=3, stored=names(1, 2, 3)))
     assert (index.num_names, index.num_ignored) == (2, 1)
@@ -192,7 +192,7 @@ def test_more_names_than_the_bound_are_not_remembered():
 
 
 def test_expected_names_count_until_they_come_or_their_time_is_over():
-    index = PrefixIndex(max_expected=3)
+    index = FleetPrefixIndex(max_expected=3)
     index.expect(A, names(1), 1.0)
     assert index.match(names(1), 0.0) == {}, "an unknown life"
     for incarnation in (A, B):
@@ -216,7 +216,7 @@ def test_a_lookup_takes_as_long_for_many_workers_as_for_few():
     prompt = [random.Random(7).randbytes(16) for _ in range(1000)]
     times = {}
     for num_workers in (2, 200):
-        index = PrefixIndex()
+        index = FleetPrefixIndex()
         for at in range(num_workers):
             incarnation = Incarnation(f"w{at}", 1)
             index.join(incarnation)

@@ -12,7 +12,7 @@ from baton.client import AsyncBatonClient
 from baton.core.errors import Draining, RequestCancelled, WorkerLost
 from baton.core.requests.sampling import SamplingParams
 from baton.router import server
-from baton.router.__main__ import Ending
+from baton.router.__main__ import ProcessEnd
 from baton.router.access.security import RouterSecurity
 from baton.router.shutdown import Shutdown
 from baton.tests.router.fakes import MODEL, TOKENIZER
@@ -171,7 +171,7 @@ async def test_a_timeout_of_ones_own_is_not_taken_for_the_end():
 
 
 async def test_the_second_signal_ends_what_the_first_began():
-    ending, has_ended = Ending(), asyncio.Event()
+    ending, has_ended = ProcessEnd(), asyncio.Event()
 
     async def course():
         try:
@@ -195,4 +195,4 @@ async def test_an_error_of_the_course_is_not_lost():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await Ending().unless_now(course())
+        await ProcessEnd().unless_now(course())

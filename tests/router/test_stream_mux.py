@@ -7,7 +7,7 @@ import pytest
 from baton.client import AsyncBatonClient
 from baton.core.errors import ProtocolError
 from baton.core.requests.sampling import SamplingParams
-from baton.router.attempt.request_run import Emitted, RequestRun
+from baton.router.attempt.request_run import CertainTokens, RequestRun
 from baton.tests.router.fakes import TOKENIZER, cluster, decode_tokens, finished
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fast]
@@ -131,12 +131,12 @@ async def test_a_worker_of_another_life_at_the_same_address_serves_nobody(role):
 async def test_what_waits_for_a_slow_reader_is_one_event_and_loses_nothing():
     run = RequestRun.__new__(RequestRun)
     run._waiting, run._error, run._changed, run.on_arrival = None, None, None, None
-    run._put(Emitted(0, [0], "", [0], ["of the prompt"]))
-    assert run.take() == Emitted(0, [0], "", [0], ["of the prompt"])
+    run._put(CertainTokens(0, [0], "", [0], ["of the prompt"]))
+    assert run.take() == CertainTokens(0, [0], "", [0], ["of the prompt"])
     for index in range(1, 1000):
-        run._put(Emitted(index, [index], "length" if index == 999 else "", [index]))
+        run._put(CertainTokens(index, [index], "length" if index == 999 else "", [index]))
     whole = list(range(1, 1000))
-    assert run.take() == Emitted(1, whole, "length", whole)
+    assert run.take() == CertainTokens(1, whole, "length", whole)
     assert run.take() is None
 
 

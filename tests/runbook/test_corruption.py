@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.cluster.deployment import Deployment, Parts
+from baton.cluster.deployment import Deployment, Factories
 from baton.cluster.ray.actors import decode_shell
 from baton.core.config import ServeConfig
 from baton.tests.runbook.conftest import CONFIG, answer, flagged
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 def deployment():
     config = ServeConfig.from_mapping(CONFIG | {"prefill": 1, "transport": "tcp"})
     shells = {"prefill": flipping_shell, "decode": decode_shell}
-    with Deployment(config, parts=Parts(shells=shells)) as running:
+    with Deployment(config, parts=Factories(shells=shells)) as running:
         yield running
 
 

@@ -10,7 +10,7 @@ import torch
 from baton.bench.kernel_bench import once as kernel_once
 from baton.bench.kernel_bench.baselines import TORCH_COMPILE
 from baton.bench.kernel_bench.case import KernelCase
-from baton.bench.kernel_bench.collection import Place
+from baton.bench.kernel_bench.collection import CasePlace
 from baton.scripts.sanitize_kernels import ROOT, check, commands, find_tool, judge
 
 pytestmark = pytest.mark.fast
@@ -92,7 +92,7 @@ def test_small_cases_run_once(monkeypatch, capsys):
 
     good = {"ours": [lambda: 1, bad], TORCH_COMPILE: [bad]}
     listed = [make("big", 1 << 30, True, good), make("mid", 200, True, good), make("tiny", 900, False, {"x": [bad]})]
-    found = type("Found", (), {"cases": {Place("m", index): case for index, case in enumerate(listed)}})
+    found = type("Found", (), {"cases": {CasePlace("m", index): case for index, case in enumerate(listed)}})
     monkeypatch.setattr(kernel_once, "find_cases", lambda: found)
     cases = kernel_once.small_cases("m", 1000, 6)
     assert [case.shape for case in cases] == ["tiny", "mid"]

@@ -20,7 +20,7 @@ try:
 finally:
     sys.path.remove(str(ROOT / "scripts"))
 
-SHAPE = tiny_model.Shape(
+SHAPE = tiny_model.TinyShape(
     vocab=280,
     hidden=32,
     layers=2,
@@ -234,7 +234,7 @@ def test_shipped_model_is_small_and_its_card_true():
     assert report["held_out_bits_per_byte"] <= 1.10
     assert report["speculation"]["k1"]["acceptance"] >= 0.62
     assert report["speculation"]["k3"]["tokens_per_step"] >= 2.0
-    shape = tiny_model.Shape(**report["shape"])
+    shape = tiny_model.TinyShape(**report["shape"])
     assert json.loads((SHIPPED / "config.json").read_text()) == shape.config(0)
     weights = SHIPPED / "model.safetensors"
     assert report["parameters"]["total"] * 2 < weights.stat().st_size

@@ -6,7 +6,7 @@ from collections import deque
 import grpc
 
 from baton.proto import worker_pb2
-from baton.proto.stream_mux_wire import End, Tokens, decode_frame, read_decode_frame, read_prefill_frame
+from baton.proto.stream_mux_wire import End, StreamTokens, decode_frame, read_decode_frame, read_prefill_frame
 
 TIMEOUT_S = 60.0
 
@@ -39,7 +39,7 @@ class Stream:
             if said.error is not None:
                 raise said.error
             raise StopIteration
-        return decode_frame([(1, End()), (1, said)]).items[1].event if isinstance(said, Tokens) else said
+        return decode_frame([(1, End()), (1, said)]).items[1].event if isinstance(said, StreamTokens) else said
 
     def cancel(self):
         """Its end is not told; the call goes on."""

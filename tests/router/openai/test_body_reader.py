@@ -18,7 +18,7 @@ from baton.router.openai.chat_request import ChatRequest
 from baton.router.openai.chat_template import ChatTemplate
 from baton.router.openai.completions import CompletionRequest
 from baton.router.openai.front import Forms
-from baton.router.openai.understood import SPENT, Job, Understood
+from baton.router.openai.understood import SPENT, ReadingJob, Understood
 from baton.tests.router.fakes import TOKENIZER
 from baton.tests.router.openai.served import CHATML, MODEL, served
 from baton.tests.router.openai.test_chat import TREE, report
@@ -342,7 +342,7 @@ async def test_who_waits_too_long_for_a_process_is_refused():
 async def test_a_request_that_is_given_up_gives_its_place_back(monkeypatch):
     monkeypatch.setattr(body_reader, "_COMMAND", ("sleep", "1000"))
     async with reading() as (reader, _):
-        job = Job(kind="CompletionRequest", request_id="a", max_answers=1, max_model_len=1)
+        job = ReadingJob(kind="CompletionRequest", request_id="a", max_answers=1, max_model_len=1)
         task = asyncio.create_task(reader._ask(job, b"{}", "acme"))
         while not reader.num_in_process:
             await asyncio.sleep(0)
@@ -359,7 +359,7 @@ async def test_whatever_is_raised_over_a_body_is_its_answer(monkeypatch):
 
     monkeypatch.setattr(reader_process, "understand", fail)
     forms = Forms(name=MODEL, encode=TOKENIZER.encode, template=ChatTemplate({"default": CHATML}), defaults={})
-    job = Job(kind="ChatRequest", request_id="a", max_answers=1, max_model_len=1)
+    job = ReadingJob(kind="ChatRequest", request_id="a", max_answers=1, max_model_len=1)
     head, body = reader_process.parted(reader_process.job_frame(job, b"{}")[8:])
     [error] = reader_process.answer(reader_process.joined([head, body])[8:], forms)
     assert isinstance(from_wire(error.decode()), InternalError)

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from baton.core.fair_turns import FairTurns, Share
+from baton.core.start_time_fair_queue import OwnerUsage, StartTimeFairQueue
 
 NUM_SPARE: Final = 1
 
 
-class ReadingTurns:
+class ReadingQueue:
     """Places, on one event loop.
 
     Args:
@@ -27,9 +27,9 @@ class ReadingTurns:
     def __init__(self, num: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self._num = num
         self._now_s = now_s
-        self._held: Counter[Share] = Counter()
-        self._shares: dict[str, Share] = {}  # of tenants, which keys name: not without bound
-        self._turns: FairTurns[_Waiting] = FairTurns()
+        self._held: Counter[OwnerUsage] = Counter()
+        self._shares: dict[str, OwnerUsage] = {}  # of tenants, which keys name: not without bound
+        self._turns: StartTimeFairQueue[_Waiting] = StartTimeFairQueue()
 
     @property
     def num_held(self) -> int:
@@ -38,7 +38,7 @@ class ReadingTurns:
 
     async def take(self, tenant: str) -> Callable[[], None]:
         """Wait for a place; returns what gives it back, and charges the tenant with the time since."""
-        share = self._shares.setdefault(tenant, Share())
+        share = self._shares.setdefault(tenant, OwnerUsage())
         waiting = _Waiting(share)
         try:
             self._turns.add(share, waiting)
@@ -57,7 +57,7 @@ class ReadingTurns:
 
         return give_back
 
-    def _free(self, share: Share) -> None:
+    def _free(self, share: OwnerUsage) -> None:
         self._held[share] -= 1
         if not self._held[share]:
             del self._held[share]
@@ -77,6 +77,6 @@ class ReadingTurns:
 class _Waiting:
     """One body's."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: OwnerUsage) -> None:
         self.share = share
         self.place: asyncio.Future[None] = asyncio.get_running_loop().create_future()

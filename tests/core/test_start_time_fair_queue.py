@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.core.fair_turns import FairTurns, Share
+from baton.core.start_time_fair_queue import OwnerUsage, StartTimeFairQueue
 
 pytestmark = pytest.mark.fast
 
@@ -21,16 +21,24 @@ def serve(turns, shares, costs, num):
 
 
 def test_who_spends_little_comes_before_who_spends_much():
-    shares = {"a": Share(), "b": Share()}
-    assert serve(FairTurns(), shares, {"a": 10.0, "b": 1.0}, 22) == 2 * ("a" + 10 * "b")
+    shares = {"a": OwnerUsage(), "b": OwnerUsage()}
+    assert serve(StartTimeFairQueue(), shares, {"a": 10.0, "b": 1.0}, 22) == 2 * ("a" + 10 * "b")
 
 
 def test_the_same_cost_is_served_in_turn():
-    assert serve(FairTurns(), {"a": Share(), "b": Share(), "c": Share()}, dict.fromkeys("abc", 1.0), 9) == "abcabcabc"
+    assert (
+        serve(
+            StartTimeFairQueue(),
+            {"a": OwnerUsage(), "b": OwnerUsage(), "c": OwnerUsage()},
+            dict.fromkeys("abc", 1.0),
+            9,
+        )
+        == "abcabcabc"
+    )
 
 
 def test_one_owner_comes_in_order():
-    turns, share = FairTurns(), Share()
+    turns, share = StartTimeFairQueue(), OwnerUsage()
     for at in range(3):
         turns.add(share, at)
     assert len(turns) == 3
@@ -39,7 +47,7 @@ def test_one_owner_comes_in_order():
 
 
 def test_leaving_pays_no_debt():
-    turns, heavy, light = FairTurns(), Share(), Share()
+    turns, heavy, light = StartTimeFairQueue(), OwnerUsage(), OwnerUsage()
     for _ in range(3):  # its queue is empty each time
         turns.add(heavy, "heavy")
         assert turns.next() == "heavy"
@@ -52,7 +60,7 @@ def test_leaving_pays_no_debt():
 
 def test_waiting_saves_no_turns_up():
     """One that is new, or was away, begins where those are that were served meanwhile."""
-    turns, old, new = FairTurns(), Share(), Share()
+    turns, old, new = StartTimeFairQueue(), OwnerUsage(), OwnerUsage()
     for _ in range(100):
         turns.add(old, "old")
         turns.next()
@@ -69,7 +77,7 @@ def test_waiting_saves_no_turns_up():
 
 
 def test_some_are_passed_over():
-    turns, one, two = FairTurns(), Share(), Share()
+    turns, one, two = StartTimeFairQueue(), OwnerUsage(), OwnerUsage()
     turns.add(one, "one")
     turns.add(two, "two")
     assert turns.next(frozenset([one])) == "two"

@@ -74,12 +74,12 @@ def generate(model, verification, graphs):
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_those_of_torch(mode, model):
     made = []
-    for choosing in (Implementation.TRITON, None):
-        assert choosing is None or model.choosing is choosing
-        model.choosing = choosing
+    for form in (Implementation.TRITON, None):
+        assert form is None or model.sampling_implementation is form
+        model.sampling_implementation = form
         for graphs in (None, CudaGraphConfig(sizes=(4, len(ASKED)))):
             results, verifier = generate(model, MODES[mode], graphs)
-            assert isinstance(verifier, KernelVerifier) == (choosing is not None)
+            assert isinstance(verifier, KernelVerifier) == (form is not None)
             made.append([(result.token_ids, result.counts) for result in results])
     # A graph is padded, and rounds otherwise than a step that is launched as it comes: each beside its own.
     assert made[0] == made[2]

@@ -7,16 +7,16 @@ from baton.engine.sampling.sampler import SamplingRows, draw_noise
 from baton.engine.speculation.rejection import RejectionVerifier
 from baton.engine.speculation.verifiers import ForceVerifier, SyntheticVerifier
 from baton.engine.speculation.verify import CoupledVerifier, DraftIds, DraftProbs, VerifyInputs
-from baton.kernels.sampling import bounds_triton, choose_triton, residual_triton
-from baton.kernels.sampling.choice import ChoiceRows, Law
+from baton.kernels.sampling import bounds_triton, residual_triton, sample_triton
+from baton.kernels.sampling.rows import DrawRows, Law
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several chunks and tiles of a small vocabulary; integers that wrap without a word."""
-    monkeypatch.setattr(choose_triton, "CHUNK", 64)
-    monkeypatch.setattr(choose_triton, "GROUP", 4)
-    monkeypatch.setattr(choose_triton, "PROGRAMS", 8)
+    monkeypatch.setattr(sample_triton, "CHUNK", 64)
+    monkeypatch.setattr(sample_triton, "GROUP", 4)
+    monkeypatch.setattr(sample_triton, "PROGRAMS", 8)
     monkeypatch.setattr(bounds_triton, "TILE", 128)
     monkeypatch.setattr(bounds_triton, "LISTED", 64)
     monkeypatch.setattr(bounds_triton, "FEW", 32)
@@ -44,7 +44,7 @@ def sampling_of(rows):
 
 def drawn_rows(generator, temperatures, **named):
     count = len(temperatures)
-    return ChoiceRows(
+    return DrawRows(
         temperature_B=torch.tensor(temperatures, dtype=torch.float64),
         seed_B=torch.randint(0, 1 << 62, (count,), generator=generator),
         choice_B=torch.randint(0, 4, (count,), generator=generator),

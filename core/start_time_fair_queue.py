@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Share:
+class OwnerUsage:
     """What one owner has spent, in any unit; virtual, for who comes late starts from where the others are."""
 
     __slots__ = ("spent",)
@@ -25,25 +25,25 @@ class Share:
         self.spent += cost
 
 
-class FairTurns(Generic[Item]):
+class StartTimeFairQueue(Generic[Item]):
     """Items that wait, by owner."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Share, deque[tuple[int, Item]]] = {}
+        self._waiting: dict[OwnerUsage, deque[tuple[int, Item]]] = {}
         self._numbers = itertools.count()
         self._floor = 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def add(self, share: Share, item: Item) -> None:
+    def add(self, share: OwnerUsage, item: Item) -> None:
         """Behind the others of its owner."""
         if share not in self._waiting:
             self._waiting[share] = deque()
             share.spent = max(share.spent, self._floor)
         self._waiting[share].append((next(self._numbers), item))
 
-    def next(self, passed: frozenset[Share] = frozenset()) -> Item | None:
+    def next(self, passed: frozenset[OwnerUsage] = frozenset()) -> Item | None:
         """Whose turn it is, taken out; of owners that spent the same the one that came first.
 
         Args:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from baton.core.clock import VirtualClock
-from baton.router.openai.reading_turns import ReadingTurns
+from baton.router.openai.reading_queue import ReadingQueue
 
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
 
@@ -18,7 +18,7 @@ def clock():
 
 @pytest.fixture
 def turns(clock):
-    return ReadingTurns(2, clock.now_s)
+    return ReadingQueue(2, clock.now_s)
 
 
 async def settle():

@@ -34,7 +34,7 @@ SCAN_REGISTERS = {2: 64, 4: 80}  # by bytes of a logit: so that four or three pr
 LETS_NEXT_IN = True  # as soon as all its programs are there
 PROGRAMS = 132 * 12  # of a launch, that it is worth starting; more only take turns
 
-REJECT = tl.constexpr(1)  # `kernels.sampling.choice.Law`
+REJECT = tl.constexpr(1)  # `kernels.sampling.rows.Law`
 BLOCK = tl.constexpr(2)
 FORCE = tl.constexpr(3)
 SYNTHETIC = tl.constexpr(4)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.bench.kernel_bench.case import KernelCase, Systems, TuningPoint
-from baton.kernels.sampling.choice import ChoiceRows, Law
 from baton.kernels.sampling.draft_rows import DraftRows
 from baton.kernels.sampling.logit_edits import Edits, edit_rows
 from baton.kernels.sampling.logprobs import logprobs_topk
+from baton.kernels.sampling.rows import DrawRows, Law
 from baton.kernels.sampling.sample import sample
 from baton.kernels.sampling.verify import Verdict, post_verify, verify
 
@@ -54,9 +54,9 @@ def tuning() -> list[TuningPoint]:
     return []
 
 
-def _rows(device: torch.device, batch: int, temperature: float, top_k: int, top_p: float) -> ChoiceRows:
+def _rows(device: torch.device, batch: int, temperature: float, top_k: int, top_p: float) -> DrawRows:
     place_B = torch.arange(batch, device=device)
-    return ChoiceRows(
+    return DrawRows(
         temperature_B=torch.full((batch,), temperature, dtype=torch.float64, device=device),
         seed_B=place_B * 7919 + 1,
         choice_B=torch.zeros_like(place_B),

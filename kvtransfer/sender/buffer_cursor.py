@@ -7,7 +7,7 @@ from baton.kvtransfer.protocol.frame import Bytes
 MAX_BUFFERS = 1024  # IOV_MAX on Linux; a system call takes no more
 
 
-class PieceCursor:
+class BufferCursor:
     """What is left of `pieces`. Their memory is only touched through what `buffers` returns, and by `fill` and `keep`.
 
     Attributes:

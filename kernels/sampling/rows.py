@@ -35,7 +35,7 @@ class Law(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceRows:
+class DrawRows:
     """How each sequence draws.
 
     Attributes:

@@ -12,9 +12,9 @@ from baton.core.verification import DraftSampleMethod, VerificationConfig, Verif
 from baton.engine.grammar.masks import GrammarMasks
 from baton.engine.graphs import kernel_warm_up
 from baton.engine.local import LocalEngine
-from baton.engine.sampling import kernel_choice
+from baton.engine.sampling import kernel_sampler
 from baton.engine.sampling.history import SampledSequence
-from baton.engine.sampling.kernel_choice import choice_rows, with_every_cut
+from baton.engine.sampling.kernel_sampler import draw_rows, with_every_cut
 from baton.engine.sampling.sampler import draw_noise, sampling_rows
 from baton.engine.sampling.sampling_table import SamplingTable, rows_of
 from baton.engine.speculation import kernel_verifier
@@ -22,8 +22,8 @@ from baton.engine.speculation.kernel_verifier import KernelVerifier
 from baton.engine.speculation.verifiers import make_kernel_verifier, verifier_for
 from baton.engine.speculation.verify import CoupledVerifier, DraftIds, VerifyInputs
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling import bounds_triton, choose_triton, logit_edits_triton, logprobs_triton, sample, verify
-from baton.kernels.sampling.choice import EditedRows, settled
+from baton.kernels.sampling import bounds_triton, logit_edits_triton, logprobs_triton, sample, sample_triton, verify
+from baton.kernels.sampling.rows import EditedRows, settled
 from baton.model.loader import load_model
 from baton.tests.engine import host_guard, test_step_report
 from baton.tests.engine.test_host_reads import steps_guarded  # noqa: F401
@@ -68,20 +68,20 @@ VERIFICATIONS = {
 class NarrowToy(ToyModel):
     """Its logits are bfloat16, of which many are equal; torch gets them as float32, as from a model."""
 
-    def __init__(self, choosing, **options):
+    def __init__(self, form, **options):
         super().__init__(**options)
-        self.choosing = choosing
+        self.sampling_implementation = form
 
     def logits(self, hidden_ND):
         logits_NV = super().logits(hidden_ND).bfloat16()
-        return logits_NV if self.choosing else logits_NV.float()
+        return logits_NV if self.sampling_implementation else logits_NV.float()
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several chunks of a small vocabulary."""
-    monkeypatch.setattr(choose_triton, "CHUNK", 16)
-    monkeypatch.setattr(choose_triton, "GROUP", 4)
+    monkeypatch.setattr(sample_triton, "CHUNK", 16)
+    monkeypatch.setattr(sample_triton, "GROUP", 4)
     for name, value in (("CHUNK", 16), ("GROUP", 4), ("REREAD", 16), ("LISTED", 32)):
         monkeypatch.setattr(logprobs_triton, name, value)
     monkeypatch.setattr(logit_edits_triton, "CHUNK", 16)
@@ -89,8 +89,8 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(bounds_triton, name, value)
 
 
-def generate(choosing, kinds, *, k=3, max_tokens=12, d2t=None, **options):
-    engine = toy_engine(NarrowToy(choosing, d2t=d2t), k=k, num_blocks=100, **options)
+def generate(form, kinds, *, k=3, max_tokens=12, d2t=None, **options):
+    engine = toy_engine(NarrowToy(form, d2t=d2t), k=k, num_blocks=100, **options)
     requests = [
         request_of(
             [at, 7, 2], k=max(0, k - at % 2), seed=at, max_tokens=max_tokens, ignore_eos="grammar" not in kind, **kind
@@ -162,7 +162,7 @@ def test_grammars_beside_other_sequences_and_their_edits(edits, num_words, imple
     noise_SQV = draw_noise(sampling, position_B, num_drafts + 1, vocab_size, torch.float32)
     masked_BQV = masks.apply(logits_BQV.float())
     wanted = CoupledVerifier().verify(VerifyInputs(target_logits_BQV=masked_BQV, noise_SQV=noise_SQV, **given))
-    rows = choice_rows(sampling, position_B)
+    rows = draw_rows(sampling, position_B)
     verifier = make_kernel_verifier(VerificationConfig(), num_drafts, implementation, CPU)
     found = verifier.verify(VerifyInputs(target_logits_BQV=logits_BQV, rows=rows, masks=masks, **given))
     assert found.token_ids_BQ.tolist() == wanted.token_ids_BQ.tolist()
@@ -173,10 +173,10 @@ def test_a_models_own_logits_are_read_as_they_come(tiny_directory, tiny_tokenize
     model = load_model(
         tiny_directory, dtype=torch.bfloat16, device=CPU, numerics=Numerics.DEFAULT, with_mtp=True
     )  # fmt: skip
-    assert model.choosing is None
+    assert model.sampling_implementation is None
     made = []
-    for choosing in (None, REFERENCE):
-        model.choosing = choosing
+    for form in (None, REFERENCE):
+        model.sampling_implementation = form
         options = {"num_blocks": 40, "block_size": 16, "num_draft_tokens": 2, "chunk_len": 64}
         engine = LocalEngine(model, tiny_tokenizer, max_num_sequences=4, **options)
         kinds = [MIXED[0], MIXED[2], EDITED[1]]
@@ -185,7 +185,7 @@ def test_a_models_own_logits_are_read_as_they_come(tiny_directory, tiny_tokenize
         ]
         made.append(engine.generate(requests))
         dtype = model.logits(torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16)).dtype
-        assert dtype is (torch.bfloat16 if choosing else torch.float32)
+        assert dtype is (torch.bfloat16 if form else torch.float32)
     assert_same(made[1], made[0])
 
 
@@ -214,7 +214,7 @@ def test_nothing_is_read_on_the_host(kinds, mode, k, steps_guarded, monkeypatch)
 def test_what_was_drafted_accepted_and_emitted_is_conserved(scheduling, steps, monkeypatch):  # noqa: F811
     monkeypatch.setattr(test_step_report, "ToyModel", functools.partial(NarrowToy, REFERENCE))
     engine, streams = test_step_report.run_workload(3, 3, scheduling)
-    assert engine.runner._model.choosing is REFERENCE
+    assert engine.runner._model.sampling_implementation is REFERENCE
     assert test_step_report.check(engine, steps, streams, 3).kept.num_accepted_tokens > 0
 
 
@@ -233,7 +233,7 @@ def test_the_first_step_finds_its_kernels_compiled(mode, d2t, monkeypatch):
         return function(logits, rows, *others, **options)
 
     monkeypatch.setattr(kernel_verifier, "verify", functools.partial(noted, verify.verify))
-    monkeypatch.setattr(kernel_choice, "sample_by_kernels", functools.partial(noted, sample.sample))
+    monkeypatch.setattr(kernel_sampler, "sample_by_kernels", functools.partial(noted, sample.sample))
     kernel_warm_up.warm_up_steps(model, verifier_for(model, VERIFICATIONS[mode], 3), 3)
     known = set(asked)
     generate(REFERENCE, MIXED[:3], d2t=d2t, verification=VERIFICATIONS[mode], max_tokens=6)
@@ -247,7 +247,7 @@ def test_edited_rows_are_chosen_alike_by_the_kernels_of_every_cut(kind):
     logits_BV = torch.randn(3, 50, generator=generator).bfloat16()
     edited = EditedRows.of(torch.randn(2, 1, 50, generator=generator), torch.tensor([0, 2]), 3)
     params = [SamplingParams(**kind, seed=seed) for seed in range(3)]
-    rows = choice_rows(sampling_rows(params, CPU), torch.arange(3))
+    rows = draw_rows(sampling_rows(params, CPU), torch.arange(3))
     found = with_every_cut(rows)
     assert None not in (found.top_k_B, found.top_p_B, found.min_p_B)
     for implementation in (TRITON, REFERENCE):
@@ -280,7 +280,7 @@ def test_verdicts_are_plain_pythons(config):
     verifier = make_kernel_verifier(config, 3, REFERENCE, CPU)
     batch = Batch(config, num_rows=24, dtype=torch.float32)
     inputs = batch.inputs(verifier.draft_law)
-    object.__setattr__(inputs, "rows", choice_rows(inputs.sampling, inputs.position_B))
+    object.__setattr__(inputs, "rows", draw_rows(inputs.sampling, inputs.position_B))
     verified = verifier.verify(inputs)
     lens = verified.accepted_len_B.tolist()
     for row, (tokens, accepted) in enumerate(zip(verified.token_ids_BQ.tolist(), lens, strict=True)):
@@ -303,7 +303,7 @@ def test_rows_of_a_batch_begin_where_kernels_expect_it(num_rows):
         table.place(slot, _sequence(item))
     position_BC = torch.arange(num_rows * 3).view(-1, 3)
     for rows in (table.rows(range(num_rows), params[:num_rows]), sampling_rows(params[:num_rows], CPU), None):
-        made = choice_rows(rows, position_BC[:, 1])
+        made = draw_rows(rows, position_BC[:, 1])
         assert made.position_B.tolist() == position_BC[:, 1].tolist()
         for name in made.__slots__:
             tensor = getattr(made, name)

@@ -1,10 +1,10 @@
 """Batches of the engine as the kernels that choose tokens read them, and one token of each sequence by these kernels.
 
-Where a model's logits are whole rows that kernels read as they are (`Model.choosing`), kernels choose: here first
-tokens and drafts, in `engine.speculation.kernel_verifier` what follows drafts. Elsewhere torch does
-(`engine.sampling.sampler` and the
-verifiers beside it): on CPUs, in float64 and float32, in invariant numerics, and where ranks share the vocabulary. Both
-draw the same numbers by the same rules, so tokens do not depend on which of them chooses.
+Where a model's logits are whole rows that kernels read as they are (`Model.sampling_implementation`), kernels choose:
+here first tokens and drafts, in `engine.speculation.kernel_verifier` what follows drafts. Elsewhere torch does
+(`engine.sampling.sampler` and the verifiers beside it): on CPUs, in float64 and float32, in invariant numerics, and
+where ranks share the vocabulary. Both draw the same numbers by the same rules, so tokens do not depend on which of them
+chooses.
 
 Kernels take one number of each sequence of the batch; a temperature of 0 says that it is greedy.
 
@@ -16,12 +16,12 @@ from dataclasses import replace
 import torch
 
 from baton.engine.grammar.masks import WORD_BITS, GrammarMasks
-from baton.engine.sampling.history import Lookahead
+from baton.engine.sampling.history import HistoryLookahead
 from baton.engine.sampling.logit_edits import LogitBias, LogitEdits, Penalties
 from baton.engine.sampling.sampler import SamplingRows, sample
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling.choice import ChoiceRows, EditedRows, settled
 from baton.kernels.sampling.logit_edits import Edits, edit_rows
+from baton.kernels.sampling.rows import DrawRows, EditedRows, settled
 from baton.kernels.sampling.sample import sample as sample_by_kernels
 from baton.model.model import Model
 
@@ -59,10 +59,10 @@ def edit(
     asked_or_none = _as_kernels_read(edits, drafts_BK)
     if asked_or_none is not None:
         return logits_BQV, edit_rows(logits_BQV, asked_or_none, implementation=implementation)
-    return logits_BQV, edited_by_torch(logits_BQV, edits, Lookahead.of_drafts(drafts_BK.clamp(min=0)))
+    return logits_BQV, edited_by_torch(logits_BQV, edits, HistoryLookahead.of_drafts(drafts_BK.clamp(min=0)))
 
 
-def edited_by_torch(logits_BQV: torch.Tensor, edits: LogitEdits, ahead: Lookahead | None) -> EditedRows:
+def edited_by_torch(logits_BQV: torch.Tensor, edits: LogitEdits, ahead: HistoryLookahead | None) -> EditedRows:
     """The rows of the sequences with any edit, whatever it is."""
     rows_RQV = edits.edited(logits_BQV[edits.index_R].float(), ahead)
     return EditedRows.of(rows_RQV, edits.index_R, len(logits_BQV))
@@ -96,7 +96,7 @@ def _of_all(values_PX: torch.Tensor, place_P: torch.Tensor, count: int, others: 
     return lines_RX.index_copy_(0, place_P, values_PX)
 
 
-def choice_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> ChoiceRows:
+def draw_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> DrawRows:
     """How each sequence of a batch draws its tokens.
 
     Args:
@@ -107,7 +107,7 @@ def choice_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> Choi
     if sampling is None or sampling.num_sampled == 0:
         nothing_B = torch.zeros_like(position_B)
         greedy_B = torch.zeros(num_sequences, dtype=torch.float64, device=position_B.device)
-        return ChoiceRows(temperature_B=greedy_B, seed_B=nothing_B, choice_B=nothing_B, position_B=position_B)
+        return DrawRows(temperature_B=greedy_B, seed_B=nothing_B, choice_B=nothing_B, position_B=position_B)
     index_S = sampling.index_S
 
     def of_all(number_S: torch.Tensor, of_greedy: float) -> torch.Tensor:
@@ -116,7 +116,7 @@ def choice_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> Choi
         return number_S.new_full((num_sequences,), of_greedy).index_copy_(0, index_S, number_S)
 
     has_cut, has_min_p = sampling.truncated_U is not None, sampling.min_p_S is not None
-    return ChoiceRows(
+    return DrawRows(
         temperature_B=of_all(sampling.temperature_S, 0.0),
         seed_B=of_all(sampling.seed_S, 0),
         choice_B=of_all(sampling.choice_S, 0),
@@ -129,14 +129,14 @@ def choice_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> Choi
     )
 
 
-def later(rows: ChoiceRows, by: int | torch.Tensor) -> ChoiceRows:
+def later(rows: DrawRows, by: int | torch.Tensor) -> DrawRows:
     """The same sequences, so many positions further."""
     return rows if isinstance(by, int) and by == 0 else replace(rows, position_B=rows.position_B + by)
 
 
-def likeliest(rows: ChoiceRows) -> ChoiceRows:
+def likeliest(rows: DrawRows) -> DrawRows:
     """The same sequences as if they were greedy."""
-    return ChoiceRows(
+    return DrawRows(
         temperature_B=torch.zeros_like(rows.temperature_B),
         seed_B=rows.seed_B,
         choice_B=rows.choice_B,
@@ -144,7 +144,7 @@ def likeliest(rows: ChoiceRows) -> ChoiceRows:
     )
 
 
-def with_every_cut(rows: ChoiceRows) -> ChoiceRows:
+def with_every_cut(rows: DrawRows) -> DrawRows:
     """The same draws, by the kernels that know every cut: edited rows, which are rare, have no others compiled."""
     zero_B, one_B = torch.zeros_like(rows.temperature_B), torch.ones_like(rows.temperature_B)
     return replace(
@@ -157,9 +157,9 @@ def with_every_cut(rows: ChoiceRows) -> ChoiceRows:
 
 def draw(
     logits_BV: torch.Tensor,
-    rows: ChoiceRows,
+    rows: DrawRows,
     sampling: SamplingRows | None,
-    ahead: Lookahead | None,
+    ahead: HistoryLookahead | None,
     implementation: Implementation,
 ) -> torch.Tensor:
     """One token of each sequence, int64 [B].
@@ -188,9 +188,9 @@ def next_token(
     logits_BV: torch.Tensor,
     sampling: SamplingRows | None,
     position_B: torch.Tensor,
-    ahead: Lookahead | None = None,
+    ahead: HistoryLookahead | None = None,
 ) -> torch.Tensor:
     """`sampler.sample`, by whatever chooses the tokens of this model."""
-    if model.choosing is None:
+    if model.sampling_implementation is None:
         return sample(logits_BV, sampling, position_B, ahead, model.vocab)
-    return draw(logits_BV, choice_rows(sampling, position_B), sampling, ahead, model.choosing)
+    return draw(logits_BV, draw_rows(sampling, position_B), sampling, ahead, model.sampling_implementation)
