@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -297,10 +297,28 @@ class Connection(HttpToolsProtocol):
 
 
 BACKLOG: Final = 2048
+TICK_S: Final = 0.1
 
 
 class _Server(uvicorn.Server):
-    """Signals are the process's business."""
+    """Ends as soon as it is told to. Signals are the process's business."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._is_told = asyncio.Event()
+
+    def end(self) -> None:
+        """Take no new connection; `serve` returns when the others are closed."""
+        self.should_exit = True
+        self._is_told.set()
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, which looks ten times a second whether it is to end."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter = (counter + 1) % 10
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_told.wait(), TICK_S)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -358,7 +376,7 @@ class HttpServer:
         if self._server is None or self._task is None:
             return
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
-        self._server.should_exit = True
+        self._server.end()
         await self._task
         left = set(self._server.server_state.tasks)
         if left:
