@@ -37,7 +37,7 @@ from baton.core.verification import (
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
-MAX_DRAFTS = 4  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
+MAX_DRAFTS = 6  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 if TYPE_CHECKING:
     TransportName = str  # one of TRANSPORT_NAMES
 else:
@@ -128,7 +128,7 @@ class ServeConfig(BaseModel):
     )
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(
         None,
-        "draft tokens per step, 0 to 4, or auto: as measurements advise",
+        "draft tokens per step, 0 to 6, or auto: as measurements advise",
         unset="2; 4 by ngram; 0 without a head",
         metavar="tokens",
         vllm="--speculative-config (num_speculative_tokens)",

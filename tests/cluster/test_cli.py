@@ -137,7 +137,7 @@ def test_every_command_exists_and_has_json(command):
         (["generate", "--prompt", "x", "--bad-words", "7;8"], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--allowed-token-ids", ""], 2, "InvalidSampling"),
         (["generate", "--prompt", "x", "--n", str(2**31)], 2, "InvalidSampling"),
-        (["serve", "--num-speculative-tokens", "5"], 2, "ConfigInvalid"),
+        (["serve", "--num-speculative-tokens", "7"], 2, "ConfigInvalid"),
         (["serve", "--decode", "0"], 2, "ConfigInvalid"),
         (["serve", "--prefill", "0", "--local-prefill", "never"], 2, "ConfigInvalid"),
         (["serve", "--transport", "pigeon"], 2, "ConfigInvalid"),

@@ -25,7 +25,7 @@ def test_defaults_hold():
         ({"decode": 0}, ["decode"]),
         ({"prefill": -1}, ["prefill"]),
         ({"prefill": "many"}, ["prefill"]),
-        ({"num_speculative_tokens": 5}, ["num_speculative_tokens"]),
+        ({"num_speculative_tokens": 7}, ["num_speculative_tokens"]),
         ({"num_speculative_tokens": -1}, ["num_speculative_tokens"]),
         ({"block_size": 17}, ["block_size"]),
         ({"grpc_port": 65536}, ["grpc_port"]),
@@ -71,8 +71,8 @@ def test_bad_keys_and_values_are_all_named(values, keys):
     [
         ({"modle": "tiny"}, "modle: no such key; did you mean model?"),
         ({"zzz": 1}, "zzz: no such key"),
-        ({"num_speculative_tokens": "many"}, "num_speculative_tokens: 'many' is neither 0 ... 4 nor auto"),
-        ({"num_speculative_tokens": 5}, "num_speculative_tokens: 5 is not in 0 ... 4"),
+        ({"num_speculative_tokens": "many"}, "num_speculative_tokens: 'many' is neither 0 ... 6 nor auto"),
+        ({"num_speculative_tokens": 7}, "num_speculative_tokens: 7 is not in 0 ... 6"),
     ],
 )
 def test_a_slip_is_answered_in_plain_words(values, message):

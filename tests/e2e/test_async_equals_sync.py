@@ -201,6 +201,11 @@ DRAFTERS = ("mtp", "ngram", "eagle3")
 LOOKUP = PromptLookup(min_match_len=1, max_match_len=3)
 FEATURE_CELLS = list(itertools.product(features.FEATURES, DRAFTS, PREEMPTIONS, (16, 4096), (1, 2), DRAFTERS))
 FEATURE_PAIRWISE = pairwise(FEATURE_CELLS)
+LONGEST = [  # chains of drafts
+    ("plain", 6, "to host memory", 16, 2, "eagle3"),
+    ("plain", 6, "computed again", 16, 1, "mtp"),
+    ("plain", 6, "stays", 4096, 2, "ngram"),
+]
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT}
 
 
@@ -295,7 +300,7 @@ def check_feature(monkeypatch, cell, on_one_rank, one_plain_run, feature_prompts
         assert taken["async"] == taken["sync"]
 
 
-@pytest.mark.parametrize("cell", FEATURE_PAIRWISE, ids=feature_id)
+@pytest.mark.parametrize("cell", [*FEATURE_PAIRWISE, *LONGEST], ids=feature_id)
 def test_every_feature(cell, monkeypatch, on_one_rank, one_plain_run, feature_prompts, short_model, tokenizer):
     check_feature(monkeypatch, cell, on_one_rank, one_plain_run, feature_prompts, short_model, tokenizer)
 

@@ -1,8 +1,8 @@
 """Coupled sampling: seeded requests at temperature 1 give the same tokens however they are run.
 
-With 0, 1, 2 or 4 drafts, one at a time or 32 together, on one rank or two, in one process or handed over from prefill
-to decode workers. In float64, and in float32 with invariant numerics. The reference is the one-process engine, some
-requests at a time, without drafts and without chunks.
+With 0, 1, 2, 4 or 6 drafts, one at a time or 32 together, on one rank or two, in one process or handed over from
+prefill to decode workers. In float64, and in float32 with invariant numerics. The reference is the one-process engine,
+some requests at a time, without drafts and without chunks.
 """
 
 import itertools
@@ -28,6 +28,7 @@ NUM_BLOCKS, BLOCK_SIZE, CHUNK_LEN = 512, 16, 48
 DRAFTS, BATCHES, RANKS, PLACES = (0, 1, 2, 4), (1, 32), (1, 2), ("local", "handed over")
 CELLS = list(itertools.product(DRAFTS, BATCHES, RANKS, PLACES))
 PAIRWISE = pairwise(CELLS)
+LONGEST = [(6, 32, 2, "handed over"), (6, 1, 1, "local")]  # chains
 NUMERICS = {"float64": (torch.float64, Numerics.DEFAULT), "invariant": (torch.float32, Numerics.INVARIANT)}
 QUICK_INVARIANT = [(2, 32, 1, "handed over"), (4, 32, 2, "local")]
 
@@ -142,7 +143,7 @@ def test_the_requests_are_what_is_promised(tokenizer, wanted):
     assert len({tuple(tokens) for tokens in wanted("float64", FEW)}) == FEW[0]
 
 
-@pytest.mark.parametrize("cell", PAIRWISE, ids=cell_id)
+@pytest.mark.parametrize("cell", [*PAIRWISE, *LONGEST], ids=cell_id)
 def test_a_few_requests_in_float64(cell, check):
     check(cell, "float64", FEW)
 
@@ -155,6 +156,6 @@ def test_a_few_requests_in_float32_with_invariant_numerics(cell, check):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("numerics", NUMERICS)
-@pytest.mark.parametrize("cell", CELLS, ids=cell_id)
+@pytest.mark.parametrize("cell", [*CELLS, *LONGEST], ids=cell_id)
 def test_all_requests_in_every_cell(cell, numerics, check):
     check(cell, numerics, ALL)

@@ -14,7 +14,7 @@ from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.topology import Topology
 from baton.tests.engine.live_k import script_everywhere
 
-LIMIT = 4
+LIMIT = 6
 KINDS = (
     {"temperature": 0.0},
     {"temperature": 1.0},

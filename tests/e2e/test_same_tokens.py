@@ -44,6 +44,7 @@ def pairwise(cells):
 
 
 PAIRWISE = pairwise(CELLS)
+LONGEST = ("coupled", 6, 16, "1P2D")  # chains of drafts
 
 
 def local_tokens(model, tokenizer, requests, *, num_drafts=0, chunk_len=WHOLE):
@@ -117,7 +118,7 @@ def test_the_pairwise_subset_covers_every_pair():
     assert len(PAIRWISE) < len(CELLS) / 3
 
 
-@pytest.mark.parametrize("cell", PAIRWISE, ids=cell_id)
+@pytest.mark.parametrize("cell", [*PAIRWISE, LONGEST], ids=cell_id)
 def test_float64_tokens_are_identical(load_tiny, tokenizer, prompts, reference, cell):
     assert disaggregated(load_tiny, tokenizer, prompts, cell) == reference(cell[0])
 
@@ -128,8 +129,8 @@ def test_float64_tokens_are_identical_in_every_other_cell(load_tiny, tokenizer, 
     assert disaggregated(load_tiny, tokenizer, prompts, cell) == reference(cell[0])
 
 
-DRAFTED = [cell for cell in CELLS if cell[1]]
-DRAFTED_DEFAULT = {("greedy", 4, 48, "2P1D"), ("coupled", 2, 16, "1P2D"), ("coupled", 1, WHOLE, "1P1D")}
+DRAFTED = [*(cell for cell in CELLS if cell[1]), LONGEST]
+DRAFTED_DEFAULT = {LONGEST, ("greedy", 4, 48, "2P1D"), ("coupled", 2, 16, "1P2D"), ("coupled", 1, WHOLE, "1P1D")}
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,13 @@ def split(model, tokenizer, requests, num_drafts):
 
 @pytest.mark.parametrize(
     ("drafter", "sampled", "num_drafts"),
-    [*(("mtp", *cell) for cell in CELLS), ("eagle3", False, 3), ("eagle3", True, 2)],
+    [
+        *(("mtp", *cell) for cell in CELLS),
+        ("eagle3", False, 3),
+        ("eagle3", True, 2),
+        ("mtp", True, 6),
+        ("eagle3", False, 6),
+    ],
 )
 def test_acceptance_is_that_of_one_process(drafter, sampled, num_drafts, load_tiny, tokenizer, starts):
     options = {"with_mtp": False, "draft_path": TINY_EAGLE3} if drafter == "eagle3" else {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.clock import MonotonicClock
-from baton.core.config import KVTransferConfig
+from baton.core.config import MAX_DRAFTS, KVTransferConfig
 from baton.core.errors import BatonError
 from baton.core.requests.request import GenerationRequest, TokenLogprobs
 from baton.decode_worker.worker import DecodeWorker
@@ -98,7 +98,7 @@ class PrefillSide:
             ),
             pool=self.pool,
             tokenizer=tokenizer,
-            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
+            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=MAX_DRAFTS),
             push=self.push,
             max_num_batched_tokens=chunk_len,
             max_queue_len=1024,

@@ -38,7 +38,7 @@ from baton.worker.rank import RankPlace, RankThread
 from baton.worker.tp_group import end_tp_group, follow, lead
 
 CPU = torch.device("cpu")
-NUM_DRAFTS = 4
+NUM_DRAFTS = 6
 READY_TIMEOUT_S = 60.0
 
 

@@ -93,7 +93,7 @@ def starts_as_wanted(tokens, first_tokens):
 
 
 @fast
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, 1, 3, 6])
 def test_many_steps_in_flight_give_what_single_steps_do(k):
     step_by_step, ahead = Side(k), Side(k)
     single = [step_by_step.step(step_by_step.slots) for _ in range(5)]
@@ -109,7 +109,7 @@ def test_many_steps_in_flight_give_what_single_steps_do(k):
 
 
 @fast
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, 1, 3, 6])
 def test_a_prompt_may_end_and_decode_with_every_step_in_flight(k):
     """First tokens, drafts and lengths are on the device before the host knows any of them."""
     side, whole = Side(k), [prompt for prompt in PROMPTS if len(prompt) > 2]

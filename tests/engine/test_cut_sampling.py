@@ -235,7 +235,9 @@ def cut_inputs(inputs, vocab):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("size", "num_drafts"), [(2, 0), pytest.param(2, 3, marks=pytest.mark.fast), (3, 1), (8, 1)])
+@pytest.mark.parametrize(
+    ("size", "num_drafts"), [(2, 0), pytest.param(2, 3, marks=pytest.mark.fast), (3, 1), (8, 1), (2, 6)]
+)
 @pytest.mark.parametrize("config", MODES, ids=lambda config: f"{config.mode.value}-{config.block}")
 def test_every_mode_of_verification(config, size, num_drafts):
     """Mixed batches whose unreadable parts are NaN; nothing is read on the host."""

@@ -9,7 +9,7 @@ from baton.tests.engine.toy_engine import request_of, toy_engine
 
 @pytest.mark.parametrize("chunk_len", [1, 5, 64])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6])
 def test_a_perfect_head_is_always_right(k, temperature, chunk_len):
     # max_tokens = 1 + 5 * (k + 1): the last step ends exactly with its bonus token.
     requests = [

@@ -120,7 +120,7 @@ def test_answers_fit_their_grammar(mode, alone, tiny_tokenizer):
     assert sum(result.finish_reason is FinishReason.STOP for result in results) >= 1
 
 
-@pytest.mark.parametrize(("k", "mode"), list(itertools.product((1, 2, 4), MODES)))
+@pytest.mark.parametrize(("k", "mode"), [*itertools.product((1, 2, 4), MODES), (6, "sampled")])
 def test_drafts_change_no_token(k, mode, alone, tiny_model, tiny_tokenizer, tiny_prompts):
     results = engine_of(tiny_model, tiny_tokenizer, k).generate(requests_for(tiny_prompts, k, mode))
     assert [result.token_ids for result in results] == [result.token_ids for result in alone(mode)]

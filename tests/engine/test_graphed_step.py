@@ -69,10 +69,10 @@ def outcome(engine, requests):
     return [(result.choice, result.token_ids, result.counts, result.logprobs) for result in results]
 
 
-FAST, DEFAULT = {(3, "async")}, {(0, "async"), (2, "sync"), (4, "async"), (1, "async")}
+FAST, DEFAULT = {(3, "async")}, {(0, "async"), (2, "sync"), (4, "async"), (1, "async"), (6, "async")}
 CELLS = [
     pytest.param(*cell, marks=[fast] if cell in FAST else [] if cell in DEFAULT else [pytest.mark.slow])
-    for cell in itertools.product(range(5), ("sync", "async"))
+    for cell in itertools.product((*range(5), 6), ("sync", "async"))
 ]
 
 
@@ -119,7 +119,7 @@ def test_every_way_to_verify(verification, d2t):
 
 
 @fast
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [1, 2, 4, 6])
 def test_a_perfect_head_stays_right(k):
     requests = [request_of([3, at], k=k, max_tokens=1 + 5 * (k + 1), ignore_eos=True) for at in range(5)]
     engine = with_graphs(toy_engine(PerfectToyModel(), k=k, max_num_sequences=3), sizes=(2, 3))

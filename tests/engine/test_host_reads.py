@@ -101,10 +101,10 @@ def run(model, tokenizer, prompts, kinds, k, graphs, **options):
     return [result.token_ids for result in results]
 
 
-DEFAULT = {(0, False), (3, False), (1, True), (4, True)}
+DEFAULT = {(0, False), (3, False), (1, True), (4, True), (6, True)}
 CELLS = [
     pytest.param(*cell, marks=[] if cell in DEFAULT else [pytest.mark.slow])
-    for cell in itertools.product(range(5), (False, True))
+    for cell in itertools.product((*range(5), 6), (False, True))
 ]
 
 

@@ -23,7 +23,7 @@ from baton.tests.engine.toy import PerfectToyModel, ToyModel
 from baton.tests.engine.toy_engine import EOS, request_of, toy_engine
 
 fast = pytest.mark.fast
-LIMIT = 4
+LIMIT = 6
 SWITCHES = (0, 0, 3, 3, 1, 1, 0, 0, 2, 2)
 KINDS = (
     {"temperature": 0.0},

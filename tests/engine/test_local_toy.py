@@ -96,7 +96,7 @@ def test_tokens_in_many_arrangements(**arrangement):
 @pytest.mark.fast
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("model", [ToyModel(with_mtp=True), ToyModel(with_mtp=False)])
-@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize("k", [*range(5), 6])
 def test_every_k(k, model, temperature):
     if k and not model.with_mtp:
         with pytest.raises(AssertionError):

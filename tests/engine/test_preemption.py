@@ -54,7 +54,7 @@ def run(requests, **options):
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["recompute", "offload"])
-@pytest.mark.parametrize("k", [0, 1, 2, 4])
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 6])
 @pytest.mark.parametrize(
     "at",
     [

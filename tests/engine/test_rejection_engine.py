@@ -54,7 +54,7 @@ def test_what_requests_forbid_is_never_emitted(method, d2t):
         assert top.token_ids == greedy[0].token_ids
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [1, 3, 6])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_a_perfect_head_that_is_sampled_is_always_right(k, temperature):
     requests = [

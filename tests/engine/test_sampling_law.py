@@ -29,7 +29,7 @@ def gap(world, num_drafts, *, length=None, **options):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("kind", "block"), KINDS)
-@pytest.mark.parametrize(("vocab_size", "num_drafts"), [(8, 0), (8, 1), (5, 2), (3, 3)])
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), [(8, 0), (8, 1), (5, 2), (3, 3), (2, 6)])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_law_is_the_targets(kind, block, vocab_size, num_drafts, seed):
     world = reference.World(vocab_size, f"law {seed}", sharp=1.0 + seed)

@@ -261,7 +261,7 @@ def expected():
 
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("k", [0, 1, 2, 4])
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 6])
 def test_every_parameter_and_every_k_gives_the_references_tokens(k, temperature, expected):
     requests = kinds_requests(k, temperature)
     for request, result in zip(requests, toy_engine(k=k, max_num_sequences=5).generate(requests), strict=True):

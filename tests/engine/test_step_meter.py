@@ -35,7 +35,7 @@ def counted(pairs, k):
     )
 
 
-@pytest.mark.parametrize("k", [0, 1, 3, 4])
+@pytest.mark.parametrize("k", [0, 1, 3, 4, 6])
 def test_counters_are_those_of_python(k):
     rng = random.Random(k)
     counters, pairs = StepCounters(k, CPU), []

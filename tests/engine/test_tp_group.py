@@ -130,6 +130,7 @@ DEFAULT = {
     *((2, 0, mode) for mode in ("greedy", "coupled")),
     *((2, 2, mode) for mode in ("greedy", "grammar", "everything")),
     *((4, 2, mode) for mode in ("cut", "everything")),
+    (2, 6, "everything"),
 }
 CASES = [
     pytest.param(*cell, marks=[pytest.mark.fast] if cell in FAST else [] if cell in DEFAULT else [pytest.mark.slow])

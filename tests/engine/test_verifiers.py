@@ -25,7 +25,7 @@ MODES = [
     VerificationConfig(mode=VerificationMode.REJECTION, block=False),
     VerificationConfig(mode=VerificationMode.REJECTION, block=True),
     VerificationConfig(mode=VerificationMode.REJECTION, draft_sample_method=DraftSampleMethod.GREEDY),
-    VerificationConfig.synthetic(0.9, 0.7, 0.2),
+    VerificationConfig.synthetic(0.9, 0.7, 0.2, 0.15, 0.1, 0.05),
     VerificationConfig.force(2),
 ]
 
@@ -148,7 +148,7 @@ class Batch:
         return [*drafts[:accepted], rejection.inverse(residuals[accepted], u)]
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 6])
 @pytest.mark.parametrize("config", MODES, ids=lambda config: f"{config.mode.value}-{config.block}")
 def test_a_mixed_batch_against_plain_python(config, num_drafts):
     if config.mode is VerificationMode.FORCE:

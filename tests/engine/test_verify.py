@@ -27,7 +27,7 @@ def emitted(verified):
     return [verified.token_ids_BQ[row, : n + 1].tolist() for row, n in enumerate(lens)]
 
 
-@pytest.mark.parametrize("num_drafts", range(5))
+@pytest.mark.parametrize("num_drafts", [*range(5), 6])
 def test_every_accept_pattern_and_cap(num_drafts):
     rows = list(itertools.product(itertools.product([False, True], repeat=num_drafts), range(num_drafts + 2)))
     generator = torch.Generator().manual_seed(num_drafts)
@@ -44,7 +44,7 @@ def test_every_accept_pattern_and_cap(num_drafts):
     assert (verified.accepted_len_B <= cap_B).all()
 
 
-@pytest.mark.parametrize("num_drafts", range(5))
+@pytest.mark.parametrize("num_drafts", [*range(5), 6])
 def test_greedy_and_coupled_against_reference(num_drafts):
     generator = torch.Generator().manual_seed(3)
     params = [

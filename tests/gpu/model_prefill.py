@@ -7,7 +7,7 @@ import secrets
 import torch
 
 from baton.core.clock import MonotonicClock
-from baton.core.config import KVTransferConfig
+from baton.core.config import MAX_DRAFTS, KVTransferConfig
 from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.step.runner import Runner
@@ -78,7 +78,7 @@ class ModelPrefill:
             runner=Runner(model, pool, max_num_seqs=16, num_draft_tokens=0, open_push=self.push.open_step),
             pool=pool,
             tokenizer=tokenizer,
-            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
+            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=MAX_DRAFTS),
             push=self.push,
             max_num_batched_tokens=chunk_len,
             max_queue_len=1024,

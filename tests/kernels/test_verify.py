@@ -63,7 +63,7 @@ def check(logits_BQV, rows, drafts):
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_drafts", "vocab_size"), [(0, 3, 100), (1, 1, 64), (2, 2, 4), (3, 0, 30), (4, 1, 71)]
+    ("seed", "num_drafts", "vocab_size"), [(0, 3, 100), (1, 1, 64), (2, 2, 4), (3, 0, 30), (4, 1, 71), (5, 6, 64)]
 )
 def test_a_mixed_batch_gets_what_the_engines_verifiers_give(seed, num_drafts, vocab_size):
     check(*mixed(seed, num_drafts, vocab_size))

@@ -61,14 +61,14 @@ def whole(model, hidden):
 
 
 def drafted(model, ids, group=None, chunk_len=17):
-    """Draft logits of all entries of a prompt in chunks, and of three chained drafts."""
+    """Draft logits of all entries of a prompt in chunks, and of five chained drafts."""
     paged, length = Paged(model, group=group), len(ids) - 1
     hidden = paged.prefill(ids, chunk_len=chunk_len)[:-1]
     parts = [(0, start, min(start + 23, length)) for start in range(0, length, 23)]
     out = torch.cat([paged.mtp(ids[s + 1 : e + 1], hidden[s:e], paged.prefill_batch([(q, s, e)])) for q, s, e in parts])
     found = [whole(model, out)]
     last = out[-1:]
-    for draft in range(3):
+    for draft in range(5):
         token = found[-1][-1:].argmax(dim=-1)
         last = paged.mtp(token, last, paged.decode_batch([0], [length + draft], 1, bound=120))
         found.append(whole(model, last))
@@ -86,7 +86,7 @@ def expected(truth, ids):
 
     out = truth.entries(next_ids, hidden)
     found = [over_vocabulary(truth.logits(out))]
-    for _ in range(3):
+    for _ in range(5):
         token = found[-1][-1:].argmax(dim=-1)
         next_ids, hidden = torch.cat([next_ids, token]), torch.cat([hidden, out[-1:]])
         out = truth.entries(next_ids, hidden)

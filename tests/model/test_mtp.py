@@ -34,7 +34,7 @@ def test_chained_drafts(name, dtype, numerics, tiny_checkpoint, load, reference,
     hidden = paged.prefill(ids)[:-1]
     out = paged.mtp(ids[1:], hidden, paged.prefill_batch([(0, 0, 49)]))[-1:]
     next_ids, true_hidden = ids[1:], truth.hidden(ids)[:-1]
-    for draft in range(3):
+    for draft in range(5):
         true_out = truth.mtp(next_ids, true_hidden)[-1:]
         true_logits = truth.lm_head(true_out)
         check_logits("MTP head", paged.logits(out), true_logits)

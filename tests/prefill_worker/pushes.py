@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 from baton.core.clock import VirtualClock
+from baton.core.config import MAX_DRAFTS
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.engine.step.executor import executor_for
@@ -148,7 +149,7 @@ class Prefill:
             runner=runner,
             pool=self.pool,
             tokenizer=letters_tokenizer(),
-            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=4),
+            limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=MAX_DRAFTS),
             push=self.pushes,
             max_num_batched_tokens=chunk_len,
             clock=self.clock,
