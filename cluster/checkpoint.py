@@ -21,6 +21,7 @@ from baton.cluster.resolve import (
     num_drafts,
     resolve_dtype,
     served_names,
+    uses_head,
 )
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, ConfigInvalid, ModelMissing, ModelUnsupported
@@ -156,19 +157,20 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
 
     sizes = ModelConfig.from_directory(model.path, made_weights="dummy")
     drafts = num_drafts(config, model)
-    uses_head = drafts > 0 and config.lookup() is None and not config.draft_path
+    has_head = drafts > 0 and uses_head(config, model)
+    reads_mtp = has_head and not config.draft_path
     device = "cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu()) else "cpu"
     dtype = resolve_dtype(config.dtype, device)
     found.facts |= {"architecture": sizes.architecture, "dtype": dtype, "device": device}
     found.facts |= {"max_model_len": config.max_model_len or sizes.max_model_len, "num_speculative_tokens": drafts}
-    found.facts["drafter"] = _drafter(config, sizes) if drafts else None
+    found.facts["drafter"] = _drafter(config, sizes, has_head=has_head) if drafts else None
     if config.draft_path and drafts:
         _collect(found, _judge_drafter, config, sizes)
     elif sizes.num_mtp_layers == 0 and drafts == 0:
         found.notes.append("the checkpoint has no MTP head: it is served without drafts")
     elif sizes.num_mtp_layers and drafts == 0:
         found.notes.append(f"its {sizes.num_mtp_layers} MTP layers are not used: no drafts are made")
-    if uses_head and not (config.is_dummy and sizes.num_mtp_layers == 0):
+    if reads_mtp and not (config.is_dummy and sizes.num_mtp_layers == 0):
         _collect(found, require_mtp, sizes, model.path)
     if config.max_model_len is not None and config.max_model_len > sizes.max_model_len:
         message = f"max_model_len: {config.max_model_len} exceeds the model's own {sizes.max_model_len}"
@@ -176,14 +178,14 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     _collect(found, sizes.require_full_attention, config.max_model_len)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         _collect(found, require_cut, sizes, size, config.numerics)
-    spec = tensor_spec(sizes, with_mtp=uses_head)
+    spec = tensor_spec(sizes, with_mtp=reads_mtp)
     _judge_quantization(config, sizes, dtype, device, found)
     is_made = config.quantization.value == "fp8" if sizes.fp8 is None else sizes.fp8.may_stay_float8
     float8: Collection[str] = spec.required if is_made and dtype == "bfloat16" else ()  # of random weights, too
     if not found.errors and not config.is_dummy:
         stored = _judge_tensors(config, sizes, model, spec, dtype, found)
         float8 = stored if sizes.fp8 is not None else float8
-    num_layers = sizes.num_layers + (drafts > 0 and config.lookup() is None)
+    num_layers = sizes.num_layers + has_head
     _judge_pool(config, sizes, num_layers, drafts, dtype, device, found)
     item_bytes = ITEM_BYTES[dtype]
     num_elements = sum(prod(shape) for shape in spec.required.values())
@@ -197,11 +199,18 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     }
 
 
-def _drafter(config: ServeConfig, sizes: "ModelConfig") -> str:
+def _drafter(config: ServeConfig, sizes: "ModelConfig", *, has_head: bool) -> str:
+    looked_up = "n-grams of the text so far"
+    if not has_head:
+        return f"{looked_up}, or none, as measured" if config.speculative_method == "auto" else looked_up
+    if config.speculative_method == "auto":
+        return f"{_head(config, sizes)}, by {looked_up}, or none, as measured"
+    return _head(config, sizes)
+
+
+def _head(config: ServeConfig, sizes: "ModelConfig") -> str:
     if config.draft_path:
         return f"EAGLE-3 drafter {config.draft_path}"
-    if config.lookup() is not None:
-        return "n-grams of the text so far"
     return "MTP head" if sizes.draft_vocab_size is None else f"MTP head over {sizes.draft_vocab_size} tokens"
 
 

@@ -258,8 +258,10 @@ def resolve_worker(
         model_path=str(model.path),
         model_name=served_names(config, model)[0],
         num_draft_tokens=num_drafts(config, model),
-        auto_drafts=config.num_speculative_tokens == "auto" and num_drafts(config, model) > 0,
+        auto_drafts=leaves_k_open(config) and num_drafts(config, model) > 0,
+        auto_method=config.speculative_method == "auto" and num_drafts(config, model) > 0,
         lookup=config.lookup(),
+        has_head=uses_head(config, model),
         draft_path=config.draft_path and str(find_drafter(config.draft_path)),
         numerics=config.numerics,
         dtype=resolve_dtype(config.dtype, device),
@@ -315,12 +317,27 @@ def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:
     asked = config.num_speculative_tokens
     if asked is not None and asked != "auto":
         return asked
+    if config.speculative_method == "auto":
+        return MAX_DRAFTS
     if config.speculative_method == "ngram":
         return MAX_DRAFTS if asked == "auto" else DEFAULT_LOOKED_UP
     has_head = bool(config.draft_path) or model.num_mtp_layers == 1 or config.speculative_method == "mtp"
     if config.speculative_method == "none" or not has_head:
         return 0
     return MAX_DRAFTS if asked == "auto" else DEFAULT_DRAFTS
+
+
+def leaves_k_open(config: ServeConfig) -> bool:
+    """Whether measurements say how many drafts a step makes."""
+    asked = config.num_speculative_tokens
+    return asked == "auto" or (asked is None and config.speculative_method == "auto")
+
+
+def uses_head(config: ServeConfig, model: ModelDirectory) -> bool:
+    """Whether a head drafts, if anything does; `auto` does without one where there is none."""
+    if config.speculative_method == "auto":
+        return bool(config.draft_path) or model.num_mtp_layers == 1
+    return config.lookup() is None
 
 
 def num_prefill(config: ServeConfig, num_gpus: int | None) -> int:

@@ -121,9 +121,10 @@ class ServeConfig(BaseModel):
     worker_threads: int = _parallel(1, "torch threads per worker on a CPU", ge=1, le=256)
     ray_address: str = _parallel("local", "local starts a private Ray; auto or HOST:PORT joins one", metavar="address")
 
-    speculative_method: Literal["auto", "mtp", "eagle3", "ngram", "none"] = _drafts(
-        "auto",
-        "auto drafts by --draft-model or the checkpoint's MTP head, if there is one; ngram looks drafts up",
+    speculative_method: Literal["auto", "mtp", "eagle3", "ngram", "none"] | None = _drafts(
+        None,
+        "ngram looks drafts up in the text so far; auto: by the head, so, or not at all, as measurements advise",
+        unset="by --draft-model or the checkpoint's MTP head, if any",
         vllm="--speculative-config (method)",
     )
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(
@@ -480,7 +481,7 @@ class ServeConfig(BaseModel):
     @property
     def draft_path(self) -> str:
         """The directory of the drafter that is used, "" if none is."""
-        return self.draft_model if self.speculative_method in ("auto", "eagle3") else ""
+        return self.draft_model if self.speculative_method in (None, "auto", "eagle3") else ""
 
     def _check_drafts(self) -> None:
         asked = self.num_speculative_tokens
@@ -498,12 +499,12 @@ class ServeConfig(BaseModel):
             raise ConfigInvalid(message, keys=["speculative_method", "num_speculative_tokens"])
 
     def lookup(self) -> PromptLookup | None:
-        """How drafts are looked up; None where they are not.
+        """How drafts are looked up; None where they never are.
 
         Raises:
             ConfigInvalid: it asks for fewer tokens at most than at least.
         """
-        if self.speculative_method != "ngram":
+        if self.speculative_method not in ("ngram", "auto"):
             return None
         return PromptLookup(min_match_len=self.prompt_lookup_min, max_match_len=self.prompt_lookup_max)
 
@@ -645,7 +646,9 @@ class WorkerConfig:
     is_model_len_asked: bool = False  # if not, a KV pool that holds no such sequence makes it shorter
     tls: TlsFiles = field(default_factory=TlsFiles)
     auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
+    auto_method: bool = False  # what makes them, if anything, is chosen by measurement
     lookup: PromptLookup | None = None  # how drafts are found in the text so far; None: a draft head makes them
+    has_head: bool = True  # of what drafts: the checkpoint's own, or `draft_path`
     draft_path: str = ""  # of an EAGLE-3 drafter; empty: the draft head is the checkpoint's own
     prefix_cache: bool = True
     overcommit: bool = True

@@ -18,6 +18,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.kv_transports import control_channel, one_sided_data_paths
 from baton.core.telemetry.logs import know
 from baton.core.telemetry.telemetry import Telemetry
+from baton.core.verification import VerificationMode
 from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.speculation.speculation import Speculation
@@ -102,7 +103,12 @@ class DecodeNode:
             overcommit=config.overcommit,
             prefix_cache=config.prefix_cache,
             speculation=Speculation(
-                config.num_draft_tokens, None if config.auto_drafts else config.num_draft_tokens, clock
+                config.num_draft_tokens,
+                None if config.auto_drafts else config.num_draft_tokens,
+                clock,
+                methods=runner.methods,
+                chooses_method=config.auto_method,
+                keeps=config.verification.mode is VerificationMode.REJECTION,
             ),
         )
 
@@ -202,7 +208,14 @@ class DecodeNode:
 
     def _speculation(self) -> worker_pb2.Speculation:
         now = self.worker.speculation
-        return worker_pb2.Speculation(auto=now.is_auto, num_draft_tokens=now.num_drafts, limit=now.limit)
+        method = "none" if now.method is None else now.method.value
+        return worker_pb2.Speculation(
+            auto=now.is_auto,
+            num_draft_tokens=now.num_drafts,
+            limit=now.limit,
+            method=method,
+            auto_method=now.chooses_method,
+        )
 
     def about(self) -> dict[str, object]:
         """Identity for whoever started it."""

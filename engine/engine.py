@@ -31,7 +31,7 @@ from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.preemption import Preemption, PreemptionCounts
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase, Sequence
-from baton.engine.speculation.speculation import PlannedStep, Speculation
+from baton.engine.speculation.speculation import Kept, PlannedStep, Speculation
 from baton.engine.step.executor import Pending
 from baton.engine.step.length_bounds import LaunchedLengths, LengthBounds
 from baton.engine.step.meter import StepMeter
@@ -158,6 +158,10 @@ class _DecodeSet:
         self.slots = tuple(_slot(sequence) for sequence in sequences)
         self.slots_B: Ints = np.array(self.slots, dtype=np.int64)
         self.caps = tuple(sequence.draft_cap for sequence in sequences)
+        kept = tuple(
+            None if sequence.method is None else Kept(sequence.method, sequence.draft_cap) for sequence in sequences
+        )
+        self.kept: tuple[tuple[Kept | None, ...]] | tuple[()] = (kept,) if any(kept) else ()
         self._caps_B: Ints = np.array(self.caps, dtype=np.int64)
         self.room_B: Ints = self._caps_B + 1  # tokens that each may emit in a step of any k
         self._most: tuple[int, Ints] = (-1, self.room_B)
@@ -266,6 +270,11 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Take a new sequence."""
+        request = sequence.request
+        if request.keeps_drafts and request.sampling.temperature > 0 and not sequence.is_pushed:
+            kept = self.speculation.keep(sequence.draft_cap)
+            if kept is not None:
+                sequence.method, sequence.draft_cap = kept
         self.scheduler.add(sequence)
 
     def step(self) -> bool:
@@ -393,6 +402,7 @@ class Engine:
                 state_slot=sequence.table.state_slot,
                 sampling=sequence.request.sampling,
                 draft_cap=sequence.draft_cap,
+                method=sequence.method,
                 choice=sequence.request.choice,
                 resume=resume,
                 knows_next=resume is None and bool(sequence.token_ids),
@@ -426,7 +436,7 @@ class Engine:
     def _launch(self) -> bool:
         self.scheduler.claim(0)
         decode = self._decode_rows()
-        planned = self.speculation.plan(decode.caps) if decode.slots else None
+        planned = self.speculation.plan(decode.caps, *decode.kept) if decode.slots else None
         num_drafts = 0 if planned is None else planned.num_drafts
         num_waiting = self.scheduler.num_tokens_to_compute()
         chosen: list[tuple[Sequence, Chunk]] = []
@@ -440,6 +450,7 @@ class Engine:
             chunks=tuple(chunk for _, chunk in chosen),
             slots=decode.slots,
             num_drafts=num_drafts,
+            method=None if planned is None else planned.method,
             max_context_len=self._bounds.max_context_len(decode.slots_B, num_drafts) if decode.slots else 0,
         )
         begin_s = self._clock.now_s()
@@ -554,9 +565,23 @@ class Engine:
             if num_kept < len(emitted.token_ids):
                 dropped.append(Dropped(Fate.CUT, emitted, num_kept))
             published.append(item)
+        if flight.planned is not None:
+            self._count_drafts(flight.planned, published, proposed_lens, accepted_lens)
         if flight.decode:  # counted before anybody hears of it
             self.tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
         return published
+
+    def _count_drafts(
+        self, planned: PlannedStep, published: Items[Published], proposed_lens: list[int], accepted_lens: list[int]
+    ) -> None:
+        """By what made them: the step's method, or the one that a sequence keeps."""
+        if not planned.keeps:
+            self.tally.add_drafts(planned.method, 1, sum(proposed_lens), sum(accepted_lens))
+            return
+        self.tally.add_drafts(planned.method, 1, 0, 0)
+        for item, proposed, accepted in zip(published, proposed_lens, accepted_lens, strict=True):
+            if proposed:
+                self.tally.add_drafts(item.sequence.method or planned.method, 0, proposed, accepted)
 
     def _take_chunks(self, flight: _Flight, output: StepOutput, now_s: float) -> list[Published]:
         published: list[Published] = []

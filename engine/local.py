@@ -17,7 +17,7 @@ from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogp
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.requests.validate import RequestLimits, validate_request
 from baton.core.telemetry.step_report import StepReport
-from baton.core.verification import VerificationConfig
+from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine import sequence as sequences
 from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
@@ -112,6 +112,8 @@ class LocalEngine:
         scheduling: see above.
         verification: of drafts.
         lookup: how drafts are found in the text so far; None: the model's MTP head makes them.
+        auto_drafts: how many each step makes is chosen by measurement,
+        chooses_method: and what makes them, if anything does.
         overcommit: start sequences without all the blocks they may need, and preempt when none is left.
         host_kv_bytes: host memory for the KV of preempted sequences; without it, it is computed again.
         preempt_at: also preempt every sequence once at each of these output lengths, or when steps have passed it; 0 is
@@ -136,6 +138,8 @@ class LocalEngine:
         scheduling: SchedulingName = "async",
         verification: VerificationConfig | None = None,
         lookup: PromptLookup | None = None,
+        auto_drafts: bool = False,
+        chooses_method: bool = False,
         overcommit: bool = False,
         host_kv_bytes: int = 0,
         preempt_at: Sequence[int] = (),
@@ -176,7 +180,14 @@ class LocalEngine:
         context_len = min(model.config.max_model_len, num_blocks * block_size)
         reach = Reach(num_tokens=num_tokens, num_sequences=max_num_sequences, context_len=context_len)
         self.runner.warm_up(reach)
-        self.speculation = speculation or Speculation(num_draft_tokens, num_draft_tokens, self._clock)
+        self.speculation = speculation or Speculation(
+            num_draft_tokens,
+            None if auto_drafts else num_draft_tokens,
+            self._clock,
+            methods=self.runner.methods,
+            chooses_method=chooses_method,
+            keeps=verification is not None and verification.mode is VerificationMode.REJECTION,
+        )
         self._caller = _Caller()
         self.engine = Engine(
             runner=self.runner,

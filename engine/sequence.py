@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from baton.core.draft_method import DraftMethod
 from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.engine.finish import FinishChecker
 from baton.engine.step.plan import Resume
@@ -36,6 +37,7 @@ class Sequence:
         request: of this answer alone, with its own `choice`.
         checker: tells when the answer ends; has taken all of `token_ids`.
         draft_cap: drafts that it may use in a step.
+        method: what makes them in all its steps; None: whatever makes a step's.
         phase: see `Phase`.
         order: of arrival in the line for blocks; lower goes first.
         is_received: its prompt's KV comes from a prefill worker.
@@ -70,6 +72,7 @@ class Sequence:
     checker: FinishChecker
     draft_cap: int
     submitted_s: float
+    method: DraftMethod | None = None
     phase: Phase = Phase.WAITING
     order: int = -1
     is_received: bool = False

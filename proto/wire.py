@@ -39,7 +39,7 @@ from baton.core.requests.answer_structure import GRAMMAR_KINDS, JSON_OBJECT
 from baton.core.requests.request import AttemptKey, GenerationRequest, TokenLogprobs
 from baton.core.requests.sampling import SCALAR_FIELDS, GrammarSpec, SamplingParams
 from baton.core.telemetry.span import of_attempt, parse_sampled
-from baton.core.telemetry.step_report import RowCounts, StepReport
+from baton.core.telemetry.step_report import MethodCounts, RowCounts, StepReport
 from baton.proto import inference_pb2, kv_pb2, worker_pb2
 
 
@@ -94,6 +94,15 @@ def report_to_proto(report: StepReport) -> worker_pb2.StepCounts:
         host_gap_seconds=distribution_to_proto(report.host_gap_s),
         step_tokens=distribution_to_proto(report.step_tokens),
         step_sequences=distribution_to_proto(report.step_sequences),
+        by_method=[
+            worker_pb2.MethodCounts(
+                method=name,
+                num_steps=counts.num_steps,
+                num_draft_tokens=counts.num_draft_tokens,
+                num_accepted_tokens=counts.num_accepted_tokens,
+            )
+            for name, counts in report.by_method.items()
+        ],
     )
 
 
@@ -119,6 +128,14 @@ def report_from_proto(message: worker_pb2.StepCounts) -> StepReport:
         host_gap_s=distribution_from_proto(message.host_gap_seconds),
         step_tokens=distribution_from_proto(message.step_tokens),
         step_sequences=distribution_from_proto(message.step_sequences),
+        by_method={
+            item.method: MethodCounts(
+                num_steps=item.num_steps,
+                num_draft_tokens=item.num_draft_tokens,
+                num_accepted_tokens=item.num_accepted_tokens,
+            )
+            for item in message.by_method
+        },
     )
 
 
@@ -378,6 +395,7 @@ def attend_request(request: GenerationRequest, now_s: float, *, prefill_here: bo
         num_forced_tokens=request.num_forced,
         traceparent=of_attempt(request.trace, request.key.request_id, request.key.attempt),
         prefill_here=prefill_here,
+        keeps_drafts=request.keeps_drafts,
     )
 
 
@@ -404,7 +422,7 @@ def request_from_attend(message: worker_pb2.AttendRequest, now_s: float) -> Gene
     Raises:
         MalformedMessage: a required field is missing.
     """
-    return _request(message, now_s)
+    return dataclasses.replace(_request(message, now_s), keeps_drafts=message.keeps_drafts)
 
 
 def end_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:

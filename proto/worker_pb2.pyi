@@ -128,7 +128,7 @@ class PrefixNaming(_message.Message):
     def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "tenant", "num_forced_tokens", "traceparent", "prefill_here")
+    __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "tenant", "num_forced_tokens", "traceparent", "keeps_drafts", "prefill_here")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class AttendRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     attempt: _kv_pb2.Attempt
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -148,8 +149,9 @@ class AttendRequest(_message.Message):
     tenant: str
     num_forced_tokens: int
     traceparent: str
+    keeps_drafts: bool
     prefill_here: bool
-    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., tenant: _Optional[str] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., prefill_here: bool = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[_kv_pb2.Attempt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., choice: _Optional[int] = ..., tenant: _Optional[str] = ..., num_forced_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., keeps_drafts: bool = ..., prefill_here: bool = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("tokens", "first_token", "prompt_logprobs")
@@ -406,14 +408,18 @@ class SpeculationMode(_message.Message):
     def __init__(self, num_draft_tokens: _Optional[int] = ..., auto: bool = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("auto", "num_draft_tokens", "limit")
+    __slots__ = ("auto", "num_draft_tokens", "limit", "method", "auto_method")
     AUTO_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    AUTO_METHOD_FIELD_NUMBER: _ClassVar[int]
     auto: bool
     num_draft_tokens: int
     limit: int
-    def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+    method: str
+    auto_method: bool
+    def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ..., method: _Optional[str] = ..., auto_method: bool = ...) -> None: ...
 
 class Inventory(_message.Message):
     __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_kv_receives", "num_slots_in_use", "num_requests_held", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "compute", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len", "full_prefill_tokens_per_s", "grammar_seconds", "max_handoff_len")
@@ -576,7 +582,7 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class StepCounts(_message.Message):
-    __slots__ = ("num_steps", "computed", "kept", "cut", "late", "failed", "step_seconds", "host_gap_seconds", "step_tokens", "step_sequences")
+    __slots__ = ("num_steps", "computed", "kept", "cut", "late", "failed", "step_seconds", "host_gap_seconds", "step_tokens", "step_sequences", "by_method")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
@@ -587,6 +593,7 @@ class StepCounts(_message.Message):
     HOST_GAP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    BY_METHOD_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     computed: RowCounts
     kept: RowCounts
@@ -597,7 +604,20 @@ class StepCounts(_message.Message):
     host_gap_seconds: Distribution
     step_tokens: Distribution
     step_sequences: Distribution
-    def __init__(self, num_steps: _Optional[int] = ..., computed: _Optional[_Union[RowCounts, _Mapping]] = ..., kept: _Optional[_Union[RowCounts, _Mapping]] = ..., cut: _Optional[_Union[RowCounts, _Mapping]] = ..., late: _Optional[_Union[RowCounts, _Mapping]] = ..., failed: _Optional[_Union[RowCounts, _Mapping]] = ..., step_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., host_gap_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., step_tokens: _Optional[_Union[Distribution, _Mapping]] = ..., step_sequences: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
+    by_method: _containers.RepeatedCompositeFieldContainer[MethodCounts]
+    def __init__(self, num_steps: _Optional[int] = ..., computed: _Optional[_Union[RowCounts, _Mapping]] = ..., kept: _Optional[_Union[RowCounts, _Mapping]] = ..., cut: _Optional[_Union[RowCounts, _Mapping]] = ..., late: _Optional[_Union[RowCounts, _Mapping]] = ..., failed: _Optional[_Union[RowCounts, _Mapping]] = ..., step_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., host_gap_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., step_tokens: _Optional[_Union[Distribution, _Mapping]] = ..., step_sequences: _Optional[_Union[Distribution, _Mapping]] = ..., by_method: _Optional[_Iterable[_Union[MethodCounts, _Mapping]]] = ...) -> None: ...
+
+class MethodCounts(_message.Message):
+    __slots__ = ("method", "num_steps", "num_draft_tokens", "num_accepted_tokens")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, method: _Optional[str] = ..., num_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class RowCounts(_message.Message):
     __slots__ = ("num_rows", "num_tokens", "proposed_at", "accepted_at")

@@ -346,6 +346,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             tenant=asked.tenant,
             priority=priority,
             split_only=asked.split_only,
+            keeps_drafts=asked.sampling.HasField("seed"),
             trace=None if self._tracing is None else self._tracing.begin(),
         )
 

@@ -208,7 +208,7 @@ def load_worker(
         dtype=TORCH_DTYPES[config.dtype],
         device=device,
         numerics=config.numerics,
-        with_mtp=config.num_draft_tokens > 0 and config.lookup is None and not config.draft_path,
+        with_mtp=config.num_draft_tokens > 0 and config.has_head and not config.draft_path,
         draft_path=Path(config.draft_path) if config.draft_path and config.num_draft_tokens else None,
         on_progress=on_progress,
         random_seed=RANDOM_SEED if is_random else None,

@@ -14,7 +14,6 @@ from baton.core.requests.sampling import MAX_CHOICES, SamplingParams
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.generation import GenerationResult
 from baton.engine.local import LocalEngine
-from baton.engine.speculation.speculation import Speculation
 from baton.proto import wire
 from baton.worker.loading import load_worker
 
@@ -51,9 +50,8 @@ class LocalCompleter:
             lookup=worker.lookup,
             overcommit=worker.overcommit,
             host_kv_bytes=worker.host_kv_bytes,
-            speculation=Speculation(
-                worker.num_draft_tokens, None if worker.auto_drafts else worker.num_draft_tokens, self._clock
-            ),
+            auto_drafts=worker.auto_drafts,
+            chooses_method=worker.auto_method,
         )
 
     def complete(self, asked: CompletionArguments, on_text: OnText) -> Completion:
@@ -92,6 +90,7 @@ class LocalCompleter:
             sampling=sampling,
             deadline_s=self._clock.now_s() + asked.timeout_s,
             num_draft_tokens=self._num_draft_tokens,
+            keeps_drafts=asked.sampling().HasField("seed"),
         )
 
 

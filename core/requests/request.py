@@ -66,6 +66,7 @@ class GenerationRequest:
         priority: where the router makes it wait: 0 low, 1 normal, 2 high.
         trace: the span that this is done for; None if none is recorded.
         split_only: whether a prefill worker computes its prompt wherever there is one.
+        keeps_drafts: its client gave the seed: where drafts decide which tokens are drawn, all its steps draft alike.
     """
 
     key: AttemptKey
@@ -79,6 +80,7 @@ class GenerationRequest:
     priority: int = 1
     trace: TraceContext | None = None
     split_only: bool = False
+    keeps_drafts: bool = False
 
     @property
     def prompt_len(self) -> int:

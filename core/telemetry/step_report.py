@@ -9,8 +9,8 @@ between the two, so of rows, tokens and drafts at every place
 once every step was read. No number is derived from another that it should be compared with.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from baton.core.distribution import Distribution
@@ -81,6 +81,29 @@ def no_rows(num_draft_tokens: int) -> RowCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MethodCounts:
+    """What one method made, or steps without drafts.
+
+    Attributes:
+        num_steps: that it made drafts for.
+        num_draft_tokens: its drafts in rows that were kept.
+        num_accepted_tokens: of those, accepted.
+    """
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def since(self, earlier: "MethodCounts") -> "MethodCounts":
+        """What came after an earlier report."""
+        return MethodCounts(
+            num_steps=self.num_steps - earlier.num_steps,
+            num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """The steps of one runner so far.
 
@@ -96,6 +119,7 @@ class StepReport:
             other, so that there was work; what the host made the device wait.
         step_tokens: tokens that requests were given, of each step.
         step_sequences: rows of each step.
+        by_method: of each `DraftMethod` by name, and of "none".
     """
 
     num_steps: int
@@ -108,6 +132,7 @@ class StepReport:
     host_gap_s: Distribution
     step_tokens: Distribution
     step_sequences: Distribution
+    by_method: Mapping[str, MethodCounts] = field(default_factory=dict)
 
     @property
     def read(self) -> RowCounts:
@@ -150,6 +175,10 @@ class StepReport:
             host_gap_s=self.host_gap_s.since(earlier.host_gap_s),
             step_tokens=self.step_tokens.since(earlier.step_tokens),
             step_sequences=self.step_sequences.since(earlier.step_sequences),
+            by_method={
+                name: counts.since(earlier.by_method.get(name, MethodCounts()))
+                for name, counts in self.by_method.items()
+            },
         )
 
 

@@ -7,7 +7,7 @@ the functions of the steps themselves. What is compiled after all, later, `kerne
 Legend: B sequences, K draft tokens, Q = K + 1 rows, F prompts that end, V vocabulary, D hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,17 +161,20 @@ def warm_up_decode(
     model: Model,
     pool: KVPool,
     reach: Reach,
-    verifier: Verifier,
+    verifiers: Sequence[tuple[Verifier, TokenHistory | None]],
     num_draft_tokens: int,
-    history: TokenHistory | None = None,
 ) -> None:
-    """For decode steps of any size, with up to so many drafts; all ranks at the same time."""
+    """For decode steps of any size, with up to so many drafts; all ranks at the same time.
+
+    Of each way to draft: what judges it, and where drafts are looked up, if they are.
+    """
     _place(pool.device)
     if is_compiled(model):
         warm_up_decode_passes(model, pool, reach, num_draft_tokens)
         warm_up_heads(model, reach.num_sequences * (num_draft_tokens + 1))
     if is_needed(model):
-        warm_up_steps(model, verifier, num_draft_tokens, history)
+        for verifier, history in verifiers:
+            warm_up_steps(model, verifier, num_draft_tokens, history)
 
 
 def _place(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""How many drafts the next step makes, chosen by measurement: what `--num-speculative-tokens auto` is.
+"""How the next step drafts, and how much, chosen by measurement: what `auto` is, of k and of the method.
 
 The controller knows step times (`step_time_model`: of each size of batch and number of drafts) and acceptance
 (`acceptance_model`: of each draft position, given that those before it stood), each with how sure it is, and answers
@@ -14,7 +14,7 @@ Legend: k drafts of a step, j draft position from 0, c_j acceptance of position 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -292,19 +292,22 @@ class ControlOptions:
     """Constants of the controller.
 
     Attributes:
-        margin: how much better another k must look before it is used.
-        trial_share: share of all time that trials are expected to lose, all k together; each k has an equal part of it,
+        margin: how much better another arm must look before it is used.
+        trial_share: share of all time that trials are expected to lose, all arms together; each has an equal part of
+            it,
         borrow: and may use so many parts while others leave theirs.
         first_trials: loss allowed to the first trials, in steps; so much again after a change was seen.
         grant_every: steps between two such allowances.
-        plausible: a k that is worse by this many standard deviations is not tried,
+        plausible: an arm that is worse by this many standard deviations is not tried,
         worth_trying: nor one that so many of them would make better by less than this.
         least_cost: what a trial is charged at least, in steps.
+        foreign_cost: the same of another method than the one in use: of one that finds nothing, few steps are trials.
+        least_gain: how much better than no drafts the drafts of a method must look, where methods are chosen among.
         hope: standard deviations by which a trial may turn out better, where it is asked whether it is affordable.
-        patience: the larger, the less it matters what a trial costs, and the more how long a k has waited for one.
-        surprise: how much better a k must look, when it comes into use, to say that something has changed.
-        times: of the model of step times.
-        acceptance: of the model of acceptance.
+        patience: the larger, the less it matters what a trial costs, and the more how long an arm has waited for one.
+        surprise: how much better an arm must look, when it comes into use, to say that something has changed.
+        times: of the models of step times.
+        acceptance: of the models of acceptance.
     """
 
     margin: float = 0.003
@@ -314,6 +317,8 @@ class ControlOptions:
     plausible: float = 3.5
     worth_trying: float = 0.015
     least_cost: float = 0.002
+    foreign_cost: float = 1.0
+    least_gain: float = 0.015
     hope: float = 1.0
     borrow: float = 2.0
     patience: float = 0.1
@@ -323,7 +328,7 @@ class ControlOptions:
 
 
 class _Bucket:
-    """Of batches of about one size: the k in use, and when each k was last seen and tried."""
+    """Of batches of about one size: the arm in use, and when each was last seen and tried."""
 
     __slots__ = ("in_use", "seen_step", "tried_step")
 
@@ -332,40 +337,89 @@ class _Bucket:
         self.seen_step = [-1] * num_arms
         self.tried_step = [-LATE] * num_arms
 
-    def is_tried(self, k: int, step: int) -> bool:
+    def is_tried(self, arm: int, step: int) -> bool:
         """Whether a trial's result is still to come; one that has not come for long never will."""
-        return self.tried_step[k] > self.seen_step[k] and step - self.tried_step[k] < LATE
+        return self.tried_step[arm] > self.seen_step[arm] and step - self.tried_step[arm] < LATE
+
+
+@dataclass(slots=True)
+class _Outlook:
+    """What is expected of the arms at one size of batch, while one of them is in use.
+
+    Attributes:
+        tokens: expected, of each arm.
+        log_s: logarithm of its time.
+        speed: logarithm of tokens for time.
+    """
+
+    tokens: list[float]
+    log_s: list[float]
+    speed: list[float]
 
 
 class SpeculationControl:
-    """Chooses k for steps of up to `max_drafts` drafts.
+    """Chooses the method and k of steps of up to `max_drafts` drafts.
+
+    What it chooses among are *arms*: arm 0 makes no drafts, arm m * max_drafts + k makes k by method m; so with one
+    method an arm is its k. The methods share arm 0 and nothing else: each has acceptance and times of its own, and what
+    is compared across methods are times beside those of arm 0, since what is in use follows a machine that becomes
+    slower, and what is not does not.
 
     Args:
         max_drafts: the largest k, 0 to 16.
         options: constants.
+        num_methods: that make drafts, at least 1.
+        chooses_method: whether that there are drafts at all is to be found out, too: it begins without.
     """
 
-    def __init__(self, max_drafts: int, options: ControlOptions | None = None) -> None:
+    def __init__(
+        self,
+        max_drafts: int,
+        options: ControlOptions | None = None,
+        *,
+        num_methods: int = 1,
+        chooses_method: bool = False,
+    ) -> None:
         assert 0 <= max_drafts <= 16
+        assert num_methods >= 1
         self.max_drafts = max_drafts
+        self.num_arms = num_methods * max_drafts + 1
+        assert num_methods == 1 or chooses_method
+        self._chooses_method = chooses_method
+        self._first_arm = 0 if chooses_method else min(1, max_drafts)
         self._options = options = options or ControlOptions()
-        self._times = StepTimeModel(max_drafts, options.times)
-        self._acceptance = AcceptanceModel(max_drafts, options.acceptance)
+        self._times_M = [StepTimeModel(max_drafts, options.times) for _ in range(num_methods)]
+        self._acceptance_M = [AcceptanceModel(max_drafts, options.acceptance) for _ in range(num_methods)]
         self._buckets: dict[int, _Bucket] = {}
         self._step = 0
         self._elapsed_s = 0.0
-        self._spent_s = [0.0] * (max_drafts + 1)  # by trials of each k
+        self._spent_s = [0.0] * self.num_arms  # by trials of each
         self._allowed_s = 0.0
         self._last_grant_step = 0
 
-    def choose(self, batch_size: int, num_capable: Sequence[int] | None = None) -> int:
-        """The k of the next step.
+    def method_of(self, arm: int) -> int:
+        """The method that makes an arm's drafts; 0 of arm 0."""
+        return max(0, arm - 1) // max(1, self.max_drafts)
+
+    def drafts_of(self, arm: int) -> int:
+        """Drafts of a step with this arm."""
+        return arm - self.method_of(arm) * self.max_drafts
+
+    def arm_of(self, method: int, num_drafts: int) -> int:
+        """Of a method and its k."""
+        return method * self.max_drafts + num_drafts if num_drafts else 0
+
+    def choose(
+        self, batch_size: int, num_capable: Sequence[int] | None = None, allowed: Collection[int] | None = None
+    ) -> int:
+        """The arm of the next step.
 
         Results of steps that were chosen before may still be outstanding.
 
         Args:
             batch_size: its sequences.
             num_capable: of those, the ones that may use draft j, for each j that any of them may; all, if None.
+            allowed: arms to choose among, 0 always being one of them; all, if None.
         """
         assert batch_size >= 1
         shares = (1.0,) * self.max_drafts
@@ -373,8 +427,17 @@ class SpeculationControl:
             shares = tuple(number / batch_size for number in num_capable[: self.max_drafts])
         if not shares:
             return 0
+        arms = [
+            arm
+            for arm in range(self.num_arms)
+            if arm == 0 or (self.drafts_of(arm) <= len(shares) and (allowed is None or arm in allowed))
+        ]
         name = bucket_of(batch_size)
-        return self._decide(name, self._bucket(name), shares)
+        return self._decide(name, self._bucket(name), shares, arms)
+
+    def in_use(self, batch_size: int) -> int:
+        """The arm that steps of so many sequences have, but for trials."""
+        return self._bucket(bucket_of(batch_size)).in_use
 
     def observe(
         self, *, batch_size: int, num_drafts: int, step_s: float, tested: Sequence[int], accepted: Sequence[int]
@@ -383,21 +446,27 @@ class SpeculationControl:
 
         Args:
             batch_size: sequences of the step.
-            num_drafts: its k.
+            num_drafts: its arm: with one method its k.
             step_s: how long it took; a value that cannot be is ignored.
             tested: of each draft position, sequences in which it was proposed and all before it stood.
             accepted: of those, where it stood.
         """
-        assert 0 <= num_drafts <= self.max_drafts
+        arm = num_drafts
+        assert 0 <= arm < self.num_arms
         if self.max_drafts == 0:
             return
         self._step += 1
-        jumped = self._acceptance.observe(tested, accepted)
+        method, jumped = self.method_of(arm), False
+        for other, acceptance in enumerate(self._acceptance_M):
+            was_run = other == method and arm > 0
+            jumped |= acceptance.observe(tested if was_run else (), accepted if was_run else ())
         if MIN_TIME_S < step_s < MAX_TIME_S:  # not NaN either
             name = bucket_of(batch_size)
-            self._bucket(name).seen_step[num_drafts] = self._step
-            jumped |= self._times.observe(name, num_drafts, step_s)
-            usual_s = self.expected_step_s(batch_size, num_drafts)
+            self._bucket(name).seen_step[arm] = self._step
+            for other, times in enumerate(self._times_M):
+                if arm == 0 or other == method:
+                    jumped |= times.observe(name, self.drafts_of(arm), step_s)
+            usual_s = self.expected_step_s(batch_size, arm)
             if self._elapsed_s == 0.0:
                 self._allowed_s = self._options.first_trials * usual_s
             self._elapsed_s += min(step_s, 4.0 * usual_s)
@@ -411,101 +480,143 @@ class SpeculationControl:
             self._allowed_s += self._options.first_trials * usual_s
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Tokens that a step with this k is expected to emit per sequence."""
+        """Tokens that a step with this arm is expected to emit per sequence."""
         tokens = stands = 1.0
-        for rate in self._acceptance.mean[:num_drafts]:
+        for rate in self._acceptance_M[self.method_of(num_drafts)].mean[: self.drafts_of(num_drafts)]:
             stands *= rate
             tokens += stands
         return tokens
 
     def expected_step_s(self, batch_size: int, num_drafts: int) -> float:
-        """Seconds that a step is expected to take; 0 where nothing is known yet."""
-        name = bucket_of(batch_size)
-        if not self._times.knows(name):
+        """Seconds that a step with this arm is expected to take; 0 where nothing is known yet of its method."""
+        name, times = bucket_of(batch_size), self._times_M[self.method_of(num_drafts)]
+        if not times.knows(name):
             return 0.0
-        mean, _ = self._times.times(name)
-        return math.exp(min(mean[num_drafts], 50.0))
+        mean, _ = times.times(name)
+        return math.exp(min(mean[self.drafts_of(num_drafts)], 50.0))
 
     def _bucket(self, name: int) -> _Bucket:
-        """As new: with the k of the nearest."""
+        """As new: with the arm of the nearest."""
         bucket = self._buckets.get(name)
         if bucket is None:
-            in_use = min(1, self.max_drafts)
+            in_use = self._first_arm
             if self._buckets:
                 in_use = self._buckets[min(self._buckets, key=lambda other: (abs(other - name), other))].in_use
-            bucket = self._buckets[name] = _Bucket(in_use, self.max_drafts + 1)
+            bucket = self._buckets[name] = _Bucket(in_use, self.num_arms)
         return bucket
 
-    def _decide(self, name: int, bucket: _Bucket, shares: tuple[float, ...]) -> int:
-        """The k in use, another one from now on if that is better, or a trial."""
+    def _decide(self, name: int, bucket: _Bucket, shares: tuple[float, ...], arms: list[int]) -> int:
+        """The arm in use, another one from now on if that is better, or a trial."""
         options = self._options
-        in_use = min(bucket.in_use, len(shares))
-        if not self._times.knows(name):
+        in_use = bucket.in_use
+        if self.drafts_of(in_use) > len(shares):
+            in_use = self.arm_of(self.method_of(in_use), len(shares))
+        in_use = in_use if in_use in arms else 0
+        if not self._times_M[self.method_of(in_use)].knows(name):
             return in_use
-        log_s, time_var = self._times.times(name)
-        # More drafts never take less time; what is in use is known best.
-        known = log_s[in_use]
-        log_s = [min(log, known) if k < in_use else max(log, known) for k, log in enumerate(log_s)]
-        tokens, stands = [1.0], 1.0
-        for share, rate in zip(shares, self._acceptance.mean, strict=False):
-            stands *= rate
-            tokens.append(tokens[-1] + share * stands)
-        speed = [math.log(count) - log for count, log in zip(tokens, log_s, strict=False)]
-        best = max(range(len(speed)), key=speed.__getitem__)
+        outlook = self._outlook(name, in_use, shares)
+        speed = outlook.speed
+        best = max(arms, key=speed.__getitem__)
         if best != in_use and speed[best] > speed[in_use] + options.margin:
             if speed[best] > speed[in_use] + options.surprise:
-                self._grant_trials(math.exp(min(log_s[best], 50.0)))
+                self._grant_trials(math.exp(min(outlook.log_s[best], 50.0)))
             bucket.in_use = in_use = best
-        return self._find_trial(bucket, in_use, tokens, log_s, speed, time_var)
+        return self._find_trial(name, bucket, in_use, outlook, arms)
 
-    def _find_trial(
-        self,
-        bucket: _Bucket,
-        in_use: int,
-        tokens: list[float],
-        log_s: list[float],
-        speed: list[float],
-        time_var: list[list[float]],
-    ) -> int:
+    def _outlook(self, name: int, in_use: int, shares: tuple[float, ...]) -> _Outlook:
+        mine = self.method_of(in_use)
+        mean, _ = self._times_M[mine].times(name)
+        # More drafts never take less time; what is in use is known best.
+        known = mean[self.drafts_of(in_use)]
+        none_s = min(mean[0], known)
+        tokens, log_s = [1.0], [none_s]
+        for method, times in enumerate(self._times_M):
+            if method == mine:
+                own = [min(log, known) if k < self.drafts_of(in_use) else max(log, known) for k, log in enumerate(mean)]
+            elif times.knows(name):
+                other, _ = times.times(name)
+                own = [none_s + max(0.0, log - other[0]) for log in other]
+            else:  # what is known beforehand
+                own = [none_s + self._options.times.slope * k for k in range(len(mean))]
+            log_s += own[1:]
+            stands, count = 1.0, 1.0
+            for place, rate in enumerate(self._acceptance_M[method].mean):
+                stands *= rate
+                count += (shares[place] if place < len(shares) else 0.0) * stands
+                tokens.append(count)
+        speed = [math.log(count) - log for count, log in zip(tokens, log_s, strict=True)]
+        if self._chooses_method:
+            speed[0] += self._options.least_gain
+        return _Outlook(tokens, log_s, speed)
+
+    def _find_trial(self, name: int, bucket: _Bucket, in_use: int, outlook: _Outlook, arms: list[int]) -> int:
         options, step = self._options, self._step
-        # Each k has a part of its own: cheap trials of one as good as another would use up a common budget for ever.
+        log_s, speed = outlook.log_s, outlook.speed
+        # Each arm has a part of its own: cheap trials of one as good as another would use a common budget up for ever.
         budget_s = self._allowed_s + options.trial_share * self._elapsed_s
-        part_s = budget_s / self.max_drafts
+        part_s = budget_s / (self.num_arms - 1)
         whole_left_s = budget_s - sum(self._spent_s)
-        slope_in_use = self._slopes(tokens, in_use)
         # What is in use is measured before it is doubted.
         found, found_score, found_cost_s = in_use, 0.0, 0.0
-        for k, log in enumerate(log_s[: len(tokens)]):
-            age = step - bucket.seen_step[k]
-            if k == in_use or bucket.seen_step[k] >= bucket.seen_step[in_use] or bucket.is_tried(k, step):
+        for arm in arms:
+            age = step - bucket.seen_step[arm]
+            if arm == in_use or bucket.seen_step[arm] >= bucket.seen_step[in_use] or bucket.is_tried(arm, step):
                 continue
-            gap = max(0.0, 1.0 - math.exp(speed[k] - speed[in_use]))
-            cost_s = max(gap, options.least_cost) * math.exp(min(log, 50.0))
-            spent_s = self._spent_s[k]
+            gap = max(0.0, 1.0 - math.exp(speed[arm] - speed[in_use]))
+            is_foreign = self._chooses_method and arm > 0 and not self._is_of_method(in_use, arm)
+            least_cost = options.foreign_cost if is_foreign else options.least_cost
+            arm_s = math.exp(min(log_s[arm], 50.0))
+            cost_s = max(gap, least_cost) * arm_s
+            spent_s = self._spent_s[arm]
             left_s = max(part_s - spent_s, min(options.borrow * part_s - spent_s, whole_left_s))
             score = age / (gap + options.patience)
             if left_s <= 0.0 or score <= found_score:
                 continue
-            var = time_var[k][k] + time_var[in_use][in_use] - 2.0 * time_var[k][in_use]
-            slope = [ours - theirs for ours, theirs in zip(self._slopes(tokens, k), slope_in_use, strict=True)]
-            for ours, row in zip(slope, self._acceptance.var, strict=True):
-                if ours:
-                    var += ours * sum([value * theirs for value, theirs in zip(row, slope, strict=True)])
-            spread = math.sqrt(max(var, 0.0))
-            hoped = max(0.0, 1.0 - math.exp(speed[k] + options.hope * spread - speed[in_use]))
-            if hoped * math.exp(min(log, 50.0)) > left_s:
+            spread = math.sqrt(max(self._var(name, in_use, arm, outlook.tokens), 0.0))
+            hoped = max(0.0, 1.0 - math.exp(speed[arm] + options.hope * spread - speed[in_use]))
+            if hoped * arm_s > left_s:
                 continue
             if options.plausible * spread - gap > options.worth_trying:
-                found, found_score, found_cost_s = k, score, cost_s
+                found, found_score, found_cost_s = arm, score, cost_s
         if found != in_use:
             self._spent_s[found] += found_cost_s
             bucket.tried_step[found] = step
         return found
 
-    def _slopes(self, tokens: list[float], k: int) -> list[float]:
-        """Relative change of E_k with each acceptance."""
-        total = tokens[k]
-        return [(total - tokens[j]) / (rate * total) if j < k else 0.0 for j, rate in enumerate(self._acceptance.mean)]
+    def _is_of_method(self, in_use: int, arm: int) -> bool:
+        """Whether drafts are made now, and by the method of this arm."""
+        return in_use > 0 and self.method_of(in_use) == self.method_of(arm)
+
+    def _var(self, name: int, in_use: int, arm: int, tokens: list[float]) -> float:
+        """Variance of how much faster one is than the other, in logarithms."""
+        total = 0.0
+        for method, (times, acceptance) in enumerate(zip(self._times_M, self._acceptance_M, strict=True)):
+            # What is between two arms of a method, or between one and arm 0, which is every method's.
+            ours, theirs = (item if item == 0 or self.method_of(item) == method else 0 for item in (arm, in_use))
+            if ours == theirs:
+                continue
+            a, b = self.drafts_of(ours), self.drafts_of(theirs)
+            if times.knows(name):
+                _, var = times.times(name)
+                total += var[a][a] + var[b][b] - 2.0 * var[a][b]
+            else:
+                total += self._options.times.slope_var * abs(a - b) + 2.0 * self._options.times.own_var
+            places = range(self.max_drafts)
+            slope = [
+                self._slope(acceptance, tokens, ours, place) - self._slope(acceptance, tokens, theirs, place)
+                for place in places
+            ]
+            for one, row in zip(slope, acceptance.var, strict=True):
+                if one:
+                    total += one * sum([value * other for value, other in zip(row, slope, strict=True)])
+        return total
+
+    def _slope(self, acceptance: AcceptanceModel, tokens: list[float], arm: int, place: int) -> float:
+        """Relative change of an arm's tokens with one acceptance of its method."""
+        if place >= self.drafts_of(arm):
+            return 0.0
+        before = tokens[arm - self.drafts_of(arm) + place] if place else 1.0
+        return (tokens[arm] - before) / (acceptance.mean[place] * tokens[arm])
 
 
 def bucket_of(batch_size: int) -> int:

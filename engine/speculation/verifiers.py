@@ -1,7 +1,7 @@
 """From the verification that was configured to what does it: kernels, or torch."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,6 +67,34 @@ class ForceVerifier:
     def verify(self, inputs: VerifyInputs) -> Verified:
         """See the class."""
         return _accept_made_up(inputs, torch.full_like(inputs.draft_cap_B, self.forced_len))
+
+
+@dataclass(frozen=True, slots=True)
+class MixedVerifier:
+    """Judges drafts that were drawn and drafts that are point masses in one step, each as where it is among its like.
+
+    Attributes:
+        drawn: of drafts drawn from distributions.
+        points: of the others.
+        is_point_B: bool, whose drafts those are.
+    """
+
+    drawn: Verifier
+    points: Verifier
+    is_point_B: torch.Tensor
+
+    @property
+    def draft_law(self) -> DraftLaw:
+        """As the drawn ones'."""
+        return self.drawn.draft_law
+
+    def verify(self, inputs: VerifyInputs) -> Verified:
+        """See the class."""
+        drawn, points = self.drawn.verify(inputs), self.points.verify(replace(inputs, draft_probs=None))
+        return Verified(
+            token_ids_BQ=torch.where(self.is_point_B[:, None], points.token_ids_BQ, drawn.token_ids_BQ),
+            accepted_len_B=torch.where(self.is_point_B, points.accepted_len_B, drawn.accepted_len_B),
+        )
 
 
 def conditional_rates(acceptance_rates: tuple[float, ...]) -> tuple[float, ...]:

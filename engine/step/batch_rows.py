@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from baton.core.draft_method import DraftMethod
 from baton.core.requests.sampling import SamplingParams
 from baton.engine.step.length_bounds import Ints
 from baton.kernels.copies import to_device
@@ -26,8 +27,12 @@ class StepBatch:
         proposed_lens: of those, in this step.
         most_B: tokens each may emit in it.
         room_B: tokens each may emit in a step of any k.
-        max_drafts: drafts that the step's plan allows.
+        max_drafts: drafts that the step's plan allows,
+        method: and what makes them, where a sequence has none of its own; None: nothing.
         num_drafts: K of the step, which its sequences' caps may lower.
+        num_by_head: of those, the most that the head makes for any of them,
+        num_looked_up: and the most that are looked up.
+        is_looked_up_B: bool, whose drafts are looked up; None where that holds for all or for none.
         keeps_mtp: the MTP head sees what is emitted, also with K = 0: k may rise while these sequences run.
         num_tops: likeliest tokens each reports; None: no log-probabilities at all.
         num_reporting: those that do.
@@ -43,7 +48,11 @@ class StepBatch:
     most_B: Ints
     room_B: Ints
     max_drafts: int
+    method: DraftMethod | None
     num_drafts: int
+    num_by_head: int
+    num_looked_up: int
+    is_looked_up_B: torch.Tensor | None
     keeps_mtp: bool
     num_tops: tuple[int | None, ...]
     num_reporting: int
@@ -56,14 +65,22 @@ class StepBatch:
         *,
         sampling: tuple[SamplingParams, ...],
         draft_caps: tuple[int, ...],
+        methods: tuple[DraftMethod | None, ...],
         num_drafts: int,
+        method: DraftMethod | None,
         has_mtp: bool,
         vocab_size: int,
         device: torch.device,
     ) -> "StepBatch":
-        """The batch of these slots, while steps make at most `num_drafts` drafts."""
+        """The batch of these slots, while steps make at most `num_drafts` drafts by `method`."""
         assert len(set(slots)) == len(slots)
         proposed_lens = tuple(min(cap, num_drafts) for cap in draft_caps)
+        is_looked_up = [(own or method) is DraftMethod.NGRAM for own in methods]
+        by_head, looked_up = (
+            max((count for count, is_so in zip(proposed_lens, is_looked_up, strict=True) if is_so is wanted), default=0)
+            for wanted in (False, True)
+        )
+        is_mixed = by_head > 0 and looked_up > 0
         num_tops = tuple(params.logprobs for params in sampling)
         reported = [num_top for num_top in num_tops if num_top is not None]
         return cls(
@@ -76,7 +93,11 @@ class StepBatch:
             most_B=np.array(proposed_lens, dtype=np.int64) + 1,
             room_B=np.array(draft_caps, dtype=np.int64) + 1,
             max_drafts=num_drafts,
+            method=method,
             num_drafts=max(proposed_lens, default=0),
+            num_by_head=by_head,
+            num_looked_up=looked_up,
+            is_looked_up_B=to_device(torch.tensor(is_looked_up), device) if is_mixed else None,
             keeps_mtp=has_mtp and max(draft_caps, default=0) > 0,
             num_tops=num_tops,
             num_reporting=len(reported),

@@ -8,6 +8,7 @@ kinds are fixed: a kind that is deleted takes its number with it. Numbers from 6
 
 from dataclasses import dataclass
 
+from baton.core.draft_method import DraftMethod
 from baton.core.requests.request import AttemptKey
 from baton.core.requests.sampling import SamplingParams
 
@@ -36,6 +37,7 @@ class Place:
         blocks: its KV blocks, in token order.
         sampling: the request's parameters.
         draft_cap: drafts that it may use in a step.
+        method: what makes its drafts in every step that has any; None: what makes the step's.
         choice: which of the request's `n` answers it is.
         resume: it decodes from the next step on; None: chunks compute its tokens first.
         knows_next: chunks compute all tokens but the newest, which was sampled before; it decodes from there.
@@ -48,6 +50,7 @@ class Place:
     blocks: tuple[int, ...]
     sampling: SamplingParams
     draft_cap: int
+    method: DraftMethod | None = None
     choice: int = 0
     resume: Resume | None = None
     knows_next: bool = False
@@ -147,6 +150,7 @@ class Step:
         chunks: at most one a sequence.
         slots: of the sequences that decode.
         num_drafts: drafts that each of them verifies, at most its cap.
+        method: what makes them; None: the one that the runner has, or nothing where it has two.
         max_context_len: bound of position + 1 over the decode rows; all ranks compute the same shapes.
         limit_s: a rank that has not ended the step by then hangs; 0 with one rank.
     """
@@ -154,6 +158,7 @@ class Step:
     chunks: tuple[Chunk, ...] = ()
     slots: tuple[int, ...] = ()
     num_drafts: int = 0
+    method: DraftMethod | None = None
     max_context_len: int = 0
     limit_s: float = 0.0
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from baton.core.clock import Clock
+from baton.core.draft_method import DraftMethod
 from baton.core.errors import BatonError
 from baton.core.prompt_lookup import PromptLookup
 from baton.core.requests.request import AttemptKey
@@ -31,8 +32,8 @@ from baton.engine.kv_offload import KVOffload
 from baton.engine.sampling.history import SampledSequence
 from baton.engine.sampling.logprobs import LOGITS_ROWS, logprobs_of
 from baton.engine.speculation.token_history import TokenHistory
-from baton.engine.speculation.verifiers import verifier_for
-from baton.engine.speculation.verify import DraftLaw, Verified
+from baton.engine.speculation.verifiers import MixedVerifier, verifier_for
+from baton.engine.speculation.verify import DraftLaw, Verified, Verifier
 from baton.engine.step.batch import ChunkRows, Ints, PrefillInputs, prefill_inputs
 from baton.engine.step.batch_rows import StepBatch
 from baton.engine.step.counters import mark_idle
@@ -78,6 +79,7 @@ class _Resident:
     blocks: list[int]
     sampling: SamplingParams
     draft_cap: int
+    method: DraftMethod | None
     knows_next: bool
     state_slot: int | None
 
@@ -95,6 +97,7 @@ class _Work:
     times: StepTimes
     layout: ResultLayout
     batch: StepBatch | None
+    redraws: bool
     chunks: tuple[ChunkRows, ...]
     sampled_slots: tuple[int, ...]
     sampled_params: tuple[SamplingParams, ...]
@@ -122,7 +125,8 @@ class Runner:
         communicator: of the worker's ranks; None with one rank.
         eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
         verification: of drafts; coupled if None.
-        lookup: how drafts are found in the text so far; None: the model's MTP head makes them.
+        lookup: how drafts are found in the text so far; None: the model's head makes them. With a lookup and a head,
+            each step says what makes its drafts.
         grammars: needed for sequences with a grammar.
         graphs: CUDA graphs of decode-only steps; None: every step is eager.
         host_kv_bytes: host memory for the KV of preempted sequences (`kv_offload`).
@@ -152,9 +156,8 @@ class Runner:
     ) -> None:
         assert max_num_seqs >= 1
         self.has_mtp = pool.layout.has_mtp
-        assert num_draft_tokens == 0 or self.has_mtp != (lookup is not None), (
-            "drafts need an MTP layer, or are looked up"
-        )
+        assert num_draft_tokens == 0 or self.has_mtp or lookup is not None, "drafts need an MTP layer, or are looked up"
+        self.has_lookup = lookup is not None and num_draft_tokens > 0
         self.max_num_seqs = max_num_seqs
         self.num_draft_tokens = num_draft_tokens
         self.hidden_size = model.config.hidden_size
@@ -167,11 +170,15 @@ class Runner:
         self._communicator = communicator or Alone()
         self._decisions = Decisions(self._communicator, pool.device)
         verification = verification or VerificationConfig()
-        self._verifier = verifier_for(model, verification.of_lookup() if lookup else verification, num_draft_tokens)
+        of_lookup = verifier_for(model, verification.of_lookup(), num_draft_tokens)
+        is_chosen = self.has_mtp and self.has_lookup
+        self._verifier = of_lookup if lookup and not is_chosen else verifier_for(model, verification, num_draft_tokens)
+        self._of_lookup = of_lookup if lookup else self._verifier
         if self._verifier.draft_law is DraftLaw.SAMPLED:
             model.t2d()  # made before the first step, not in it
         self._open_push = open_push
         self._residents: dict[int, _Resident] = {}
+        self._drafted: set[int] = set()  # slots that will have a draft in hand when the steps launched are over
         self._batch: StepBatch | None = None
         self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the executor
         self._emitted: list[EmittedTokens] = []  # that grammars have not taken yet; belongs to the executor
@@ -194,6 +201,12 @@ class Runner:
         )
 
     @property
+    def methods(self) -> tuple[DraftMethod, ...]:
+        """What can make the drafts of a step: at least one."""
+        has_head = self.has_mtp or not self.has_lookup
+        return (*((DraftMethod.HEAD,) if has_head else ()), *((DraftMethod.NGRAM,) if self.has_lookup else ()))
+
+    @property
     def num_host_blocks(self) -> int:
         """KV blocks that host memory holds."""
         return self._offload.num_blocks
@@ -210,7 +223,9 @@ class Runner:
         """
         warm_up_prefill(self._model, self._pool, reach)
         if decodes:
-            warm_up_decode(self._model, self._pool, reach, self._verifier, self.num_draft_tokens, self._table.history)
+            verifiers = [(self._verifier, None)] if self.has_mtp or not self.has_lookup else []
+            verifiers += [(self._of_lookup, self._table.history)] if self.has_lookup else []
+            warm_up_decode(self._model, self._pool, reach, verifiers, self.num_draft_tokens)
 
     def execute(self, operation: Operation) -> Pending | None:
         """Carry an operation out between the steps launched before and those launched after this call.
@@ -238,7 +253,9 @@ class Runner:
             Exception: on CUDA, what setting it off raised; on a CPU the ticket raises it.
         """
         assert step.chunks or step.slots
-        batch = self._batch_of(step.slots, step.num_drafts) if step.slots else None
+        batch = self._batch_of(step.slots, step.num_drafts, step.method) if step.slots else None
+        redraws = batch is not None and self.has_lookup and batch.num_by_head > 0
+        redraws = redraws and not self._drafted.issuperset(step.slots)
         residents = [self._residents[chunk.slot] for chunk in step.chunks]
         chunks = tuple(map(_rows_of, step.chunks, residents))
         sampled = [place for place, chunk in enumerate(chunks) if chunk.is_last]
@@ -256,12 +273,18 @@ class Runner:
             times=times,
             layout=layout,
             batch=batch,
+            redraws=redraws,
             chunks=chunks,
             sampled_slots=tuple(step.chunks[place].slot for place in sampled),
             sampled_params=tuple(residents[place].next_sampling for place in sampled),
             known=frozenset(at for at, place in enumerate(sampled) if residents[place].knows_next),
             push=push,
         )
+        if batch is not None:
+            change = self._drafted.update if self._drafts_next(batch) else self._drafted.difference_update
+            change(step.slots)
+        if self._verifier.draft_law is not DraftLaw.LIKELIEST:  # a prompt's draft was drawn
+            self._drafted.update(work.sampled_slots)
         buffer = self._buffers.take(layout.num_values)
         future = self._executor.submit(lambda: self._sample(work), buffer[: layout.num_values])
         handed = [place for place, chunk in enumerate(sampled) if step.chunks[chunk].push is not None]
@@ -345,14 +368,18 @@ class Runner:
             blocks=list(place.blocks),
             sampling=place.sampling,
             draft_cap=draft_cap,
+            method=place.method,
             knows_next=place.knows_next,
             state_slot=place.state_slot,
         )
+        if resume is not None and resume.draft_token is not None and self._verifier.draft_law is not DraftLaw.LIKELIEST:
+            self._drafted.add(slot)
         self.meter.admit(slot)
         self._batch = None
 
     def _release(self, slot: int) -> None:
         del self._residents[slot]
+        self._drafted.discard(slot)
         self._batch = None
 
         def work() -> None:
@@ -387,7 +414,11 @@ class Runner:
                 keeps_mtp=batch.keeps_mtp,
                 sampling=self._table.sampling.rows(batch.slots, batch.sampling),
                 grammar=self._grammar_rows(batch.slots, is_alone=not step.chunks),
-                history=None if self._table.history is None else (self._table.history, batch.slots_B),
+                history=(self._table.history, batch.slots_B) if self._table.history and batch.num_looked_up else None,
+                is_looked_up_B=batch.is_looked_up_B,
+                num_by_head=batch.num_by_head if batch.is_looked_up_B is not None else None,
+                redraws=work.redraws,
+                drafts_next=self._drafts_next(batch),
             )
         if work.chunks:
             slots = work.sampled_slots
@@ -405,7 +436,18 @@ class Runner:
     def _sampled(self, work: _Work) -> tuple[DecodeSample | None, PromptSample | None]:
         """The trunk and the tokens of every row."""
         work.passes = self._passes(work)
-        return sample(work.passes, work.decode, work.prompt, self._model, self._verifier)
+        return sample(work.passes, work.decode, work.prompt, self._model, self._verifier_of(work.batch))
+
+    def _verifier_of(self, batch: StepBatch | None) -> Verifier:
+        if batch is None or not batch.num_looked_up:
+            return self._verifier
+        if batch.is_looked_up_B is None or self._verifier.draft_law is not DraftLaw.SAMPLED:
+            return self._of_lookup
+        return MixedVerifier(self._verifier, self._of_lookup, batch.is_looked_up_B)
+
+    def _drafts_next(self, batch: StepBatch) -> bool:
+        """Whether a step leaves a draft in hand: where drafts may be looked up, only one that uses the head does."""
+        return not self.has_lookup or batch.num_by_head > 0
 
     def _extended(self, work: _Work) -> tuple[Extended | None, Extended | None]:
         """The MTP head and the next drafts."""
@@ -551,15 +593,21 @@ class Runner:
                 found[place] = state.error
         return found
 
-    def _batch_of(self, slots: tuple[int, ...], num_drafts: int) -> StepBatch:
+    def _batch_of(self, slots: tuple[int, ...], num_drafts: int, method: DraftMethod | None) -> StepBatch:
+        if len(self.methods) == 1:
+            [method] = self.methods
+        assert method is not None or num_drafts == 0
         batch = self._batch
-        if batch is None or batch.slots != slots or batch.max_drafts != num_drafts:
+        wanted = slots, num_drafts, method
+        if batch is None or (batch.slots, batch.max_drafts, batch.method) != wanted:
             residents = [self._residents[slot] for slot in slots]
             batch = self._batch = StepBatch.of(
                 slots,
                 sampling=tuple(item.sampling for item in residents),
                 draft_caps=tuple(item.draft_cap for item in residents),
+                methods=tuple(item.method for item in residents),
                 num_drafts=num_drafts,
+                method=method,
                 has_mtp=self.has_mtp,
                 vocab_size=self._model.config.vocab_size,
                 device=self._pool.device,
@@ -580,7 +628,7 @@ class Runner:
 
         return ResultLayout(
             num_drafts=0 if batch is None else batch.num_drafts,
-            tells_proposed=batch is not None and self._table.history is not None,
+            tells_proposed=batch is not None and batch.num_looked_up > 0,
             proposed_lens=() if batch is None else batch.proposed_lens,
             num_tops=() if batch is None else tuple(map(capped, batch.num_tops)),
             samples=tuple(chunk.is_last for chunk in chunks),

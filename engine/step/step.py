@@ -47,6 +47,7 @@ from baton.engine.step.slots import DecodeState
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling.rows import settled
+from baton.kernels.sampling.ngram import NO_DRAFT
 from baton.kernels.sampling.verify import Verdict, post_verify
 from baton.model.model import Model
 
@@ -65,7 +66,11 @@ class DecodeInputs:
             in hand. Its drafts need it; sequences that never draft leave the head alone.
         sampling: what sequences ask beyond the likeliest token; None if all are greedy and plain.
         grammar: the sequences that have a grammar; None if none has. It sees the drafts on the host and masks logits.
-        history: where drafts are looked up, and the slots of the sequences in it; None: the MTP head makes them.
+        history: where drafts are looked up, and the slots of the sequences in it; None: the head makes all of them.
+        is_looked_up_B: bool, whose drafts are; None: everybody's, if there is a history.
+        num_by_head: K of those that the head makes; None: K.
+        redraws: no draft in hand is used, as some sequence has none: the head draws the first one, too.
+        drafts_next: the head chooses the next draft in hand; else it leaves its hidden state, from which it can.
     """
 
     state: DecodeState
@@ -75,6 +80,10 @@ class DecodeInputs:
     sampling: SamplingRows | None
     grammar: GrammarRows | None = None
     history: tuple[TokenHistory, torch.Tensor] | None = None
+    is_looked_up_B: torch.Tensor | None = None
+    num_by_head: int | None = None
+    redraws: bool = False
+    drafts_next: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +168,13 @@ def sample(
     ids_BQ = first_B = None
     if decode is not None:
         length_B = settled(decode.state.length_B)
+        drafts_next = decode.keeps_mtp and decode.drafts_next
         source = DraftSource.of_step(
-            verifier.draft_law, decode.sampling, length_B, decode.num_drafts, model, drafts_next=decode.keeps_mtp
+            verifier.draft_law, decode.sampling, length_B, decode.num_drafts, model, drafts_next=drafts_next
         )
         drafts, draft_probs = _draft(passes, decode, source, model)
+        if decode.redraws:  # of a sequence that emits nothing it stays in hand
+            decode = replace(decode, state=replace(decode.state, draft_token_B=drafts.valid_ids()[:, 0]))
         if decode.grammar is not None:
             decode.grammar.take(drafts.ids_BK)
         ids_BQ = torch.cat([decode.state.last_token_B[:, None], drafts.valid_ids()], dim=1)
@@ -307,14 +319,14 @@ def _next_draft(decode: DecodeInputs, of_decode: DecodeSample, mtp_TD: torch.Ten
     """The first draft of each decode sequence's next step, from the row of its last emitted token."""
     hidden_BD, source = mtp_TD[of_decode.last_row_B], of_decode.source
     is_idle_B, before = of_decode.is_idle_B, decode.state
-    draft_B = before.draft_token_B
-    if source.law is not DraftLaw.SAMPLED:
+    draft_B: torch.Tensor | None = None
+    if decode.drafts_next and source.law is not DraftLaw.SAMPLED:
         ahead = None
         if looks_ahead(decode.sampling):
             ahead = HistoryLookahead(of_decode.verified.token_ids_BQ, of_decode.accepted_len_B[:, None] + 1)
         draft_B = source.draft_next(model, hidden_BD, of_decode.accepted_len_B, ahead)
     if is_idle_B is not None:
-        draft_B = torch.where(is_idle_B, before.draft_token_B, draft_B)
+        draft_B = None if draft_B is None else torch.where(is_idle_B, of_decode.state.draft_token_B, draft_B)
         hidden_BD = torch.where(is_idle_B[:, None], before.hidden_BD, hidden_BD)
     return Extended(draft_B, hidden_BD)
 
@@ -347,23 +359,41 @@ def _idle(before: DecodeState, after: DecodeState, is_idle_B: torch.Tensor) -> D
 def _draft(
     passes: Passes, decode: DecodeInputs, source: DraftSource, model: Model
 ) -> tuple[DraftIds, DraftProbs | None]:
-    """K drafts: looked up, or the draft in hand extended by the MTP head, which feeds on its own output.
+    """K drafts: looked up, or made by the head; or some sequences' so and others' so."""
+    num_drafts, num_by_head = decode.num_drafts, decode.num_by_head
+    if num_drafts == 0:
+        return DraftIds(decode.state.last_token_B.new_empty(len(decode.state.last_token_B), 0)), None
+    looked_up = None
+    if decode.history is not None:
+        history, slot_B = decode.history
+        looked_up = history.drafts(slot_B, decode.state.length_B, num_drafts)
+        if decode.is_looked_up_B is None:
+            return looked_up, None
+    made, probs = _chain(passes, decode, source, model, num_drafts if num_by_head is None else num_by_head)
+    if looked_up is None or decode.is_looked_up_B is None:
+        return made, probs
+    num_missing = num_drafts - made.ids_BK.shape[1]
+    ids_BK = torch.nn.functional.pad(made.ids_BK, (0, num_missing), value=NO_DRAFT)
+    if probs is not None:
+        probs = replace(probs, probs_SKC=torch.nn.functional.pad(probs.probs_SKC, (0, 0, 0, num_missing)))
+    return DraftIds(torch.where(decode.is_looked_up_B[:, None], looked_up.ids_BK, ids_BK)), probs
+
+
+def _chain(
+    passes: Passes, decode: DecodeInputs, source: DraftSource, model: Model, num_drafts: int
+) -> tuple[DraftIds, DraftProbs | None]:
+    """The draft in hand extended by the head, which feeds on its own output.
 
     Drafts that are drawn from a distribution are all drawn here, the first from the hidden state that the one in hand
     was made from: so no distribution has to outlive its step, or cross from the prefill worker.
     """
     state = decode.state
-    if decode.num_drafts == 0:
-        return DraftIds(state.last_token_B.new_empty(len(state.last_token_B), 0)), None
-    if decode.history is not None:
-        history, slot_B = decode.history
-        return history.drafts(slot_B, state.length_B, decode.num_drafts), None
     hidden_BD = state.hidden_BD
-    if source.law is DraftLaw.SAMPLED:
+    if source.law is DraftLaw.SAMPLED or decode.redraws:
         drafted = [source.draft(model, hidden_BD, 0)]
     else:
         drafted = [Drafted(state.draft_token_B, None)]
-    for step in range(1, decode.num_drafts):
+    for step in range(1, num_drafts):
         hidden_BD = passes.draft(drafted[-1].token_B, hidden_BD, state.length_B - 2 + step)
         ahead = None
         if looks_ahead(decode.sampling):

@@ -12,11 +12,14 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from baton.core.distribution import Buckets
-from baton.core.telemetry.step_report import COUNT_BOUNDS, RowCounts, StepReport
+from baton.core.draft_method import DraftMethod
+from baton.core.telemetry.step_report import COUNT_BOUNDS, MethodCounts, RowCounts, StepReport
 from baton.engine.step.counters import at_least
 from baton.engine.step.meter import StepMeter
 from baton.engine.step.result import Emitted
 
+NO_METHOD: Final = "none"
+METHODS: Final = (NO_METHOD, *(method.value for method in DraftMethod))
 _MAX_STEPS: Final = 64  # sorted at once, which is cheaper than one by one
 
 
@@ -82,6 +85,7 @@ class StepTally:
         self._dropped = {fate: _Rows(num_draft_tokens) for fate in Fate}
         self._step_tokens = Buckets(COUNT_BOUNDS)
         self._step_sequences = Buckets(COUNT_BOUNDS)
+        self._by_method = {name: [0, 0, 0] for name in METHODS}  # steps, drafts, accepted ones
         self._lock = threading.Lock()
 
     def add_step(
@@ -103,6 +107,13 @@ class StepTally:
         if len(self._steps) >= _MAX_STEPS:
             with self._lock:
                 self._sort()
+
+    def add_drafts(self, method: DraftMethod | None, num_steps: int, num_proposed: int, num_accepted: int) -> None:
+        """Count what a method made in rows that were kept; None made nothing."""
+        counts = self._by_method[NO_METHOD if method is None else method.value]
+        counts[0] += num_steps
+        counts[1] += num_proposed
+        counts[2] += num_accepted
 
     def kept(self) -> RowCounts:
         """What requests were given."""
@@ -131,6 +142,10 @@ class StepTally:
                 host_gap_s=host_gap_s,
                 step_tokens=self._step_tokens.read(),
                 step_sequences=self._step_sequences.read(),
+                by_method={
+                    name: MethodCounts(num_steps=steps, num_draft_tokens=drafts, num_accepted_tokens=accepted)
+                    for name, (steps, drafts, accepted) in self._by_method.items()
+                },
             )
 
     def _sort(self) -> None:

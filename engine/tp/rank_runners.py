@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from baton.core.draft_method import DraftMethod
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.graphed_step import GraphedStep
 from baton.engine.step.executor import Pending
@@ -38,6 +39,11 @@ class Rank0Runner:
     def has_mtp(self) -> bool:
         """See `Runner`."""
         return self._runner.has_mtp
+
+    @property
+    def methods(self) -> tuple[DraftMethod, ...]:
+        """See `Runner`."""
+        return self._runner.methods
 
     @property
     def max_num_seqs(self) -> int:

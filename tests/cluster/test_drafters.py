@@ -24,7 +24,7 @@ def worker_of(**flags):
     [
         ({}, 2, "", False),
         (NAMED, 2, "tiny-eagle3", False),
-        ({**NAMED, "num_speculative_tokens": "auto"}, 4, "tiny-eagle3", False),
+        ({**NAMED, "num_speculative_tokens": "auto"}, 6, "tiny-eagle3", False),
         ({**NAMED, "speculative_method": "eagle3", "num_speculative_tokens": 0}, 0, "tiny-eagle3", False),
         ({"speculative_method": "ngram"}, 4, "", True),
         ({"speculative_config": VLLMS}, 3, "tiny-eagle3", False),

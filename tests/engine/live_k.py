@@ -4,6 +4,7 @@ import itertools
 import random
 
 from baton.core.clock import VirtualClock
+from baton.core.draft_method import DraftMethod
 from baton.engine.speculation.speculation import Speculation
 
 
@@ -47,3 +48,27 @@ def script_everywhere(patch, seed, limit):
 
     patch.setattr(Speculation, "plan", scripted)
     return seen
+
+
+class Methods(Speculation):
+    """Each step's (method, k) from a list, over and over."""
+
+    def __init__(self, limit, script, *, keeps=False):
+        methods = tuple(DraftMethod)
+        super().__init__(limit, None, VirtualClock(), methods=methods, chooses_method=True, keeps=keeps)
+        self._script = itertools.cycle(script)
+
+    def _arm(self, size, largest_cap, *, tries):
+        method, k = next(self._script)
+        k = min(k, largest_cap)
+        return self._control.arm_of(self._methods.index(method), k) if k else 0
+
+
+def random_methods(seed, limit, length=97):
+    """Some for one step, some for several."""
+    rng = random.Random(seed)
+    script = []
+    while len(script) < length:
+        way = rng.choice([(None, 0), *((method, rng.randint(1, limit)) for method in DraftMethod)])
+        script += [way] * rng.choice((1, 1, 1, 3))
+    return script

@@ -332,7 +332,13 @@ class Recorder:
         self.k = k
         self.seen = []
 
-    def choose(self, batch_size, num_capable):
+    def drafts_of(self, arm):
+        return arm
+
+    def method_of(self, arm):
+        return 0
+
+    def choose(self, batch_size, num_capable, allowed=None):
         self.asked = (batch_size, num_capable)
         return self.k
 
