@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.core.distribution import Distribution
-from baton.core.telemetry.step_report import RowCounts, StepReport
+from baton.core.telemetry.step_report import MethodCounts, RowCounts, StepReport
 from baton.proto import worker_pb2
 from baton.proto.wire import distribution_from_proto, kv_cache_usage, report_from_proto
 from baton.router.placement.members import DECODE, Member, Members
@@ -88,6 +88,10 @@ def _times(counts: worker_pb2.TransferCounts, name: str) -> Distribution | None:
 
 def _by_place(counts: Iterable[int]) -> dict[str, float]:
     return {str(place): count for place, count in enumerate(counts)}
+
+
+def _methods(steps: StepReport, read: Callable[[MethodCounts], int]) -> dict[str, float]:
+    return {name: read(counts) for name, counts in steps.by_method.items()}
 
 
 def _fates(steps: StepReport, read: Callable[[RowCounts], int], fates: Iterable[str]) -> dict[str, float]:
@@ -306,6 +310,30 @@ WORKER_METRICS: Final = (
         by=WORKER,
     ),
     WorkerMetric(_Counter, "decode_steps", "Decode steps", _of_steps(lambda its: its.num_steps), by=WORKER),
+    WorkerMetric(
+        _Counter,
+        "decode_method_steps",
+        "Decode steps, by what made their drafts",
+        _of_steps(lambda its: _methods(its, lambda counts: counts.num_steps)),
+        labels=("method",),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "decode_method_draft_tokens",
+        "Drafts in rows that were kept, by what made them",
+        _of_steps(lambda its: _methods(its, lambda counts: counts.num_draft_tokens)),
+        labels=("method",),
+        by=WORKER,
+    ),
+    WorkerMetric(
+        _Counter,
+        "decode_method_accepted_tokens",
+        "Of those, drafts accepted and kept",
+        _of_steps(lambda its: _methods(its, lambda counts: counts.num_accepted_tokens)),
+        labels=("method",),
+        by=WORKER,
+    ),
     WorkerMetric(
         _Counter,
         "decode_computed_rows",

@@ -260,7 +260,7 @@ def test_the_pages_have_commands_to_parse():
     [
         "serve --prefil 1",
         "serve --tp-prefill 3",
-        "serve --num-speculative-tokens 5",
+        "serve --num-speculative-tokens 7",
         "bench steps",
         "drain",
         "runbook scale --decod 1",

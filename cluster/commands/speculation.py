@@ -35,8 +35,10 @@ def format_speculation(workers: list[dict[str, Any]]) -> str:
     for worker in workers:
         now = worker["speculation"]
         mode = "auto" if now["auto"] else "fixed"
-        rows.append((worker["worker_id"], mode, str(now["num_draft_tokens"]), str(now["limit"]), worker["error"]))
-    return format_table(("worker", "mode", "drafts", "limit", "error"), rows)
+        method = now["method"] + (", as measured" if now["auto_method"] else "")
+        drafts, limit = str(now["num_draft_tokens"]), str(now["limit"])
+        rows.append((worker["worker_id"], mode, drafts, method, limit, worker["error"]))
+    return format_table(("worker", "mode", "drafts", "by", "limit", "error"), rows)
 
 
 def _parse(mode: str) -> int | None:

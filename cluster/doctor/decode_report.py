@@ -1,6 +1,7 @@
 """What `baton status` and `baton doctor` say of decode steps: acceptance by position, tokens per step, times."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from baton.cluster.outcome import format_table
@@ -30,6 +31,7 @@ def _data(report: StepReport) -> dict[str, Any]:
         "acceptance_per_position": list(report.acceptance_per_position),
         "host_gap_ms": _times(report.host_gap_s),
         "step_ms": _times(report.step_s),
+        "by_method": {name: asdict(counts) for name, counts in report.by_method.items() if counts.num_steps},
         "rows": {name: _rows(getattr(report, name)) for name in ("computed", "kept", "cut", "late", "failed")},
     }
 
@@ -52,7 +54,16 @@ def format_decode(workers: Sequence[dict[str, Any]]) -> str:
     """The same for a person; quantiles are those of histogram buckets."""
     if not workers:
         return "no live decode worker"
-    header = ("decode", "steps", "tokens/step", "acceptance length", "accepted by position", "gap ms", "step ms")
+    header = (
+        "decode",
+        "steps",
+        "tokens/step",
+        "acceptance length",
+        "accepted by position",
+        "drafts by",
+        "gap ms",
+        "step ms",
+    )
     rows = [
         (
             worker["worker"],
@@ -60,6 +71,7 @@ def format_decode(workers: Sequence[dict[str, Any]]) -> str:
             _number(worker["tokens_per_step"], ".2f"),
             _number(worker["mean_acceptance_len"], ".2f"),
             " ".join(_number(share, ".2f") for share in worker["acceptance_per_position"]) or NO_STEPS,
+            " ".join(f"{name}:{counts['num_steps']}" for name, counts in worker["by_method"].items()) or NO_STEPS,
             _quantiles(worker["host_gap_ms"]),
             _quantiles(worker["step_ms"]),
         )

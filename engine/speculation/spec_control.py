@@ -303,6 +303,8 @@ class ControlOptions:
         least_cost: what a trial is charged at least, in steps.
         foreign_cost: the same of another method than the one in use: of one that finds nothing, few steps are trials.
         least_gain: how much better than no drafts the drafts of a method must look, where methods are chosen among.
+        paid: steps in a row of another method whose drafts must have gained that before it is used: of one sequence, a
+            single draft that stood by chance says nothing.
         hope: standard deviations by which a trial may turn out better, where it is asked whether it is affordable.
         patience: the larger, the less it matters what a trial costs, and the more how long an arm has waited for one.
         surprise: how much better an arm must look, when it comes into use, to say that something has changed.
@@ -319,6 +321,7 @@ class ControlOptions:
     least_cost: float = 0.002
     foreign_cost: float = 1.0
     least_gain: float = 0.015
+    paid: int = 2
     hope: float = 1.0
     borrow: float = 2.0
     patience: float = 0.1
@@ -369,7 +372,8 @@ class SpeculationControl:
         max_drafts: the largest k, 0 to 16.
         options: constants.
         num_methods: that make drafts, at least 1.
-        chooses_method: whether that there are drafts at all is to be found out, too: it begins without.
+        chooses_method: whether that there are drafts at all is to be found out, too.
+        first_arm: in use before anything is known.
     """
 
     def __init__(
@@ -379,6 +383,7 @@ class SpeculationControl:
         *,
         num_methods: int = 1,
         chooses_method: bool = False,
+        first_arm: int = 1,
     ) -> None:
         assert 0 <= max_drafts <= 16
         assert num_methods >= 1
@@ -386,10 +391,11 @@ class SpeculationControl:
         self.num_arms = num_methods * max_drafts + 1
         assert num_methods == 1 or chooses_method
         self._chooses_method = chooses_method
-        self._first_arm = 0 if chooses_method else min(1, max_drafts)
+        self._first_arm = min(first_arm, max_drafts)
         self._options = options = options or ControlOptions()
         self._times_M = [StepTimeModel(max_drafts, options.times) for _ in range(num_methods)]
         self._acceptance_M = [AcceptanceModel(max_drafts, options.acceptance) for _ in range(num_methods)]
+        self._num_paid_M = [0] * num_methods  # steps in a row whose drafts gained something
         self._buckets: dict[int, _Bucket] = {}
         self._step = 0
         self._elapsed_s = 0.0
@@ -457,6 +463,9 @@ class SpeculationControl:
             return
         self._step += 1
         method, jumped = self.method_of(arm), False
+        if arm:
+            has_paid = sum(accepted) > self._options.least_gain * batch_size
+            self._num_paid_M[method] = self._num_paid_M[method] + 1 if has_paid else 0
         for other, acceptance in enumerate(self._acceptance_M):
             was_run = other == method and arm > 0
             jumped |= acceptance.observe(tested if was_run else (), accepted if was_run else ())
@@ -516,7 +525,7 @@ class SpeculationControl:
             return in_use
         outlook = self._outlook(name, in_use, shares)
         speed = outlook.speed
-        best = max(arms, key=speed.__getitem__)
+        best = max((arm for arm in arms if self._may_be_used(in_use, arm)), key=speed.__getitem__)
         if best != in_use and speed[best] > speed[in_use] + options.margin:
             if speed[best] > speed[in_use] + options.surprise:
                 self._grant_trials(math.exp(min(outlook.log_s[best], 50.0)))
@@ -563,8 +572,7 @@ class SpeculationControl:
             if arm == in_use or bucket.seen_step[arm] >= bucket.seen_step[in_use] or bucket.is_tried(arm, step):
                 continue
             gap = max(0.0, 1.0 - math.exp(speed[arm] - speed[in_use]))
-            is_foreign = self._chooses_method and arm > 0 and not self._is_of_method(in_use, arm)
-            least_cost = options.foreign_cost if is_foreign else options.least_cost
+            least_cost = options.foreign_cost if self._is_foreign(in_use, arm) else options.least_cost
             arm_s = math.exp(min(log_s[arm], 50.0))
             cost_s = max(gap, least_cost) * arm_s
             spent_s = self._spent_s[arm]
@@ -583,9 +591,13 @@ class SpeculationControl:
             bucket.tried_step[found] = step
         return found
 
-    def _is_of_method(self, in_use: int, arm: int) -> bool:
-        """Whether drafts are made now, and by the method of this arm."""
-        return in_use > 0 and self.method_of(in_use) == self.method_of(arm)
+    def _is_foreign(self, in_use: int, arm: int) -> bool:
+        """Whether an arm is of a method that makes no drafts now, where methods are chosen among."""
+        is_used = in_use > 0 and self.method_of(in_use) == self.method_of(arm)
+        return self._chooses_method and arm > 0 and not is_used
+
+    def _may_be_used(self, in_use: int, arm: int) -> bool:
+        return not self._is_foreign(in_use, arm) or self._num_paid_M[self.method_of(arm)] >= self._options.paid
 
     def _var(self, name: int, in_use: int, arm: int, tokens: list[float]) -> float:
         """Variance of how much faster one is than the other, in logarithms."""

@@ -84,7 +84,14 @@ class Speculation:
         self._methods = tuple(methods)
         self._chooses_method = chooses_method
         self._keeps = keeps
-        self._control = SpeculationControl(limit, num_methods=len(methods), chooses_method=chooses_method)
+        self._control = SpeculationControl(
+            limit,
+            num_methods=len(methods),
+            chooses_method=chooses_method,
+            first_arm=int(
+                not chooses_method or methods[0] is DraftMethod.HEAD
+            ),  # what is looked up must show its worth
+        )
         self._clock = clock
         self._fixed = num_drafts
         self._last = 0 if num_drafts is None or chooses_method else num_drafts

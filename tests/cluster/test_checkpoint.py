@@ -174,7 +174,7 @@ def test_plain_families_can_be_served(tmp_path, changes, asked):
         ({}, {}, 0, "has no MTP head: it is served without drafts"),
         (MTP, {}, 2, ""),
         (MTP, {"num_speculative_tokens": 1}, 1, ""),
-        (MTP, {"num_speculative_tokens": "auto"}, 4, ""),
+        (MTP, {"num_speculative_tokens": "auto"}, 6, ""),
         ({}, {"num_speculative_tokens": "auto"}, 0, "has no MTP head"),
         (MTP, {"speculative_method": "none"}, 0, "1 MTP layers are not used"),
         ({"mtp_num_hidden_layers": 2}, {}, 0, "2 MTP layers are not used"),

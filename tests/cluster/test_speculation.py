@@ -66,7 +66,7 @@ def test_shows_what_live_decode_workers_do(admin):
     code, output = speculation(admin)
     assert code == 0
     assert [line.split() for line in output.strip().splitlines()] == [
-        ["worker", "mode", "drafts", "limit", "error"],
+        ["worker", "mode", "drafts", "by", "limit", "error"],
         ["decode-0", "fixed", "2", "2"],
     ]
     assert admin.modes == []

@@ -168,7 +168,7 @@ def test_speculation_is_conserved():
         ({"load_format": "dummy"}, {"is_dummy": True}),
         ({"load_format": "safetensors"}, {"is_dummy": False}),
         ({"batch_invariant": True}, {"numerics": Numerics.INVARIANT}),
-        ({}, {"numerics": Numerics.DEFAULT, "num_speculative_tokens": None, "speculative_method": "auto"}),
+        ({}, {"numerics": Numerics.DEFAULT, "num_speculative_tokens": None, "speculative_method": None}),
         ({"served_model_name": "a"}, {"served_model_name": ("a",)}),
         ({"served_model_name": ["a", "b"]}, {"served_model_name": ("a", "b")}),
         (

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from baton.core.prompt_lookup import PromptLookup
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import VerificationConfig
@@ -12,7 +13,7 @@ from baton.decode_worker.worker import DecodeWorker
 from baton.engine.local import LocalEngine
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.topology import Topology
-from baton.tests.engine.live_k import script_everywhere
+from baton.tests.engine.live_k import Methods, random_methods, script_everywhere
 
 LIMIT = 6
 KINDS = (
@@ -72,6 +73,22 @@ def test_a_decode_worker_whose_k_changes(scheduling, load_tiny, tokenizer, monke
     for name in ("num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens"):
         assert getattr(inventory, name) == sum(getattr(one, name) for one in stats)
     assert inventory.num_accepted_tokens > 0
+
+
+def test_what_drafts_changes_on_a_decode_worker(load_tiny, tokenizer):
+    """What a prefill worker hands over serves any method."""
+    prompts = token_prompts(tokenizer, 8)
+    options = {"num_blocks": 512, "block_size": 16, "chunk_len": 4096, "max_num_sequences": 16}
+    expected = LocalEngine(load_tiny(), tokenizer, num_draft_tokens=0, **options).generate(requests_for(prompts, 0))
+    speculation = Methods(LIMIT, random_methods(3, LIMIT))
+    decode = {"lookup": PromptLookup(min_match_len=1, max_match_len=3), "speculation": speculation}
+    with Topology(load_tiny(), tokenizer, num_drafts=LIMIT, max_num_seqs=6, **decode) as deployment:
+        outcomes = deployment.generate(requests_for(prompts, LIMIT))
+        deployment.wait_idle()
+        by_method = deployment.decode[0].worker.engine.report().by_method
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    assert [tuple(outcome.token_ids) for outcome in outcomes] == [result.token_ids for result in expected]
+    assert all(by_method[name].num_accepted_tokens > 0 for name in ("head", "ngram"))
 
 
 def test_an_operator_changes_k_from_another_thread(load_tiny, tokenizer):

@@ -201,6 +201,8 @@ def test_what_is_kept_is_what_others_begin_with():
     options = {"methods": (HEAD, NGRAM), "chooses_method": True}
     assert Speculation(4, None, clock, **options).keep(4) is None, "coupled tokens are the same"
     speculation = Speculation(4, None, clock, keeps=True, **options)
+    assert speculation.keep(4) == (HEAD, 1)
+    speculation._control._bucket(0).in_use = 0
     assert speculation.keep(4) == (HEAD, 0)
     speculation._control._bucket(0).in_use = 7
     assert speculation.keep(4) == (NGRAM, 3)
@@ -216,6 +218,7 @@ def test_a_step_has_as_many_drafts_as_any_sequence_keeps():
     clock = VirtualClock()
     speculation = Speculation(4, None, clock, methods=(HEAD, NGRAM), chooses_method=True, keeps=True)
     caps, kept = (4, 4, 3), (None, None, Kept(NGRAM, 3))
+    speculation._control._bucket(3).in_use = 0
     planned = speculation.plan(caps, kept)
     assert (planned.num_drafts, planned.method, planned.teaches) == (3, NGRAM, False)
     speculation.read(planned, (3, 3, 3), (0, 0, 0))

@@ -213,9 +213,8 @@ def on_text(control, accept, num_steps, seed=0, batch_size=8, by_head=0.06, row=
         arm = control.choose(batch_size, allowed=allowed)
         chosen.append(arm)
         method, k = control.method_of(arm), control.drafts_of(arm)
-        step_s = STEP_S * (
-            1.0 + row * k + ((by_head * k if method == 0 and control.num_arms > 7 else 0.005) if k else 0)
-        )
+        is_head = method == 0 and control.num_arms > 7
+        step_s = STEP_S * (1.0 + row * k + (by_head * k if is_head else 0.005 * (k > 0)))
         total_s += step_s
         tokens += sum(math.prod(accept[method][:place]) for place in range(k + 1))
         tested, accepted, left = [], [], batch_size
@@ -242,13 +241,10 @@ def test_finds_the_best_method(text, batch_size):
 
 
 @pytest.mark.long
-@pytest.mark.fast
-@settings(max_examples=12, deadline=None)
-@given(
-    st.lists(st.sampled_from(sorted(TEXTS)), min_size=2, max_size=3), st.sampled_from([1, 4, 32]), st.integers(0, 99)
-)
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.sampled_from(sorted(TEXTS)), min_size=2, max_size=3), st.sampled_from([1, 8]), st.integers(0, 99))
 def test_looks_again_when_the_text_changes(texts, batch_size, seed):
-    """Within 2,500 steps of it; a method that is not in use is tried once in 200 steps, so that it costs next to nothing."""
+    """Within 2,500 steps of it; a method that is not in use is tried once in 200 steps, which costs next to nothing."""
     control = chooser()
     for at, text in enumerate(texts):
         chosen, _ = on_text(control, TEXTS[text], 3000, seed + at, batch_size)
@@ -257,14 +253,13 @@ def test_looks_again_when_the_text_changes(texts, batch_size, seed):
 
 
 @pytest.mark.long
-@pytest.mark.fast
 @pytest.mark.parametrize("row", [0.02, 0.033, 0.1])
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 @pytest.mark.parametrize("has_head", [False, True])
 def test_text_without_repetition_costs_nothing(has_head, batch_size, row):
     """Looked-up drafts in at most a hundredth of the steps, and the time of no drafts, or the head's best k."""
     for seed in range(3):
-        control = chooser() if has_head else SpeculationControl(6, chooses_method=True)
+        control = chooser() if has_head else SpeculationControl(6, chooses_method=True, first_arm=0)
         accept = TEXTS["prose"] if has_head else ([0.005] * 6,)
         looked_up = arms_of(control, "ngram") if has_head else set(range(1, 7))
         chosen, token_s = on_text(control, accept, 4000, seed, batch_size, row=row)
