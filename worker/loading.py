@@ -15,6 +15,7 @@ from baton.core.requests.validate import RequestLimits
 from baton.engine.chunk_budget import MIN_LEN
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.kernel_warm_up import Reach
+from baton.engine.speculation.token_history import history_bytes
 from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
@@ -380,6 +381,8 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
         kv_dtype = TORCH_DTYPES[layout.dtype]  # a layer's, and what torch keeps of another size
         steps += 2 * kv_dequantize.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
+    if config.lookup is not None and config.num_draft_tokens:
+        steps += history_bytes(step.max_num_seqs, sizes.max_model_len)
     own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES
     share = config.gpu_memory_utilization
     room = kv_bytes(total=total_bytes, free=free_bytes, share=share, own=own, steps=steps)

@@ -16,6 +16,11 @@ from baton.kernels.implementation import Implementation
 from baton.kernels.sampling.ngram import ngram_drafts
 
 
+def history_bytes(num_slots: int, max_len: int) -> int:
+    """Of device memory that the tokens of so many sequences take."""
+    return num_slots * (max_len + 1) * torch.int32.itemsize
+
+
 class TokenHistory:
     """Of one runner.
 

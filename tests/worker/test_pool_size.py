@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.prompt_lookup import PromptLookup
+from baton.engine.speculation.token_history import TokenHistory
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
@@ -24,10 +26,13 @@ SIZES = SimpleNamespace(
     num_experts_per_token=0,
     shared_expert_size=0,
     vocab_size=32_000,
+    max_model_len=131_072,
 )
 
 
-def num_blocks(monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, free=15 << 30, chunk_len=256, **model):
+def num_blocks(
+    monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, free=15 << 30, chunk_len=256, lookup=None, **model
+):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, TOTAL_BYTES))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: WEIGHT_BYTES)
     monkeypatch.setattr(attention_prefill_hopper_triton, "_multiprocessors", lambda index: 132 * is_hopper)
@@ -35,7 +40,9 @@ def num_blocks(monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, f
         model_hash="m", num_layers=2, num_kv_heads=4, head_dim=head_dim, block_size=16, dtype=dtype
     )
     known = {"implementation": Implementation.TRITON, "numerics": Numerics.DEFAULT, "device": torch.device("cuda", 0)}
-    config = SimpleNamespace(gpu_memory_utilization=share, chunk_len=chunk_len, max_num_seqs=16, num_draft_tokens=2)
+    config = SimpleNamespace(
+        gpu_memory_utilization=share, chunk_len=chunk_len, max_num_seqs=16, num_draft_tokens=2, lookup=lookup
+    )
     sizes = StepSizes(max_num_seqs=16, max_num_batched_tokens=chunk_len, why=("", ""))
     loaded = SimpleNamespace(config=SIZES, **{**known, **model})
     return loading._num_blocks(config, loaded, layout, Alone(), sizes), layout.bytes_per_block
@@ -70,6 +77,16 @@ def test_the_widest_rows_of_a_layer_leave_less(sizes, monkeypatch):
     assert (
         found == room_of(chunk_len=8192, inner_size=65_536) // block_bytes - 1 < room_of(chunk_len=8192) // block_bytes
     )
+
+
+def test_the_tokens_that_drafts_are_looked_up_in_leave_less(monkeypatch):
+    """As much as the table of a runner of these sizes takes, and no more."""
+    without, block_bytes = num_blocks(monkeypatch, dtype="bfloat16")
+    found, _ = num_blocks(monkeypatch, dtype="bfloat16", lookup=PromptLookup())
+    history = TokenHistory(PromptLookup(), 16, SIZES.max_model_len, torch.device("meta"))
+    num_bytes = sum(value.nbytes for value in vars(history).values() if isinstance(value, torch.Tensor))
+    assert num_bytes >= 16 * SIZES.max_model_len * 4
+    assert without - found == pytest.approx(num_bytes / block_bytes, abs=1)
 
 
 def test_what_others_hold_is_not_taken(monkeypatch):
