@@ -118,7 +118,7 @@ def _require_weights(path: Path) -> None:
         shards = _read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ModelFileDamaged(f"{index} holds no mapping weight_map", path=str(index))
-        missing = sorted({str(name) for name in shards.values() if not (path / str(name)).is_file()})
+        missing = sorted(name for name in set(map(str, shards.values())) if not (path / name).is_file())
         if missing:
             raise ModelMissing(f"{path} lacks {', '.join(missing[:3])}", path=str(path), missing=missing)
     elif not any(path.glob("*.safetensors")):

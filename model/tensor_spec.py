@@ -5,6 +5,7 @@ And the errors when a checkpoint does not hold them. Reads no file itself.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected
 from baton.model.config import ModelConfig
@@ -61,7 +62,7 @@ class WeightSpec:
         return self.shape if cut is None else (*self.shape[: cut.dim], cut.count, *self.shape[cut.dim + 1 :])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSpec:
     """Weights to load, tables of ids to load, and tensors that may be there and are not needed."""
 
@@ -69,7 +70,7 @@ class TensorSpec:
     tables: dict[str, Shape]
     optional: dict[str, Shape]
 
-    @property
+    @cached_property
     def required(self) -> dict[str, Shape]:
         """Shapes of the weights."""
         return {name: weight.shape for name, weight in self.weights.items()}

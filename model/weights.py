@@ -190,7 +190,7 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     if not (path / _INDEX_NAME).is_file():
         raise ModelMissing(f"{path} holds neither {_SINGLE_NAME} nor {_INDEX_NAME}", path=str(path))
     weight_map = _read_index(path / _INDEX_NAME)
-    absent = sorted({name for name in weight_map.values() if not (path / name).is_file()})
+    absent = sorted(name for name in set(weight_map.values()) if not (path / name).is_file())
     if absent:
         raise ModelMissing(f"{path} lacks {', '.join(absent)}", path=str(path), files=absent)
     shards = {name: _read_header(path / name) for name in sorted(set(weight_map.values()))}
