@@ -206,7 +206,7 @@ def chooser(**options):
     return SpeculationControl(6, num_methods=2, chooses_method=True, **options)
 
 
-def on_text(control, accept, num_steps, seed=0, batch_size=8, by_head=0.06, row=0.01, allowed=None):
+def on_text(control, accept, num_steps, seed=0, batch_size=8, by_head=0.06, row=0.01, allowed=None, slow=1.0):
     """Arms of each step of a load in virtual time, results one step late; and time for a token of each sequence."""
     rng, chosen, late, total_s, tokens = random.Random(seed), [], deque(), 0.0, 0.0
     for _ in range(num_steps):
@@ -214,7 +214,7 @@ def on_text(control, accept, num_steps, seed=0, batch_size=8, by_head=0.06, row=
         chosen.append(arm)
         method, k = control.method_of(arm), control.drafts_of(arm)
         is_head = method == 0 and control.num_arms > 7
-        step_s = STEP_S * (1.0 + row * k + (by_head * k if is_head else 0.005 * (k > 0)))
+        step_s = slow * STEP_S * (1.0 + row * k + (by_head * k if is_head else 0.005 * (k > 0)))
         total_s += step_s
         tokens += sum(math.prod(accept[method][:place]) for place in range(k + 1))
         tested, accepted, left = [], [], batch_size
@@ -238,6 +238,24 @@ def test_finds_the_best_method(text, batch_size):
     wanted = arms_of(control, BEST[text])
     chosen, _ = on_text(control, TEXTS[text], 1000, batch_size=batch_size)
     assert sum(arm in wanted for arm in chosen[500:]) >= 0.95 * 500
+
+
+@pytest.mark.fast
+def test_of_two_that_are_right_as_often_the_cheaper_one_is_used():
+    control = chooser()
+    chosen, _ = on_text(control, (OFTEN, OFTEN), 1200, by_head=0.2)
+    assert sum(arm in arms_of(control, "ngram") for arm in chosen[700:]) >= 450
+
+
+@pytest.mark.fast
+def test_a_machine_that_becomes_slower_changes_no_method():
+    """What is not in use was measured when it was fast: beside no drafts of then, not beside what is in use now."""
+    control = chooser()
+    texts = (HEADS, [0.4] * 6)
+    on_text(control, texts, 1000)
+    for slow in (2.0, 5.0, 1.0):
+        chosen, _ = on_text(control, texts, 600, slow=slow)
+        assert sum(arm in arms_of(control, "head") for arm in chosen) >= 590, slow
 
 
 @pytest.mark.long
