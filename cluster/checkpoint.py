@@ -30,6 +30,7 @@ from baton.kvcache.layout import ITEM_BYTES, KVLayout
 
 if TYPE_CHECKING:
     from baton.model.config import ModelConfig
+    from baton.model.eagle_config import EagleConfig
     from baton.model.fp8_tensors import Fp8Tensors
     from baton.model.tensor_spec import TensorSpec
 
@@ -137,7 +138,7 @@ def _unsupported(message: str, kind: str) -> ModelUnsupported:
     return ModelUnsupported(message, option="format", value=kind)
 
 
-def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> None:
+def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> "EagleConfig":
     from baton.model.eagle_config import EagleConfig, by_one_name
     from baton.model.tensor_spec import check_tensors
     from baton.model.weights import read_headers
@@ -147,6 +148,9 @@ def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> None:
     drafter = EagleConfig.from_directory(path, target, made_weights=made)
     if not config.is_dummy:
         check_tensors(drafter.tensors(), by_one_name(read_headers(path)))
+    for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
+        drafter.require_cut(size, config.numerics)
+    return drafter
 
 
 def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -> None:
@@ -164,8 +168,12 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     found.facts |= {"architecture": sizes.architecture, "dtype": dtype, "device": device}
     found.facts |= {"max_model_len": config.max_model_len or sizes.max_model_len, "num_speculative_tokens": drafts}
     found.facts["drafter"] = _drafter(config, sizes, has_head=has_head) if drafts else None
+    drafter = None
     if config.draft_path and drafts:
-        _collect(found, _judge_drafter, config, sizes)
+        try:
+            drafter = _judge_drafter(config, sizes)
+        except BatonError as error:
+            found.errors.append(error)
     elif sizes.num_mtp_layers == 0 and drafts == 0:
         found.notes.append("the checkpoint has no MTP head: it is served without drafts")
     elif sizes.num_mtp_layers and drafts == 0:
@@ -185,8 +193,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     if not found.errors and not config.is_dummy:
         stored = _judge_tensors(config, sizes, model, spec, dtype, found)
         float8 = stored if sizes.fp8 is not None else float8
-    num_layers = sizes.num_layers + has_head
-    _judge_pool(config, sizes, num_layers, drafts, dtype, device, found)
+    _judge_pool(config, sizes, drafter, sizes.num_layers + reads_mtp, drafts, dtype, device, found)
     item_bytes = ITEM_BYTES[dtype]
     num_elements = sum(prod(shape) for shape in spec.required.values())
     num_float8 = sum(prod(shape) for name, shape in spec.required.items() if name in float8)
@@ -215,7 +222,14 @@ def _head(config: ServeConfig, sizes: "ModelConfig") -> str:
 
 
 def _judge_pool(
-    config: ServeConfig, sizes: "ModelConfig", num_layers: int, drafts: int, dtype: str, device: str, found: Judgement
+    config: ServeConfig,
+    sizes: "ModelConfig",
+    drafter: "EagleConfig | None",
+    num_layers: int,
+    drafts: int,
+    dtype: str,
+    device: str,
+    found: Judgement,
 ) -> None:
     """How much KV a worker has; on a GPU what weights leave, which each worker says when it starts.
 
@@ -223,15 +237,18 @@ def _judge_pool(
     """
     from baton.model.fp8_scheme import kv_refusal
 
-    refusal = kv_refusal(config.kv_cache_dtype, sizes.head_dim)
-    found.errors += [] if refusal is None else [refusal]
+    kv_dtype = config.kv_cache_dtype.of(dtype)
+    for head_dim in {sizes.head_dim} if drafter is None else {sizes.head_dim, drafter.sizes.head_dim}:
+        refusal = kv_refusal(config.kv_cache_dtype, head_dim)
+        found.errors += [] if refusal is None else [refusal]
     layout = KVLayout.of_attention(
         model_hash="",
         num_layers=num_layers,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
         block_size=config.block_size,
-        dtype=config.kv_cache_dtype.of(dtype),
+        dtype=kv_dtype,
+        more=() if drafter is None else (drafter.kv_layer(kv_dtype),),
     )
     found.facts |= {"kv_bytes_per_token": layout.bytes_per_position, "kv_tokens": None}
     if device != "cpu":

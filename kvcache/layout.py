@@ -124,6 +124,11 @@ class LayerLayout:
         return ""
 
 
+def attention_layer(num_kv_heads: int, head_dim: int, dtype: str) -> LayerLayout:
+    """K and V of every position."""
+    return LayerLayout(num_heads=num_kv_heads, num_parts=2, row_len=head_dim, dtype=dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
     """The layout of one worker's pools.
@@ -160,7 +165,7 @@ class KVLayout:
         more: Iterable[LayerLayout] = (),
     ) -> Self:
         """Equal layers of K and V, the MTP layer among them, and `more` behind."""
-        attention = LayerLayout(num_heads=num_kv_heads, num_parts=2, row_len=head_dim, dtype=dtype)
+        attention = attention_layer(num_kv_heads, head_dim, dtype)
         layers = (*(attention,) * num_layers, *more)
         return cls(model_hash=model_hash, layers=layers, block_size=block_size, has_mtp=has_mtp)
 

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from baton.core.errors import ModelFileDamaged, ModelUnsupported
+from baton.core.numerics import Numerics
+from baton.kvcache.layout import LayerLayout, attention_layer
 from baton.model.config import ModelConfig, read_config
 from baton.model.tensor_spec import LOGIT_GAIN, Shape, TensorSpec, layer_weights, matrix, norm
+from baton.model.tp_fit import require_cut
 
 EAGLE_D2T: Final = "d2t"
 EAGLE_HEAD: Final = "lm_head.weight"
@@ -90,6 +93,21 @@ class EagleConfig:
         found._require_fits(path, target, values)
         return found
 
+    def kv_layer(self, dtype: str) -> LayerLayout:
+        """What its layer keeps, in heads of its own."""
+        return attention_layer(self.sizes.num_kv_heads, self.sizes.head_dim, dtype)
+
+    def require_cut(self, size: int, numerics: Numerics) -> None:
+        """Check that `size` ranks can hold equal parts of it.
+
+        Raises:
+            ModelUnsupported: they cannot; the message names the dimension.
+        """
+        try:
+            require_cut(self.sizes, size, numerics)
+        except ModelUnsupported as error:
+            raise ModelUnsupported(f"the drafter: {error.message}", **error.fields) from error
+
     def tensors(self) -> TensorSpec:
         """Names and shapes, the layer's under `layers.0` in either layout."""
         hidden = self.sizes.hidden_size
@@ -112,8 +130,6 @@ class EagleConfig:
             "num_hidden_layers": (sizes.num_layers, 1),
             "vocab_size": (sizes.vocab_size, target.vocab_size),
             "hidden_size": (sizes.hidden_size, target.hidden_size),
-            "num_key_value_heads": (sizes.num_kv_heads, target.num_kv_heads),
-            "head_dim": (sizes.head_dim, target.head_dim),
             "target_hidden_size": (values.get("target_hidden_size") or target.hidden_size, target.hidden_size),
         }
         for key, (found, wanted) in pairs.items():

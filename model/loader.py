@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,14 +75,20 @@ def load_model(
     group = communicator or Alone()
     if config.fp8 is not None:
         quantization = _stand_in(config, dtype, numerics) if is_random else Quantization.NONE
-    unfit = _unfit(config, numerics, group, kv_dtype, implementation)
-    implementation, why_no_triton = _form(implementation, unfit, device, dtype)
-    is_ordered = implementation is Implementation.TRITON and numerics is Numerics.INVARIANT
     eagle = None
     if draft_path is not None:
         assert not with_mtp
         eagle = EagleConfig.from_directory(draft_path, config, made_weights=made_weights)
+        eagle.require_cut(group.size, numerics)
         config = _renamed(config, f"drafted for by {eagle.sizes.model_hash}")
+    head_dims = {config.head_dim} if eagle is None else {config.head_dim, eagle.sizes.head_dim}
+    unfit = _unfit(config, head_dims, numerics, group, kv_dtype, implementation)
+    implementation, why_no_triton = _form(implementation, unfit, device, dtype)
+    is_ordered = implementation is Implementation.TRITON and numerics is Numerics.INVARIANT
+    for head_dim in head_dims:
+        refusal = kv_refusal(kv_dtype, head_dim)
+        if refusal is not None:
+            raise refusal
     config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
     spec = tensor_spec(config, with_mtp=with_mtp)
     stored: Mapping[str, StoredTensor | RandomTensor]
@@ -220,14 +226,7 @@ def _quantized(config: ModelConfig, quantization: Quantization, dtype: torch.dty
 
 
 def _with_kv(config: ModelConfig, kv_dtype: KVDtype, dtype: torch.dtype) -> ModelConfig:
-    """The same with another identity if KV is narrower than `dtype`, which the pool's own dtype does not tell then.
-
-    Raises:
-        ModelUnsupported: heads are not made of whole words of such KV.
-    """
-    refusal = kv_refusal(kv_dtype, config.head_dim)
-    if refusal is not None:
-        raise refusal
+    """The same with another identity if KV is narrower than `dtype`, which the pool's own dtype does not tell then."""
     if kv_dtype is KVDtype.AUTO:
         return config
     return _renamed(config, f"KV {kv_dtype.value} of {_named(dtype)}")
@@ -244,7 +243,12 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _unfit(
-    config: ModelConfig, numerics: Numerics, communicator: Communicator, kv_dtype: KVDtype, asked: Implementation
+    config: ModelConfig,
+    head_dims: Collection[int],
+    numerics: Numerics,
+    communicator: Communicator,
+    kv_dtype: KVDtype,
+    asked: Implementation,
 ) -> str:
     """What the Triton kernels are not made for, in words; "" if they are."""
     if numerics is Numerics.INVARIANT and config.num_experts:
@@ -256,7 +260,8 @@ def _unfit(
             return "experts in invariant numerics on any number of ranks"
     if numerics is Numerics.INVARIANT and kv_dtype is not KVDtype.AUTO:
         return f"{kv_dtype.value} KV in invariant numerics"
-    return unfit_sizes(config.head_dim, config.hidden_size, config.num_experts, config.num_experts_per_token)
+    sizes = config.hidden_size, config.num_experts, config.num_experts_per_token
+    return next(filter(None, (unfit_sizes(head_dim, *sizes) for head_dim in sorted(head_dims))), "")
 
 
 def _form(asked: Implementation, unfit: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, str]:

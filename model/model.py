@@ -78,12 +78,12 @@ class Model:
         self._decoder = Decoder(source, config, self._ops)
         embedding_VD = self._decoder.embedding_VD
         self._mtp: MTPHead | EagleHead | None = None
-        self._eagle_sizes: ModelConfig | None = None
+        self._eagle: EagleConfig | None = None
         if with_mtp:
             self._mtp = MTPHead(source, config, self._ops, embedding_VD)
         elif eagle is not None:
             self._mtp = EagleHead(*eagle, config.num_layers, self._ops, embedding_VD)
-            self._eagle_sizes = eagle[1].sizes
+            self._eagle = eagle[1]
             self._decoder.tap(eagle[1].aux_layers, self._mtp.join)
             self.trunk_width *= 2
         self.vocab = vocab
@@ -103,8 +103,8 @@ class Model:
         self._t2d_V: torch.Tensor | None = None
         self._turns = _Turns(config, self.dtype, self.device)
         self._draft_turns = self._turns
-        if self._eagle_sizes is not None:
-            self._draft_turns = _Turns(self._eagle_sizes, self.dtype, self.device)
+        if self._eagle is not None:
+            self._draft_turns = _Turns(self._eagle.sizes, self.dtype, self.device)
 
     def trunk(
         self, token_ids_T: torch.Tensor, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
@@ -180,14 +180,16 @@ class Model:
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of a pool for this model; the MTP layer is the last."""
+        dtype = self.kv_dtype.of(DTYPE_NAMES[self.dtype])
         return KVLayout.of_attention(
             model_hash=self.config.model_hash,
-            num_layers=self.config.num_layers + self.with_mtp,
+            num_layers=self.config.num_layers + (self.with_mtp and self._eagle is None),
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             block_size=block_size,
-            dtype=self.kv_dtype.of(DTYPE_NAMES[self.dtype]),
+            dtype=dtype,
             has_mtp=self.with_mtp,
+            more=() if self._eagle is None else (self._eagle.kv_layer(dtype),),
         )
 
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -203,8 +205,8 @@ class Model:
             shapes.add((config.num_experts, hidden))
         if config.shared_expert_size:
             shapes |= {(2 * config.shared_expert_size, hidden), (hidden, config.shared_expert_size), (1, hidden)}
-        if self._eagle_sizes is not None:
-            own = self._eagle_sizes
+        if self._eagle is not None:
+            own = self._eagle.sizes
             heads = own.num_heads * own.head_dim
             shapes |= {(heads + 2 * own.num_kv_heads * own.head_dim, 2 * hidden), (hidden, heads), (hidden, 3 * hidden)}
             shapes |= {(2 * own.intermediate_size, hidden), (hidden, own.intermediate_size)}

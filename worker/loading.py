@@ -380,7 +380,10 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     )
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
         kv_dtype = TORCH_DTYPES[layout.dtype]  # a layer's, and what torch keeps of another size
-        steps += 2 * kv_dequantize.most_bytes(kv_dtype, device.index, layout.head_dim, layout.block_size)
+        steps += 2 * max(
+            kv_dequantize.most_bytes(kv_dtype, device.index, head_dim, layout.block_size)
+            for head_dim in {layer.row_len for layer in layout.layers}
+        )
     if config.lookup is not None and config.num_draft_tokens:
         steps += history_bytes(step.max_num_seqs, sizes.max_model_len)
     own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES

@@ -197,7 +197,8 @@ class StaticPass:
         """About what the pass holds at its peak, beside its buffers: K and V of all tables, and copies of them."""
         layout = self._pool.layout
         positions = self.key.num_sequences * self.key.width * layout.block_size
-        return 4 * 2 * positions * self._pool.num_kv_heads * layout.head_dim * self._model.dtype.itemsize
+        widest = max(self._pool.geometry.layer(at).num_heads * layer.row_len for at, layer in enumerate(layout.layers))
+        return 4 * 2 * positions * widest * self._model.dtype.itemsize
 
     @torch.inference_mode()
     def warm_up(self, backend: GraphBackend) -> None:

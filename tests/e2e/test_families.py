@@ -39,6 +39,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LAYERS = 3  # of which a drafter joins all
+DRAFTERS = {  # whose attention has heads of its own
+    "llama": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8},
+    "mistral": {"num_heads": 4, "num_kv_heads": 1},
+}
 FAMILIES = {
     "llama": {"tie": False, "overrides": {"rope_scaling": LLAMA3}},
     "mistral": {"tie": True},
@@ -71,7 +75,13 @@ def path_of(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def drafter_of(path_of, tmp_path_factory):
     """An EAGLE-3 drafter of a family's model, with random weights too."""
-    return cache(lambda family: write_drafter(tmp_path_factory.mktemp(family), path_of(family), aux=range(LAYERS)))
+
+    def write(family):
+        return write_drafter(
+            tmp_path_factory.mktemp(family), path_of(family), aux=range(LAYERS), **DRAFTERS.get(family, {})
+        )
+
+    return cache(write)
 
 
 @pytest.fixture(scope="module")

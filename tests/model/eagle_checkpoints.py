@@ -10,14 +10,14 @@ COLUMNS = 40
 
 def write_drafter(
     path, target, *, layout="own", num_columns=COLUMNS, seed=5, aux=None, before=False, embeds=False, overrides=None,
-    dtype=torch.float64, inner_size=40, num_heads=None,
+    dtype=torch.float64, inner_size=40, num_heads=None, num_kv_heads=None, head_dim=None,
 ):  # fmt: skip
     """A drafter for the target in a directory; returns `path`."""
     values = json.loads((target / "config.json").read_text())
     path.mkdir(parents=True, exist_ok=True)
     hidden, vocab = values["hidden_size"], values["vocab_size"]
     heads = num_heads or values["num_attention_heads"]
-    head_dim, num_kv = values["head_dim"], values["num_key_value_heads"]
+    head_dim, num_kv = head_dim or values["head_dim"], num_kv_heads or values["num_key_value_heads"]
     layer = {
         "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner_size, "num_attention_heads": heads,
         "num_key_value_heads": num_kv, "head_dim": head_dim, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,

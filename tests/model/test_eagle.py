@@ -31,6 +31,8 @@ DRAWN = {
     "all columns": {"num_columns": 96},
     "named layers": {"layout": "speculators", "aux": (0, 1, 5)},
     "more heads": {"num_heads": 8, "before": True},
+    "one KV head": {"num_kv_heads": 1},
+    "heads of its own": {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "layout": "speculators"},
 }
 
 
@@ -150,8 +152,6 @@ def test_other_drafters_have_other_kv(target, tmp_path):
         ({"vocab_size": 97}, "vocab_size"),
         ({"hidden_size": 64}, "hidden_size"),
         ({"target_hidden_size": 64}, "target_hidden_size"),
-        ({"num_key_value_heads": 4}, "num_key_value_heads"),
-        ({"head_dim": 8}, "head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -183,6 +183,19 @@ def test_values_of_the_wrong_kind_are_named_errors(overrides, target, tmp_path):
     path = write_drafter(tmp_path / "drafter", target, overrides=overrides)
     with pytest.raises((ModelFileDamaged, ModelUnsupported)):
         EagleConfig.from_directory(path, ModelConfig.from_directory(target))
+
+
+def test_its_kv_is_a_layer_of_its_own_shape(target, tmp_path):
+    drafter = write_drafter(tmp_path / "drafter", target, num_heads=8, num_kv_heads=8, head_dim=8)
+    layout = load(target, drafter).kv_layout(16)
+    assert [(layer.num_heads, layer.row_len) for layer in layout.layers] == [(2, 16)] * 8 + [(8, 8)]
+    assert layout.has_mtp
+
+
+def test_a_drafter_that_cannot_be_cut_is_refused_by_name(target, tmp_path):
+    path = write_drafter(tmp_path / "drafter", target, num_heads=6, num_kv_heads=3)
+    with pytest.raises(ModelUnsupported, match=r"the drafter: tensor parallel size 2 .*num_key_value_heads = 3"):
+        EagleConfig.from_directory(path, ModelConfig.from_directory(target)).require_cut(2, Numerics.DEFAULT)
 
 
 def test_tensors_that_are_missing_or_have_no_place_are_named(target, tmp_path):
