@@ -161,13 +161,12 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
 
     sizes = ModelConfig.from_directory(model.path, made_weights="dummy")
     drafts = num_drafts(config, model)
-    has_head = drafts > 0 and uses_head(config, model)
-    reads_mtp = has_head and not config.draft_path
+    reads_mtp = drafts > 0 and uses_head(config, model) and not config.draft_path
     device = "cuda" if config.device == "cuda" or (config.device == "auto" and has_gpu()) else "cpu"
     dtype = resolve_dtype(config.dtype, device)
     found.facts |= {"architecture": sizes.architecture, "dtype": dtype, "device": device}
     found.facts |= {"max_model_len": config.max_model_len or sizes.max_model_len, "num_speculative_tokens": drafts}
-    found.facts["drafter"] = _drafter(config, sizes, has_head=has_head) if drafts else None
+    found.facts["drafter"] = _drafter(config, sizes) if drafts else None
     drafter = None
     if config.draft_path and drafts:
         try:
@@ -193,7 +192,8 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     if not found.errors and not config.is_dummy:
         stored = _judge_tensors(config, sizes, model, spec, dtype, found)
         float8 = stored if sizes.fp8 is not None else float8
-    _judge_pool(config, sizes, drafter, sizes.num_layers + reads_mtp, drafts, dtype, device, found)
+    num_layers = sizes.num_layers + reads_mtp
+    _judge_pool(config, sizes, drafter, num_layers, drafts, dtype, device, found)
     item_bytes = ITEM_BYTES[dtype]
     num_elements = sum(prod(shape) for shape in spec.required.values())
     num_float8 = sum(prod(shape) for name, shape in spec.required.items() if name in float8)
@@ -206,13 +206,13 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     }
 
 
-def _drafter(config: ServeConfig, sizes: "ModelConfig", *, has_head: bool) -> str:
+def _drafter(config: ServeConfig, sizes: "ModelConfig") -> str:
     looked_up = "n-grams of the text so far"
-    if not has_head:
-        return f"{looked_up}, or none, as measured" if config.speculative_method == "auto" else looked_up
     if config.speculative_method == "auto":
-        return f"{_head(config, sizes)}, by {looked_up}, or none, as measured"
-    return _head(config, sizes)
+        has_head = bool(config.draft_path) or sizes.num_mtp_layers == 1
+        by_head = f"{_head(config, sizes)}, by " if has_head else ""
+        return f"{by_head}{looked_up}, or none, as measured"
+    return looked_up if config.lookup() is not None else _head(config, sizes)
 
 
 def _head(config: ServeConfig, sizes: "ModelConfig") -> str:

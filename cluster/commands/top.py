@@ -75,7 +75,7 @@ def _worker(worker: admin_pb2.WorkerStatus, before: worker_pb2.WorkerState | Non
         "kv_bytes_per_s": rate("kv_bytes"),
         "acceptance": _acceptance(was, held),
         "num_draft_tokens": state.speculation.num_draft_tokens if state.HasField("speculation") else None,
-        "draft_method": state.speculation.method or None,
+        "draft_method": state.speculation.method if state.speculation.auto_method else None,
     }
 
 
@@ -107,10 +107,9 @@ COLUMNS: Final = (
     "KV MB/s",
     "accepted",
     "k",
-    "by",
 )
 LEFT: Final = frozenset(map(COLUMNS.index, ("worker", "role", "alive", "waiting")))
-IF_ANY: Final = frozenset(map(COLUMNS.index, ("waiting", "quarantined", "accepted", "k", "by")))  # a terminal is narrow
+IF_ANY: Final = frozenset(map(COLUMNS.index, ("waiting", "quarantined", "accepted", "k")))  # a terminal is narrow
 
 
 def top(address: str, output: Output, *, interval_s: float = 1.0, once: bool = False) -> ExitCode:
@@ -223,8 +222,7 @@ def _cells(worker: dict[str, Any]) -> list[str]:
         _number(worker["requests_per_s"]),
         _number(None if rate is None else rate / 1e6),
         NOTHING if worker["acceptance"] is None else f"{worker['acceptance']:.0%}",
-        NOTHING if drafts is None else str(drafts),
-        worker["draft_method"] or NOTHING,
+        NOTHING if drafts is None else f"{drafts} {worker['draft_method']}" if worker["draft_method"] else str(drafts),
     ]
 
 

@@ -598,8 +598,8 @@ class Runner:
             [method] = self.methods
         assert method is not None or num_drafts == 0
         batch = self._batch
-        wanted = slots, num_drafts, method
-        if batch is None or (batch.slots, batch.max_drafts, batch.method) != wanted:
+        is_other = batch is None or batch.slots != slots or batch.max_drafts != num_drafts or batch.method is not method
+        if batch is None or is_other:
             residents = [self._residents[slot] for slot in slots]
             batch = self._batch = StepBatch.of(
                 slots,
