@@ -60,9 +60,9 @@ def format_decode(workers: Sequence[dict[str, Any]]) -> str:
         "tokens/step",
         "acceptance length",
         "accepted by position",
-        "drafts by",
         "gap ms",
         "step ms",
+        "drafts by",
     )
     rows = [
         (
@@ -71,9 +71,9 @@ def format_decode(workers: Sequence[dict[str, Any]]) -> str:
             _number(worker["tokens_per_step"], ".2f"),
             _number(worker["mean_acceptance_len"], ".2f"),
             " ".join(_number(share, ".2f") for share in worker["acceptance_per_position"]) or NO_STEPS,
-            " ".join(f"{name}:{counts['num_steps']}" for name, counts in worker["by_method"].items()) or NO_STEPS,
             _quantiles(worker["host_gap_ms"]),
             _quantiles(worker["step_ms"]),
+            " ".join(f"{name}:{counts['num_steps']}" for name, counts in worker["by_method"].items()) or NO_STEPS,
         )
         for worker in workers
     ]

@@ -194,6 +194,9 @@ def test_clients_receive_what_workers_kept_and_devices_computed(running):
     assert 0 < accepted[1] <= accepted[0] <= proposed[0] == proposed[1]
     kept_and_cut = moved("decode_tokens_total", fate="kept") + moved("decode_tokens_total", fate="cut")
     assert kept_and_cut == proposed[0] + sum(accepted)
+    assert moved("decode_method_steps_total", method="head") == moved("decode_steps_total")
+    assert moved("decode_method_draft_tokens_total", method="head") == sum(proposed)
+    assert moved("decode_method_accepted_tokens_total", method="head") > 0
     assert moved("decode_step_seconds_count") == moved("decode_steps_total") == moved("decode_step_tokens_count")
     assert moved("decode_step_tokens_sum") == moved("decode_tokens_total", fate="kept")
     assert 0 < moved("decode_host_gap_seconds_count") < moved("decode_steps_total")
