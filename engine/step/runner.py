@@ -223,6 +223,7 @@ class Runner:
         """
         warm_up_prefill(self._model, self._pool, reach)
         if decodes:
+            verifiers: list[tuple[Verifier, TokenHistory | None]]
             verifiers = [(self._verifier, None)] if self.has_mtp or not self.has_lookup else []
             verifiers += [(self._of_lookup, self._table.history)] if self.has_lookup else []
             warm_up_decode(self._model, self._pool, reach, verifiers, self.num_draft_tokens)

@@ -182,6 +182,9 @@ def test_plain_families_can_be_served(tmp_path, changes, asked):
         ({}, {"load_format": "dummy", "num_speculative_tokens": 2}, 2, ""),
         ({}, {"speculative_method": "ngram"}, 4, ""),
         (MTP, {"speculative_method": "ngram", "num_speculative_tokens": 1}, 1, ""),
+        (MTP, {"speculative_method": "auto"}, 6, ""),
+        ({}, {"speculative_method": "auto"}, 6, ""),
+        (MTP, {"speculative_method": "auto", "num_speculative_tokens": 3}, 3, ""),
     ],
 )
 def test_drafts_are_what_the_checkpoint_has(tmp_path, changes, asked, drafts, note):

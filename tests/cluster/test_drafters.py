@@ -65,3 +65,28 @@ def test_check_says_why_a_drafter_cannot_be_used(drafter, sentence):
     assert find_drafter("tiny-eagle3").is_dir()
     good = judge(read_config(None, {"model": "tiny", "device": "cpu", "draft_model": "tiny-eagle3"}))
     assert (good.errors, good.facts["drafter"]) == ([], "EAGLE-3 drafter tiny-eagle3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "auto_drafts", "drafts", "has_head"),
+    [
+        ({}, True, 6, True),
+        ({"num_speculative_tokens": "auto"}, True, 6, True),
+        ({"num_speculative_tokens": 3}, False, 3, True),
+        ({**NAMED}, True, 6, True),
+    ],
+)
+def test_auto_has_every_method_that_there_is(flags, auto_drafts, drafts, has_head):
+    worker = worker_of(speculative_method="auto", **flags)
+    assert worker.auto_method
+    assert worker.lookup is not None
+    assert (worker.auto_drafts, worker.num_draft_tokens, worker.has_head) == (auto_drafts, drafts, has_head)
+
+
+def test_without_the_flag_nothing_is_chosen():
+    worker = worker_of()
+    assert not worker.auto_method
+    assert not worker.auto_drafts
+    assert worker.lookup is None
+    worker = worker_of(speculative_method="auto", num_speculative_tokens=0)
+    assert not worker.auto_method
