@@ -123,8 +123,8 @@ class ServeConfig(BaseModel):
 
     speculative_method: Literal["auto", "mtp", "eagle3", "ngram", "none"] | None = _drafts(
         None,
-        "ngram looks drafts up in the text so far; auto: by the head, so, or not at all, as measurements advise",
-        unset="by --draft-model or the checkpoint's MTP head, if any",
+        "ngram looks drafts up in the text so far; auto: that, the head or none, as measured",
+        unset="by --draft-model or MTP head, if any",
         vllm="--speculative-config (method)",
     )
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(

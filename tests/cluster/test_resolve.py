@@ -72,7 +72,7 @@ def test_a_damaged_index_is_named(model, text):
         resolve.find_model(str(model))
 
 
-@pytest.mark.parametrize("drafts", ["²", "--1", "-", "", "5", "9" * 5000])
+@pytest.mark.parametrize("drafts", ["²", "--1", "-", "", "7", "9" * 5000])
 def test_a_number_of_drafts_that_is_none(drafts):
     with pytest.raises(ConfigInvalid) as invalid:
         resolve.read_config(None, {"num_speculative_tokens": drafts})

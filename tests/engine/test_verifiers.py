@@ -116,11 +116,11 @@ class Batch:
             accepted = min(self.config.forced_len, len(drafts))
         elif self.config.mode is VerificationMode.SYNTHETIC:
             words = []
-            for block in range(1):
+            for block in range(2):
                 words += reference.philox((block, position, row, int(Purpose.SYNTHETIC)), (0x5EED, 0))
-            rates = (0.9, 0.7 / 0.9, 0.2 / 0.7)
+            rates = (0.9, 0.7 / 0.9, 0.2 / 0.7, 0.15 / 0.2, 0.1 / 0.15, 0.05 / 0.1)
             stands = [(word + 0.5) / 2**32 < rate for word, rate in zip(words, rates, strict=False)]
-            accepted = min(next((at for at, stand in enumerate(stands) if not stand), 3), len(drafts))
+            accepted = min(next((at for at, stand in enumerate(stands) if not stand), 6), len(drafts))
         else:
             accepted = next((at for at, draft in enumerate(drafts) if draft != target[at]), len(drafts))
         return [*drafts[:accepted], target[accepted]]
