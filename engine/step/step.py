@@ -46,8 +46,8 @@ from baton.engine.step.passes import Passes
 from baton.engine.step.slots import DecodeState
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation
-from baton.kernels.sampling.rows import settled
 from baton.kernels.sampling.ngram import NO_DRAFT
+from baton.kernels.sampling.rows import settled
 from baton.kernels.sampling.verify import Verdict, post_verify
 from baton.model.model import Model
 
