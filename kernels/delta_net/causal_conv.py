@@ -1,0 +1,44 @@
+"""A causal convolution of a few positions over each channel, then SiLU, with the last inputs kept by position.
+
+Source: transformers `Qwen3NextGatedDeltaNet`; Dao 2024 (causal-conv1d). Inputs lie in a ring, position p in row p mod
+ring, so what a rejected row left is overwritten before anybody reads it. Before position 0 there are zeros.
+
+Legend: B sequences, L rows of each, H key heads, X channels of one, W positions that an output sees, N slots, R ring.
+"""
+
+import torch
+
+from baton.kernels.arguments import require
+from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.tiles import wide_dtype
+
+
+def causal_conv(
+    x_BLHX: torch.Tensor, weight_HXW: torch.Tensor, kept_NHRX: torch.Tensor, rows: StateRows
+) -> torch.Tensor:
+    """silu(sum over j of w_j x_(p - W + 1 + j)), [B, L, H, X] in the wide dtype; a row depends on its own inputs alone.
+
+    Args:
+        x_BLHX: inputs, of the dtype of the ring.
+        weight_HXW: the last one is that of the row itself.
+        kept_NHRX: the ring; read before the rows, and written.
+        rows: where they stand.
+
+    Raises:
+        KernelArgumentInvalid: decode rows are so many that they would overwrite what the next step reads.
+    """
+    num_rows, num_before, ring = rows.num_rows, weight_HXW.shape[2] - 1, kept_NHRX.shape[2]
+    is_chunk = rows.start is not None
+    require(is_chunk or num_rows + num_before - 1 <= ring, "x_BLHX", f"has {num_rows} rows for a ring of {ring}")
+    before_J = torch.arange(-num_before, 0, device=x_BLHX.device)
+    position_BJ = rows.positions_B[:, None] + before_J
+    found_BJHX = kept_NHRX[rows.slots_B[:, None], :, position_BJ % ring]
+    found_BJHX = torch.where((position_BJ >= 0)[..., None, None], found_BJHX, 0)
+    seen_BYHX = torch.cat([found_BJHX, x_BLHX], dim=1).to(wide_dtype(x_BLHX.dtype))
+    out_BLHX = seen_BYHX[:, :num_rows] * weight_HXW[..., 0]
+    for tap in range(1, num_before + 1):
+        out_BLHX = out_BLHX + seen_BYHX[:, tap : tap + num_rows] * weight_HXW[..., tap]
+    num_kept = min(num_rows, num_before) if is_chunk else num_rows
+    slot_BL, row_BL = rows.places(ring, num_kept)
+    kept_NHRX[slot_BL, :, row_BL] = x_BLHX[:, num_rows - num_kept :]
+    return out_BLHX / (1 + torch.exp(-out_BLHX))

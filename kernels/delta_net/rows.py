@@ -1,0 +1,50 @@
+"""Which rows of a pass are which positions of which sequences, for layers that keep state.
+
+Legend: B sequences, L rows of each.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRows:
+    """L consecutive positions of each of B sequences; their B * L rows of the pass stand side by side.
+
+    Attributes:
+        first_row: where they begin among the rows of the pass.
+        num_rows: L.
+        positions_B: int64, position of each sequence's first row.
+        counts_B: int64, how many of its rows are real; what the others write goes to the scratch slot.
+        slots_B: int64, state slot of each sequence.
+        scratch_slot: the pool's.
+        start: the first position on the host, of a chunk of one prompt, whose rows all stay; None: of decode rows,
+            the last of which may be rejected.
+    """
+
+    first_row: int
+    num_rows: int
+    positions_B: torch.Tensor
+    counts_B: torch.Tensor
+    slots_B: torch.Tensor
+    scratch_slot: int
+    start: int | None = None
+
+    @property
+    def stop_row(self) -> int:
+        """Where they end among the rows of the pass."""
+        return self.first_row + len(self.positions_B) * self.num_rows
+
+    def places(self, ring: int, num_kept: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """State slot and row of the ring that the last `num_kept` of each sequence's rows go to, int64 [B, num_kept].
+
+        Decode rows are kept all: any of them may be the last that is accepted.
+        """
+        at_L = torch.arange(self.num_rows - num_kept, self.num_rows, device=self.positions_B.device)
+        is_real_BL = at_L < self.counts_B[:, None]
+        return self.real_slots(is_real_BL), (self.positions_B[:, None] + at_L) % ring
+
+    def real_slots(self, is_real_BL: torch.Tensor) -> torch.Tensor:
+        """The sequence's slot where a row is real, else scratch, int64 [B, L]."""
+        return torch.where(is_real_BL, self.slots_B[:, None], self.scratch_slot)
