@@ -273,11 +273,12 @@ def _judge_tensors(
     config: ServeConfig, sizes: "ModelConfig", model: ModelDirectory, spec: "TensorSpec", dtype: str, found: Judgement
 ) -> Collection[str]:
     """Compare the files' headers with what the model needs; names of weights that stay float8."""
+    from baton.model.published_names import by_published_names
     from baton.model.tensor_spec import check_tensors
     from baton.model.tp_fit import require_cut_float8
     from baton.model.weights import read_headers
 
-    headers = read_headers(model.path)
+    headers = by_published_names(sizes, read_headers(model.path))
     float8 = check_tensors(spec, headers, sizes.fp8)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         _collect(found, require_cut_float8, spec, float8, size)

@@ -304,9 +304,13 @@ def served_names(config: ServeConfig, model: ModelDirectory) -> tuple[str, ...]:
 
 
 def num_mtp_layers(values: dict[str, Any]) -> int:
-    """MTP layers that a config.json names; 0 where it names none, or no number."""
-    found = values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0
-    return found if isinstance(found, int) else 0
+    """MTP layers of the model that a config.json describes; 0 where it has none, or names no number."""
+    from baton.model import config
+
+    try:
+        return config.num_mtp_layers(values)
+    except (TypeError, ValueError):
+        return 0
 
 
 def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:

@@ -96,6 +96,11 @@ class Ops:
             self._linear = partial(linear_ordered, implementation=implementation)
             self._linear_inner = self._linear_inner_ordered
 
+    @property
+    def is_invariant(self) -> bool:
+        """Whether a row depends on itself alone."""
+        return self._is_invariant
+
     def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
         """The product x W^T, [T, N]."""
         if isinstance(weight, Fp8Weight):
@@ -108,23 +113,26 @@ class Ops:
             return self._inner.add_ranks(self._linear_fp8(x_TK, weight))
         return self._linear_inner(x_TK, weight)
 
-    def rms_norm(self, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        """The norm of the last dimension."""
+    def rms_norm(self, x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+        """The norm of the last dimension; with `plus_one` times 1 + w."""
         if self._is_fused and x.dim() == 2:
-            return rms_norm.rms_norm_fused(x, weight_D, eps, implementation=self.implementation).rows
+            form = self.implementation
+            return rms_norm.rms_norm_fused(x, weight_D, eps, plus_one=plus_one, implementation=form).rows
         norm = rms_norm.rms_norm_invariant if self._is_invariant else rms_norm.rms_norm
-        return norm(x, weight_D, eps)
+        return norm(x, weight_D, eps, plus_one=plus_one)
 
     def add_rms_norm(
-        self, x: torch.Tensor, added: torch.Tensor, weight_D: torch.Tensor, eps: float
+        self, x: torch.Tensor, added: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + added, and that sum, rounded to the dtype of `x` before it is normalised."""
         if self._is_fused:
-            made = rms_norm.rms_norm_fused(x, weight_D, eps, residual_TD=added, implementation=self.implementation)
+            made = rms_norm.rms_norm_fused(
+                x, weight_D, eps, residual_TD=added, plus_one=plus_one, implementation=self.implementation
+            )
             assert made.sum_TD is not None
             return made.rows, made.sum_TD
         total = x + added
-        return self.rms_norm(total, weight_D, eps), total
+        return self.rms_norm(total, weight_D, eps, plus_one=plus_one), total
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The gate of SwiGLU."""
@@ -141,30 +149,35 @@ class Ops:
         slots_T: torch.Tensor,
         pool: LayerPool,
         bias_X: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
     ) -> torch.Tensor:
         """Queries [T, Q, D], normalised and turned; keys (the same) and values go to their slots of the pool.
 
         Args:
             qkv_TX: query, key and value heads side by side.
             norms: of queries and keys; None: they are not normalised.
-            angles: cosines and sines of each token, [T, D / 2].
+            angles: cosines and sines of each token, [T, F]; the first 2 F columns of heads are turned.
             slots_T: of each token; rows that pad a batch share the scratch block's.
             pool: of the layer.
             bias_X: added to the product's rows first.
+            gated: each query head is followed by its gate, which is left where it is.
         """
         _, num_kv, _, head_dim = pool.key_NHSD.shape
-        num_query = qkv_TX.shape[1] // head_dim - 2 * num_kv
+        num_query = (qkv_TX.shape[1] // head_dim - 2 * num_kv) // (2 if gated else 1)
         if self._is_fused:
-            rotation, form = Rotation(dim=head_dim, tables=angles), self.implementation
+            rotation = Rotation(dim=2 * angles[0].shape[1], tables=angles)
             return qk_norm_rope_write(
-                qkv_TX, norms, rotation, slots_T, pool, num_query=num_query, bias_X=bias_X, implementation=form
-            )
+                qkv_TX, norms, rotation, slots_T, pool,
+                num_query=num_query, bias_X=bias_X, gated=gated, implementation=self.implementation,
+            )  # fmt: skip
         qkv_TX = qkv_TX if bias_X is None else qkv_TX + bias_X
         heads_TXD = qkv_TX.unflatten(1, (-1, head_dim))
-        query_TQD, key_THD, value_THD = heads_TXD.split([num_query, num_kv, num_kv], dim=1)
+        query_TQD, key_THD, value_THD = heads_TXD.tensor_split([-2 * num_kv, -num_kv], dim=1)
+        query_TQD = query_TQD[:, ::2] if gated else query_TQD
         if norms is not None:
-            query_TQD = self.rms_norm(query_TQD, norms.query_D, norms.eps)
-            key_THD = self.rms_norm(key_THD, norms.key_D, norms.eps)
+            query_TQD = self.rms_norm(query_TQD, norms.query_D, norms.eps, plus_one=norms.plus_one)
+            key_THD = self.rms_norm(key_THD, norms.key_D, norms.eps, plus_one=norms.plus_one)
         self._write(rope(key_THD, *angles), value_THD, slots_T, pool)
         return rope(query_TQD, *angles)
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.kernels.attention.decode_plan import SplitKVPlans
+from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
+from baton.kernels.tiles import wide_dtype
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
 from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch
@@ -29,6 +31,7 @@ class AttentionInputs:
         sin_TF: their sines.
         on_layer: called with a pool layer right after its K and V were written.
         plans: how attention is divided, made by the first layer that needs it.
+        state_rows: the same rows for layers that keep state; () if the layout has none.
     """
 
     batch: AttentionBatch
@@ -38,6 +41,7 @@ class AttentionInputs:
     sin_TF: torch.Tensor
     on_layer: Callable[[int], None]
     plans: SplitKVPlans = field(default_factory=SplitKVPlans)
+    state_rows: tuple[StateRows, ...] = ()
 
     @property
     def may_wait(self) -> bool:
@@ -54,25 +58,34 @@ class Attention:
         names = [f"{prefix}.{name}_proj.bias" for name in "qkv"]
         self.bias_Q = source.take(*names) if config.has_qkv_bias else None
         self.norms: HeadNorms | None = None
+        self._is_gated = config.has_output_gate
         if config.has_head_norms:
             query_D, key_D = (source.take(f"{prefix}.{name}_norm.weight") for name in "qk")
-            self.norms = HeadNorms(query_D=query_D, key_D=key_D, eps=config.rms_norm_eps)
+            plus_one = config.has_plus_one_norms
+            self.norms = HeadNorms(query_D=query_D, key_D=key_D, eps=config.rms_norm_eps, plus_one=plus_one)
         self._scales = source.take_kv_scales(prefix)
         self.layer = layer
         self._ops = ops
 
-    def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """Write the tokens' K and V -> their queries [T, A, E]."""
+    def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write the tokens' K and V -> their queries [T, A, E], and what gates their outputs, [T, A * E], if any."""
         key_NHSE, value_NHSE = inputs.pool.layer(self.layer)
         key_scale, value_scale = (None, None) if self._scales is None else self._scales
         qkv_TQ = self._ops.linear(x_TD, self.qkv_QD)
-        return self._ops.qk_norm_rope_write(
+        query_TAE = self._ops.qk_norm_rope_write(
             qkv_TQ,
             self.norms,
             (inputs.cos_TF, inputs.sin_TF),
             inputs.slots_T,
             LayerPool(key_NHSD=key_NHSE, value_NHSD=value_NHSE, key_scale=key_scale, value_scale=value_scale),
             self.bias_Q,
+            gated=self._is_gated,
+        )
+        if not self._is_gated:
+            return query_TAE, None
+        num_heads, head_dim = query_TAE.shape[1:]
+        return query_TAE, qkv_TQ[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))[:, :, 1].flatten(
+            1
         )
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
@@ -95,8 +108,12 @@ class Attention:
                     self._attend_decode(query_TAE[num_prompt:], batch.decode, stored, plans),
                 )
 
-    def join(self, mixed_TQ: torch.Tensor) -> torch.Tensor:
-        """The output projection, [T, A * E] -> [T, D]."""
+    def join(self, mixed_TQ: torch.Tensor, gate_TQ: torch.Tensor | None = None) -> torch.Tensor:
+        """The output projection, [T, A * E] -> [T, D], of outputs times the sigmoid of their gate, rounded once."""
+        if gate_TQ is not None:
+            wide = wide_dtype(mixed_TQ.dtype)
+            # Not `sigmoid`, which rounds a row by its place in the batch on a CPU (`kernels.tiles`).
+            mixed_TQ = (mixed_TQ.to(wide) / (1 + torch.exp(-gate_TQ.to(wide)))).to(mixed_TQ.dtype)
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
     def _attend_prompts(

@@ -6,11 +6,12 @@ Token ids of the end of a text are not here: the tokenizer has them.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
+from baton.model.delta_sizes import POOL_LAYERS, DeltaSizes, read_delta_layers, read_delta_sizes
 from baton.model.fp8_scheme import Fp8Scheme, read_scheme
 from baton.model.rope_scaling import RopeScaling, read_scaling, rope_parameters
 from baton.model.weights import checkpoint_identity, shape_identity
@@ -37,6 +38,10 @@ class _Family:
         expert_parts: gate, up and down projection of one.
         expert_size: the key that says its intermediate size.
         renormalises: chosen probabilities sum to 1; else only with `norm_topk_prob`.
+        is_hybrid: most layers are gated delta nets (`model.delta_net`), the others' outputs are gated; heads turn in
+            part, norms multiply by 1 + w.
+        is_interleaved: projections of a gated delta net are stored key head by key head.
+        is_multimodal: config.json has what is about text in `text_config`.
         absent: what a key means that config.json leaves out, where that is the family's own.
     """
 
@@ -49,9 +54,21 @@ class _Family:
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     expert_size: str = "moe_intermediate_size"
     renormalises: bool = False
+    is_hybrid: bool = False
+    is_interleaved: bool = False
+    is_multimodal: bool = False
     absent: Mapping[str, Any] = field(default_factory=dict)
 
 
+_QWEN3_5 = _Family(has_head_norms=True, is_hybrid=True, absent={"head_dim": 256, "rms_norm_eps": 1e-6})
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    is_moe=True,
+    has_shared_expert=True,
+    renormalises=True,
+    # No layer is dense.
+    absent={**_QWEN3_5.absent, "intermediate_size": 1, "moe_intermediate_size": 512},
+)
 _FAMILIES = {
     "LlamaForCausalLM": _Family(slides=True, absent={"num_key_value_heads": None, "rope_theta": 10_000.0}),
     "MistralForCausalLM": _Family(slides=True, absent={"sliding_window": 4096}),
@@ -67,7 +84,20 @@ _FAMILIES = {
     "Qwen2MoeForCausalLM": _Family(has_qkv_bias=True, is_moe=True, has_shared_expert=True),
     "Qwen3ForCausalLM": _Family(has_head_norms=True, absent={"head_dim": 128}),
     "Qwen3MoeForCausalLM": _Family(has_head_norms=True, is_moe=True),
+    "Qwen3NextForCausalLM": replace(
+        _QWEN3_5_MOE,
+        is_interleaved=True,
+        renormalises=False,
+        # Its config.json does not name the MTP head that it is published with.
+        absent={**_QWEN3_5.absent, "intermediate_size": 5632, "norm_topk_prob": True, "mtp_num_hidden_layers": 1},
+    ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, is_multimodal=True),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, is_multimodal=True),
 }
+_OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config")  # beside `text_config`, which they beat
+_PARTIAL_ROTARY = 0.25  # of a hybrid model whose config.json does not say
 
 
 # Of other families, and the value that says nothing, beside null. transformers does not look at them in these families;
@@ -107,6 +137,12 @@ class ModelConfig:
         sliding_window: positions that attention looks back; None: all. Served only where it never bites.
         draft_vocab_size: columns of the draft head; None if the MTP head proposes from the whole vocabulary.
         d2t_form: how the draft head's table is written, if config.json says (model.draft_head).
+        rotary_dim: columns of a head that are turned by its position.
+        has_plus_one_norms: norms multiply by 1 + w.
+        has_output_gate: each query head has a gate for what it attends to.
+        delta_net: sizes of the layers that are gated delta nets; None: there are none.
+        delta_layers: which layers of the trunk these are.
+        has_interleaved_delta_net: their projections are stored key head by key head.
         fp8: how weights are quantized that the checkpoint holds in float8; None: it holds none.
         model_hash: identity of config and weights; equal for copies of one directory.
     """
@@ -138,6 +174,12 @@ class ModelConfig:
     num_mtp_layers: int
     draft_vocab_size: int | None
     d2t_form: str | None
+    rotary_dim: int
+    has_plus_one_norms: bool
+    has_output_gate: bool
+    delta_net: DeltaSizes | None
+    delta_layers: frozenset[int]
+    has_interleaved_delta_net: bool
     fp8: Fp8Scheme | None
     model_hash: str
 
@@ -166,6 +208,7 @@ class ModelConfig:
         Raises:
             Exception: as `from_directory`.
         """
+        values = text_values(values)
         _refuse_unsupported(values, path)
         scheme = read_scheme(values, path)
         if made_weights is None:
@@ -197,6 +240,10 @@ class ModelConfig:
         """Whether a layer has experts; the MTP layer (index num_layers) has them where the model has any."""
         return self.num_experts > 0 if layer == self.num_layers else layer in self.sparse_layers
 
+    def pool_layer(self, layer: int) -> int:
+        """The first layer of the pool that a layer of the model has; the MTP layer's follows the trunk's."""
+        return layer + (POOL_LAYERS - 1) * sum(index < layer for index in self.delta_layers)
+
     def expert_names(self, layer_prefix: str, expert: int) -> tuple[str, str, str]:
         """Weights of an expert: its gate, up and down projections."""
         prefix = f"{layer_prefix}.{self.sparse_block}.experts.{expert}"
@@ -222,21 +269,48 @@ def read_config(path: Path) -> dict[str, Any]:
     return values
 
 
+def text_values(values: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the model of text, of a multimodal one's `text_config`."""
+    architectures = values.get("architectures") or [""]
+    family = _FAMILIES.get(architectures[0]) if isinstance(architectures[0], str) else None
+    text = values.get("text_config")
+    if family is None or not family.is_multimodal or not isinstance(text, dict):
+        return values
+    return {**values, **text, **{key: values[key] for key in _OF_THE_WHOLE if key in values}}
+
+
+def num_mtp_layers(values: dict[str, Any]) -> int:
+    """MTP layers that a config.json names, or that its family has where it names none.
+
+    Raises:
+        ValueError: what it names is no number.
+    """
+    values = text_values(values)
+    architectures = values.get("architectures")
+    if isinstance(architectures, list) and architectures and architectures[0] in _FAMILIES:
+        values = {**_FAMILIES[architectures[0]].absent, **values}
+    return int(values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0)
+
+
 def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
     architectures = values.get("architectures") or []
     if architectures not in [[name] for name in _FAMILIES]:
         known = ", ".join(_FAMILIES)
         message = f"{path} is of architecture {architectures or 'unknown'}; this version serves {known}"
         raise ModelUnsupported(message, option="architectures", value=architectures)
+    is_hybrid = _FAMILIES[architectures[0]].is_hybrid
     rotaries = [where.get("partial_rotary_factor") for where in (values, rope_parameters(values))]
     kinds = values.get("layer_types") or []
     refused = {
         "use_sliding_window": bool(values.get("use_sliding_window")),
         "attention_bias": bool(values.get("attention_bias")),
         "mlp_bias": bool(values.get("mlp_bias")),
-        "partial_rotary_factor": any(rotary not in (None, 1) for rotary in rotaries),
+        "partial_rotary_factor": not is_hybrid and any(rotary not in (None, 1) for rotary in rotaries),
         "hidden_act": values.get("hidden_act", "silu") != "silu",
-        "layer_types": not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds),
+        "layer_types": not is_hybrid
+        and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)),
+        "attn_output_gate": is_hybrid and not values.get("attn_output_gate", True),
+        "mtp_use_dedicated_embeddings": bool(values.get("mtp_use_dedicated_embeddings")),
         "is_causal": not values.get("is_causal", True),
         "attention_chunk_size": values.get("attention_chunk_size") is not None,
     } | {option: values.get(option) not in (None, nothing) for option, nothing in _OF_OTHERS.items()}
@@ -259,13 +333,14 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
     num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=default)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+    head_dim = _size(values, "head_dim", default=hidden_size // num_heads)
     return {
         "architecture": architecture,
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": _size(values, "head_dim", default=hidden_size // num_heads),
+        "head_dim": head_dim,
         "vocab_size": _size(values, "vocab_size", limit=_MAX_VOCAB_SIZE),
         "max_model_len": _size(values, "max_position_embeddings", limit=_MAX_POSITIONS),
         "rope_theta": _positive(values | rope_parameters(values), "rope_theta"),
@@ -279,8 +354,32 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         **_expert_fields(values, family, num_layers),
         "draft_vocab_size": _draft_vocab_size(values),
         "d2t_form": None if values.get("d2t_form") is None else str(values["d2t_form"]),
-        "num_mtp_layers": int(values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0),
+        "num_mtp_layers": num_mtp_layers(values),
+        **_hybrid_fields(values, family, num_layers, head_dim),
     }
+
+
+def _hybrid_fields(values: dict[str, Any], family: _Family, num_layers: int, head_dim: int) -> dict[str, Any]:
+    layers = read_delta_layers(values, num_layers) if family.is_hybrid else frozenset()
+    return {
+        "rotary_dim": _rotary_dim(values, head_dim) if family.is_hybrid else head_dim,
+        "has_plus_one_norms": family.is_hybrid,
+        "has_output_gate": family.is_hybrid,
+        "delta_net": read_delta_sizes(values) if layers else None,
+        "delta_layers": layers,
+        "has_interleaved_delta_net": family.is_interleaved,
+    }
+
+
+def _rotary_dim(values: dict[str, Any], head_dim: int) -> int:
+    """Columns of a head that are turned."""
+    found = (where.get("partial_rotary_factor") for where in (rope_parameters(values), values))
+    factor = float(next((one for one in found if one is not None), _PARTIAL_ROTARY))
+    dim = int(head_dim * factor) if math.isfinite(factor) else 0
+    if not 0 < dim <= head_dim or dim % 2:
+        message = f"config.json: partial_rotary_factor = {factor} turns {dim} of {head_dim} columns"
+        raise ModelUnsupported(message, option="partial_rotary_factor", value=factor)
+    return dim
 
 
 def _expert_fields(values: dict[str, Any], family: _Family, num_layers: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from baton.kernels.ops import Ops
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
+from baton.model.delta_net import DeltaNet
 from baton.model.layers import MLP, RMSNorm, WeightSource
 from baton.model.moe import SparseMLP
 
@@ -37,16 +38,21 @@ def computed(pieces: Pieces[R], inputs: AttentionInputs) -> R:
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); `layer` is its layer of the pool.
+    """x + attention(norm(x)), then x + mlp(norm(x)); in its place a layer may have a gated delta net.
 
     A layer does not add what its MLP makes: the norm that comes next does, in one pass over the rows.
     """
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
         eps = config.rms_norm_eps
-        self.attention_norm = RMSNorm(source, f"{prefix}.input_layernorm", eps, ops)
-        self.attention = Attention(source, f"{prefix}.self_attn", layer, config, ops)
-        self.mlp_norm = RMSNorm(source, f"{prefix}.post_attention_layernorm", eps, ops)
+        plus_one, pool_layer = config.has_plus_one_norms, config.pool_layer(layer)
+        self.attention_norm = RMSNorm(source, f"{prefix}.input_layernorm", eps, ops, plus_one=plus_one)
+        self.attention: Attention | DeltaNet = (
+            DeltaNet(source, f"{prefix}.linear_attn", pool_layer, config, ops)
+            if layer in config.delta_layers
+            else Attention(source, f"{prefix}.self_attn", pool_layer, config, ops)
+        )
+        self.mlp_norm = RMSNorm(source, f"{prefix}.post_attention_layernorm", eps, ops, plus_one=plus_one)
         self.mlp: MLP | SparseMLP = (
             SparseMLP(source, prefix, config, ops) if config.is_sparse(layer) else MLP(source, f"{prefix}.mlp", ops)
         )
@@ -56,8 +62,13 @@ class DecoderLayer:
     ) -> Pieces[tuple[torch.Tensor, torch.Tensor]]:
         """Rows x + added (x alone if None) -> rows and what is to be added to them, all [T, D]."""
         normed_TD, x_TD = self.attention_norm.of_sum(x_TD, added_TD)
-        mixed_TQ = yield self.attention, self.attention.project(normed_TD, inputs)
-        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, self.attention.join(mixed_TQ))
+        if isinstance(self.attention, DeltaNet):
+            mixed_TD = self.attention(normed_TD, inputs)
+        else:
+            query_TAE, gate_TQ = self.attention.project(normed_TD, inputs)
+            mixed_TQ = yield self.attention, query_TAE
+            mixed_TD = self.attention.join(mixed_TQ, gate_TQ)
+        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, mixed_TD)
         return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait)
 
 
@@ -69,7 +80,7 @@ class Decoder:
         self.layers = [
             DecoderLayer(source, f"model.layers.{layer}", layer, config, ops) for layer in range(config.num_layers)
         ]
-        self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops)
+        self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops, plus_one=config.has_plus_one_norms)
         self._aux_layers: Collection[int] = ()
         self._join: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from baton.model.config import ModelConfig
 from baton.model.fp8_tensors import NO_PRODUCT, Fp8Tensors, why_wide
-from baton.model.tensor_spec import TensorSpec, mlp_names
+from baton.model.tensor_spec import TensorSpec, delta_products, mlp_names
 
 
 def dequantized_weights(
@@ -41,8 +41,12 @@ def _products(config: ModelConfig, spec: TensorSpec) -> Iterator[tuple[list[tupl
     for layer, prefix in enumerate(prefixes):
         if f"{prefix}.input_layernorm.weight" not in spec.weights:  # the MTP head, and it is not loaded
             continue
-        yield [tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv")], False
-        yield [(f"{prefix}.self_attn.o_proj.weight",)], False
+        if layer in config.delta_layers:
+            projections = list(delta_products(config, f"{prefix}.linear_attn"))
+        else:
+            projections = [tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv")]
+            projections.append((f"{prefix}.self_attn.o_proj.weight",))
+        yield from (([names], False) for names in projections)
         mlps = [] if config.is_sparse(layer) else [mlp_names(f"{prefix}.mlp")]
         if config.is_sparse(layer):
             experts = [config.expert_names(prefix, expert) for expert in range(config.num_experts)]

@@ -17,6 +17,7 @@ from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.ops import Experts, Ops, Weight
+from baton.kernels.tiles import wide_dtype
 from baton.model.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
 from baton.model.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
 from baton.model.random_weights import RandomTensor
@@ -62,6 +63,10 @@ class WeightSource:
     def take(self, *names: str) -> torch.Tensor:
         """One tensor, or several one above the other (fused projections)."""
         return self._take(names, NO_PRODUCT)
+
+    def take_wide(self, *names: str) -> torch.Tensor:
+        """The same in the wide dtype, whatever the model's: what a narrower one would round away."""
+        return self._take(names, NO_PRODUCT, wide_dtype(self.dtype))
 
     def take_product(self, *names: str) -> Weight:
         """The same of a weight that rows are multiplied with: in float8 if it is stored so, or the model is quantized.
@@ -130,9 +135,9 @@ class WeightSource:
             scales.append(torch.stack([part.scales_BG for part in parts]))
         return torch.cat(values), torch.cat(scales)
 
-    def _take(self, names: Sequence[str], why: str) -> torch.Tensor:
+    def _take(self, names: Sequence[str], why: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensors one above the other in the model's dtype; `why` says why those in float8 do not stay so."""
-        target = self._new(self._stack_shape(names), self.dtype)
+        target = self._new(self._stack_shape(names), dtype or self.dtype)
         self._fill([(names, target)], why)
         return target
 
@@ -245,22 +250,23 @@ def _quantized(weight_NK: torch.Tensor, name: str) -> Fp8Weight:
 
 
 class RMSNorm:
-    """A norm with its weight."""
+    """A norm with its weight w, or 1 + w."""
 
-    def __init__(self, source: WeightSource, prefix: str, eps: float, ops: Ops) -> None:
+    def __init__(self, source: WeightSource, prefix: str, eps: float, ops: Ops, *, plus_one: bool = False) -> None:
         self.weight_D = source.take(f"{prefix}.weight")
         self._eps = eps
         self._ops = ops
+        self._plus_one = plus_one
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        return self._ops.rms_norm(x, self.weight_D, self._eps)
+        return self._ops.rms_norm(x, self.weight_D, self._eps, plus_one=self._plus_one)
 
     def of_sum(self, x_TD: torch.Tensor, added_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + added, and the sum itself, rounded to its dtype before it is normalised."""
         if added_TD is None:
             return self(x_TD), x_TD
-        return self._ops.add_rms_norm(x_TD, added_TD, self.weight_D, self._eps)
+        return self._ops.add_rms_norm(x_TD, added_TD, self.weight_D, self._eps, plus_one=self._plus_one)
 
 
 class MLP:

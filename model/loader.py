@@ -22,6 +22,7 @@ from baton.model.layers import WeightSource
 from baton.model.model import Model
 from baton.model.mtp_fit import require_mtp
 from baton.model.parallel import Alone, Communicator, ShardPlan
+from baton.model.published_names import by_published_names
 from baton.model.random_weights import RandomTensor, random_identity, random_tensors
 from baton.model.tensor_reader import TensorReader
 from baton.model.tensor_spec import TensorSpec, check_tensors, tensor_spec
@@ -98,7 +99,7 @@ def load_model(
         if D2T in spec.tables:
             d2t_C = spaced_d2t(spec.tables[D2T][0], config.vocab_size)
     else:
-        headers = stored = read_headers(path)
+        headers = stored = by_published_names(config, read_headers(path))
         float8 = check_tensors(spec, headers, config.fp8)
         require_cut(config, group.size, numerics)
         require_cut_float8(spec, float8, group.size)
@@ -260,6 +261,8 @@ def _unfit(
             return "experts in invariant numerics on any number of ranks"
     if numerics is Numerics.INVARIANT and kv_dtype is not KVDtype.AUTO:
         return f"{kv_dtype.value} KV in invariant numerics"
+    if config.delta_net is not None:
+        return "layers of a gated delta net"
     sizes = config.hidden_size, config.num_experts, config.num_experts_per_token
     return next(filter(None, (unfit_sizes(head_dim, *sizes) for head_dim in sorted(head_dims))), "")
 

@@ -22,6 +22,8 @@ from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder, Pieces, computed
+from baton.model.delta_net import state_rows
+from baton.model.delta_sizes import with_delta_nets
 from baton.model.draft_head import HeadIds, columns_in_order, invert_d2t
 from baton.model.draft_names import DRAFT_HEAD
 from baton.model.eagle import EagleHead
@@ -82,7 +84,7 @@ class Model:
         if with_mtp:
             self._mtp = MTPHead(source, config, self._ops, embedding_VD)
         elif eagle is not None:
-            self._mtp = EagleHead(*eagle, config.num_layers, self._ops, embedding_VD)
+            self._mtp = EagleHead(*eagle, config.pool_layer(config.num_layers), self._ops, embedding_VD)
             self._eagle = eagle[1]
             self._decoder.tap(eagle[1].aux_layers, self._mtp.join)
             self.trunk_width *= 2
@@ -181,7 +183,7 @@ class Model:
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of a pool for this model; the MTP layer is the last."""
         dtype = self.kv_dtype.of(DTYPE_NAMES[self.dtype])
-        return KVLayout.of_attention(
+        layout = KVLayout.of_attention(
             model_hash=self.config.model_hash,
             num_layers=self.config.num_layers + (self.with_mtp and self._eagle is None),
             num_kv_heads=self.config.num_kv_heads,
@@ -191,12 +193,20 @@ class Model:
             has_mtp=self.with_mtp,
             more=() if self._eagle is None else (self._eagle.kv_layer(dtype),),
         )
+        config = self.config
+        return with_delta_nets(layout, config.delta_net, config.delta_layers, dtype=DTYPE_NAMES[self.dtype])
 
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of every kind of product, for `kernels.selftest.check_invariance`."""
         config = self.config
         hidden, queries = config.hidden_size, config.num_heads * config.head_dim
-        shapes = {(queries + 2 * config.num_kv_heads * config.head_dim, hidden), (hidden, queries)}
+        num_each = 2 if config.has_output_gate else 1
+        shapes = {(num_each * queries + 2 * config.num_kv_heads * config.head_dim, hidden), (hidden, queries)}
+        if config.delta_net is not None:
+            delta = config.delta_net
+            values = delta.num_value_heads * delta.value_dim
+            shapes |= {(2 * (delta.num_key_heads * delta.key_dim + values), hidden), (hidden, values)}
+            shapes.add((2 * delta.num_value_heads, hidden))
         shapes.add((config.vocab_size, hidden))
         if len(config.sparse_layers) < config.num_layers:
             shapes |= {(2 * config.intermediate_size, hidden), (hidden, config.intermediate_size)}
@@ -242,7 +252,9 @@ class Model:
     def _inputs(
         self, turns: "_Turns", batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
     ) -> AttentionInputs:
-        return AttentionInputs(batch, slots_of(batch), pool, *turns.angles(positions_of(batch)), on_layer)
+        rows = state_rows(batch, pool) if self.config.delta_net is not None else ()
+        angles = turns.angles(positions_of(batch))
+        return AttentionInputs(batch, slots_of(batch), pool, *angles, on_layer, state_rows=rows)
 
 
 class _Turns:
@@ -250,7 +262,7 @@ class _Turns:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         cpu = torch.device("cpu")  # where they are rounded alike for every device
-        inverse_F = rope_inverse_frequencies(config.head_dim, config.rope_theta, dtype, cpu)
+        inverse_F = rope_inverse_frequencies(config.rotary_dim, config.rope_theta, dtype, cpu)
         self._inverse_F = config.rope.scale(inverse_F, config.rope_theta).to(device)
         self._factor = config.rope.attention_factor
 

@@ -25,6 +25,7 @@ _BIAS_SPREAD = 0.1  # a larger one moves every token alike
 _HEAD_NORM_MEAN = 1.5  # of queries and keys: attention that is neither uniform nor fixed on one token
 LOGIT_GAIN = 3.0
 _ROUTER_GAIN = 2.0  # routers that are neither undecided nor always of one mind
+_DECAY_MEANS, _DECAY_SPREAD = (-1.0, -2.0), 1.0  # A_log and dt_bias: heads that forget at once, and after hundreds
 _ADDED_GAIN = 3.0  # what layers add outweighs a token's own embedding, which a tied lm_head would repeat for ever
 
 
@@ -80,7 +81,8 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
     """What the architecture needs, with or without its MTP head."""
     hidden = config.hidden_size
     vocab = matrix(config.vocab_size, hidden, LOGIT_GAIN)
-    weights = {"model.embed_tokens.weight": vocab, "model.norm.weight": norm(hidden)}
+    shift = _norm_shift(config)
+    weights = {"model.embed_tokens.weight": vocab, "model.norm.weight": norm(hidden, 1.0 - shift)}
     optional: dict[str, Shape] = {}
     if config.tie_word_embeddings:
         optional["lm_head.weight"] = vocab.shape
@@ -91,8 +93,9 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
         optional |= _scales(f"model.layers.{layer}")
     tables: dict[str, Shape] = {}
     if with_mtp:
-        weights |= {f"mtp.{name}.weight": norm(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-        weights |= {"mtp.norm.weight": norm(hidden), "mtp.fc.weight": matrix(hidden, 2 * hidden)}
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        weights |= {f"mtp.{name}.weight": norm(hidden, 1.0 - shift) for name in norms}
+        weights["mtp.fc.weight"] = matrix(hidden, 2 * hidden)
         weights |= layer_weights(config, "mtp.layers.0", config.num_layers)
         optional |= _scales("mtp.layers.0")
         if config.draft_vocab_size is not None:
@@ -107,25 +110,85 @@ def layer_weights(
     """A decoder layer's; its attention reads rows of `input_len`, of the hidden size if None."""
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head, config.num_kv_heads * head
-    weights = {f"{prefix}.{name}_layernorm.weight": norm(hidden) for name in ("input", "post_attention")}
+    shift = _norm_shift(config)
+    weights = {f"{prefix}.{name}_layernorm.weight": norm(hidden, 1.0 - shift) for name in ("input", "post_attention")}
+    if layer in config.delta_layers:
+        return weights | _delta_net(config, f"{prefix}.linear_attn") | _mlp_weights(config, prefix, layer)
     for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-        weights[f"{prefix}.self_attn.{name}_proj.weight"] = matrix(rows, input_len or hidden, cut_dim=0, group_len=head)
+        num_each = 2 if name == "q" and config.has_output_gate else 1  # a query head, and its gate
+        weights[f"{prefix}.self_attn.{name}_proj.weight"] = matrix(
+            num_each * rows, input_len or hidden, cut_dim=0, group_len=num_each * head
+        )
         if config.has_qkv_bias:
             bias = WeightSpec((rows,), cut_dim=0, group_len=head, spread=_BIAS_SPREAD)
             weights[f"{prefix}.self_attn.{name}_proj.bias"] = bias
     weights[f"{prefix}.self_attn.o_proj.weight"] = matrix(hidden, queries, _ADDED_GAIN, cut_dim=1, group_len=head)
     if config.has_head_norms:
-        weights |= {f"{prefix}.self_attn.{name}_norm.weight": norm(head, _HEAD_NORM_MEAN) for name in "qk"}
+        weights |= {f"{prefix}.self_attn.{name}_norm.weight": norm(head, _HEAD_NORM_MEAN - shift) for name in "qk"}
+    return weights | _mlp_weights(config, prefix, layer)
+
+
+def _mlp_weights(config: ModelConfig, prefix: str, layer: int) -> dict[str, WeightSpec]:
+    """A layer's MLP, or its experts."""
+    hidden = config.hidden_size
     if not config.is_sparse(layer):
-        return weights | _mlp(mlp_names(f"{prefix}.mlp"), hidden, config.intermediate_size)
+        return _mlp(mlp_names(f"{prefix}.mlp"), hidden, config.intermediate_size)
     block = f"{prefix}.{config.sparse_block}"
-    weights[f"{block}.gate.weight"] = matrix(config.num_experts, hidden, _ROUTER_GAIN)
+    weights = {f"{block}.gate.weight": matrix(config.num_experts, hidden, _ROUTER_GAIN)}
     for expert in range(config.num_experts):
         weights |= _mlp(config.expert_names(prefix, expert), hidden, config.moe_intermediate_size)
     if config.shared_expert_size:
         weights |= _mlp(mlp_names(f"{block}.shared_expert"), hidden, config.shared_expert_size)
         weights[f"{block}.shared_expert_gate.weight"] = matrix(1, hidden)
     return weights
+
+
+def _delta_net(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
+    """Of a gated delta net, cut into key heads; `model.published_names` takes apart what ranks cut in several ranges."""
+    sizes, hidden = config.delta_net, config.hidden_size
+    assert sizes is not None
+    groups = {"q": sizes.key_dim, "k": sizes.key_dim, "v": sizes.values_len}
+
+    def by_key_head(group_len: int) -> WeightSpec:
+        return matrix(sizes.num_key_heads * group_len, hidden, cut_dim=0, group_len=group_len)
+
+    def of_value_heads(mean: float) -> WeightSpec:
+        return WeightSpec(
+            (sizes.num_value_heads,), cut_dim=0, group_len=sizes.num_values, mean=mean, spread=_DECAY_SPREAD
+        )
+
+    if config.has_interleaved_delta_net:
+        weights = {
+            f"{prefix}.in_proj_qkvz.weight": by_key_head(2 * (sizes.key_dim + sizes.values_len)),
+            f"{prefix}.in_proj_ba.weight": by_key_head(2 * sizes.num_values),
+        }
+    else:
+        weights = {f"{prefix}.in_proj_qkv[{part}].weight": by_key_head(length) for part, length in groups.items()}
+        weights[f"{prefix}.in_proj_z.weight"] = by_key_head(sizes.values_len)
+        weights |= {f"{prefix}.in_proj_{part}.weight": by_key_head(sizes.num_values) for part in "ba"}
+    for part, length in groups.items():
+        shape = (sizes.num_key_heads * length, 1, sizes.num_taps)
+        spread = sizes.num_taps**-0.5
+        weights[f"{prefix}.conv1d[{part}].weight"] = WeightSpec(shape, cut_dim=0, group_len=length, spread=spread)
+    weights[f"{prefix}.A_log"], weights[f"{prefix}.dt_bias"] = map(of_value_heads, _DECAY_MEANS)
+    weights[f"{prefix}.norm.weight"] = norm(sizes.value_dim)
+    values = sizes.num_key_heads * sizes.values_len
+    weights[f"{prefix}.out_proj.weight"] = matrix(hidden, values, _ADDED_GAIN, cut_dim=1, group_len=sizes.values_len)
+    return weights
+
+
+def delta_products(config: ModelConfig, prefix: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Weights of a gated delta net's two products: of its inputs, but for those that gate them, and of its outputs."""
+    if config.has_interleaved_delta_net:
+        names: tuple[str, ...] = (f"{prefix}.in_proj_qkvz.weight",)
+    else:
+        names = (*(f"{prefix}.in_proj_qkv[{part}].weight" for part in "qkv"), f"{prefix}.in_proj_z.weight")
+    return names, (f"{prefix}.out_proj.weight",)
+
+
+def _norm_shift(config: ModelConfig) -> float:
+    """What is added to the weights of norms."""
+    return 1.0 if config.has_plus_one_norms else 0.0
 
 
 def mlp_names(prefix: str) -> tuple[str, str, str]:

@@ -27,8 +27,13 @@ def require_cut(config: ModelConfig, size: int, numerics: Numerics) -> None:
             raise _refusal(f"{name} = {length} is no multiple of it", size)
     if keys % size and size % keys:
         raise _refusal(f"num_key_value_heads = {keys} neither divides it nor is a multiple of it", size)
+    delta = config.delta_net
+    if delta is not None and delta.num_key_heads % size:
+        raise _refusal(f"linear_num_key_heads = {delta.num_key_heads} is no multiple of it", size)
     if numerics is Numerics.INVARIANT:
         inner_sizes["num_attention_heads"] *= config.head_dim
+        if delta is not None:
+            inner_sizes["linear_num_value_heads"] = delta.num_value_heads * delta.value_dim
         for name, length in inner_sizes.items():
             if num_slices(length) % size:
                 raise _refusal(f"--batch-invariant cuts {name} into {num_slices(length)} slices", size)

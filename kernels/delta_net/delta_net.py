@@ -23,10 +23,8 @@ import torch
 from baton.kernels import tiles
 from baton.kernels.arguments import require
 from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.sizes import TILE
 
-TILE = 16
-RING = 2 * TILE
-_ALIGNED = 4  # rows are multiples of so many elements
 _L2_EPS = 1e-6
 _SOFTPLUS_LINEAR = 20.0  # from here on softplus is its argument
 
@@ -48,16 +46,6 @@ class DeltaState:
 
     tail_NHRY: torch.Tensor
     state_NHZ: torch.Tensor
-
-
-def tail_len(key_dim: int, value_dim: int, num_values: int) -> int:
-    """Elements of a ring's row for one key head: k, its value heads' u, their g."""
-    return _aligned(key_dim + num_values * value_dim + num_values)
-
-
-def state_len(key_dim: int, value_dim: int, num_values: int) -> int:
-    """Elements of a key head's states, [G, K, V], and of the number behind them."""
-    return _aligned(num_values * key_dim * value_dim + 1)
 
 
 def delta_rows(
@@ -289,7 +277,3 @@ def _running_sum(decay_BHGC: torch.Tensor) -> torch.Tensor:
     for row in range(1, TILE):
         sums.append(sums[-1] + decay_BHGC[..., row : row + 1])
     return torch.cat(sums, dim=-1)
-
-
-def _aligned(num_elements: int) -> int:
-    return -(-num_elements // _ALIGNED) * _ALIGNED

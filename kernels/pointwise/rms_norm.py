@@ -1,7 +1,7 @@
 """RMSNorm as Qwen3 has it: x / sqrt(mean(x^2) + eps) * weight, computed in float32 (float64 for float64).
 
 Source: Zhang and Sennrich 2019; transformers `Qwen3RMSNorm`. The weight multiplies plainly, without the (1 + w) of
-Gemma and Qwen3-Next, unless `rms_norm_fused` is asked for it. Legend: ... any leading dimensions, T rows, D normalised
+Gemma and Qwen3-Next, unless `plus_one` asks for it, which rounds once, after the weight. Legend: ... any leading dimensions, T rows, D normalised
 size, G groups of 128 columns, R rows with those that fill up.
 """
 
@@ -22,18 +22,22 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
     """[..., D] normalised over the last dimension, in the dtype of `x`."""
     wide = x.to(wide_dtype(x.dtype))
     mean_square = wide.square().mean(dim=-1, keepdim=True)
-    return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight_D
+    return _weighted(wide * torch.rsqrt(mean_square + eps), weight_D, x.dtype, plus_one)
 
 
-def rms_norm_invariant(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_invariant(x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
     """The same with a sum in fixed order."""
     wide = x.to(wide_dtype(x.dtype))
     mean_square = ordered_sum(wide.square()) / x.shape[-1]
-    return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight_D
+    return _weighted(wide * torch.rsqrt(mean_square + eps), weight_D, x.dtype, plus_one)
+
+
+def _weighted(wide: torch.Tensor, weight_D: torch.Tensor, dtype: torch.dtype, plus_one: bool) -> torch.Tensor:
+    return (wide * (1 + weight_D.to(wide.dtype))).to(dtype) if plus_one else wide.to(dtype) * weight_D
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,10 @@ def rope_angles(positions_T: torch.Tensor, inverse_F: torch.Tensor) -> tuple[tor
 
 
 def rope(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:
-    """Rotate every head of every token; the result has the dtype of `x_THD`."""
-    left_THF, right_THF = x_THD.to(cos_TF.dtype).chunk(2, dim=-1)
+    """Rotate the first 2 F columns of every head of every token; the result has the dtype of `x_THD`."""
+    turning_THR, rest_THX = x_THD.tensor_split([2 * cos_TF.shape[1]], dim=-1)
+    left_THF, right_THF = turning_THR.to(cos_TF.dtype).chunk(2, dim=-1)
     cos_T1F, sin_T1F = cos_TF[:, None], sin_TF[:, None]
-    turned_THD = torch.cat([left_THF * cos_T1F - right_THF * sin_T1F, right_THF * cos_T1F + left_THF * sin_T1F], dim=-1)
-    return turned_THD.to(x_THD.dtype)
+    turned_THR = torch.cat([left_THF * cos_T1F - right_THF * sin_T1F, right_THF * cos_T1F + left_THF * sin_T1F], dim=-1)
+    turned_THR = turned_THR.to(x_THD.dtype)
+    return torch.cat([turned_THR, rest_THX], dim=-1) if rest_THX.shape[-1] else turned_THR

@@ -11,10 +11,11 @@ import torch
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.delta_net.causal_conv import causal_conv
-from baton.kernels.delta_net.delta_net import RING, DeltaState, delta_net, delta_rows, state_len, tail_len
+from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
 from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.sizes import CONV_RING, RING, state_len, tail_len
 
-HEADS, VALUES, KEY, VALUE, TAPS, CONV_RING = 2, 2, 24, 16, 4, 8
+HEADS, VALUES, KEY, VALUE, TAPS = 2, 2, 24, 16, 4
 CHANNELS = 2 * KEY + VALUES * VALUE
 LENGTH, NUM_SLOTS = 53, 4
 

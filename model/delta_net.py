@@ -1,0 +1,140 @@
+"""A layer's gated delta net: projections, convolution, recurrence, gated norm, output projection.
+
+Source: Yang et al. 2024; transformers `Qwen3_5GatedDeltaNet` and `Qwen3NextGatedDeltaNet`, whose projections are
+interleaved by key heads. What lies between the projections is computed in the wide dtype and rounded once. A rank of a
+group holds a range of key heads with all that belongs to them.
+
+Legend: T tokens, D hidden size, B sequences, L rows of each, H key heads (of this rank), G value heads of one, K and V
+sizes of their heads, X channels of a key head.
+"""
+
+import torch
+
+from baton.kernels.delta_net.causal_conv import causal_conv
+from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
+from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.ops import Ops
+from baton.kernels.tiles import ordered_sum, wide_dtype
+from baton.kvcache.pool import KVPool
+from baton.model.attention import AttentionInputs
+from baton.model.config import ModelConfig
+from baton.model.delta_sizes import POOL_LAYERS
+from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch
+from baton.model.layers import WeightSource
+from baton.model.tensor_spec import delta_products
+
+
+def state_rows(batch: AttentionBatch, pool: KVPool) -> tuple[StateRows, ...]:
+    """The rows of a pass as layers with state take them: each chunk by itself, decode rows together."""
+    match batch:
+        case PrefillBatch():
+            return tuple(_chunks(batch, pool))
+        case DecodeBatch():
+            return (_decode_rows(batch, pool, 0),)
+        case MixedBatch():
+            chunks = tuple(_chunks(batch.prompts, pool))
+            return (*chunks, _decode_rows(batch.decode, pool, len(batch.prompts.positions_T)))
+
+
+def _chunks(batch: PrefillBatch, pool: KVPool) -> list[StateRows]:
+    assert batch.state_slots_B is not None
+    found, row = [], 0
+    for index, (length, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        if length:
+            first_B = batch.positions_T[row : row + 1]
+            chunk = StateRows(
+                first_row=row,
+                num_rows=length,
+                positions_B=first_B,
+                counts_B=torch.full_like(first_B, length),
+                slots_B=batch.state_slots_B[index : index + 1],
+                scratch_slot=pool.num_state_slots,
+                start=context_len - length,
+            )
+            found.append(chunk)
+        row += length
+    return found
+
+
+def _decode_rows(batch: DecodeBatch, pool: KVPool, first_row: int) -> StateRows:
+    assert batch.state_slots_B is not None
+    return StateRows(
+        first_row=first_row,
+        num_rows=batch.positions_BQ.shape[1],
+        positions_B=batch.positions_BQ[:, 0],
+        counts_B=(batch.slots_BQ != pool.scratch_slot).sum(dim=1),
+        slots_B=batch.state_slots_B,
+        scratch_slot=pool.num_state_slots,
+    )
+
+
+class DeltaNet:
+    """One layer's, whose state lies in three layers of the pool from `layer` on."""
+
+    def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
+        sizes = config.delta_net
+        assert sizes is not None
+        self._sizes = sizes
+        self._is_interleaved = config.has_interleaved_delta_net
+        mixed, out = delta_products(config, prefix)
+        gates = ("ba",) if self._is_interleaved else ("b", "a")
+        self.mixed_XD = source.take_product(*mixed)
+        self.gates_XD = source.take(*(f"{prefix}.in_proj_{part}.weight" for part in gates))
+        self.conv_HXW = self._by_key_head(
+            source.take_wide(*(f"{prefix}.conv1d[{part}].weight" for part in "qkv"))[:, 0]
+        )
+        self.a_log_HG, self.dt_bias_HG = (
+            source.take_wide(f"{prefix}.{name}").unflatten(0, (-1, sizes.num_values)) for name in ("A_log", "dt_bias")
+        )
+        self.norm_V = source.take_wide(f"{prefix}.norm.weight")
+        self.out_DX = source.take_product(*out)
+        self._eps = config.rms_norm_eps
+        self._ops = ops
+        self.layer = layer
+
+    def __call__(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        """[T, D] -> [T, D]; reads and writes the sequences' state slots. Never waits for the device."""
+        mixed_THX, z_THGV, b_THG, a_THG = self._projected(x_TD)
+        conv_NHRX, tail_NHRY, state_NHRZ = (
+            inputs.pool.blocks(self.layer + part)[:, :, 0] for part in range(POOL_LAYERS)
+        )
+        kept = DeltaState(tail_NHRY, state_NHRZ[:, :, 0])
+        found = []
+        for rows in inputs.state_rows:
+            some = slice(rows.first_row, rows.stop_row)
+            shape = (len(rows.positions_B), rows.num_rows)
+            conv_BLHX = causal_conv(mixed_THX[some].unflatten(0, shape), self.conv_HXW, conv_NHRX, rows)
+            gates = (b_THG[some].unflatten(0, shape), a_THG[some].unflatten(0, shape))
+            made = delta_rows(conv_BLHX, gates, self.a_log_HG, self.dt_bias_HG, self._sizes.key_dim)
+            found.append(delta_net(made, kept, rows, invariant=self._ops.is_invariant).flatten(0, 1))
+        for part in range(POOL_LAYERS):
+            inputs.on_layer(self.layer + part)
+        out_THGV = torch.cat(found)
+        mean_square = ordered_sum(out_THGV.square()) / out_THGV.shape[-1]
+        out_THGV = out_THGV * torch.rsqrt(mean_square + self._eps) * self.norm_V
+        z_THGV = z_THGV.to(wide_dtype(x_TD.dtype))
+        out_THGV = out_THGV * (z_THGV / (1 + torch.exp(-z_THGV)))
+        return self._ops.linear_inner(out_THGV.flatten(1).to(x_TD.dtype), self.out_DX)
+
+    def _projected(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the convolution takes, [T, H, X]; what gates outputs, [T, H, G, V]; b and a, [T, H, G]."""
+        sizes = self._sizes
+        mixed_TX, gates_TX = self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
+        if self._is_interleaved:
+            mixed_THX = mixed_TX.unflatten(1, (-1, 2 * (sizes.key_dim + sizes.values_len)))
+            mixed_THX, z_THX = mixed_THX.tensor_split([2 * sizes.key_dim + sizes.values_len], dim=2)
+            b_THG, a_THG = gates_TX.unflatten(1, (-1, 2, sizes.num_values)).unbind(2)
+        else:
+            num_heads = len(self.a_log_HG)
+            mixed_TX, z_TX = mixed_TX.tensor_split([-num_heads * sizes.values_len], dim=1)
+            mixed_THX, z_THX = self._by_key_head(mixed_TX.T).movedim(2, 0), z_TX.unflatten(1, (num_heads, -1))
+            b_THG, a_THG = gates_TX.unflatten(1, (2, num_heads, -1)).unbind(1)
+        return mixed_THX, z_THX.unflatten(2, (sizes.num_values, -1)), b_THG, a_THG
+
+    def _by_key_head(self, rows_XN: torch.Tensor) -> torch.Tensor:
+        """[X of all key heads, N], all queries, then all keys, then all values -> [H, X, N]."""
+        sizes = self._sizes
+        num_heads = len(rows_XN) // (2 * sizes.key_dim + sizes.values_len)
+        keys = num_heads * sizes.key_dim
+        parts = rows_XN.tensor_split([keys, 2 * keys])
+        return torch.cat([part.unflatten(0, (num_heads, -1)) for part in parts], dim=1)

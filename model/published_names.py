@@ -1,0 +1,82 @@
+"""One naming for what checkpoints of a family write in several: stored tensors by the names of `model.tensor_spec`.
+
+What a multimodal checkpoint holds of other modes is left out. Tensors that several projections share are taken apart by
+rows, which lie one after the other in the file: experts that are stacked in one tensor, and the queries, keys and
+values of a gated delta net, which ranks cut each by itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from baton.core.errors import ModelTensorMisshapen
+from baton.model.config import ModelConfig
+from baton.model.fp8_scheme import BLOCK_LEN
+from baton.model.weights import StoredTensor
+
+_LANGUAGE = "model.language_model."
+_OTHER_MODES = ("model.visual.", "visual.")
+_QKV = (".linear_attn.in_proj_qkv.weight", ".linear_attn.conv1d.weight")
+_QKV_SCALE = ".linear_attn.in_proj_qkv.weight_scale_inv"
+_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+def by_published_names(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The same tensors by the table's names.
+
+    Raises:
+        ModelTensorMisshapen: a tensor that is to be taken apart has not the rows that config.json implies.
+    """
+    if config.delta_net is None:
+        return dict(stored)
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        if not name.startswith(_OTHER_MODES):
+            found.update(_parts(config, name.replace(_LANGUAGE, "model.", 1), tensor))
+    return found
+
+
+def _parts(config: ModelConfig, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    sizes = config.delta_net
+    assert sizes is not None
+    keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
+    if name.endswith(_QKV) or (name.endswith(_QKV_SCALE) and len(tensor.shape) == 2 and tensor.shape[1] > 1):
+        rows = [keys, keys, values]
+        if name.endswith(_QKV_SCALE):
+            rows = [count // BLOCK_LEN for count in rows] if not (keys % BLOCK_LEN or values % BLOCK_LEN) else [0]
+        module, _, kind = name.rpartition(".")
+        names = [f"{module}[{part}].{kind}" for part in "qkv"]
+        yield from zip(names, _split(name, tensor, rows), strict=True)
+    elif name.endswith(_QKV_SCALE):  # one for the whole tensor
+        module, _, kind = name.rpartition(".")
+        yield from ((f"{module}[{part}].{kind}", tensor) for part in "qkv")
+    elif name.endswith(_EXPERTS):
+        inner, hidden = config.moe_intermediate_size, config.hidden_size
+        rows = [inner] * (2 * config.num_experts) if name.endswith(_EXPERTS[0]) else [hidden] * config.num_experts
+        wanted = (config.num_experts, 2 * inner, hidden)
+        wanted = wanted if name.endswith(_EXPERTS[0]) else (config.num_experts, hidden, inner)
+        if tensor.shape != wanted:
+            raise _misshapen(name, tensor, wanted)
+        parts = ("gate_proj", "up_proj") if name.endswith(_EXPERTS[0]) else ("down_proj",)
+        prefix = name.rpartition(".")[0]
+        names = [f"{prefix}.{expert}.{part}.weight" for expert in range(config.num_experts) for part in parts]
+        yield from zip(names, _split(name, replace(tensor, shape=(sum(rows), wanted[2])), rows), strict=True)
+    else:
+        yield name, tensor
+
+
+def _split(name: str, tensor: StoredTensor, rows: Sequence[int]) -> Iterator[StoredTensor]:
+    """So many rows each, one part after the other."""
+    rest = tensor.shape[1:]
+    if not tensor.shape or tensor.shape[0] != sum(rows):
+        raise _misshapen(name, tensor, (sum(rows), *rest))
+    row_bytes, start = (tensor.end - tensor.start) // max(1, tensor.shape[0]), tensor.start
+    assert row_bytes * tensor.shape[0] == tensor.end - tensor.start or not prod(tensor.shape)
+    for count in rows:
+        yield replace(tensor, shape=(count, *rest), start=start, end=start + count * row_bytes)
+        start += count * row_bytes
+
+
+def _misshapen(name: str, tensor: StoredTensor, wanted: Sequence[int]) -> ModelTensorMisshapen:
+    message = f"{name} has shape {list(tensor.shape)} where config.json implies {list(wanted)}"
+    return ModelTensorMisshapen(message, tensor=name, shape=list(tensor.shape), wanted_shape=list(wanted))
