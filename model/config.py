@@ -240,6 +240,11 @@ class ModelConfig:
         """Whether a layer has experts; the MTP layer (index num_layers) has them where the model has any."""
         return self.num_experts > 0 if layer == self.num_layers else layer in self.sparse_layers
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it is of a family whose layers may be gated delta nets."""
+        return self.has_output_gate
+
     def pool_layer(self, layer: int) -> int:
         """The first layer of the pool that a layer of the model has; the MTP layer's follows the trunk's."""
         return layer + (POOL_LAYERS - 1) * sum(index < layer for index in self.delta_layers)
@@ -271,9 +276,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
     """What config.json says of the model of text, of a multimodal one's `text_config`."""
-    architectures = values.get("architectures") or [""]
-    family = _FAMILIES.get(architectures[0]) if isinstance(architectures[0], str) else None
-    text = values.get("text_config")
+    family, text = _family_of(values), values.get("text_config")
     if family is None or not family.is_multimodal or not isinstance(text, dict):
         return values
     return {**values, **text, **{key: values[key] for key in _OF_THE_WHOLE if key in values}}
@@ -286,10 +289,14 @@ def num_mtp_layers(values: dict[str, Any]) -> int:
         ValueError: what it names is no number.
     """
     values = text_values(values)
-    architectures = values.get("architectures")
-    if isinstance(architectures, list) and architectures and architectures[0] in _FAMILIES:
-        values = {**_FAMILIES[architectures[0]].absent, **values}
+    family = _family_of(values)
+    values = values if family is None else {**family.absent, **values}
     return int(values.get("mtp_num_hidden_layers") or values.get("num_nextn_predict_layers") or 0)
+
+
+def _family_of(values: dict[str, Any]) -> _Family | None:
+    found = values.get("architectures")
+    return _FAMILIES.get(found[0]) if isinstance(found, list) and found and isinstance(found[0], str) else None
 
 
 def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:

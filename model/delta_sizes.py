@@ -105,7 +105,7 @@ def read_delta_layers(values: Mapping[str, Any], num_layers: int) -> frozenset[i
 
 
 def with_delta_nets(layout: KVLayout, sizes: DeltaSizes | None, layers: frozenset[int], *, dtype: str) -> KVLayout:
-    """A layout of attention layers, those that are gated delta nets replaced by what these keep; `dtype` the model's."""
+    """A layout of attention layers, gated delta nets among them replaced by what they keep; `dtype` the model's."""
     if sizes is None:
         return layout
     kept = sizes.pool_layers(dtype, "float64" if dtype == "float64" else "float32")

@@ -27,7 +27,7 @@ def by_published_names(config: ModelConfig, stored: Mapping[str, StoredTensor]) 
     Raises:
         ModelTensorMisshapen: a tensor that is to be taken apart has not the rows that config.json implies.
     """
-    if config.delta_net is None:
+    if not config.is_hybrid:
         return dict(stored)
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
@@ -37,9 +37,9 @@ def by_published_names(config: ModelConfig, stored: Mapping[str, StoredTensor]) 
 
 
 def _parts(config: ModelConfig, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    sizes = config.delta_net
-    assert sizes is not None
-    keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
+    sizes, keys, values = config.delta_net, 0, 0
+    if sizes is not None:
+        keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
     if name.endswith(_QKV) or (name.endswith(_QKV_SCALE) and len(tensor.shape) == 2 and tensor.shape[1] > 1):
         rows = [keys, keys, values]
         if name.endswith(_QKV_SCALE):

@@ -144,7 +144,7 @@ def _mlp_weights(config: ModelConfig, prefix: str, layer: int) -> dict[str, Weig
 
 
 def _delta_net(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
-    """Of a gated delta net, cut into key heads; `model.published_names` takes apart what ranks cut in several ranges."""
+    """Of a gated delta net, cut into key heads; `model.published_names` takes apart what has several ranges."""
     sizes, hidden = config.delta_net, config.hidden_size
     assert sizes is not None
     groups = {"q": sizes.key_dim, "k": sizes.key_dim, "v": sizes.values_len}

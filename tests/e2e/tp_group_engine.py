@@ -40,7 +40,14 @@ def runner_of(path, tokenizer, group, options):
     layout = model.kv_layout(options["block_size"])
     return Runner(
         model,
-        KVPool(layout, options["num_blocks"], torch.device("cpu"), rank=group.rank, size=group.size),
+        KVPool(
+            layout,
+            options["num_blocks"],
+            torch.device("cpu"),
+            rank=group.rank,
+            size=group.size,
+            num_state_slots=options["max_num_sequences"] if layout.has_state else 0,
+        ),
         max_num_seqs=options["max_num_sequences"],
         num_draft_tokens=options["num_draft_tokens"],
         communicator=group,

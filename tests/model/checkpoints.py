@@ -5,6 +5,8 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from baton.tests.model.hybrid_checkpoints import HYBRIDS, hybrid_config, hybrid_tensors
+
 VOCAB_SIZE = 96
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -33,11 +35,12 @@ def write_checkpoint(
     vocab_size=VOCAB_SIZE,
     overrides=None,
     tokenizer=False,
+    **forms,
 ):
-    """Write config.json and model.safetensors into `path`; returns `path`."""
+    """Write config.json and model.safetensors into `path`; returns `path`. `forms` are those of `hybrid_tensors`."""
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [(ARCHITECTURES | HYBRIDS)[kind]],
         "model_type": kind,
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -71,20 +74,25 @@ def write_checkpoint(
         config["shared_expert_intermediate_size"] = 40
     if kind == "mixtral":
         config |= {"num_local_experts": 8, "num_experts_per_tok": 2}
-    if with_mtp:
-        config["mtp_num_hidden_layers"] = 1
+    if kind in HYBRIDS:
+        config |= hybrid_config(kind, layers)
+        del config["rope_theta"], config["rope_scaling"]
+    if with_mtp or kind == "qwen3_next":  # which has one where its config.json does not say
+        config["mtp_num_hidden_layers"] = int(with_mtp)
     config |= overrides or {}
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    tensors = random_tensors(config, seed=seed, with_mtp=with_mtp, dtype=dtype)
+    tensors = random_tensors(config, seed=seed, with_mtp=with_mtp, dtype=dtype, **forms)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     if tokenizer:
         write_tokenizer(path, vocab_size)
     return path
 
 
-def random_tensors(config, *, seed, with_mtp, dtype):
+def random_tensors(config, *, seed, with_mtp, dtype, **forms):
     """Weights of about unit gain, so that logits differ clearly and attention is far from uniform."""
     weights = _RandomWeights(config, seed, dtype)
+    if config["architectures"][0] in HYBRIDS.values():
+        return hybrid_tensors(weights, config, with_mtp=with_mtp, **forms)
     hidden = config["hidden_size"]
     weights.matrix("model.embed_tokens", config["vocab_size"], hidden, gain=hidden**0.5 / 8)
     for index in range(config["num_hidden_layers"]):

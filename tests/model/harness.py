@@ -7,7 +7,7 @@ from baton.model.inputs import DecodeBatch, PrefillBatch
 
 
 class Paged:
-    """Several sequences in one pool. Sequence s owns blocks s, s + B, s + 2 B ... in descending order."""
+    """Several sequences in one pool. Sequence s owns blocks s, s + B, s + 2 B ... in descending order, and slot s."""
 
     def __init__(self, model, *, num_sequences=1, capacity_len=160, block_size=16, group=None):
         self.model = model
@@ -15,7 +15,9 @@ class Paged:
         per_sequence = -(-capacity_len // block_size)
         num_blocks = num_sequences * per_sequence
         rank, size = (group.rank, group.size) if group else (0, 1)
-        self.pool = KVPool(model.kv_layout(block_size), num_blocks, model.device, rank=rank, size=size)
+        layout = model.kv_layout(block_size)
+        num_slots = num_sequences if layout.has_state else 0
+        self.pool = KVPool(layout, num_blocks, model.device, rank=rank, size=size, num_state_slots=num_slots)
         for layer in range(self.pool.layout.num_layers):
             self.pool.blocks(layer).fill_(float("nan"))
         blocks = torch.arange(num_blocks, device=model.device).view(per_sequence, num_sequences).flip(0).T
@@ -36,6 +38,7 @@ class Paged:
             block_tables_BM=self.table[[part[0] for part in parts]],
             query_lens=tuple(end - start for _, start, end in parts),
             context_lens=tuple(end for _, _, end in parts),
+            state_slots_B=self._state_slots([part[0] for part in parts]),
         )
 
     def decode_batch(self, sequences, starts, num_rows, *, num_real=None, bound=None):
@@ -56,7 +59,11 @@ class Paged:
             slots_BQ=slot_BQ,
             block_tables_BM=tables,
             max_context_len=longest if bound is None else bound,
+            state_slots_B=self._state_slots([0 if s is None else s for s in sequences]),
         )
+
+    def _state_slots(self, sequences):
+        return torch.tensor(sequences, device=self.model.device) if self.pool.layout.has_state else None
 
     @torch.inference_mode()
     def trunk(self, token_ids, batch):

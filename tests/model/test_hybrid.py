@@ -1,0 +1,224 @@
+"""Qwen3.5, Qwen3.5-MoE and Qwen3-Next: transformers' logits and MTP entries, however a text is cut, at 1 and 2 ranks."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelUnsupported
+from baton.core.numerics import Numerics
+from baton.model.config import ModelConfig
+from baton.model.loader import load_model
+from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.harness import Paged, prompt
+from baton.tests.model.hybrid_checkpoints import HYBRIDS, HybridReference
+from baton.tests.model.ranks import on_ranks
+
+LENGTH = 41
+SHAPES = {
+    "plain": {},
+    "one value head, three layers": {
+        "layers": 3, "tie": False,
+        "overrides": {"linear_num_value_heads": 2, "layer_types": ["linear_attention"] * 2 + ["full_attention"]},
+    },
+    "four value heads": {"overrides": {"linear_num_value_heads": 8, "linear_key_head_dim": 16}, "seed": 1},
+    "whole rotation, three taps": {
+        "num_kv_heads": 4, "seed": 2,
+        "overrides": {
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0},
+        },
+    },
+    "attention first": {"layers": 3, "seed": 3, "overrides": {"layer_types": ["full_attention", *["linear_attention"] * 2]}},
+    "all attend": {"seed": 4, "head_dim": 32, "overrides": {"layer_types": ["full_attention"] * 2}},
+    "four key heads": {"seed": 5, "num_heads": 8, "overrides": {"linear_num_key_heads": 4, "rms_norm_eps": 1e-5}},
+}  # fmt: skip
+CASES = [
+    pytest.param(kind, shape, marks=[] if shape in ("plain", "four key heads") else [pytest.mark.long])
+    for kind in HYBRIDS
+    for shape in SHAPES
+]
+
+
+def load(path, communicator=None, **options):
+    options = {"dtype": torch.float64, "numerics": Numerics.DEFAULT, "with_mtp": True, **options}
+    return load_model(path, device=torch.device("cpu"), communicator=communicator, **options)
+
+
+def run(model, ids, cuts, group=None):
+    """Logits of a text in parts: (length, is decoded) each."""
+    paged, at, found = Paged(model, capacity_len=len(ids) + 16, group=group), 0, []
+    for length, is_decoded in cuts:
+        stop = at + length
+        batch = paged.decode_batch([0], [at], length) if is_decoded else paged.prefill_batch([(0, at, stop)])
+        found.append(paged.trunk(ids[at:stop], batch))
+        at = stop
+    return paged.logits(torch.cat(found))
+
+
+def cuts_of(length, seed):
+    rng, left, found = random.Random(seed), length, []
+    while left:
+        count = min(left, rng.choice([1, 2, 3, 5, 9, 16, 20]))
+        found.append((count, bool(found) and count <= 5 and rng.random() < 0.5))
+        left -= count
+    return found
+
+
+@pytest.mark.parametrize(("kind", "shape"), CASES)
+def test_logits_are_transformers(kind, shape, tmp_path, check_logits):
+    path = write_checkpoint(tmp_path / "model", kind=kind, **SHAPES[shape])
+    ids = prompt(LENGTH)
+    wanted = HybridReference(path, kind, torch.float64).logits(ids)
+    assert wanted.std() > 0.3
+    ways = [[(LENGTH, False)], [(1, at > 0) for at in range(LENGTH)], cuts_of(LENGTH, 1), cuts_of(LENGTH, 2)]
+    for numerics in Numerics:
+        model = load(path, numerics=numerics)
+        for cuts in ways:
+            check_logits(kind, run(model, ids, cuts), wanted)
+    for logits in on_ranks(2, lambda group: run(load(path, group), ids, ways[2], group)):
+        check_logits(kind, logits, wanted)
+    narrow = HybridReference(path, kind, torch.float32).logits(ids)
+    for cuts in ways[:1] + ways[2:3]:
+        check_logits(kind, run(load(path, dtype=torch.float32), ids, cuts), narrow)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_hidden_rows_have_the_same_bits_however_a_text_is_cut(kind, tmp_path):
+    """In invariant numerics, in float32, alone and on two ranks."""
+    path = write_checkpoint(tmp_path / "model", kind=kind, num_heads=8)
+    ids, options = prompt(LENGTH), {"dtype": torch.float32, "numerics": Numerics.INVARIANT}
+    model = load(path, **options)
+    wanted = run(model, ids, [(LENGTH, False)])
+    for seed in range(6):
+        assert torch.equal(run(model, ids, cuts_of(LENGTH, seed)), wanted)
+    for logits in on_ranks(2, lambda group: run(load(path, group, **options), ids, cuts_of(LENGTH, 9), group)):
+        assert torch.equal(logits, wanted)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_mtp_entries_are_transformers_to_the_fourth_draft(kind, dtype, tmp_path, check_logits):
+    path = write_checkpoint(tmp_path / "model", kind=kind)
+    model, truth, ids = load(path, dtype=dtype), HybridReference(path, kind, dtype), prompt(30)
+    paged = Paged(model)
+    hidden = paged.prefill(ids)[:-1]
+    out = paged.mtp(ids[1:], hidden, paged.prefill_batch([(0, 0, 29)]))
+    next_ids, true_hidden = ids[1:], truth.hidden(ids)[:-1]
+    for draft in range(4):
+        true_out = truth.mtp(next_ids, true_hidden)
+        true_logits = truth.lm_head(true_out[-len(out) :])
+        check_logits(f"{kind}, MTP head", paged.logits(out), true_logits)
+        token = true_logits[-1:].argmax(dim=-1)
+        next_ids, true_hidden = torch.cat([next_ids, token]), torch.cat([true_hidden, true_out[-1:]])
+        out = paged.mtp(token, out[-1:], paged.decode_batch([0], [29 + draft], 1, bound=100))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize(("fused", "mtp_fused"), [(True, True), (False, False), (False, True)])
+def test_experts_may_be_stacked_or_single_in_trunk_and_head(kind, fused, mtp_fused, tmp_path):
+    path = write_checkpoint(tmp_path / "one", kind=kind)
+    other = write_checkpoint(tmp_path / "other", kind=kind, fused=fused, mtp_fused=mtp_fused)
+    models, ids = [load(path), load(other)], prompt(20)
+    assert torch.equal(*(run(model, ids, [(20, False)]) for model in models))
+    paged = [Paged(model) for model in models]
+    entries = [
+        one.mtp(ids[1:], torch.ones(19, 32, dtype=torch.float64), one.prefill_batch([(0, 0, 19)])) for one in paged
+    ]
+    assert torch.equal(*entries)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_of_a_multimodal_directory_is_served(kind, tmp_path):
+    path = write_checkpoint(tmp_path / "text", kind=kind)
+    values = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    tensors["model.visual.patch_embed.weight"] = torch.zeros(3)
+    other = tmp_path / "multimodal"
+    other.mkdir()
+    save_file(tensors, other / "model.safetensors")
+    architecture = values.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")
+    tie = values.pop("tie_word_embeddings")
+    whole = {
+        "architectures": [architecture], "model_type": kind, "tie_word_embeddings": tie, "vision_config": {"depth": 2},
+        "text_config": values | {"tie_word_embeddings": not tie},
+    }  # fmt: skip
+    (other / "config.json").write_text(json.dumps(whole))
+    found = ModelConfig.from_directory(other)
+    assert (found.num_mtp_layers, found.tie_word_embeddings, len(found.delta_layers)) == (1, True, 1)
+    ids = prompt(20)
+    assert torch.equal(*(run(load(one), ids, [(20, False)]) for one in (path, other)))
+
+
+@pytest.mark.fast
+def test_float32_tensors_stay_so_in_a_narrow_model(tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen3_5", dtype=torch.bfloat16)
+    model, stored = load(path, dtype=torch.bfloat16), load_file(path / "model.safetensors")
+    net = model._decoder.layers[0].attention
+    for name, kept in (("A_log", net.a_log_HG), ("dt_bias", net.dt_bias_HG), ("norm.weight", net.norm_V)):
+        assert torch.equal(kept.flatten(), stored[f"model.layers.0.linear_attn.{name}"]), name
+        assert not torch.equal(kept, kept.bfloat16().float()), name
+    assert run(model, prompt(20), [(17, False), (3, True)]).isfinite().all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("overrides", "option"),
+    [
+        ({"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads"),
+        ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim"),
+        ({"linear_key_head_dim": 6}, "linear_key_head_dim"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)  # fmt: skip
+def test_what_is_not_implemented_is_refused_by_name(overrides, option, tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen3_5")
+    values = json.loads((path / "config.json").read_text()) | overrides
+    (path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelUnsupported) as refused:
+        ModelConfig.from_directory(path)
+    assert refused.value.fields["option"] == option
+
+
+@pytest.mark.fast
+def test_more_ranks_than_key_heads_are_refused(tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen3_5", num_heads=8)
+    with pytest.raises(ModelUnsupported, match="linear_num_key_heads = 2 is no multiple"):
+        on_ranks(4, lambda group: load(path, group))
+
+
+@pytest.mark.fast
+def test_layers_are_where_config_says_or_every_fourth_attends(tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen3_5", layers=2)
+    values = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 9}
+    del values["layer_types"]
+    (path / "config.json").write_text(json.dumps(values))
+    found = ModelConfig.from_directory(path, made_weights="none")
+    assert found.delta_layers == {0, 1, 2, 4, 5, 6, 8}
+    assert [found.pool_layer(layer) for layer in (0, 1, 3, 4, 9)] == [0, 3, 9, 10, 23]
+
+
+@pytest.mark.fast
+def test_a_shared_tensor_without_its_rows_is_named(tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen3_5")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.linear_attn.in_proj_qkv.weight"
+    save_file(tensors | {name: tensors[name][:-1].contiguous()}, path / "model.safetensors")
+    with pytest.raises(ModelTensorMisshapen, match=r"in_proj_qkv\.weight has shape \[79, 32\]"):
+        load(path)
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelTensorMissing, match="in_proj_qkv"):
+        load(path)
