@@ -1,8 +1,8 @@
 """RMSNorm as Qwen3 has it: x / sqrt(mean(x^2) + eps) * weight, computed in float32 (float64 for float64).
 
 Source: Zhang and Sennrich 2019; transformers `Qwen3RMSNorm`. The weight multiplies plainly, without the (1 + w) of
-Gemma and Qwen3-Next, unless `plus_one` asks for it, which rounds once, after the weight. Legend: ... any leading dimensions, T rows, D normalised
-size, G groups of 128 columns, R rows with those that fill up.
+Gemma and Qwen3-Next, unless `plus_one` asks for it, which rounds once, after the weight. Legend: ... any leading
+dimensions, T rows, D normalised size, G groups of 128 columns, R rows with those that fill up.
 """
 
 from dataclasses import dataclass

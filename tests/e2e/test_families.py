@@ -51,6 +51,9 @@ FAMILIES = {
     "qwen3_moe": {"tie": True, "overrides": {"mlp_only_layers": [1]}},
     "mixtral": {"tie": True},
     "qwen2_moe": {"tie": False, "overrides": {"num_experts": 5}},
+    "qwen3_5": {"tie": True},
+    "qwen3_5_moe": {"tie": False},
+    "qwen3_next": {"tie": True},
 }
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": False}
 
@@ -121,6 +124,7 @@ HANDED_OVER_DEFAULT = {
     ("qwen2", "coupled", 0, WHOLE, "1P2D"),
     ("qwen3_moe", "greedy", 0, 16, "1P2D"),
     ("qwen2_moe", "greedy", 0, WHOLE, "2P1D"),
+    ("qwen3_5", "coupled", 0, 16, "1P2D"),
 }
 
 
@@ -166,6 +170,8 @@ SCHEDULED_DEFAULT = {
     ("qwen2", "coupled", "to host memory", 16, 1),
     ("qwen3_moe", "greedy", "to host memory", WHOLE, 2),
     ("qwen2_moe", "coupled", "computed again", 16, 2),
+    ("qwen3_5_moe", "coupled", "to host memory", 16, 2),
+    ("qwen3_next", "greedy", "computed again", WHOLE, 1),
 }
 
 
@@ -204,6 +210,7 @@ LATER_DEFAULT = {
     ("mistral", "eagle3", "to host memory", 2),
     ("mixtral", "ngram", "computed again", 1),
     ("qwen3_moe", "eagle3", "computed again", 1),
+    ("qwen3_5", "ngram", "to host memory", 2),
 }
 
 

@@ -33,7 +33,7 @@ from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush, prefill_codec
 from baton.prefill_worker.worker import PrefillWorker
-from baton.worker.loading import request_limits
+from baton.worker.loading import num_state_slots_of, request_limits
 from baton.worker.rank import RankPlace, RankThread
 from baton.worker.tp_group import end_tp_group, follow, lead
 
@@ -195,7 +195,14 @@ class Rank:
 
     def pool(self, memory=None):
         job = self.job
-        return KVPool(self.layout, job.num_blocks, CPU, rank=job.rank, size=job.size, memory=memory)
+        return KVPool(
+            self.layout, job.num_blocks, CPU, rank=job.rank, size=job.size, num_state_slots=self.num_state_slots,
+            memory=memory,
+        )  # fmt: skip
+
+    @property
+    def num_state_slots(self):
+        return num_state_slots_of(self.layout, self.job.max_num_seqs)
 
 
 def prefill_rank(rank, receive):
@@ -225,7 +232,10 @@ def prefill_rank(rank, receive):
 
 def decode_rank(rank, receive):
     job = rank.job
-    geometries = [PoolGeometry(rank.layout, job.num_blocks, at, job.size) for at in range(job.size)]
+    num_slots = rank.num_state_slots
+    geometries = [
+        PoolGeometry(rank.layout, job.num_blocks, at, job.size, num_state_slots=num_slots) for at in range(job.size)
+    ]
     if job.rank == 0:
         region = receiver_region(geometries, job.transfer)
         rank.group.broadcast_bytes(json.dumps([str(region.path), region.nonce]).encode())
@@ -242,6 +252,7 @@ def decode_rank(rank, receive):
         epoch=job.epoch,
         layout=rank.layout,
         num_blocks=job.num_blocks,
+        num_state_slots=num_slots,
         tp_size=job.size,
         listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",) if job.transfer.transport == "shm" else ()),
         config=job.transfer,

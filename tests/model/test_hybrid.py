@@ -1,4 +1,4 @@
-"""Qwen3.5, Qwen3.5-MoE and Qwen3-Next: transformers' logits and MTP entries, however a text is cut, at 1 and 2 ranks."""
+"""Qwen3.5, its MoE, and Qwen3-Next: transformers' logits and MTP entries, however a text is cut, at 1 and 2 ranks."""
 
 import json
 import random
@@ -31,7 +31,9 @@ SHAPES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0},
         },
     },
-    "attention first": {"layers": 3, "seed": 3, "overrides": {"layer_types": ["full_attention", *["linear_attention"] * 2]}},
+    "attention first": {
+        "layers": 3, "seed": 3, "overrides": {"layer_types": ["full_attention", *["linear_attention"] * 2]},
+    },
     "all attend": {"seed": 4, "head_dim": 32, "overrides": {"layer_types": ["full_attention"] * 2}},
     "four key heads": {"seed": 5, "num_heads": 8, "overrides": {"linear_num_key_heads": 4, "rms_norm_eps": 1e-5}},
 }  # fmt: skip
@@ -179,7 +181,7 @@ def test_float32_tensors_stay_so_in_a_narrow_model(tmp_path):
         ({"linear_key_head_dim": 6}, "linear_key_head_dim"),
         ({"attn_output_gate": False}, "attn_output_gate"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
         ({"attention_bias": True}, "attention_bias"),
     ],
 )  # fmt: skip
