@@ -23,10 +23,10 @@ from baton.cluster.resolve import (
     served_names,
     uses_head,
 )
-from baton.core.config import ServeConfig
+from baton.core.config import CPU_NUM_SEQS, ServeConfig
 from baton.core.errors import BatonError, ConfigInvalid, ModelMissing, ModelUnsupported
 from baton.core.numerics import Numerics
-from baton.kvcache.layout import ITEM_BYTES, KVLayout
+from baton.kvcache.layout import ITEM_BYTES, NO_PREFIX_CACHE, KVLayout
 
 if TYPE_CHECKING:
     from baton.model.config import ModelConfig
@@ -235,6 +235,7 @@ def _judge_pool(
 
     Where it is known, what no worker could start with is an error here, as it is there (`worker.loading`).
     """
+    from baton.model.delta_sizes import with_delta_nets
     from baton.model.fp8_scheme import kv_refusal
 
     kv_dtype = config.kv_cache_dtype.of(dtype)
@@ -250,10 +251,18 @@ def _judge_pool(
         dtype=kv_dtype,
         more=() if drafter is None else (drafter.kv_layer(kv_dtype),),
     )
+    layout = with_delta_nets(layout, sizes.delta_net, sizes.delta_layers, dtype=dtype)
     found.facts |= {"kv_bytes_per_token": layout.bytes_per_position, "kv_tokens": None}
+    found.facts["state_bytes_per_sequence"] = layout.bytes_per_state_slot
+    if layout.has_state and config.prefix_cache:
+        found.notes.append(NO_PREFIX_CACHE)
     if device != "cpu":
+        if layout.has_state:
+            found.notes.append("no kernel is made for a gated delta net: torch computes the model, without CUDA graphs")
         return
-    num_blocks = (config.kv_memory_mib << 20) // layout.bytes_per_block - 1  # one is the null block
+    num_slots = layout.num_state_slots(config.max_num_seqs or CPU_NUM_SEQS) + layout.has_state  # one is scratch
+    state_bytes = num_slots * layout.bytes_per_state_slot
+    num_blocks = ((config.kv_memory_mib << 20) - state_bytes) // layout.bytes_per_block - 1  # one is the null block
     if num_blocks < 1:
         message = f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib"
         found.errors.append(ConfigInvalid(message, keys=["kv_memory_mib"]))

@@ -37,6 +37,7 @@ from baton.core.verification import (
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
+CPU_NUM_SEQS = 16  # sequences in a step on a CPU, where nobody says
 MAX_DRAFTS = 6  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 if TYPE_CHECKING:
     TransportName = str  # one of TRANSPORT_NAMES

@@ -17,6 +17,7 @@ from typing import Self
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 WORD_BYTES = 8  # a digest is made of words; a row holds a whole number of them
 MAX_BLOCK_SIZE = 64
+NO_PREFIX_CACHE = "no prefix cache: a layer's state cannot be cut to a shorter prompt, and none is kept on the way yet"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -217,6 +218,10 @@ class KVLayout:
     def bytes_per_state_slot(self) -> int:
         """What one sequence takes beside its blocks, all heads; 0 if it has no state."""
         return sum(layer.slot_bytes for layer in self.layers)
+
+    def num_state_slots(self, max_num_seqs: int) -> int:
+        """For so many sequences in steps, and as many that are received, pushed or wait; without the scratch slot."""
+        return 2 * max_num_seqs if self.has_state else 0
 
     def rows_per_block(self, layer: int) -> int:
         """Positions of a layer that lie side by side: of a block, or of a state slot, at most MAX_BLOCK_SIZE."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from baton.core.config import WorkerConfig
+from baton.core.config import CPU_NUM_SEQS, WorkerConfig
 from baton.core.errors import ConfigInvalid
 from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
@@ -60,7 +60,6 @@ def kv_bytes(*, total: int, free: int, share: float, own: int, steps: int) -> in
     return max(0, min(int(total * share) - own, free) - steps)
 
 
-CPU_NUM_SEQS = 16
 CPU_NUM_TOKENS = 256
 GPU_NUM_SEQS = 256  # a decode step of so many is bound by reading KV, no longer by reading weights
 GPU_NUM_TOKENS = 4096  # measured: 8B prompts beside 64 streams, first token and tok/s as with 2048 or better
@@ -353,7 +352,7 @@ def reach_of(config: WorkerConfig, model: Model) -> Reach:
 
 def num_state_slots_of(layout: KVLayout, max_num_seqs: int) -> int:
     """Of a pool: for sequences in steps, and as many that are received, pushed or wait."""
-    return 2 * max_num_seqs if layout.has_state else 0
+    return layout.num_state_slots(max_num_seqs)
 
 
 def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator, step: StepSizes) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from typing import Any, Final
 
 import grpc
@@ -11,9 +12,11 @@ from baton.core.block_hash import block_hashes
 from baton.core.errors import WorkerLost
 from baton.core.requests.request import GenerationRequest
 from baton.kvcache.block_log import BlockLog
-from baton.kvcache.layout import KVLayout
+from baton.kvcache.layout import NO_PREFIX_CACHE, KVLayout
 from baton.proto import worker_pb2
 from baton.proto.wire import abort_with, change_to_proto
+
+log = logging.getLogger(__name__)
 
 
 class PrefixNames:
@@ -28,7 +31,9 @@ class PrefixNames:
     def __init__(self, layout: KVLayout, *, with_mtp: bool, enabled: bool) -> None:
         # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
         self.naming: worker_pb2.PrefixNaming | None = None  # what the router makes the same names with
-        if enabled and not layout.has_state:
+        if enabled and layout.has_state:
+            log.warning(NO_PREFIX_CACHE)
+        elif enabled:
             self.naming = worker_pb2.PrefixNaming(
                 model=layout.model_hash, block_size=layout.block_size, with_mtp=with_mtp
             )

@@ -36,7 +36,8 @@ def _text(found: Judgement) -> str:
         + (f"{drafts} draft tokens a step by the {facts['drafter']}" if drafts else "without drafts"),
         *([f"weights: {facts['weights']}"] if facts["weights"] else []),
         f"memory of each worker: weights {facts['weight_gib']:.2f} GiB{_ranks(facts)}, "
-        f"KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a token{_pool(facts)}",
+        f"KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a token{_pool(facts)}"
+        + (f", state {state / (1 << 20):.2f} MiB a sequence" if (state := facts["state_bytes_per_sequence"]) else ""),
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 

@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelUnsupported
 from baton.core.numerics import Numerics
+from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.fp8_checkpoints import LAYOUTS, write_float8
 from baton.tests.model.harness import Paged, prompt
 from baton.tests.model.hybrid_checkpoints import HYBRIDS, HybridReference
 from baton.tests.model.ranks import on_ranks
@@ -156,6 +158,41 @@ def test_the_text_part_of_a_multimodal_directory_is_served(kind, tmp_path):
     assert (found.num_mtp_layers, found.tie_word_embeddings, len(found.delta_layers)) == (1, True, 1)
     ids = prompt(20)
     assert torch.equal(*(run(load(one), ids, [(20, False)]) for one in (path, other)))
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_float8_in_blocks_as_published(kind, tmp_path):
+    """Projections keep their blocks; where they cannot, they are values times scales; what is not float8 stays so."""
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 4}
+    forms = {} if kind == "qwen3_5" else {"fused": False}
+    paths = write_float8(tmp_path, LAYOUTS["qwen3-fp8"], kind=kind, overrides=sizes, seed=5, **forms)
+    ids = prompt(20)
+    wide = [run(load(path), ids, [(20, False)]) for path in paths]
+    assert torch.equal(*wide)
+    for model in [
+        load(paths[0], dtype=torch.float32),
+        *on_ranks(2, lambda group: load(paths[0], group, dtype=torch.float32)),
+    ]:
+        net = model._decoder.layers[0].attention
+        assert isinstance(net.mixed_XD, Fp8Weight) and isinstance(net.out_DX, Fp8Weight)
+        assert isinstance(net.gates_XD, torch.Tensor)
+    logits = run(load(paths[0], dtype=torch.float32), ids, [(9, False), (11, False)]).double()
+    assert (logits - wide[0]).norm() < 0.3 * wide[0].norm()  # activations are rounded, too
+
+
+@pytest.mark.fast
+def test_a_scale_that_is_missing_is_named(tmp_path):
+    path, _ = write_float8(
+        tmp_path,
+        LAYOUTS["qwen3-fp8"],
+        kind="qwen3_5",
+        overrides={"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    )
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.0.linear_attn.in_proj_qkv.weight_scale_inv"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelTensorMissing, match="in_proj_qkv"):
+        load(path)
 
 
 @pytest.mark.fast
