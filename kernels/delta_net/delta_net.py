@@ -264,7 +264,7 @@ class _Layer:
             found_XMN = tiles.product_groups_fixed(left_XMK, right_XKN, left.shape[-2])
         else:
             found_XMN = torch.bmm(left_XMK, right_XKN)
-        return found_XMN.unflatten(0, left.shape[:-2])
+        return found_XMN.view(*left.shape[:-1], right.shape[-1])
 
 
 def _l2_normed(x: torch.Tensor) -> torch.Tensor:

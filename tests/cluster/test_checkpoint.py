@@ -85,10 +85,10 @@ REFUSED = [
     ("mistral", other("MistralForCausalLM", sliding_window=64), {}, "sliding_window = 64.*--max-model-len 64 would"),
     ("deepseek_v3", other("DeepseekV3ForCausalLM", num_nextn_predict_layers=1), {}, "DeepseekV3ForCausalLM"),
     (
-        "qwen3_5_moe",
-        other("Qwen3_5MoeForConditionalGeneration", text_config={"max_position_embeddings": 128}),
+        "qwen3_vl_moe",
+        other("Qwen3VLMoeForConditionalGeneration", text_config={"max_position_embeddings": 128}),
         {},
-        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
     ),
     ("no architecture", {"architectures": None}, {}, "architecture unknown"),
     ("fp8", {"quantization_config": {"quant_method": "fp8"}}, {}, "says float8 .*no weight is float8"),
