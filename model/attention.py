@@ -84,9 +84,8 @@ class Attention:
         if not self._is_gated:
             return query_TAE, None
         num_heads, head_dim = query_TAE.shape[1:]
-        return query_TAE, qkv_TQ[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))[:, :, 1].flatten(
-            1
-        )
+        pairs_TA2E = qkv_TQ[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))
+        return query_TAE, pairs_TA2E[:, :, 1].flatten(1)
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
         """K and V of the layer, each [N, H, S, E], and their scales, float32 [1], if its KV is float8."""

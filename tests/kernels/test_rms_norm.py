@@ -7,7 +7,7 @@ from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.gemm.fp8_plan import quantize_groups
 from baton.kernels.implementation import Implementation
 from baton.kernels.pointwise import rms_norm_triton
-from baton.kernels.pointwise.rms_norm import rms_norm, rms_norm_fused
+from baton.kernels.pointwise.rms_norm import rms_norm, rms_norm_fused, rms_norm_invariant
 from baton.tests.kernels.harness import Guards, assert_deterministic, poison, relative_error, same_bits, strided
 
 ROWS = [1, 2, 7, 8, 15, 16, 63, 64, 65, 128]
@@ -205,3 +205,16 @@ def test_what_does_not_fit_is_refused_by_name(argument, changes):
     with pytest.raises(KernelArgumentInvalid, match=argument) as caught:
         rms_norm_fused(**given)
     assert caught.value.fields["argument"] == argument
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("norm", [rms_norm, rms_norm_invariant])
+def test_one_is_added_to_weights_in_float32(norm):
+    """As the fused form does, and rounded once: bfloat16 has no 1 + w for most w."""
+    generator = torch.Generator().manual_seed(0)
+    x_TD, weight_D = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((5, 96), (96,)))
+    weight_D = weight_D / 64
+    wanted = rms_norm_fused(x_TD, weight_D, 1e-6, plus_one=True, implementation=Implementation.REFERENCE).rows
+    found = norm(x_TD, weight_D, 1e-6, plus_one=True)
+    assert (found != wanted).float().mean() < 0.01  # sums in another order
+    assert torch.allclose(found.float(), wanted.float(), rtol=2**-7)
