@@ -1,5 +1,6 @@
 """Qwen3.5, its MoE, and Qwen3-Next: transformers' logits and MTP entries, however a text is cut, at 1 and 2 ranks."""
 
+import dataclasses
 import json
 import random
 
@@ -15,8 +16,9 @@ from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.fp8_checkpoints import LAYOUTS, write_float8
 from baton.tests.model.harness import Paged, prompt
-from baton.tests.model.hybrid_checkpoints import HYBRIDS, HybridReference
+from baton.tests.model.hybrid_checkpoints import HYBRIDS, MODEL_TYPES, HybridReference
 from baton.tests.model.ranks import on_ranks
+from baton.tests.model.test_config_keys import HARMLESS, IMPLEMENTED, REFUSED
 
 LENGTH = 41
 SHAPES = {
@@ -236,6 +238,47 @@ def test_more_ranks_than_key_heads_are_refused(tmp_path):
     path = write_checkpoint(tmp_path / "model", kind="qwen3_5", num_heads=8)
     with pytest.raises(ModelUnsupported, match="linear_num_key_heads = 2 is no multiple"):
         on_ranks(4, lambda group: load(path, group))
+
+
+KEYS = {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 3, "layer_types": ["full_attention"] * 2,
+}  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_every_key_of_transformers_class_is_implemented_refused_or_harmless(kind, tmp_path):
+    from transformers import AutoConfig
+
+    path = write_checkpoint(tmp_path / "model", kind=kind, with_mtp=False)
+    file = path / "config.json"
+    values = json.loads(file.read_text())
+
+    def config_with(**changes):
+        file.write_text(json.dumps(values | changes))
+        return dataclasses.replace(ModelConfig.from_directory(path, made_weights="none"), model_hash="")
+
+    before = config_with()
+    for key in [field.name for field in dataclasses.fields(type(AutoConfig.for_model(MODEL_TYPES[kind])))]:
+        if key in HARMLESS or key in ("architectures", "norm_topk_prob", "rope_parameters"):
+            continue
+        if key in KEYS or key in IMPLEMENTED:
+            also = {"layer_types": None} if key == "num_hidden_layers" else {}
+            assert config_with(**{key: (IMPLEMENTED | KEYS)[key]}, **also) != before, key
+        if key in REFUSED:
+            with pytest.raises(ModelUnsupported) as refused:
+                config_with(**{key: REFUSED[key]})
+            assert refused.value.fields["option"] == key
+        assert key in KEYS or key in IMPLEMENTED or key in REFUSED, key
+    assert config_with(norm_topk_prob=False).renormalise_experts == (kind == "qwen3_5_moe")
+    rope = values["rope_parameters"]
+    for changes in ({"partial_rotary_factor": 0.5}, {"rope_theta": 77.0}):
+        assert config_with(rope_parameters=rope | changes) != before
+    sections = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}  # of text, all turn by one position
+    assert config_with(rope_parameters=rope | sections) == before
+    del rope["partial_rotary_factor"]
+    assert config_with() == before, "transformers' default"
 
 
 @pytest.mark.fast

@@ -16,6 +16,7 @@ from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.harness import prompt
+from baton.tests.model.hybrid_checkpoints import HYBRIDS, HybridReference
 from baton.tests.model.reference import Reference
 from baton.tests.model.test_families import ROPES, load
 
@@ -24,7 +25,7 @@ NUM_TOKENS = 64
 LENGTHS = (3, 17, 48, 90)
 NUM_OF_LENGTH = 5
 # What layers add outweighs a token's own embedding, which a tied head would repeat for ever.
-GAINS = {"o_proj": 3.0, "down_proj": 3.0}
+GAINS = {"o_proj": 3.0, "out_proj": 3.0, "down_proj": 3.0}
 FAMILIES = {
     "llama": {"rope_scaling": ROPES["llama3"]},
     "mistral": {},
@@ -33,6 +34,9 @@ FAMILIES = {
     "qwen3_moe": {},
     "qwen2_moe": {},
     "mixtral": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_next": {},
 }
 # Two tokens whose logits are nearer than this are tied. Scaled frequencies are float32 in transformers.
 NEAR_TIES = {torch.float32: 2e-4, torch.float64: 2e-9}
@@ -77,7 +81,7 @@ def test_a_text_may_part_only_at_a_near_tie(tmp_path):
 
 def check_texts(kind, tie, dtype, tmp_path, record_property):
     path = saved_by_transformers(tmp_path, kind=kind, tie=tie, overrides=FAMILIES[kind])
-    model = Reference(path, dtype).model
+    model = HybridReference(path, kind, dtype).model if kind in HYBRIDS else Reference(path, dtype).model
     prompts = [
         [prompt(length, VOCAB_SIZE, seed=1000 * length + index) for index in range(NUM_OF_LENGTH)] for length in LENGTHS
     ]
