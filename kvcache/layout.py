@@ -91,6 +91,11 @@ class LayerLayout:
         """All heads of one state slot."""
         return self.ring * self.num_heads * self.head_bytes
 
+    @property
+    def max_drafts(self) -> int | None:
+        """Drafts of a step that, rejected, have overwritten no position that is kept; None: any number."""
+        return self.ring - self.length - 1 if self.keep in (Keep.WINDOW, Keep.TAIL) else None
+
     def span(self, num_done: int) -> Range:
         """The positions kept when the first `num_done` are computed; they may be none."""
         match self.keep:

@@ -157,6 +157,8 @@ class Runner:
         assert max_num_seqs >= 1
         self.has_mtp = pool.layout.has_mtp
         assert num_draft_tokens == 0 or self.has_mtp or lookup is not None, "drafts need an MTP layer, or are looked up"
+        limits = [layer.max_drafts for layer in pool.layout.layers]
+        assert all(most is None or num_draft_tokens <= most for most in limits), "rings are too short for the drafts"
         self.has_lookup = lookup is not None and num_draft_tokens > 0
         self.max_num_seqs = max_num_seqs
         self.num_draft_tokens = num_draft_tokens

@@ -4,8 +4,8 @@ from typing import Final
 
 TILE: Final = 16  # positions between two kept states
 RING: Final = 2 * TILE  # rows of k, u and g: an open tile, and a step beside it
-CONV_RING: Final = 8  # inputs of the convolution: those that an output sees, and a step beside them
-MAX_TAPS: Final = 5  # positions that an output sees, with four drafts in a step
+CONV_RING: Final = 16  # inputs of the convolution: those that an output sees, and a step beside them
+MAX_TAPS: Final = 5  # positions that an output sees
 _ALIGNED = 4  # rows are multiples of so many elements
 
 

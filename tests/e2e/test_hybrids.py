@@ -73,13 +73,14 @@ def marked(cells, default):
     return [pytest.param(*cell, marks=[] if cell in default else [pytest.mark.slow]) for cell in cells]
 
 
-HANDED_OVER = list(itertools.product(HYBRIDS, MODES, range(5), (7, 16, WHOLE)))
+DRAFTS = (0, 1, 2, 3, 4, 6)
+HANDED_OVER = list(itertools.product(HYBRIDS, MODES, DRAFTS, (7, 16, WHOLE)))
 
 
 @pytest.mark.parametrize(
     ("kind", "mode", "k", "chunk_len"),
     marked(
-        HANDED_OVER, {("qwen3_5", "greedy", 3, 7), ("qwen3_5_moe", "coupled", 1, 16), ("qwen3_next", "greedy", 4, 7)}
+        HANDED_OVER, {("qwen3_5", "greedy", 3, 7), ("qwen3_5_moe", "coupled", 1, 16), ("qwen3_next", "greedy", 6, 7)}
     ),
 )
 def test_disaggregated_tokens_are_those_of_one_plain_run(kind, mode, k, chunk_len, model_of, words, one_plain_run):
@@ -92,7 +93,7 @@ def test_disaggregated_tokens_are_those_of_one_plain_run(kind, mode, k, chunk_le
     assert (sum(one.num_draft_tokens for one in stats) > 0) == (k > 0)
 
 
-SCHEDULED = list(itertools.product(HYBRIDS, MODES, range(5), PREEMPTIONS, (16, WHOLE), (1, 2)))
+SCHEDULED = list(itertools.product(HYBRIDS, MODES, DRAFTS, PREEMPTIONS, (16, WHOLE), (1, 2)))
 SCHEDULED_DEFAULT = {
     ("qwen3_5", "coupled", 2, "to host memory", 16, 2),
     ("qwen3_5", "greedy", 4, "computed again", 16, 1),
@@ -130,10 +131,14 @@ SIZES = list(itertools.product(HYBRIDS, (1, 2), (1, 2), ("raw", "shm")))
 SIZES_DEFAULT = {("qwen3_5_moe", 1, 2, "shm"), ("qwen3_next", 2, 1, "raw")}
 
 
-@pytest.mark.parametrize(("kind", "tp_prefill", "tp_decode", "lane"), marked(SIZES, SIZES_DEFAULT))
-def test_ranks_on_either_side_change_no_token(kind, tp_prefill, tp_decode, lane, path_of, processes, one_plain_run):
+@pytest.mark.parametrize(("kind", "tp_prefill", "tp_decode", "data_path"), marked(SIZES, SIZES_DEFAULT))
+def test_ranks_on_either_side_change_no_token(
+    kind, tp_prefill, tp_decode, data_path, path_of, processes, one_plain_run
+):
     """State crosses by ranges of key heads."""
-    with TPGroupTopology(processes, path_of(kind), tp_prefill, tp_decode, lane=lane, chunk_len=24) as topology:
+    with TPGroupTopology(
+        processes, path_of(kind), tp_prefill, tp_decode, data_path=data_path, chunk_len=24
+    ) as topology:
         for mode, k in (("greedy", 0), ("greedy", 3), ("coupled", 2)):
             outcomes = topology.generate(asked(mode, k, tag=f"{mode}-{k}-"))
             assert [outcome.error for outcome in outcomes] == [None] * len(LENS)

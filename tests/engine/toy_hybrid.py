@@ -55,7 +55,7 @@ class ToyHybrid(ToyModel):
         )  # fmt: skip
         rows = plain.layers[0]
         layers = [
-            window(2, 1, dtype="float64"), rows,
+            window(2, 1, ring=16, dtype="float64"), rows,
             tail(2, 1, dtype="float64"), state(2, 2, length=TILE, dtype="float64"), rows,
         ]  # fmt: skip
         return replace(plain, layers=(*layers, *[rows] * self.with_mtp))

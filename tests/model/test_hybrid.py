@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.core.config import MAX_DRAFTS
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.fp8_weight import Fp8Weight
@@ -304,3 +305,12 @@ def test_a_shared_tensor_without_its_rows_is_named(tmp_path):
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ModelTensorMissing, match="in_proj_qkv"):
         load(path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_rings_hold_as_many_drafts_as_a_step_may_have(kind, tmp_path):
+    layout = load(write_checkpoint(tmp_path / "model", kind=kind)).kv_layout(16)
+    limits = [layer.max_drafts for layer in layout.layers if layer.max_drafts is not None]
+    assert len(limits) > 1
+    assert min(limits) >= MAX_DRAFTS
