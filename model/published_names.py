@@ -16,8 +16,7 @@ from baton.model.weights import StoredTensor
 
 _LANGUAGE = "model.language_model."
 _OTHER_MODES = ("model.visual.", "visual.")
-_QKV = (".linear_attn.in_proj_qkv.weight", ".linear_attn.conv1d.weight")
-_QKV_SCALE = ".linear_attn.in_proj_qkv.weight_scale_inv"
+_QKV = (".linear_attn.in_proj_qkv", ".linear_attn.conv1d")
 _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
@@ -40,16 +39,17 @@ def _parts(config: ModelConfig, name: str, tensor: StoredTensor) -> Iterator[tup
     sizes, keys, values = config.delta_net, 0, 0
     if sizes is not None:
         keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
-    if name.endswith(_QKV) or (name.endswith(_QKV_SCALE) and len(tensor.shape) == 2 and tensor.shape[1] > 1):
+    module, _, kind = name.rpartition(".")
+    if module.endswith(_QKV):
         rows = [keys, keys, values]
-        if name.endswith(_QKV_SCALE):
-            rows = [count // BLOCK_LEN for count in rows] if not (keys % BLOCK_LEN or values % BLOCK_LEN) else [0]
-        module, _, kind = name.rpartition(".")
-        names = [f"{module}[{part}].{kind}" for part in "qkv"]
-        yield from zip(names, _split(name, tensor, rows), strict=True)
-    elif name.endswith(_QKV_SCALE):  # one for the whole tensor
-        module, _, kind = name.rpartition(".")
-        yield from ((f"{module}[{part}].{kind}", tensor) for part in "qkv")
+        if kind != "weight" and tensor.shape in ((), (1,)):  # one scale for all
+            parts = [tensor] * len(rows)
+        elif kind != "weight" and tensor.shape[0] != sum(rows):  # a scale for each block
+            whole = not (keys % BLOCK_LEN or values % BLOCK_LEN)
+            parts = list(_split(name, tensor, [count // BLOCK_LEN for count in rows] if whole else [0]))
+        else:
+            parts = list(_split(name, tensor, rows))
+        yield from zip((f"{module}[{part}].{kind}" for part in "qkv"), parts, strict=True)
     elif name.endswith(_EXPERTS):
         inner, hidden = config.moe_intermediate_size, config.hidden_size
         rows = [inner] * (2 * config.num_experts) if name.endswith(_EXPERTS[0]) else [hidden] * config.num_experts

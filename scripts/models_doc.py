@@ -59,7 +59,7 @@ _E2E = "tests/e2e/test_families.py::"
 FEATURES = (
     Feature("bf16, f16", (f"{_LOGITS}[{{kind}}-*|{_HYBRID}test_logits_are_transformers[{{kind}}-*",)),
     Feature("texts of transformers", ("tests/model/test_texts.py::test_greedy_texts_are_transformers[{kind}-*",)),
-    Feature("FP8", (f"{_FP8}[*-{{kind}}-?]|{_HYBRID}test_float8_in_blocks_as_published[{{kind}}]",)),
+    Feature("FP8", (f"{_FP8}[*-{{kind}}-?]|{_HYBRID}test_every_other_layout_of_float8[{{kind}}-*",)),
     Feature("TP", (f"{_E2E}test_asynchronous_tokens_are_those_of_one_plain_run[{{kind}}-*-tp2]",)),
     Feature("hand-off", (f"{_E2E}test_disaggregated_tokens_are_those_of_one_process[{{kind}}-*",)),
     Feature("n-grams", (f"{_E2E}test_drafts_change_no_token_that_is_handed_over[{{kind}}-ngram-*",)),
@@ -102,8 +102,8 @@ such a head; EAGLE-3 a drafter of the model (`--draft-model`). Tool calls and th
 the family: [openai.md](openai.md). `CONTRIBUTING.md` says which files another family takes.
 
 Qwen3.5 and Qwen3-Next keep a recurrent state for each sequence (gated delta nets). It is handed over, digested and
-preempted like KV, and drafts need no undo. Their logits are held to transformers' at 1 and 2 ranks, their float8 to
-blocks of 128 x 128; ranks divide `linear_num_key_heads`. What of them is slow or off until its kernels are there: torch
+preempted like KV, and drafts need no undo. Their logits are held to transformers' at 1 and 2 ranks; the number of ranks
+divides `linear_num_key_heads`. What of them is slow or off until its kernels are there: torch
 computes the model on a GPU too (`--kernels triton` is refused), there are no CUDA graphs, and prompts have no prefix
 cache; the log and `baton check` say so. Of a multimodal directory the text is served.
 

@@ -183,6 +183,17 @@ def test_float8_in_blocks_as_published(kind, tmp_path):
     assert (logits - wide[0]).norm() < 0.3 * wide[0].norm()  # activations are rounded, too
 
 
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "qwen3-fp8"])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_every_other_layout_of_float8(kind, layout, tmp_path):
+    """Values times scales."""
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 2}
+    forms = {} if kind == "qwen3_5" else {"fused": False}
+    paths = write_float8(tmp_path, LAYOUTS[layout], kind=kind, overrides=sizes, seed=5, **forms)
+    found, wanted = (run(load(path), prompt(20), [(20, False)]) for path in paths)
+    assert (found - wanted).abs().max() < 1e-4 * wanted.std()  # the twin's weights are rounded to float32
+
+
 @pytest.mark.fast
 def test_a_scale_that_is_missing_is_named(tmp_path):
     path, _ = write_float8(
@@ -243,7 +254,7 @@ def test_more_ranks_than_key_heads_are_refused(tmp_path):
 
 KEYS = {
     "linear_num_key_heads": 1, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 3, "layer_types": ["full_attention"] * 2,
+    "linear_conv_kernel_dim": 3, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 4,
 }  # fmt: skip
 
 
