@@ -1,7 +1,8 @@
 """Tensor parallelism, applied to a model from outside: which part of each weight a rank reads, and who adds.
 
 Query heads, gate and up are cut by outputs; the output projection and down by inputs, and what they make is added over
-the ranks. A rank of a group larger than the number of KV heads holds one of them, as its neighbours do. The LM head and
+the ranks. A rank of a group larger than the number of KV heads holds one of them, as its neighbours do. Gated
+delta nets are cut into ranges of key heads, with all that belongs to them. The LM head and
 a pruned draft head are cut by tokens, and what is chosen from them without putting rows of logits together
 (`model.vocab`). Everything else (norms, router, embeddings, the MTP head's joint projection) is whole at every rank:
 embeddings are read by row, so cutting them would save memory and cost a sum over the ranks for each step. Experts are

@@ -13,6 +13,7 @@ from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelUns
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.model.config import ModelConfig
+from baton.model.inputs import MixedBatch
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.fp8_checkpoints import LAYOUTS, write_float8
@@ -103,6 +104,55 @@ def test_hidden_rows_have_the_same_bits_however_a_text_is_cut(kind, tmp_path):
         assert torch.equal(run(model, ids, cuts_of(LENGTH, seed)), wanted)
     for logits in on_ranks(2, lambda group: run(load(path, group, **options), ids, cuts_of(LENGTH, 9), group)):
         assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("num_runs", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_mixed_steps_and_drafts_that_are_wrong_change_no_bit(kind, num_runs, tmp_path):
+    """Two texts whose prompts, decode rows and drafts share steps by chance; float32, invariant, one and two ranks."""
+    path = write_checkpoint(tmp_path / "model", kind=kind, num_heads=8)
+    texts, options = (
+        [prompt(70, seed=seed) for seed in (1, 2)],
+        {"dtype": torch.float32, "numerics": Numerics.INVARIANT},
+    )
+    model = load(path, **options)
+    wanted = [run(model, text, [(70, False)]) for text in texts]
+    for seed in range(num_runs):
+        for found, logits in zip(stepped(model, texts, seed), wanted, strict=True):
+            assert torch.equal(found, logits), seed
+    for logits in on_ranks(2, lambda group: stepped(load(path, group, **options), texts, 1, group)):
+        assert all(map(torch.equal, logits, wanted))
+
+
+def stepped(model, texts, seed, group=None):
+    """Logits of texts that are served together: chunks of what is a prompt, then decode rows with drafts."""
+    rng, paged = random.Random(seed), Paged(model, num_sequences=2, capacity_len=96, group=group)
+    ends, at, found = [rng.randint(1, 50) for _ in texts], [0, 0], [[], []]
+    while min(at) < 70:
+        chunks, decoding, num_rows = [], [], rng.randint(1, 5)
+        for text in rng.sample(range(2), rng.randint(1, 2)):
+            if at[text] < ends[text]:
+                chunks.append((text, at[text], min(ends[text], at[text] + rng.choice([1, 5, 16, 23]))))
+            elif at[text] < 70:
+                decoding.append(text)
+        goods = [min(rng.randint(1, num_rows), 70 - at[text]) for text in decoding]
+        ids = [texts[text][start:stop] for text, start, stop in chunks]
+        for text, good in zip(decoding, goods, strict=True):
+            wrong = torch.randint(2, 96, (num_rows - good,), generator=torch.Generator().manual_seed(rng.randrange(99)))
+            ids += [texts[text][at[text] : at[text] + good], wrong]
+        parts = [paged.prefill_batch(chunks)] if chunks else []
+        parts += [paged.decode_batch(decoding, [at[text] for text in decoding], num_rows)] if decoding else []
+        if not parts:
+            continue
+        batch = MixedBatch(prompts=parts[0], decode=parts[1]) if len(parts) == 2 else parts[0]
+        hidden, row = paged.trunk(torch.cat(ids), batch), 0
+        for text, start, stop in chunks:
+            found[text].append(hidden[row : row + stop - start])
+            row, at[text] = row + stop - start, stop
+        for text, good in zip(decoding, goods, strict=True):
+            found[text].append(hidden[row : row + good])
+            row, at[text] = row + num_rows, at[text] + good
+    return [paged.logits(torch.cat(rows)) for rows in found]
 
 
 @pytest.mark.fast
