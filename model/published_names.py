@@ -57,9 +57,9 @@ def _parts(config: ModelConfig, name: str, tensor: StoredTensor) -> Iterator[tup
         wanted = wanted if name.endswith(_EXPERTS[0]) else (config.num_experts, hidden, inner)
         if tensor.shape != wanted:
             raise _misshapen(name, tensor, wanted)
-        parts = ("gate_proj", "up_proj") if name.endswith(_EXPERTS[0]) else ("down_proj",)
+        projections = ("gate_proj", "up_proj") if name.endswith(_EXPERTS[0]) else ("down_proj",)
         prefix = name.rpartition(".")[0]
-        names = [f"{prefix}.{expert}.{part}.weight" for expert in range(config.num_experts) for part in parts]
+        names = [f"{prefix}.{expert}.{part}.weight" for expert in range(config.num_experts) for part in projections]
         yield from zip(names, _split(name, replace(tensor, shape=(sum(rows), wanted[2])), rows), strict=True)
     else:
         yield name, tensor

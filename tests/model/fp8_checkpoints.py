@@ -17,8 +17,8 @@ EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok"
 MOE = {"qwen3_moe": EXPERTS, "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 512}}
 MOE |= {kind: EXPERTS | {"shared_expert_intermediate_size": 256} for kind in ("qwen3_5_moe", "qwen3_next")}
 MOE["mixtral"] = {"num_local_experts": 4}
-QUANTIZED: tuple[str, ...] = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "mtp.fc.weight")
-QUANTIZED += (".in_proj_qkv.weight", ".in_proj_z.weight", ".in_proj_qkvz.weight")
+QUANTIZED = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "mtp.fc.weight")
+PROJECTIONS = (".in_proj_qkv.weight", ".in_proj_z.weight", ".in_proj_qkvz.weight")  # of gated delta nets
 IGNORED = ("lm_head", "model.layers.1.self_attn.o_proj")
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None, "actorder": None}
 INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
@@ -89,7 +89,7 @@ def write_float8(path, layout, *, kind="qwen3", ignored=IGNORED, seed=5, **optio
     write_checkpoint(path / "plain", kind=kind, seed=seed, overrides=overrides, **sizes)
     tensors = load_file(path / "float8" / "model.safetensors")
     plain, generator = dict(tensors), torch.Generator().manual_seed(seed)
-    for name in [name for name in tensors if name.endswith(QUANTIZED)]:
+    for name in [name for name in tensors if name.endswith(QUANTIZED + PROJECTIONS)]:
         module = name.removesuffix(".weight")
         if module in ignored:
             continue

@@ -1,6 +1,6 @@
 """Tensors of hybrid families (gated delta nets and gated attention) by their published names, and their oracle.
 
-The oracle is transformers' own module with its casts to float32 widened, so that float64 means float64.
+The oracle is transformers' own module with its casts to float32 replaced, so that float64 means float64.
 """
 
 import importlib.util
@@ -116,10 +116,10 @@ def fuse_experts(tensors, prefix, count):
     tensors[f"{prefix}.gate_up_proj"], tensors[f"{prefix}.down_proj"] = torch.cat([gate, up], dim=1), down
 
 
-def _widened(kind):
+def _in_float64(kind):
     """transformers' module of the family, computing in float64 where it casts to float32."""
     name = f"transformers.models.{kind}.modeling_{kind}"
-    wide_name = f"transformers.models.{kind}.widened_{kind}"
+    wide_name = f"transformers.models.{kind}.float64_{kind}"
     if wide_name not in sys.modules:
         spec = importlib.util.find_spec(name)
         source = spec.loader.get_source(name)
@@ -132,7 +132,7 @@ def _widened(kind):
             source = source.replace(narrow, wide)
         module = importlib.util.module_from_spec(importlib.util.spec_from_loader(wide_name, loader=None))
         # transformers looks for the source of its classes.
-        module.__file__ = str(Path(tempfile.mkdtemp()) / f"widened_{kind}.py")
+        module.__file__ = str(Path(tempfile.mkdtemp()) / f"float64_{kind}.py")
         Path(module.__file__).write_text(source)
         module.__package__ = f"transformers.models.{kind}"
         sys.modules[wide_name] = module
@@ -150,7 +150,7 @@ class HybridReference:
         config = AutoConfig.from_pretrained(path)
         config._attn_implementation = "sdpa"
         if dtype == torch.float64:
-            module = _widened(kind)
+            module = _in_float64(kind)
         else:
             module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         self.model = getattr(module, HYBRIDS[kind])(config).to(dtype).eval()
