@@ -19,6 +19,7 @@ from baton.tests.engine.toy import PRIME, ToyModel, _attend, _rows
 from baton.tests.kvtransfer.kept import state, tail, window
 
 TILE = 16
+RING = 16  # of the window: three positions, and seven of a step beside them
 WINDOW, FIRST, TAIL, SNAPSHOT, SECOND, MTP = range(6)
 
 
@@ -55,7 +56,7 @@ class ToyHybrid(ToyModel):
         )  # fmt: skip
         rows = plain.layers[0]
         layers = [
-            window(2, 1, ring=16, dtype="float64"), rows,
+            window(2, 1, ring=RING, dtype="float64"), rows,
             tail(2, 1, dtype="float64"), state(2, 2, length=TILE, dtype="float64"), rows,
         ]  # fmt: skip
         return replace(plain, layers=(*layers, *[rows] * self.with_mtp))
@@ -93,10 +94,12 @@ class ToyHybrid(ToyModel):
                 if not written:
                     continue
                 u = float(mix_T[row])
-                before = [float(rows_S[(position - back) % 8]) if position >= back else 0.0 for back in (1, 2, 3)]
+                before = [float(rows_S[(position - back) % RING]) if position >= back else 0.0 for back in (1, 2, 3)]
                 found_T[row] = (5 * u + 3 * before[0] + 2 * before[1] + before[2]) % PRIME
-                kept_NHPSD[slot, :, 0, position % 8, 0] = torch.tensor([u, (u + 1) % PRIME], dtype=torch.float64)
-                assert float(kept_NHPSD[slot, 1, 0, (position - 1) % 8, 0]) == (before[0] + 1) % PRIME or not position
+                kept_NHPSD[slot, :, 0, position % RING, 0] = torch.tensor([u, (u + 1) % PRIME], dtype=torch.float64)
+                assert (
+                    float(kept_NHPSD[slot, 1, 0, (position - 1) % RING, 0]) == (before[0] + 1) % PRIME or not position
+                )
         return found_T
 
     def _recur(self, mix_T, places, pool):
