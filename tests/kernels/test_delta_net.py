@@ -215,8 +215,8 @@ def test_padding_writes_nothing_but_scratch(plain):
 @pytest.mark.fast
 def test_more_decode_rows_than_rings_take_are_refused():
     inputs = inputs_of(17)
-    with pytest.raises(KernelArgumentInvalid, match="ring of 8"):
-        Layer().decode([(part(inputs, 0, 7), 20, 0)], 7)
+    with pytest.raises(KernelArgumentInvalid, match="ring of 16"):
+        Layer().decode([(part(inputs, 0, 15), 20, 0)], 15)
     made = delta_rows(inputs[0][None], (inputs[1][None], inputs[2][None]), *[torch.zeros(HEADS, VALUES)] * 2, KEY)
     with pytest.raises(KernelArgumentInvalid, match="17 of a sequence"):
         delta_net(made, Layer().kept, rows_of([20], [17], [0], 17, NUM_SLOTS))
