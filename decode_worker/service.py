@@ -36,7 +36,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
 
 class _Attends:
-    """What a stream mux does with its streams (`worker.stream_mux.Role`)."""
+    """What a stream mux does with its streams (`worker.stream_mux.StreamRole`)."""
 
     def __init__(self, worker: DecodeWorker, clock: Clock) -> None:
         self._worker = worker

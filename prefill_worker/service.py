@@ -35,7 +35,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 
 
 class _Runs:
-    """What a stream mux does with its streams (`worker.stream_mux.Role`)."""
+    """What a stream mux does with its streams (`worker.stream_mux.StreamRole`)."""
 
     def __init__(self, worker: PrefillWorker, clock: Clock) -> None:
         self._worker = worker

@@ -61,7 +61,7 @@ class _Job:
 
 
 class EchoPrefill(worker_pb2_grpc.PrefillServicer):
-    """Also the `Role` of its stream muxes."""
+    """Also the `StreamRole` of its stream muxes."""
 
     def __init__(self, pace: EchoPace, epoch: int) -> None:
         self._pace = pace
@@ -81,7 +81,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
         await StreamMux(self, prefill_frame, self._write_coalescer, self._epoch).serve(context)
 
     def read(self, message: worker_pb2.PrefillRequest) -> GenerationRequest:
-        """See `worker.stream_mux.Role`."""
+        """See `worker.stream_mux.StreamRole`."""
         return request_from_prefill(message, self._clock.now_s())
 
     def check(self, attempt: GenerationRequest) -> None:
@@ -240,7 +240,7 @@ class _Sequence:
 
 
 class EchoDecode(worker_pb2_grpc.DecodeServicer):
-    """Also the `Role` of its stream muxes."""
+    """Also the `StreamRole` of its stream muxes."""
 
     def __init__(self, pace: DecodePace, epoch: int) -> None:
         self._pace = pace
@@ -273,7 +273,7 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
         await StreamMux(self, decode_frame, self._write_coalescer, self._epoch).serve(context)
 
     def read(self, message: worker_pb2.AttendRequest) -> GenerationRequest:
-        """See `worker.stream_mux.Role`."""
+        """See `worker.stream_mux.StreamRole`."""
         return request_from_attend(message, self._clock.now_s())
 
     def check(self, attempt: GenerationRequest) -> None:

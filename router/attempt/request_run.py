@@ -128,7 +128,7 @@ class _Muxed:
 
     @property
     def on_said(self) -> Callable[[Any], None]:
-        """See `Reader`."""
+        """See `MuxStreamReader`."""
         return self._on_said
 
     def on_end(self, error: BaseException | None) -> None:

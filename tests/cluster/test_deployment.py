@@ -350,7 +350,7 @@ from baton.cluster import deployment
 from baton.cluster.commands import serve
 from baton.cluster.outcome import Output
 from baton.core.config import ServeConfig
-parts = deployment.Parts(
+parts = deployment.Factories(
     shells={{"prefill": stubs.stub_shell, "decode": stubs.stub_shell}}, router_command=stubs.stub_router_command
 )
 plain = deployment.Deployment

@@ -96,7 +96,7 @@ class HeldStream:
 
 
 class HeldRole:
-    """What a worker does with streams (`worker.stream_mux.Role`), with the hold before those of first attempts."""
+    """What a worker does with streams (`stream_mux.StreamRole`), with the hold before those of first attempts."""
 
     def __init__(self, role, hold):
         self.read, self.check = role.read, role.check

@@ -62,7 +62,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def trained(source, tmp_path_factory):
-    plan = train_tiny.Plan(
+    plan = train_tiny.TrainingPlan(
         out=tmp_path_factory.mktemp("out"),
         corpus=source,
         device="cpu",

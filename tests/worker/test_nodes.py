@@ -229,7 +229,7 @@ def test_k_is_changed_while_a_sequence_runs(nodes, stubs, membership):
                 now = set_mode(**next(modes))
         assert now.limit == 2
         first = next(running).first_token.token
-        assert set_mode(num_draft_tokens=0) == worker_pb2.Speculation(num_draft_tokens=0, limit=2)
+        assert set_mode(num_draft_tokens=0) == worker_pb2.Speculation(num_draft_tokens=0, limit=2, method="none")
         for wrong in ({"num_draft_tokens": 3}, {"auto": False}, {}):
             with pytest.raises(grpc.RpcError) as refused:
                 set_mode(**wrong)
