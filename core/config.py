@@ -37,7 +37,7 @@ from baton.core.verification import (
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
 WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
-CPU_NUM_SEQS = 16  # sequences in a step on a CPU, where nobody says
+CPU_NUM_SEQS = 16  # sequences in a step on a CPU, unless a flag says otherwise
 MAX_DRAFTS = 6  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
 if TYPE_CHECKING:
     TransportName = str  # one of TRANSPORT_NAMES
@@ -611,7 +611,7 @@ class KVTransferConfig:
     commit_timeout_s: float = 5.0
     max_receiver_deaths: int = 8  # of a KV receiver process within a minute; with the last one the worker gives up
     raw_streams: int = 1  # TCP connections of the raw data path to each peer
-    curve_key_file: str = ""  # zmq: encrypt with this key pair, admit nobody else; then there is no raw data path
+    curve_key_file: str = ""  # zmq: encrypt with this key pair, refuse others; then there is no raw data path
     tls_cert_file: str = ""  # grpc: this worker's certificate
     tls_key_file: str = ""  # and its private key
     tls_ca_file: str = ""  # who signed the others' certificates; with it, peers must present one

@@ -3,7 +3,7 @@
 A row of a step that had p drafts and accepted a of them adds 1 to the element (p, a) of one small tensor; everything
 else follows from it. So nothing waits for the host, and no count can be forgotten: rows, drafts and tokens are margins
 of one table. A few results are added at a time, in the order of the executor, which costs a step next to nothing. It
-counts what was computed, whoever wants it (`core.telemetry.step_report`).
+counts what was computed (`core.telemetry.step_report`).
 
 Legend: B sequences of a step, Q = most drafts of a step + 1, C columns of a result, P results to be added.
 """

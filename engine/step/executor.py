@@ -106,7 +106,7 @@ _Tasks = queue.SimpleQueue[_Task | None]
 
 
 class ThreadExecutor:
-    """One thread, which ends with `close` or when nobody has the executor any more."""
+    """One thread, which ends with `close` or when the executor is dropped."""
 
     def __init__(self) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()

@@ -7,7 +7,7 @@ Tiles begin at multiples of 16 of the *position*, whatever a step begins with, a
 zeros. So a row is computed from the same numbers in the same order in a chunk of any length, alone, or beside drafts:
 in float32 and float64 on a CPU it has the same bits in each. The state is kept at multiples of 16 alone; k, u and g of
 the rows since lie in a ring, position p in row p mod ring. A step first folds the tile that ended at or before its
-first position, if nobody did, then reads, and writes its rows. What rejected rows left is overwritten before it is
+first position, if no step did, then reads, and writes its rows. What rejected rows left is overwritten before it is
 read: nothing is undone, counted or copied. A chunk, whose rows all stay, folds every whole tile.
 
 The first number behind a state says how many tiles are in it. Nothing of a slot is read at position 0.
@@ -102,7 +102,7 @@ def delta_net(x: DeltaRows, kept: DeltaState, rows: StateRows, *, invariant: boo
     state_BHGKV = layer.begun()
     begin_B = rows.positions_B // TILE * TILE
     folded_B = rows.positions_B // TILE
-    if not is_chunk:  # of decode rows, nobody knows yet which stay
+    if not is_chunk:  # of decode rows, it is not known yet which stay
         layer.keep(state_BHGKV, folded_B)
     found = []
     for index in range(num_tiles):
