@@ -101,6 +101,7 @@ class Soak:
         self.fatal = []
         self.book = FlipBook()
         self.strikes = Counter()  # (state, fault): attempts that were there when it struck
+        self.hunted = Counter()  # (state, fault) of hunts that found their attempt
         self.cancels_ms = []
         self.running = {}  # attempt to (prefill, decode, sinks)
         self.d_epochs_dead = set()
@@ -271,6 +272,7 @@ class Soak:
         while time.monotonic() < end_s and self.injector.is_on:
             for key, prefill, decode in self._candidates(state):
                 if state_of(prefill, decode, key) == state:
+                    self.hunted[state, fault] += 1
                     self._strike(fault, key, prefill, decode)
                     return
             time.sleep(look_s)

@@ -104,6 +104,7 @@ def soak(num_requests, seed, *, num_at_once=40, flip_rate=1e-3, rate=1e-3, death
         "hits": {f"{moment}: {fault.value}": count for (moment, fault), count in _sortable(injector.hits)},
         "moments": dict(injector.seen),
         "strikes": {f"{state}: {fault.value}": count for (state, fault), count in deployment.strikes.items()},
+        "hunted": {f"{state}: {fault.value}": count for (state, fault), count in deployment.hunted.items()},
     }
 
 

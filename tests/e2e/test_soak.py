@@ -32,18 +32,22 @@ IN_SHORT = ("tcp, process", "shm, process", "loopback, thread")
 
 @pytest.mark.parametrize("name", IN_SHORT)
 def test_some_requests_under_heavy_fire(name):
-    """Until faults have struck in many ways: how many a round brings depends on how busy the machine is."""
+    """Until faults have struck in many ways, by message and where hunts wait for a state.
+
+    How many a round brings depends on how busy the machine is, so they are counted over rounds.
+    """
     cells = [(cell, 1.0, {**where, "hunt_every": 5}) for cell, _, where in CELLS if cell == name]
-    hits, strikes, num_flipped = set(), set(), 0
+    hits, strikes, hunted, num_flipped = set(), set(), set(), 0
     for seed in range(3, 3 + MAX_ROUNDS):
         (row,) = run_cells(64, seed, cells, **FREQUENT)
         assert row["failed"] <= 6
         hits |= set(row["hits"])
         strikes |= set(row["strikes"])
+        hunted |= set(row["hunted"])
         num_flipped += row["frames_flipped"]
-        if num_flipped and len(hits) > 20 and len(strikes) > 8:
+        if num_flipped and len(hits) > 20 and len(strikes) > 8 and len(hunted) > 2:
             return
-    raise AssertionError(f"{MAX_ROUNDS} rounds: {num_flipped} flipped, hits {sorted(hits)}, strikes {sorted(strikes)}")
+    raise AssertionError(f"{MAX_ROUNDS} rounds: {num_flipped} flipped, {hits=}, {strikes=}, {hunted=}")
 
 
 @pytest.mark.slow
