@@ -110,7 +110,7 @@ def delta_net(x: DeltaRows, kept: DeltaState, rows: StateRows, *, invariant: boo
         out_BHGCV, u_BHGCV = layer.solve(tile, state_BHGKV)
         found.append(out_BHGCV)
         is_last = index == num_tiles - 1
-        if is_last or not is_chunk:  # whole tiles of a chunk are folded: nobody reads their rows
+        if is_last or not is_chunk:  # whole tiles of a chunk are folded: their rows are not read
             layer.put(tile, u_BHGCV)
         if is_last and not is_chunk:
             break
@@ -212,7 +212,7 @@ class _Layer:
         met_BHGCC = torch.where(is_below_CC, met_BHGCC, 0)
         left_BHGCV = beta_BHGC1 * (tile.value_BHGCV - since_BHGC1 * self._of_state(key_BHCK, state_BHGKV))
         found = []
-        for row in range(TILE):  # each is taken from those that follow, in this order, whoever computed it
+        for row in range(TILE):  # each is taken from those that follow, in the same order everywhere
             is_old_B = tile.is_old_BC[:, row].view(-1, 1, 1, 1, 1)
             one = slice(row, row + 1)
             u_BHG1V = torch.where(is_old_B, tile.old_u_BHGCV[..., one, :], left_BHGCV[..., one, :])
@@ -244,7 +244,7 @@ class _Layer:
         tail_NHRY[slot_BC, :, tile.positions_BC % tail_NHRY.shape[2]] = row_BCHY
 
     def _read(self, position_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """k, u and g that lie in the ring for these positions; of positions nobody wrote, anything."""
+        """k, u and g that lie in the ring for these positions; of positions that were not written, anything."""
         _, values, key_dim, value_dim = self._shape
         tail_NHRY = self._kept.tail_NHRY
         row_BCHY = tail_NHRY[self._rows.slots_B[:, None], :, position_BC % tail_NHRY.shape[2]]

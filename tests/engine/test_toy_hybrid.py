@@ -13,6 +13,7 @@ import torch
 from baton.engine.step.batch import ChunkRows, prefill_inputs
 from baton.kvcache.pool import KVPool
 from baton.tests.e2e.topology import Topology
+from baton.tests.engine import toy_hybrid
 from baton.tests.engine.toy_engine import letters_tokenizer, request_of, toy_engine
 from baton.tests.engine.toy_hybrid import ToyHybrid
 
@@ -144,3 +145,12 @@ def test_handed_off_it_says_what_one_process_says(k, block_sizes, wanted):
             assert side.worker.engine.scheduler.allocator.state_slots.num_held == 0
     finally:
         topology.close()
+
+
+@pytest.mark.fast
+def test_a_ring_too_short_for_the_drafts_of_a_step_is_refused(monkeypatch):
+    """Rejected rows would overwrite what is kept, and nothing would say so."""
+    monkeypatch.setattr(toy_hybrid, "RING", 8)
+    toy_engine(ToyHybrid(), k=4, num_blocks=80)
+    with pytest.raises(AssertionError, match="rings are too short"):
+        toy_engine(ToyHybrid(), k=5, num_blocks=80)

@@ -29,7 +29,7 @@ def one_thread():
 
 
 class Layer:
-    """Random weights, and slots that are NaN until somebody writes them."""
+    """Random weights, and slots that are NaN until they are written."""
 
     def __init__(self, dtype=torch.float32, num_slots=NUM_SLOTS):
         generator = torch.Generator().manual_seed(3)
