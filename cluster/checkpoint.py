@@ -240,17 +240,11 @@ def _judge_pool(
 
     kv_dtype = config.kv_cache_dtype.of(dtype)
     for head_dim in {sizes.head_dim} if drafter is None else {sizes.head_dim, drafter.sizes.head_dim}:
-        refusal = kv_refusal(config.kv_cache_dtype, head_dim)
+        refusal = kv_refusal(config.kv_cache_dtype, head_dim, is_latent=sizes.latent is not None)
         found.errors += [] if refusal is None else [refusal]
-    layout = KVLayout.of_attention(
-        model_hash="",
-        num_layers=num_layers,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        block_size=config.block_size,
-        dtype=kv_dtype,
-        more=() if drafter is None else (drafter.kv_layer(kv_dtype),),
-    )
+    more = () if drafter is None else (drafter.kv_layer(kv_dtype),)
+    layers = (*(sizes.kv_layer(kv_dtype),) * num_layers, *more)
+    layout = KVLayout(model_hash="", layers=layers, block_size=config.block_size)
     layout = with_delta_nets(layout, sizes.delta_net, sizes.delta_layers, dtype=dtype)
     found.facts |= {"kv_bytes_per_token": layout.bytes_per_position, "kv_tokens": None}
     found.facts["state_bytes_per_sequence"] = layout.bytes_per_state_slot
@@ -259,6 +253,8 @@ def _judge_pool(
     if device != "cpu":
         if layout.has_state:
             found.notes.append("no kernel is made for a gated delta net: torch computes the model, without CUDA graphs")
+        elif sizes.latent is not None:
+            found.notes.append("no kernel is made for attention over latents: torch computes the model, which is slow")
         return
     num_slots = layout.num_state_slots(config.max_num_seqs or CPU_NUM_SEQS) + layout.has_state  # one is scratch
     state_bytes = num_slots * layout.bytes_per_state_slot
@@ -282,6 +278,7 @@ def _judge_tensors(
     config: ServeConfig, sizes: "ModelConfig", model: ModelDirectory, spec: "TensorSpec", dtype: str, found: Judgement
 ) -> Collection[str]:
     """Compare the files' headers with what the model needs; names of weights that stay float8."""
+    from baton.model.mtp_fit import require_copies
     from baton.model.published_names import by_published_names
     from baton.model.tensor_spec import check_tensors
     from baton.model.tp_fit import require_cut_float8
@@ -289,6 +286,7 @@ def _judge_tensors(
 
     headers = by_published_names(sizes, read_headers(model.path))
     float8 = check_tensors(spec, headers, sizes.fp8)
+    _collect(found, require_copies, spec, headers)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         _collect(found, require_cut_float8, spec, float8, size)
     num_float16 = sum(headers[name].dtype_name == "F16" for name in spec.required)

@@ -33,12 +33,12 @@ from baton.kernels.kv import dequantize as float8_kv
 from baton.kernels.kv.write import kv_write
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
-from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, select_topk
+from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, Scoring, select_topk, select_topk_reference
 from baton.kernels.pointwise import rms_norm, silu_mul
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rope import rope
 
-AttentionDecode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+AttentionDecode = Callable[..., torch.Tensor]
 Weight = torch.Tensor | Fp8Weight
 Experts = moe.ExpertWeights | Fp8ExpertWeights
 
@@ -193,20 +193,24 @@ class Ops:
         *,
         plans: SplitKVPlans | None = None,
         scales: float8_kv.Scales | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Attention of chunks laid one after the other -> [T, A, D]; `scales` are those of float8 KV.
 
         Lengths are on the host; where they are on the device already, as chunks' starts [B + 1] and context lengths
-        [B], they need not cross once more for each layer. `plans` are of the pass, for all its layers.
+        [B], they need not cross once more for each layer. `plans` are of the pass, for all its layers. `scale` is of
+        scores, D ** -0.5 if None; no kernel takes another, and no float8 KV.
         """
         arguments = (query_TAD, key_NHSD, value_NHSD, block_tables_BM)
         if not self._is_fused:
             if scales is None:
-                return self._attention_prefill(*arguments, query_lens, context_lens)
+                return self._attention_prefill(*arguments, query_lens, context_lens, scale=scale)
+            assert scale is None
             kv_NHSD = (key_NHSD, value_NHSD)
             return float8_kv.attend_prefill(
                 self._attention_prefill, query_TAD, kv_NHSD, scales, block_tables_BM, query_lens, context_lens
             )
+        assert scale is None, "the loader refuses such models here"
         if self._is_invariant:
             assert scales is None, "the loader refuses float8 KV here"
             if on_device is None:
@@ -231,19 +235,22 @@ class Ops:
         *,
         plans: SplitKVPlans | None = None,
         scales: float8_kv.Scales | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV.
 
-        `plans` are of the pass, for all its layers.
+        `plans` are of the pass, for all its layers; `scale` as of `attention_prefill`.
         """
         arguments = (query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
+        assert scale is None or not self._is_fused, "the loader refuses such models here"
         if self._is_fused and self._is_invariant:
             assert scales is None, "the loader refuses float8 KV here"
             return attention_ordered_decode(*arguments, implementation=self.implementation)
         if self._is_fused:
             return attention_decode(*arguments, plans=plans, implementation=self.implementation, **_named(scales))
         if scales is None:
-            return self._attention_decode(*arguments)
+            return self._attention_decode(*arguments, scale=scale)
+        assert scale is None
         kv_NHSD = (key_NHSD, value_NHSD)
         return float8_kv.attend_decode(
             self._attention_decode, query_BQAD, kv_NHSD, scales, block_tables_BM, positions_BQ, max_context_len
@@ -254,6 +261,23 @@ class Ops:
         if self._is_fused:
             return select_topk(logits_TE, num_chosen, renormalise=renormalise, implementation=self.implementation)
         return self._route(logits_TE, num_chosen, renormalise)
+
+    def route_by_sigmoid(
+        self,
+        logits_TE: torch.Tensor,
+        num_chosen: int,
+        renormalise: bool,
+        bias_E: torch.Tensor,
+        groups: tuple[int, int],
+        scaling: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of sigmoids, whose sum with the bias chooses, within groups that are kept: see `select_topk`."""
+        if self._is_fused:
+            return select_topk(
+                logits_TE, num_chosen, scoring=Scoring.SIGMOID, renormalise=renormalise, bias_E=bias_E,
+                num_groups=groups[0], num_kept_groups=groups[1], scaling=scaling, implementation=self.implementation,
+            )  # fmt: skip
+        return select_topk_reference(logits_TE, num_chosen, True, renormalise, bias_E, groups, scaling)
 
     def experts(
         self,

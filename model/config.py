@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
+from baton.kvcache.layout import LayerLayout, attention_layer
 from baton.model.delta_sizes import POOL_LAYERS, DeltaSizes, read_delta_layers, read_delta_sizes
+from baton.model.draft_names import MTPNames
 from baton.model.fp8_scheme import Fp8Scheme, read_scheme
+from baton.model.latent_sizes import LatentSizes, read_latent_sizes
 from baton.model.rope_scaling import RopeScaling, read_scaling, rope_parameters
 from baton.model.weights import checkpoint_identity, shape_identity
 
@@ -29,8 +32,11 @@ class _Family:
     """What an architecture's name says, and config.json does not.
 
     Attributes:
-        has_head_norms: queries and keys are normalised.
-        has_qkv_bias: their projections and the values' have biases.
+        has_head_norms: queries and keys are normalised, unless `use_qk_norm` says not.
+        has_qkv_bias: their projections and the values' have biases, unless `bias_key` says not.
+        bias_key: the key that says so.
+        turns_in_part: the share of a head's columns that turn where `partial_rotary_factor` does not say; None: that
+            key is not implemented, and all do.
         slides: `sliding_window` holds unless it is null; else only with `use_sliding_window`.
         is_moe: layers have experts.
         has_shared_expert: beside them one that takes every token.
@@ -42,11 +48,16 @@ class _Family:
             part, norms multiply by 1 + w.
         is_interleaved: projections of a gated delta net are stored key head by key head.
         is_multimodal: config.json has what is about text in `text_config`.
+        is_latent: attention is over latents (`model.latent_attention`).
+        is_deepseek: experts are chosen by their sigmoids, in groups, beside shared ones; the first layers are dense;
+            the MTP head is numbered as a layer.
         absent: what a key means that config.json leaves out, where that is the family's own.
     """
 
     has_head_norms: bool = False
     has_qkv_bias: bool = False
+    bias_key: str = "qkv_bias"
+    turns_in_part: float | None = None
     slides: bool = False
     is_moe: bool = False
     has_shared_expert: bool = False
@@ -57,10 +68,14 @@ class _Family:
     is_hybrid: bool = False
     is_interleaved: bool = False
     is_multimodal: bool = False
+    is_latent: bool = False
+    is_deepseek: bool = False
     absent: Mapping[str, Any] = field(default_factory=dict)
 
 
-_QWEN3_5 = _Family(has_head_norms=True, is_hybrid=True, absent={"head_dim": 256, "rms_norm_eps": 1e-6})
+_QWEN3_5 = _Family(
+    has_head_norms=True, is_hybrid=True, turns_in_part=0.25, absent={"head_dim": 256, "rms_norm_eps": 1e-6}
+)
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
     is_moe=True,
@@ -95,9 +110,41 @@ _FAMILIES = {
     "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, is_multimodal=True),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, is_multimodal=True),
+    "DeepseekV3ForCausalLM": _Family(
+        is_moe=True,
+        is_latent=True,
+        is_deepseek=True,
+        absent={
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "Glm4MoeForCausalLM": _Family(
+        has_head_norms=True,
+        has_qkv_bias=True,
+        bias_key="attention_bias",
+        turns_in_part=0.5,
+        is_moe=True,
+        is_deepseek=True,
+        absent={
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
 }
 _OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config")  # beside `text_config`, which they beat
-_PARTIAL_ROTARY = 0.25  # of a hybrid model whose config.json does not say
 
 
 # Of other families, and the value that says nothing, beside null. transformers does not look at them in these families;
@@ -115,6 +162,30 @@ _OF_OTHERS = {
 }
 
 
+# Of DeepSeek's family, and the values that say nothing more than what is computed, beside null.
+_OF_DEEPSEEK = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "index_topk": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidRouting:
+    """How experts are chosen by their sigmoids and a bias (DeepSeek-V3, section 2.1.2).
+
+    Attributes:
+        num_groups: equal groups of neighbouring experts.
+        num_kept_groups: of them, those whose experts may be chosen.
+        scaling: of the chosen experts' weights.
+    """
+
+    num_groups: int
+    num_kept_groups: int
+    scaling: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Sizes and options of one checkpoint.
@@ -126,11 +197,14 @@ class ModelConfig:
         num_experts_per_token: experts a token is sent to.
         moe_intermediate_size: of one expert.
         shared_expert_size: intermediate size of the expert that takes every token; 0: there is none.
+        sigmoid_routing: how experts are chosen by sigmoids; None: by a softmax. With it, the expert that takes every
+            token has no gate.
         renormalise_experts: whether chosen probabilities are made to sum to 1 (norm_topk_prob).
         sparse_layers: trunk layers with experts.
         sparse_block: the part of such a layer's tensor names that stands for its experts and their router.
         expert_parts: likewise for an expert's gate, up and down projections.
         num_mtp_layers: MTP layers the checkpoint says it has.
+        mtp_names: what the first of them is called.
         has_head_norms: queries and keys are normalised head by head.
         has_qkv_bias: the projections of queries, keys and values have biases.
         rope: how rotary frequencies are scaled.
@@ -143,6 +217,7 @@ class ModelConfig:
         delta_net: sizes of the layers that are gated delta nets; None: there are none.
         delta_layers: which layers of the trunk these are.
         has_interleaved_delta_net: their projections are stored key head by key head.
+        latent: sizes of attention over latents, whose rows are the one KV head then; None: heads have K and V.
         fp8: how weights are quantized that the checkpoint holds in float8; None: it holds none.
         model_hash: identity of config and weights; equal for copies of one directory.
     """
@@ -167,11 +242,13 @@ class ModelConfig:
     num_experts_per_token: int
     moe_intermediate_size: int
     shared_expert_size: int
+    sigmoid_routing: SigmoidRouting | None
     renormalise_experts: bool
     sparse_layers: frozenset[int]
     sparse_block: str
     expert_parts: tuple[str, str, str]
     num_mtp_layers: int
+    mtp_names: MTPNames
     draft_vocab_size: int | None
     d2t_form: str | None
     rotary_dim: int
@@ -180,6 +257,7 @@ class ModelConfig:
     delta_net: DeltaSizes | None
     delta_layers: frozenset[int]
     has_interleaved_delta_net: bool
+    latent: LatentSizes | None
     fp8: Fp8Scheme | None
     model_hash: str
 
@@ -245,6 +323,22 @@ class ModelConfig:
         """Whether it is of a family whose layers may be gated delta nets."""
         return self.has_output_gate
 
+    @property
+    def value_dim(self) -> int:
+        """Columns of what a query head makes."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def shared_expert(self) -> str:
+        """The part of a sparse layer's names that stands for the expert that takes every token."""
+        return f"{self.sparse_block}.shared_expert{'' if self.sigmoid_routing is None else 's'}"
+
+    def kv_layer(self, dtype: str) -> LayerLayout:
+        """What a layer of attention keeps of a sequence."""
+        if self.latent is not None:
+            return self.latent.kv_layer(dtype)
+        return attention_layer(self.num_kv_heads, self.head_dim, dtype)
+
     def pool_layer(self, layer: int) -> int:
         """The first layer of the pool that a layer of the model has; the MTP layer's follows the trunk's."""
         return layer + (POOL_LAYERS - 1) * sum(index < layer for index in self.delta_layers)
@@ -305,14 +399,15 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
         known = ", ".join(_FAMILIES)
         message = f"{path} is of architecture {architectures or 'unknown'}; this version serves {known}"
         raise ModelUnsupported(message, option="architectures", value=architectures)
-    is_hybrid = _FAMILIES[architectures[0]].is_hybrid
+    family = _FAMILIES[architectures[0]]
+    is_hybrid = family.is_hybrid
     rotaries = [where.get("partial_rotary_factor") for where in (values, rope_parameters(values))]
     kinds = values.get("layer_types") or []
     refused = {
         "use_sliding_window": bool(values.get("use_sliding_window")),
-        "attention_bias": bool(values.get("attention_bias")),
+        "attention_bias": bool(values.get("attention_bias")) and family.bias_key != "attention_bias",
         "mlp_bias": bool(values.get("mlp_bias")),
-        "partial_rotary_factor": not is_hybrid and any(rotary not in (None, 1) for rotary in rotaries),
+        "partial_rotary_factor": family.turns_in_part is None and any(rotary not in (None, 1) for rotary in rotaries),
         "hidden_act": values.get("hidden_act", "silu") != "silu",
         "layer_types": not is_hybrid
         and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)),
@@ -320,7 +415,9 @@ def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
         "mtp_use_dedicated_embeddings": bool(values.get("mtp_use_dedicated_embeddings")),
         "is_causal": not values.get("is_causal", True),
         "attention_chunk_size": values.get("attention_chunk_size") is not None,
-    } | {option: values.get(option) not in (None, nothing) for option, nothing in _OF_OTHERS.items()}
+    }
+    nothing_said = _OF_OTHERS | (_OF_DEEPSEEK if family.is_deepseek else {})
+    refused |= {option: values.get(option) not in (None, nothing) for option, nothing in nothing_said.items()}
     for option, is_refused in refused.items():
         if is_refused:
             value = values.get(option)
@@ -336,11 +433,12 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
     num_layers = _size(values, "num_hidden_layers", limit=_MAX_LAYERS)
     num_heads = _size(values, "num_attention_heads", limit=_MAX_HEADS)
     hidden_size = _size(values, "hidden_size")
+    latent = read_latent_sizes(values, num_heads) if family.is_latent else None
     default = num_heads if "num_key_value_heads" in values else None  # of null
-    num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=default)
+    num_kv_heads = _size(values, "num_key_value_heads", limit=_MAX_HEADS, default=default) if latent is None else 1
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
-    head_dim = _size(values, "head_dim", default=hidden_size // num_heads)
+    head_dim = latent.row_len if latent else _size(values, "head_dim", default=hidden_size // num_heads)
     return {
         "architecture": architecture,
         "num_layers": num_layers,
@@ -352,8 +450,8 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": _size(values, "max_position_embeddings", limit=_MAX_POSITIONS),
         "rope_theta": _positive(values | rope_parameters(values), "rope_theta"),
         "rope": read_scaling(values),
-        "has_head_norms": family.has_head_norms,
-        "has_qkv_bias": family.has_qkv_bias and bool(values.get("qkv_bias", True)),
+        "has_head_norms": family.has_head_norms and bool(values.get("use_qk_norm", True)),
+        "has_qkv_bias": family.has_qkv_bias and bool(values.get(family.bias_key, True)),
         "sliding_window": _size(values, "sliding_window") if family.slides and values.get("sliding_window") else None,
         "rms_norm_eps": _positive(values, "rms_norm_eps"),
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
@@ -361,15 +459,17 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         **_expert_fields(values, family, num_layers),
         "draft_vocab_size": _draft_vocab_size(values),
         "d2t_form": None if values.get("d2t_form") is None else str(values["d2t_form"]),
-        "num_mtp_layers": num_mtp_layers(values),
-        **_hybrid_fields(values, family, num_layers, head_dim),
+        "num_mtp_layers": (num_mtp := num_mtp_layers(values)),
+        "mtp_names": MTPNames.behind_trunk(num_layers, max(1, num_mtp)) if family.is_deepseek else MTPNames(),
+        "rotary_dim": _rotary_dim(values, head_dim, family) if latent is None else latent.rope_dim,
+        "latent": latent,
+        **_hybrid_fields(values, family, num_layers),
     }
 
 
-def _hybrid_fields(values: dict[str, Any], family: _Family, num_layers: int, head_dim: int) -> dict[str, Any]:
+def _hybrid_fields(values: dict[str, Any], family: _Family, num_layers: int) -> dict[str, Any]:
     layers = read_delta_layers(values, num_layers) if family.is_hybrid else frozenset()
     return {
-        "rotary_dim": _rotary_dim(values, head_dim) if family.is_hybrid else head_dim,
         "has_plus_one_norms": family.is_hybrid,
         "has_output_gate": family.is_hybrid,
         "delta_net": read_delta_sizes(values) if layers else None,
@@ -378,10 +478,12 @@ def _hybrid_fields(values: dict[str, Any], family: _Family, num_layers: int, hea
     }
 
 
-def _rotary_dim(values: dict[str, Any], head_dim: int) -> int:
+def _rotary_dim(values: dict[str, Any], head_dim: int, family: _Family) -> int:
     """Columns of a head that are turned."""
+    if family.turns_in_part is None:
+        return head_dim
     found = (where.get("partial_rotary_factor") for where in (rope_parameters(values), values))
-    factor = float(next((one for one in found if one is not None), _PARTIAL_ROTARY))
+    factor = float(next((one for one in found if one is not None), family.turns_in_part))
     dim = int(head_dim * factor) if math.isfinite(factor) else 0
     if not 0 < dim <= head_dim or dim % 2:
         message = f"config.json: partial_rotary_factor = {factor} turns {dim} of {head_dim} columns"
@@ -393,18 +495,43 @@ def _expert_fields(values: dict[str, Any], family: _Family, num_layers: int) -> 
     num_experts = _num_experts(values) if family.is_moe else 0
     dense_layers = values.get("mlp_only_layers") or []
     sparse_step = _size(values, "decoder_sparse_step", default=1)
+    if family.is_deepseek:
+        dense_layers = range(_size(values, "first_k_dense_replace", minimum=0))
     sparse = [i for i in range(num_layers) if num_experts and i not in dense_layers and (i + 1) % sparse_step == 0]
     num_chosen = _size(values, "num_experts_per_tok", limit=max(1, num_experts)) if family.is_moe else 0
+    shared_size = _size(values, "shared_expert_intermediate_size") if family.has_shared_expert else 0
+    if family.is_deepseek:
+        shared_size = _size(values, "n_shared_experts", minimum=0) * _size(values, family.expert_size)
     return {
         "num_experts": num_experts,
         "num_experts_per_token": num_chosen,
         "moe_intermediate_size": _size(values, family.expert_size) if family.is_moe else 0,
-        "shared_expert_size": _size(values, "shared_expert_intermediate_size") if family.has_shared_expert else 0,
+        "shared_expert_size": shared_size,
+        "sigmoid_routing": _sigmoid_routing(values, num_experts, num_chosen) if family.is_deepseek else None,
         "renormalise_experts": family.renormalises or bool(values.get("norm_topk_prob", False)),
         "sparse_layers": frozenset(sparse),
         "sparse_block": family.sparse_block,
         "expert_parts": family.expert_parts,
     }
+
+
+def _sigmoid_routing(values: dict[str, Any], num_experts: int, num_chosen: int) -> SigmoidRouting:
+    num_groups = _size(values, "n_group", limit=max(1, num_experts))
+    found = SigmoidRouting(
+        num_groups=num_groups,
+        num_kept_groups=_size(values, "topk_group", limit=num_groups),
+        scaling=_positive(values, "routed_scaling_factor"),
+    )
+    group_len = num_experts // num_groups
+    if num_experts % num_groups or (num_groups > 1 and group_len < 2):
+        message = f"config.json: n_group = {num_groups} is no division of {num_experts} experts into groups of some"
+        raise ModelUnsupported(message, option="n_group", value=num_groups)
+    if num_chosen > found.num_kept_groups * group_len:
+        message = (
+            f"config.json: topk_group = {found.num_kept_groups} keeps less than the {num_chosen} experts of a token"
+        )
+        raise ModelUnsupported(message, option="topk_group", value=found.num_kept_groups)
+    return found
 
 
 def _draft_vocab_size(values: dict[str, Any]) -> int | None:
@@ -414,7 +541,8 @@ def _draft_vocab_size(values: dict[str, Any]) -> int | None:
 
 
 def _num_experts(values: dict[str, Any]) -> int:
-    key = "num_experts" if values.get("num_experts") is not None else "num_local_experts"
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    key = next((key for key in keys if values.get(key) is not None), keys[0])
     if values.get(key) is None:
         raise KeyError("num_experts")
     return _size(values, key, minimum=0, limit=_MAX_EXPERTS)

@@ -15,6 +15,7 @@ from baton.kernels.ops import Ops
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.delta_net import DeltaNet
+from baton.model.latent_attention import LatentAttention
 from baton.model.layers import MLP, RMSNorm, WeightSource
 from baton.model.moe import SparseMLP
 
@@ -50,7 +51,9 @@ class DecoderLayer:
         self.attention: Attention | DeltaNet = (
             DeltaNet(source, f"{prefix}.linear_attn", pool_layer, config, ops)
             if layer in config.delta_layers
-            else Attention(source, f"{prefix}.self_attn", pool_layer, config, ops)
+            else (Attention if config.latent is None else LatentAttention)(
+                source, f"{prefix}.self_attn", pool_layer, config, ops
+            )
         )
         self.mlp_norm = RMSNorm(source, f"{prefix}.post_attention_layernorm", eps, ops, plus_one=plus_one)
         self.mlp: MLP | SparseMLP = (

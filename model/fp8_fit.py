@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from baton.model.config import ModelConfig
 from baton.model.fp8_tensors import NO_PRODUCT, Fp8Tensors, why_wide
-from baton.model.tensor_spec import TensorSpec, delta_products, mlp_names
+from baton.model.tensor_spec import TensorSpec, delta_products, latent_products, mlp_names
 
 
 def dequantized_weights(
@@ -37,12 +37,14 @@ def dequantized_weights(
 
 def _products(config: ModelConfig, spec: TensorSpec) -> Iterator[tuple[list[tuple[str, ...]], bool]]:
     """Weights that are multiplied with in one call: stacks of them, and whether each weight must be whole blocks."""
-    prefixes = [*(f"model.layers.{layer}" for layer in range(config.num_layers)), "mtp.layers.0"]
+    prefixes = [*(f"model.layers.{layer}" for layer in range(config.num_layers)), config.mtp_names.layer]
     for layer, prefix in enumerate(prefixes):
         if f"{prefix}.input_layernorm.weight" not in spec.weights:  # the MTP head, and it is not loaded
             continue
         if layer in config.delta_layers:
             projections = list(delta_products(config, f"{prefix}.linear_attn"))
+        elif config.latent is not None:
+            projections = [names for names in latent_products(config, f"{prefix}.self_attn") if names]
         else:
             projections = [tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv")]
             projections.append((f"{prefix}.self_attn.o_proj.weight",))
@@ -52,7 +54,7 @@ def _products(config: ModelConfig, spec: TensorSpec) -> Iterator[tuple[list[tupl
             experts = [config.expert_names(prefix, expert) for expert in range(config.num_experts)]
             yield [*((gate, up) for gate, up, _ in experts), *((down,) for _, _, down in experts)], True
             if config.shared_expert_size:
-                mlps = [mlp_names(f"{prefix}.{config.sparse_block}.shared_expert")]
+                mlps = [mlp_names(f"{prefix}.{config.shared_expert}")]
         for gate, up, down in mlps:
             yield [(gate, up)], False
             yield [(down,)], False

@@ -103,8 +103,11 @@ def made_refusal(dtype: str, *, is_ordered: bool) -> ModelUnsupported | None:
     return ModelUnsupported(f"--quantization fp8 goes with {problem}", option="quantization", value="fp8")
 
 
-def kv_refusal(kv_dtype: KVDtype, head_dim: int) -> ModelUnsupported | None:
-    """Why KV cannot be narrower than the model's dtype; None if it can, or is not."""
+def kv_refusal(kv_dtype: KVDtype, head_dim: int, *, is_latent: bool = False) -> ModelUnsupported | None:
+    """Why KV cannot be narrower than the model's dtype; None if it can, or is not. `is_latent`: it is latents."""
+    if kv_dtype is not KVDtype.AUTO and is_latent:
+        message = f"--kv-cache-dtype {kv_dtype.value} is not implemented for attention over latents"
+        return ModelUnsupported(message, option="kv_dtype", value=kv_dtype.value)
     if kv_dtype is KVDtype.AUTO or head_dim % WORD_BYTES == 0:
         return None
     message = f"--kv-cache-dtype {kv_dtype.value} moves {WORD_BYTES} elements at once; heads have {head_dim}"

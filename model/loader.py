@@ -20,7 +20,7 @@ from baton.model.fp8_scheme import invariant_refusal, kv_refusal, made_refusal
 from baton.model.fp8_tensors import NO_FLOAT8, PRODUCT_DTYPES
 from baton.model.layers import WeightSource
 from baton.model.model import Model
-from baton.model.mtp_fit import require_mtp
+from baton.model.mtp_fit import require_copies, require_mtp
 from baton.model.parallel import Alone, Communicator, ShardPlan
 from baton.model.published_names import by_published_names
 from baton.model.random_weights import RandomTensor, random_identity, random_tensors
@@ -87,7 +87,7 @@ def load_model(
     implementation, why_no_triton = _form(implementation, unfit, device, dtype)
     is_ordered = implementation is Implementation.TRITON and numerics is Numerics.INVARIANT
     for head_dim in head_dims:
-        refusal = kv_refusal(kv_dtype, head_dim)
+        refusal = kv_refusal(kv_dtype, head_dim, is_latent=config.latent is not None)
         if refusal is not None:
             raise refusal
     config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
@@ -101,6 +101,7 @@ def load_model(
     else:
         headers = stored = by_published_names(config, read_headers(path))
         float8 = check_tensors(spec, headers, config.fp8)
+        require_copies(spec, headers)
         require_cut(config, group.size, numerics)
         require_cut_float8(spec, float8, group.size)
         if D2T in spec.tables:
@@ -263,6 +264,10 @@ def _unfit(
         return f"{kv_dtype.value} KV in invariant numerics"
     if config.delta_net is not None:
         return "layers of a gated delta net"
+    if config.latent is not None:
+        return "attention over latents"
+    if numerics is Numerics.INVARIANT and config.sigmoid_routing is not None:
+        return "routing by sigmoids in invariant numerics"
     sizes = config.hidden_size, config.num_experts, config.num_experts_per_token
     return next(filter(None, (unfit_sizes(head_dim, *sizes) for head_dim in sorted(head_dims))), "")
 

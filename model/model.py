@@ -183,25 +183,24 @@ class Model:
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of a pool for this model; the MTP layer is the last."""
         dtype = self.kv_dtype.of(DTYPE_NAMES[self.dtype])
-        layout = KVLayout.of_attention(
-            model_hash=self.config.model_hash,
-            num_layers=self.config.num_layers + (self.with_mtp and self._eagle is None),
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            block_size=block_size,
-            dtype=dtype,
-            has_mtp=self.with_mtp,
-            more=() if self._eagle is None else (self._eagle.kv_layer(dtype),),
-        )
-        config = self.config
+        config, own_head = self.config, self.with_mtp and self._eagle is None
+        more = () if self._eagle is None else (self._eagle.kv_layer(dtype),)
+        layers = (*(config.kv_layer(dtype),) * (config.num_layers + own_head), *more)
+        layout = KVLayout(model_hash=config.model_hash, layers=layers, block_size=block_size, has_mtp=self.with_mtp)
         return with_delta_nets(layout, config.delta_net, config.delta_layers, dtype=DTYPE_NAMES[self.dtype])
 
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of every kind of product, for `kernels.selftest.check_invariance`."""
         config = self.config
-        hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+        hidden, queries = config.hidden_size, config.num_heads * config.value_dim
         num_each = 2 if config.has_output_gate else 1
-        shapes = {(num_each * queries + 2 * config.num_kv_heads * config.head_dim, hidden), (hidden, queries)}
+        shapes = {(hidden, queries)}
+        if config.latent is None:
+            shapes.add((num_each * queries + 2 * config.num_kv_heads * config.head_dim, hidden))
+        else:
+            query, rank = config.num_heads * config.latent.query_dim, config.latent.query_rank
+            shapes.add(((rank or query) + config.latent.row_len, hidden))
+            shapes |= {(query, rank)} if rank else set()
         if config.delta_net is not None:
             delta = config.delta_net
             values = delta.num_value_heads * delta.value_dim
@@ -214,7 +213,8 @@ class Model:
             shapes |= {(2 * config.moe_intermediate_size, hidden), (hidden, config.moe_intermediate_size)}
             shapes.add((config.num_experts, hidden))
         if config.shared_expert_size:
-            shapes |= {(2 * config.shared_expert_size, hidden), (hidden, config.shared_expert_size), (1, hidden)}
+            shapes |= {(2 * config.shared_expert_size, hidden), (hidden, config.shared_expert_size)}
+            shapes |= {(1, hidden)} if config.sigmoid_routing is None else set()
         if self._eagle is not None:
             own = self._eagle.sizes
             heads = own.num_heads * own.head_dim

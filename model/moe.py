@@ -1,7 +1,8 @@
 """The sparse MLP: a router and stacked experts, and an expert that takes every token where the family has one.
 
-Checkpoints hold one tensor per expert; they are stacked at load. Source of the shared expert: transformers
-`Qwen2MoeSparseMoeBlock`.
+Checkpoints hold one tensor per expert; they are stacked at load. Sources of the shared expert: transformers
+`Qwen2MoeSparseMoeBlock`, whose has a gate, and `DeepseekV3MoE`, whose has none; of routing by sigmoids, which is
+computed in the wide dtype from the hidden states on: `DeepseekV3TopkRouter`.
 """
 
 import torch
@@ -10,6 +11,7 @@ from baton.kernels.ops import Ops
 from baton.kernels.tiles import wide_dtype
 from baton.model.config import ModelConfig
 from baton.model.layers import MLP, WeightSource
+from baton.model.tensor_spec import router_bias
 
 
 class SparseMLP:
@@ -18,34 +20,47 @@ class SparseMLP:
     def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
         prefix = f"{layer_prefix}.{config.sparse_block}"
         experts = [config.expert_names(layer_prefix, expert) for expert in range(config.num_experts)]
-        self.router_ED = source.take(f"{prefix}.gate.weight")
+        self._routing = config.sigmoid_routing
+        take = source.take if self._routing is None else source.take_wide
+        self.router_ED = take(f"{prefix}.gate.weight")
+        self.bias_E = None if self._routing is None else source.take_wide(router_bias(prefix))
         self.experts = source.take_experts(
             gate_up=[(gate, up) for gate, up, _ in experts], down=[(down,) for _, _, down in experts]
         )
-        self.shared = _SharedExpert(source, prefix, ops) if config.shared_expert_size else None
+        self.shared = _SharedExpert(source, layer_prefix, config, ops) if config.shared_expert_size else None
         self._num_chosen = config.num_experts_per_token
         self._renormalise = config.renormalise_experts
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool) -> torch.Tensor:
         """[T, D] -> [T, D]; only where `may_wait` may the host wait for the device."""
-        logits_TE = self._ops.linear(x_TD, self.router_ED)
-        weight_TK, expert_TK = self._ops.route(logits_TE, self._num_chosen, self._renormalise)
+        logits_TE = self._ops.linear(x_TD.to(self.router_ED.dtype), self.router_ED)
+        routing, bias_E = self._routing, self.bias_E
+        if routing is None or bias_E is None:
+            weight_TK, expert_TK = self._ops.route(logits_TE, self._num_chosen, self._renormalise)
+        else:
+            groups = (routing.num_groups, routing.num_kept_groups)
+            weight_TK, expert_TK = self._ops.route_by_sigmoid(
+                logits_TE, self._num_chosen, self._renormalise, bias_E, groups, routing.scaling
+            )
         mixed_TD = self._ops.experts(x_TD, weight_TK, expert_TK, self.experts, may_wait)
         return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x_TD)
 
 
 class _SharedExpert:
-    """An MLP that every token goes through, weighted by a sigmoid of the token's own."""
+    """An MLP that every token goes through, weighted by a sigmoid of the token's own where the family has a gate."""
 
-    def __init__(self, source: WeightSource, prefix: str, ops: Ops) -> None:
-        self.mlp = MLP(source, f"{prefix}.shared_expert", ops)
-        self.gate_1D = source.take(f"{prefix}.shared_expert_gate.weight")
+    def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
+        prefix = f"{layer_prefix}.{config.shared_expert}"
+        self.mlp = MLP(source, prefix, ops)
+        self.gate_1D = source.take(f"{prefix}_gate.weight") if config.sigmoid_routing is None else None
         self._ops = ops
 
     def add_to(self, mixed_TD: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
         """What the experts made of the tokens x [T, D], and what this one makes, rounded once: [T, D]."""
         wide = wide_dtype(x_TD.dtype)
+        if self.gate_1D is None:
+            return (mixed_TD.to(wide) + self.mlp(x_TD, may_wait=False).to(wide)).to(x_TD.dtype)
         # Not `sigmoid`, which rounds a row by its place in the batch on a CPU (`kernels.tiles`).
         weight_T1 = 1 / (1 + torch.exp(-self._ops.linear(x_TD, self.gate_1D).to(wide)))
         shared_TD = self.mlp(x_TD, may_wait=False).to(wide)

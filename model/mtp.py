@@ -2,7 +2,8 @@
 
 Entry i joins token t_{i+1} with the hidden state of position i, stands at position i, and predicts t_{i+2}. The first
 entry takes the trunk's hidden state after its final norm; a chained draft takes this head's own output. Source:
-DeepSeek-V3 report, section 2.2, in the published form of Qwen3-Next and Qwen3.5.
+DeepSeek-V3 report, section 2.2, in the published forms of DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5, which differ in
+names alone.
 
 Legend: T entries, D hidden size.
 """
@@ -20,12 +21,12 @@ class MTPHead:
     """Its KV is the pool layer after the trunk's last. Embedding and lm_head are the trunk's."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, ops: Ops, embedding_VD: torch.Tensor) -> None:
-        eps, plus_one = config.rms_norm_eps, config.has_plus_one_norms
-        self.embedding_norm = RMSNorm(source, "mtp.pre_fc_norm_embedding", eps, ops, plus_one=plus_one)
-        self.hidden_norm = RMSNorm(source, "mtp.pre_fc_norm_hidden", eps, ops, plus_one=plus_one)
-        self.join_DX = source.take("mtp.fc.weight")
-        self.layer = DecoderLayer(source, "mtp.layers.0", config.num_layers, config, ops)
-        self.norm = RMSNorm(source, "mtp.norm", eps, ops, plus_one=plus_one)
+        eps, plus_one, names = config.rms_norm_eps, config.has_plus_one_norms, config.mtp_names
+        self.embedding_norm = RMSNorm(source, names.embedding_norm, eps, ops, plus_one=plus_one)
+        self.hidden_norm = RMSNorm(source, names.hidden_norm, eps, ops, plus_one=plus_one)
+        self.join_DX = source.take(names.join)
+        self.layer = DecoderLayer(source, names.layer, config.num_layers, config, ops)
+        self.norm = RMSNorm(source, names.norm, eps, ops, plus_one=plus_one)
         self._embedding_VD = embedding_VD
         self._ops = ops
 

@@ -1,9 +1,12 @@
-"""Whether a checkpoint's MTP head can draft: read off its config, before anything is loaded; without torch."""
+"""Whether a checkpoint's MTP head can draft: by its config and headers, before anything is loaded; without torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from baton.core.errors import ModelTensorMissing, ModelUnsupported
 from baton.model.config import ModelConfig
+from baton.model.tensor_spec import TensorSpec
+from baton.model.weights import StoredTensor, are_alike
 
 
 def require_mtp(config: ModelConfig, path: Path) -> None:
@@ -22,3 +25,19 @@ def require_mtp(config: ModelConfig, path: Path) -> None:
         message = f"{path} has {config.num_mtp_layers} MTP layers; this version drafts with one"
         message += "; --speculative-method none would serve it"
         raise ModelUnsupported(message, option="mtp_num_hidden_layers", value=config.num_mtp_layers)
+
+
+def require_copies(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
+    """Check that what a head stores once more is the trunk's, which it drafts with: by samples of its bytes.
+
+    Raises:
+        ModelUnsupported: it has an embedding or an LM head of its own.
+    """
+    for name, original in spec.mtp.copies.items():
+        if name not in spec.optional or name not in stored:
+            continue
+        trunk = stored[original if original in stored else "model.embed_tokens.weight"]
+        if not are_alike(stored[name], trunk):
+            message = f"{name} is not the trunk's, and an MTP head with its own is not implemented"
+            message += "; --speculative-method none would serve the model without it"
+            raise ModelUnsupported(message, option=name, value=list(stored[name].shape))

@@ -43,6 +43,7 @@ class RopeScaling:
         beta_slow: YaRN's.
         truncate: whether YaRN's range is made of whole frequencies.
         attention_factor: cosines and sines are multiplied by it.
+        score_factor: where attention is over latents, scores are multiplied by it.
     """
 
     kind: str = "default"
@@ -54,6 +55,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    score_factor: float = 1.0
 
     def scale(self, inverse_F: "torch.Tensor", theta: float) -> "torch.Tensor":
         """The frequencies [F] to turn by, of unscaled ones."""
@@ -138,6 +140,7 @@ def read_scaling(values: Mapping[str, Any]) -> RopeScaling:
         beta_slow=numbers.get("beta_slow", 1.0),
         truncate=bool(rope.get("truncate", True)),
         attention_factor=_attention_factor(factor, numbers) if kind == "yarn" else 1.0,
+        score_factor=_magnitude(factor, numbers.get("mscale_all_dim", 0.0)) ** 2,
     )
 
 

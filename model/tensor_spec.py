@@ -4,12 +4,12 @@ And the errors when a checkpoint does not hold them. Reads no file itself.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected
 from baton.model.config import ModelConfig
-from baton.model.draft_names import D2T, DRAFT_HEAD, T2D
+from baton.model.draft_names import D2T, DRAFT_HEAD, T2D, MTPNames
 from baton.model.fp8_scheme import Fp8Scheme
 from baton.model.fp8_tensors import NO_FLOAT8, Fp8Tensors, match_scales
 from baton.model.weights import Cut, StoredTensor
@@ -25,6 +25,7 @@ _BIAS_SPREAD = 0.1  # a larger one moves every token alike
 _HEAD_NORM_MEAN = 1.5  # of queries and keys: attention that is neither uniform nor fixed on one token
 LOGIT_GAIN = 3.0
 _ROUTER_GAIN = 2.0  # routers that are neither undecided nor always of one mind
+_ROUTER_BIAS_SPREAD = 0.05  # beside sigmoids: it moves the choice of some tokens
 _DECAY_MEANS, _DECAY_SPREAD = (-1.0, -2.0), 1.0  # A_log and dt_bias: heads that forget at once, and after hundreds
 _ADDED_GAIN = 3.0  # what layers add outweighs a token's own embedding, which a tied lm_head would repeat for ever
 
@@ -65,11 +66,19 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Weights to load, tables of ids to load, and tensors that may be there and are not needed."""
+    """Weights to load, tables of ids to load, and tensors that may be there and are not needed.
+
+    Attributes:
+        weights: by name.
+        tables: likewise, of integers.
+        optional: their shapes.
+        mtp: names of an MTP head, whether or not it is among them.
+    """
 
     weights: dict[str, WeightSpec]
     tables: dict[str, Shape]
     optional: dict[str, Shape]
+    mtp: MTPNames = field(default_factory=MTPNames)
 
     @cached_property
     def required(self) -> dict[str, Shape]:
@@ -92,16 +101,17 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
         weights |= layer_weights(config, f"model.layers.{layer}", layer)
         optional |= _scales(f"model.layers.{layer}")
     tables: dict[str, Shape] = {}
+    mtp = config.mtp_names
     if with_mtp:
-        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        weights |= {f"mtp.{name}.weight": norm(hidden, 1.0 - shift) for name in norms}
-        weights["mtp.fc.weight"] = matrix(hidden, 2 * hidden)
-        weights |= layer_weights(config, "mtp.layers.0", config.num_layers)
-        optional |= _scales("mtp.layers.0")
+        norms = (mtp.embedding_norm, mtp.hidden_norm, mtp.norm)
+        weights |= {f"{name}.weight": norm(hidden, 1.0 - shift) for name in norms}
+        weights[mtp.join] = matrix(hidden, 2 * hidden)
+        weights |= layer_weights(config, mtp.layer, config.num_layers)
+        optional |= _scales(mtp.layer) | dict.fromkeys(mtp.copies, vocab.shape)
         if config.draft_vocab_size is not None:
             weights[DRAFT_HEAD] = matrix(config.draft_vocab_size, hidden, LOGIT_GAIN)
             tables[D2T] = (config.draft_vocab_size,)
-    return TensorSpec(weights, tables, optional)
+    return TensorSpec(weights, tables, optional, mtp)
 
 
 def layer_weights(
@@ -114,6 +124,8 @@ def layer_weights(
     weights = {f"{prefix}.{name}_layernorm.weight": norm(hidden, 1.0 - shift) for name in ("input", "post_attention")}
     if layer in config.delta_layers:
         return weights | _delta_net(config, f"{prefix}.linear_attn") | _mlp_weights(config, prefix, layer)
+    if config.latent is not None:
+        return weights | _latent_attention(config, f"{prefix}.self_attn") | _mlp_weights(config, prefix, layer)
     for name, rows in (("q", queries), ("k", keys), ("v", keys)):
         num_each = 2 if name == "q" and config.has_output_gate else 1  # a query head, and its gate
         weights[f"{prefix}.self_attn.{name}_proj.weight"] = matrix(
@@ -137,10 +149,53 @@ def _mlp_weights(config: ModelConfig, prefix: str, layer: int) -> dict[str, Weig
     weights = {f"{block}.gate.weight": matrix(config.num_experts, hidden, _ROUTER_GAIN)}
     for expert in range(config.num_experts):
         weights |= _mlp(config.expert_names(prefix, expert), hidden, config.moe_intermediate_size)
+    if config.sigmoid_routing is not None:
+        weights[router_bias(block)] = WeightSpec((config.num_experts,), spread=_ROUTER_BIAS_SPREAD)
     if config.shared_expert_size:
-        weights |= _mlp(mlp_names(f"{block}.shared_expert"), hidden, config.shared_expert_size)
-        weights[f"{block}.shared_expert_gate.weight"] = matrix(1, hidden)
+        shared = f"{prefix}.{config.shared_expert}"
+        weights |= _mlp(mlp_names(shared), hidden, config.shared_expert_size)
+        if config.sigmoid_routing is None:
+            weights[f"{shared}_gate.weight"] = matrix(1, hidden)
     return weights
+
+
+def router_bias(block: str) -> str:
+    """What is added to sigmoids where experts are chosen by them."""
+    return f"{block}.gate.e_score_correction_bias"
+
+
+def _latent_attention(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
+    """Of attention over latents: what makes latents is whole at every rank, what makes heads of them is cut."""
+    sizes, hidden = config.latent, config.hidden_size
+    assert sizes is not None
+
+    def of_heads(group_len: int, columns: int) -> WeightSpec:
+        return matrix(config.num_heads * group_len, columns, cut_dim=0, group_len=group_len)
+
+    down, up, out = latent_products(config, prefix)
+    weights = {down[1]: matrix(sizes.row_len, hidden)}
+    if sizes.query_rank:
+        weights |= {down[0]: matrix(sizes.query_rank, hidden), up[0]: of_heads(sizes.query_dim, sizes.query_rank)}
+        weights[f"{prefix}.q_a_layernorm.weight"] = norm(sizes.query_rank, _HEAD_NORM_MEAN)
+    else:
+        weights[down[0]] = of_heads(sizes.query_dim, hidden)
+    weights[f"{prefix}.kv_a_layernorm.weight"] = norm(sizes.latent_dim, _HEAD_NORM_MEAN)
+    weights[f"{prefix}.kv_b_proj.weight"] = of_heads(sizes.nope_dim + sizes.value_dim, sizes.latent_dim)
+    values = config.num_heads * sizes.value_dim
+    weights[out[0]] = matrix(hidden, values, _ADDED_GAIN, cut_dim=1, group_len=sizes.value_dim)
+    return weights
+
+
+def latent_products(config: ModelConfig, prefix: str) -> tuple[tuple[str, str], tuple[str, ...], tuple[str]]:
+    """Weights of its products: of hidden states, of the queries' latent if there is one, and of outputs.
+
+    The one that makes keys and values of latents is not among them: it is multiplied with head by head.
+    """
+    assert config.latent is not None
+    query = "q_a_proj" if config.latent.query_rank else "q_proj"
+    down = (f"{prefix}.{query}.weight", f"{prefix}.kv_a_proj_with_mqa.weight")
+    up = (f"{prefix}.q_b_proj.weight",) if config.latent.query_rank else ()
+    return down, up, (f"{prefix}.o_proj.weight",)
 
 
 def _delta_net(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
@@ -234,7 +289,7 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor], scheme: 
     missing = sorted({*spec.weights, *spec.tables} - set(stored))
     if missing:
         message = f"the checkpoint lacks {_named(missing)}"
-        if all(name.startswith("mtp.") for name in missing):
+        if all(name.startswith(spec.mtp.prefixes) for name in missing):
             message += "; its MTP head cannot be used, but --speculative-method none would serve the model without it"
         raise ModelTensorMissing(message, tensors=missing)
     known = spec.required | spec.tables | spec.optional
@@ -265,9 +320,10 @@ def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor], scheme: 
 def _is_ignored(name: str, spec: TensorSpec) -> bool:
     if name.endswith(".rotary_emb.inv_freq"):  # old checkpoints store this constant
         return True
+    has_mtp = spec.mtp.join in spec.weights
     if name == T2D:  # follows from d2t
-        return DRAFT_HEAD in spec.weights or "mtp.fc.weight" not in spec.weights
-    return name.startswith("mtp.") and "mtp.fc.weight" not in spec.weights
+        return DRAFT_HEAD in spec.weights or not has_mtp
+    return name.startswith(spec.mtp.prefixes) and not has_mtp
 
 
 def _named(names: list[str]) -> str:

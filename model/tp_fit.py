@@ -31,7 +31,7 @@ def require_cut(config: ModelConfig, size: int, numerics: Numerics) -> None:
     if delta is not None and delta.num_key_heads % size:
         raise _refusal(f"linear_num_key_heads = {delta.num_key_heads} is no multiple of it", size)
     if numerics is Numerics.INVARIANT:
-        inner_sizes["num_attention_heads"] *= config.head_dim
+        inner_sizes["num_attention_heads"] *= config.value_dim
         if delta is not None:
             inner_sizes["linear_num_value_heads"] = delta.num_value_heads * delta.value_dim
         for name, length in inner_sizes.items():

@@ -21,6 +21,7 @@ _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _SAMPLE_BYTES = 64
+_NUM_SAMPLES = 64  # of tensors that should be alike
 _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 _INDEX_DTYPES = {"I64": ("int64", 8), "I32": ("int32", 4)}  # torch's name, bytes of an element
 _FLOAT8_DTYPES = {"F8_E4M3": ("float8_e4m3fn", 1)}
@@ -174,6 +175,27 @@ def _torch_dtype(found: tuple[str, int] | None) -> "torch.dtype | None":
     dtype = getattr(torch, found[0])
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def are_alike(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors have one shape, dtype and size, and the same bytes at places all over them."""
+    if (one.shape, one.dtype_name) != (other.shape, other.dtype_name):
+        return False
+    return _samples(one) == _samples(other)
+
+
+def _samples(tensor: StoredTensor) -> bytes:
+    num_bytes = tensor.end - tensor.start
+    length = min(_SAMPLE_BYTES, num_bytes)
+    descriptor = open_unchanged(tensor.file, tensor.stamp)
+    try:
+        found = bytearray(length * _NUM_SAMPLES)
+        for index in range(_NUM_SAMPLES):
+            place = tensor.start + (num_bytes - length) * index // (_NUM_SAMPLES - 1)
+            read_bytes(descriptor, place, memoryview(found)[length * index :][:length], tensor.file)
+        return bytes(found)
+    finally:
+        os.close(descriptor)
 
 
 def read_headers(path: Path) -> dict[str, StoredTensor]:

@@ -86,12 +86,17 @@ class _Ascent:
 
 
 def _attend(
-    query_PRD: torch.Tensor, position_PR: torch.Tensor, keys: _Keys, context_len: int, ascent: _Ascent | None
+    query_PRD: torch.Tensor,
+    position_PR: torch.Tensor,
+    keys: _Keys,
+    context_len: int,
+    ascent: _Ascent | None,
+    scale: float | None,
 ) -> torch.Tensor:
     """Attention of padded rows, [P, R, D]; every position lies in 0 ... context_len - 1."""
     num_kv_heads, head_dim = keys.key_NHSD.shape[1], keys.key_NHSD.shape[3]
     tile = row_tile(query_PRD.device)
-    scaled_PRD = query_PRD * head_dim**-0.5
+    scaled_PRD = query_PRD * (head_dim**-0.5 if scale is None else scale)
     shape_PR1 = (*query_PRD.shape[:2], 1)
     state = _Running(
         maximum_PR1=query_PRD.new_full(shape_PR1, float("-inf")),
@@ -116,6 +121,7 @@ def attention_prefill_invariant(
     block_tables_BM: torch.Tensor,
     query_lens: Sequence[int],
     context_lens: Sequence[int],
+    scale: float | None = None,
 ) -> torch.Tensor:
     """As `attention_prefill`; the same arithmetic for a row as `attention_decode_invariant`."""
     num_heads, num_kv_heads, device = query_TAD.shape[1], key_NHSD.shape[1], query_TAD.device
@@ -133,7 +139,7 @@ def attention_prefill_invariant(
         padded_HRD = pad_rows(query_HRD.to(wide_dtype(query_TAD.dtype)), row_tile(device), dim=1)
         position_R = torch.arange(padded_HRD.shape[1], device=device) // group + (context_len - query_len)
         ascent = _Ascent(context_len - query_len, group)
-        mixed_HRD = _attend(padded_HRD, position_R.clamp_max(context_len - 1)[None], keys, context_len, ascent)
+        mixed_HRD = _attend(padded_HRD, position_R.clamp_max(context_len - 1)[None], keys, context_len, ascent, scale)
         mixed_HTGD = mixed_HRD[:, : query_len * group].unflatten(1, (query_len, group))
         outputs.append(mixed_HTGD.transpose(0, 1).flatten(1, 2))
     return torch.cat(outputs).to(query_TAD.dtype)
@@ -146,6 +152,7 @@ def attention_decode_invariant(
     block_tables_BM: torch.Tensor,
     positions_BQ: torch.Tensor,
     max_context_len: int,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """As `attention_decode`; the same arithmetic for a row as `attention_prefill_invariant`."""
     num_sequences, num_rows, num_heads, head_dim = query_BQAD.shape
@@ -157,7 +164,7 @@ def attention_decode_invariant(
     position_BR = pad_rows(positions_BQ.repeat_interleave(group, dim=1)[..., None], tile, dim=1)[..., 0]
     position_PR = position_BR.repeat_interleave(num_kv_heads, dim=0)
     keys = _Keys(key_NHSD, value_NHSD, block_tables_BM, positions_BQ.amax(dim=1))
-    mixed_PRD = _attend(query_PRD, position_PR, keys, max_context_len, ascent=None)
+    mixed_PRD = _attend(query_PRD, position_PR, keys, max_context_len, None, scale)
     mixed_BHQGD = mixed_PRD[:, : num_rows * group].unflatten(0, (-1, num_kv_heads)).unflatten(2, (num_rows, group))
     mixed_BQAD: torch.Tensor = mixed_BHQGD.permute(0, 2, 1, 3, 4).reshape(num_sequences, num_rows, num_heads, head_dim)
     return mixed_BQAD.to(query_BQAD.dtype)

@@ -32,10 +32,12 @@ def attention_prefill(
     block_tables_BM: torch.Tensor,
     query_lens: Sequence[int],
     context_lens: Sequence[int],
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of chunks laid one after the other -> [T, A, D].
 
-    The last row of sequence b stands at position context_lens[b] - 1. Both lengths are on the host.
+    The last row of sequence b stands at position context_lens[b] - 1. Both lengths are on the host. `scale` is of
+    scores, D ** -0.5 if None.
     """
     block_size = key_NHSD.shape[2]
     outputs = []
@@ -55,6 +57,7 @@ def attention_prefill(
             value_1HCD,
             attn_mask=mask_QC,
             is_causal=query_len == context_len > 1,
+            scale=scale,
             enable_gqa=query_TAD.shape[1] != key_NHSD.shape[1],
         )
         outputs.append(mixed_1AQD[0].transpose(0, 1))
@@ -69,11 +72,12 @@ def attention_decode(
     block_tables_BM: torch.Tensor,
     positions_BQ: torch.Tensor,
     max_context_len: int,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of Q rows of each of B sequences -> [B, Q, A, D]; never waits for the device.
 
-    `max_context_len` is a host bound of positions_BQ + 1. Query heads that share a KV head are further rows of it, so
-    K and V are never repeated.
+    `max_context_len` is a host bound of positions_BQ + 1, `scale` as of `attention_prefill`. Query heads that share a
+    KV head are further rows of it, so K and V are never repeated.
     """
     num_sequences, num_rows, num_heads, head_dim = query_BQAD.shape
     num_kv_heads, block_size = key_NHSD.shape[1:3]
@@ -86,7 +90,9 @@ def attention_decode(
     query_BHRD = query_BQAD.unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     visible_BQC = position_C <= positions_BQ[:, :, None]
     visible_B1RC = visible_BQC.repeat_interleave(group, dim=1)[:, None]
-    mixed_BHRD = functional.scaled_dot_product_attention(query_BHRD, key_BHCD, value_BHCD, attn_mask=visible_B1RC)
+    mixed_BHRD = functional.scaled_dot_product_attention(
+        query_BHRD, key_BHCD, value_BHCD, attn_mask=visible_B1RC, scale=scale
+    )
     mixed_BHQGD = mixed_BHRD.unflatten(2, (num_rows, group))
     mixed_BQHGD: torch.Tensor = mixed_BHQGD.permute(0, 2, 1, 3, 4)
     return mixed_BQHGD.reshape(num_sequences, num_rows, num_heads, head_dim)

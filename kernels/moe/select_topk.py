@@ -18,6 +18,7 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.moe import select_topk_triton
+from baton.kernels.tiles import ordered_sum, wide_dtype
 
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 32
@@ -123,15 +124,16 @@ def select_topk_reference(
     groups: tuple[int, int],
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In torch; experts are int64."""
+    """In torch, float64 in that dtype; experts are int64. A row's result depends on that row alone."""
     negative = float("-inf")
-    logits_TE = logits_TE.float().nan_to_num(nan=negative, posinf=_LARGEST, neginf=negative)
+    wide = wide_dtype(logits_TE.dtype)
+    logits_TE = logits_TE.to(wide).nan_to_num(nan=negative, posinf=_LARGEST, neginf=negative)
     if is_sigmoid:
         score_TE = choice_TE = 1.0 / (1.0 + torch.exp(-logits_TE))
     else:
         largest_T1 = logits_TE.amax(dim=-1, keepdim=True).clamp(min=-_LARGEST)
         score_TE, choice_TE = torch.exp(logits_TE - largest_T1), logits_TE
-        whole_T1 = score_TE.sum(dim=-1, keepdim=True)
+        whole_T1 = ordered_sum(score_TE)
         score_TE = score_TE / torch.where(whole_T1 > 0, whole_T1, 1.0)
     if bias_E is not None:
         choice_TE = score_TE + bias_E
@@ -146,6 +148,6 @@ def select_topk_reference(
     expert_TK = torch.sort(choice_TE, dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     weight_TK = score_TE.gather(1, expert_TK)
     if renormalise:
-        total_T1 = weight_TK.sum(dim=-1, keepdim=True)
+        total_T1 = ordered_sum(weight_TK)
         weight_TK = weight_TK / torch.where(total_T1 > 0, total_T1, 1.0)
     return weight_TK * scaling, expert_TK

@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split (NeoX) form. Legend: T tokens, H heads, D head size, F = D / 2 frequencies.
+"""Rotary position embedding of halves (NeoX) or neighbours. Legend: T tokens, H heads, D head size, F frequencies.
 
 Source: Su et al. 2021; transformers `Qwen3RotaryEmbedding`. Angles are float32 as there, because that is what models
 were trained with; a float64 model gets float64 angles. The rotation itself is done in the angles' dtype and rounded
@@ -23,11 +23,18 @@ def rope_angles(positions_T: torch.Tensor, inverse_F: torch.Tensor) -> tuple[tor
     return angles_TF.cos(), angles_TF.sin()
 
 
-def rope(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:
-    """Rotate the first 2 F columns of every head of every token; the result has the dtype of `x_THD`."""
+def rope(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the first 2 F columns of every head of every token; the result has the dtype of `x_THD`.
+
+    Columns that are turned together are F apart; neighbours if `interleaved`, and they stay where they are.
+    """
     turning_THR, rest_THX = x_THD.tensor_split([2 * cos_TF.shape[1]], dim=-1)
-    left_THF, right_THF = turning_THR.to(cos_TF.dtype).chunk(2, dim=-1)
+    if interleaved:
+        left_THF, right_THF = turning_THR.to(cos_TF.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        left_THF, right_THF = turning_THR.to(cos_TF.dtype).chunk(2, dim=-1)
     cos_T1F, sin_T1F = cos_TF[:, None], sin_TF[:, None]
-    turned_THR = torch.cat([left_THF * cos_T1F - right_THF * sin_T1F, right_THF * cos_T1F + left_THF * sin_T1F], dim=-1)
+    turned = [left_THF * cos_T1F - right_THF * sin_T1F, right_THF * cos_T1F + left_THF * sin_T1F]
+    turned_THR = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     turned_THR = turned_THR.to(x_THD.dtype)
     return torch.cat([turned_THR, rest_THX], dim=-1) if rest_THX.shape[-1] else turned_THR

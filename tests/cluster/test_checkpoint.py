@@ -83,7 +83,7 @@ REFUSED = [
     ("gemma2", other("Gemma2ForCausalLM"), {}, "Gemma2ForCausalLM.*this version serves LlamaForCausalLM"),
     ("llama with biases", other("LlamaForCausalLM", attention_bias=True), {}, "attention_bias = True"),
     ("mistral", other("MistralForCausalLM", sliding_window=64), {}, "sliding_window = 64.*--max-model-len 64 would"),
-    ("deepseek_v3", other("DeepseekV3ForCausalLM", num_nextn_predict_layers=1), {}, "DeepseekV3ForCausalLM"),
+    ("deepseek_v2", other("DeepseekV2ForCausalLM"), {}, "DeepseekV2ForCausalLM"),
     (
         "qwen3_vl_moe",
         other("Qwen3VLMoeForConditionalGeneration", text_config={"max_position_embeddings": 128}),

@@ -5,6 +5,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from baton.tests.model.deepseek_checkpoints import DEEPSEEKS, deepseek_config, deepseek_tensors
 from baton.tests.model.hybrid_checkpoints import HYBRIDS, hybrid_config, hybrid_tensors
 
 VOCAB_SIZE = 96
@@ -37,10 +38,13 @@ def write_checkpoint(
     tokenizer=False,
     **forms,
 ):
-    """Write config.json and model.safetensors into `path`; returns `path`. `forms` are those of `hybrid_tensors`."""
+    """Write config.json and model.safetensors into `path`; returns `path`.
+
+    `forms` are those of `hybrid_tensors` and `deepseek_tensors`.
+    """
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": [(ARCHITECTURES | HYBRIDS)[kind]],
+        "architectures": [(ARCHITECTURES | HYBRIDS | DEEPSEEKS)[kind]],
         "model_type": kind,
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -77,7 +81,12 @@ def write_checkpoint(
     if kind in HYBRIDS:
         config |= hybrid_config(kind, layers)
         del config["rope_theta"], config["rope_scaling"]
-    if with_mtp or kind == "qwen3_next":  # which has one where its config.json does not say
+    if kind in DEEPSEEKS:
+        config |= deepseek_config(kind, num_heads) | {"num_nextn_predict_layers": int(with_mtp)}
+        del config["rope_theta"], config["rope_scaling"]
+        if kind == "deepseek_v3":
+            del config["head_dim"]
+    elif with_mtp or kind == "qwen3_next":  # which has one where its config.json does not say
         config["mtp_num_hidden_layers"] = int(with_mtp)
     config |= overrides or {}
     (path / "config.json").write_text(json.dumps(config, indent=2))
@@ -93,6 +102,8 @@ def random_tensors(config, *, seed, with_mtp, dtype, **forms):
     weights = _RandomWeights(config, seed, dtype)
     if config["architectures"][0] in HYBRIDS.values():
         return hybrid_tensors(weights, config, with_mtp=with_mtp, **forms)
+    if config["architectures"][0] in DEEPSEEKS.values():
+        return deepseek_tensors(weights, config, with_mtp=with_mtp, **forms)
     hidden = config["hidden_size"]
     weights.matrix("model.embed_tokens", config["vocab_size"], hidden, gain=hidden**0.5 / 8)
     for index in range(config["num_hidden_layers"]):
@@ -121,6 +132,7 @@ class _RandomWeights:
         self.dtype = dtype
         self.generator = torch.Generator().manual_seed(seed)
         self.tensors = {}
+        self.promoted = torch.promote_types(dtype, torch.float32)
 
     def _draw(self, *shape):
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)

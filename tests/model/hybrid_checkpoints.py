@@ -117,9 +117,10 @@ def fuse_experts(tensors, prefix, count):
 
 
 def _in_float64(kind):
-    """transformers' module of the family, computing in float64 where it casts to float32."""
-    name = f"transformers.models.{kind}.modeling_{kind}"
-    wide_name = f"transformers.models.{kind}.float64_{kind}"
+    """transformers' module of the family, or of rope types, computing in float64 where it casts to float32."""
+    package = "transformers" if kind is None else f"transformers.models.{kind}"
+    name = f"{package}.modeling_{kind or 'rope_utils'}"
+    wide_name = f"{package}.float64_{kind or 'rope_utils'}"
     if wide_name not in sys.modules:
         spec = importlib.util.find_spec(name)
         source = spec.loader.get_source(name)
@@ -132,16 +133,30 @@ def _in_float64(kind):
             source = source.replace(narrow, wide)
         module = importlib.util.module_from_spec(importlib.util.spec_from_loader(wide_name, loader=None))
         # transformers looks for the source of its classes.
-        module.__file__ = str(Path(tempfile.mkdtemp()) / f"float64_{kind}.py")
+        module.__file__ = str(Path(tempfile.mkdtemp()) / f"float64_{kind or 'rope_utils'}.py")
         Path(module.__file__).write_text(source)
-        module.__package__ = f"transformers.models.{kind}"
+        module.__package__ = package
         sys.modules[wide_name] = module
         exec(compile(source, module.__file__, "exec"), vars(module))
+        if kind is not None:
+            module.ROPE_INIT_FUNCTIONS = _in_float64(None).ROPE_INIT_FUNCTIONS
     return sys.modules[wide_name]
 
 
 class HybridReference:
     """transformers' logits and MTP entries of a text-only directory."""
+
+    architectures = HYBRIDS
+    num_experts = "num_experts"
+
+    @staticmethod
+    def mtp_names(values):
+        """What names of an MTP head's parts begin with, and what takes its place."""
+        del values
+        return {
+            "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
+            "mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block.",
+        }  # fmt: skip
 
     def __init__(self, path, kind, dtype):
         from transformers import AutoConfig
@@ -153,32 +168,32 @@ class HybridReference:
             module = _in_float64(kind)
         else:
             module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-        self.model = getattr(module, HYBRIDS[kind])(config).to(dtype).eval()
+        self.model = getattr(module, self.architectures[kind])(config).to(dtype).eval()
+        self.model.model.rotary_emb.__init__(config)  # its frequencies were made again, in float32
         self.model.set_experts_implementation("eager")
         tensors = {name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()}
         values = json.loads((path / "config.json").read_text())
         for name in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
-            fuse_experts(tensors, name.removesuffix(".0.gate_proj.weight"), values["num_experts"])
-        trunk = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+            fuse_experts(tensors, name.removesuffix(".0.gate_proj.weight"), values[self.num_experts])
+        renamed = self.mtp_names(values)
+        trunk = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(renamed))}
         missing, unexpected = self.model.load_state_dict(trunk, strict=False)
+        missing = [name for name in missing if self.model.state_dict()[name].numel()]
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         if "lm_head.weight" in missing:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
         self._mtp = None
-        if "mtp.fc.weight" in tensors:
+        if len(trunk) < len(tensors):
             self.model.config.num_mtp_layers = 1
             self.model.config.mtp_layer_types = ["full_attention"]
             self._mtp = MtpModel(self.model, 1).to(dtype).eval()
-            renamed = {
-                "mtp.fc": "eh_proj", "mtp.pre_fc_norm_embedding": "enorm", "mtp.pre_fc_norm_hidden": "hnorm",
-                "mtp.norm": "post_norm", "mtp.layers.0": "mtp_block",
-            }  # fmt: skip
             state = {}
             for name, tensor in tensors.items():
-                for old, new in renamed.items():
-                    if name.startswith(f"{old}."):
-                        state[f"layers.0.{new}{name.removeprefix(old)}"] = tensor
+                old = next((old for old in renamed if name.startswith(old)), None)
+                if old is not None and renamed[old]:
+                    state[f"layers.0.{renamed[old]}{name.removeprefix(old)}"] = tensor
             missing, unexpected = self._mtp.load_state_dict(state, strict=False)
+            missing = [name for name in missing if self._mtp.state_dict()[name].numel()]
             assert not unexpected and not any(name.startswith("layers.") for name in missing)
 
     @torch.no_grad()

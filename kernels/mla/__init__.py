@@ -1,0 +1,1 @@
+"""Multi-head latent attention: all heads read one row of a position."""

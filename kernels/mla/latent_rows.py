@@ -1,0 +1,88 @@
+"""Multi-head latent attention over rows of a paged pool, in two forms that are equal but for rounding.
+
+A position keeps one row for all heads: its latent, normalised, and the part of a key that its position turned.
+*Expanded*, as the model is defined: of every row, keys and values of each head are made, and heads attend to them.
+*Absorbed*: what makes keys of latents is multiplied into the queries, what makes values of them into the outputs, so
+heads attend to the rows as they lie (`kernels.attention`, with one KV head that is its own value).
+
+Serving absorbs for chunks and decode rows alike. A step mixes both, and a row's bits must not depend on which of them
+it is; one form has that for nothing, from the attention that other models use. A prompt costs up to 3.4 times the
+products of the expanded form in attention, which no kernel hides yet.
+
+Source: DeepSeek-V2 (2024), section 2.1; transformers `DeepseekV3Attention`. Legend: T tokens, A query heads (of this
+rank), N columns of a query that no position turns, R that are turned, C length of a latent, V columns of a value,
+X = C + R elements of a row, L rows of a context, M blocks of a table, S positions per block.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from baton.kernels.tiles import pad_rows, product_groups, row_tile, wide_dtype
+
+
+def write_rows(row_TX: torch.Tensor, slots_T: torch.Tensor, rows_NSX: torch.Tensor) -> None:
+    """Write row t to flat slot `slots_T[t]` (int64, block * S + offset); padding rows share the scratch slot."""
+    block_size = rows_NSX.shape[1]
+    rows_NSX[slots_T // block_size, slots_T % block_size] = row_TX.to(rows_NSX.dtype)
+
+
+def product_by_head(x_TAK: torch.Tensor, weight_AKJ: torch.Tensor, *, invariant: bool) -> torch.Tensor:
+    """Each head's columns times its own matrix, [T, A, J] in the dtype of x.
+
+    If `invariant`, a row depends on itself alone, bit for bit.
+    """
+    x_ATK = x_TAK.transpose(0, 1)
+    if not invariant:
+        return torch.bmm(x_ATK, weight_AKJ).transpose(0, 1)
+    wide, num_rows = wide_dtype(x_TAK.dtype), len(x_TAK)
+    padded_ATK = pad_rows(x_ATK, row_tile(x_TAK.device), dim=1).to(wide)
+    made_ATJ = product_groups(padded_ATK, weight_AKJ.to(wide), len(weight_AKJ))
+    return made_ATJ[:, :num_rows].transpose(0, 1).to(x_TAK.dtype)
+
+
+def absorbed_queries(
+    nope_TAN: torch.Tensor, turned_TAR: torch.Tensor, key_ANC: torch.Tensor, *, invariant: bool
+) -> torch.Tensor:
+    """Queries of rows, [T, A, X]."""
+    return torch.cat([product_by_head(nope_TAN, key_ANC, invariant=invariant), turned_TAR], dim=-1)
+
+
+def absorbed_values(mixed_TAX: torch.Tensor, value_AVC: torch.Tensor, *, invariant: bool) -> torch.Tensor:
+    """Values of what heads saw of rows, [T, A, V]."""
+    latent_TAC = mixed_TAX[..., : value_AVC.shape[2]]
+    return product_by_head(latent_TAC, value_AVC.transpose(1, 2), invariant=invariant)
+
+
+def attend_expanded(
+    query_TAE: torch.Tensor,
+    rows_NSX: torch.Tensor,
+    key_ANC: torch.Tensor,
+    value_AVC: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """What chunks laid one after the other see, [T, A, V], in the expanded form: queries are [nope | turned].
+
+    The last row of sequence b stands at position context_lens[b] - 1. The definition that the absorbed form is held to.
+    """
+    outputs, row, latent_dim = [], 0, key_ANC.shape[2]
+    for table_M, query_len, context_len in zip(block_tables_BM, query_lens, context_lens, strict=True):
+        num_blocks = -(-context_len // rows_NSX.shape[1])
+        row_LX = rows_NSX[table_M[:num_blocks]].flatten(0, 1)[:context_len]
+        latent_LC, turned_LR = row_LX.tensor_split([latent_dim], dim=1)
+        nope_ALN = torch.einsum("lc,anc->aln", latent_LC, key_ANC)
+        value_ALV = torch.einsum("lc,avc->alv", latent_LC, value_AVC)
+        key_ALE = torch.cat([nope_ALN, turned_LR.expand(len(key_ANC), -1, -1)], dim=-1)
+        query_AQE = query_TAE[row : row + query_len].transpose(0, 1)
+        position_Q = torch.arange(context_len - query_len, context_len, device=query_TAE.device)
+        mask_QL = torch.arange(context_len, device=query_TAE.device) <= position_Q[:, None]
+        mixed_AQV = functional.scaled_dot_product_attention(
+            query_AQE[None], key_ALE[None], value_ALV[None], attn_mask=mask_QL, scale=scale
+        )[0]
+        outputs.append(mixed_AQV.transpose(0, 1))
+        row += query_len
+    return torch.cat(outputs)

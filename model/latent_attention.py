@@ -1,0 +1,68 @@
+"""Multi-head latent attention: projections, rows of latents in the pool, attention over them in the absorbed form.
+
+Source: DeepSeek-V2 (2024), section 2.1; transformers `DeepseekV3Attention`. A rank of a group holds a range of heads,
+and every row of the pool. `kernels.mla.latent_rows` has both forms of the attention and says why this one serves.
+
+Legend: T tokens, D hidden size, A query heads (of this rank), E columns of a query, N of them that no position turns, R
+that are turned, C length of a latent, V columns of a value, X = C + R elements of a row.
+"""
+
+import torch
+
+from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values, write_rows
+from baton.kernels.ops import Ops
+from baton.kernels.pointwise.rope import rope
+from baton.kvcache.pool import KVPool
+from baton.model.attention import Attention, AttentionInputs
+from baton.model.config import ModelConfig
+from baton.model.latent_sizes import NORM_EPS
+from baton.model.layers import RMSNorm, WeightSource
+from baton.model.tensor_spec import latent_products
+
+
+class LatentAttention(Attention):
+    """One layer's. Its rows are layer `layer` of the pool, key and value in one."""
+
+    def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
+        assert config.latent is not None
+        self._sizes = sizes = config.latent
+        down, up, out = latent_products(config, prefix)
+        self.down_XD = source.take_product(*down)
+        self.query_norm = RMSNorm(source, f"{prefix}.q_a_layernorm", NORM_EPS, ops) if up else None
+        self.query_up_QX = source.take_product(*up) if up else None
+        self.latent_norm = RMSNorm(source, f"{prefix}.kv_a_layernorm", NORM_EPS, ops)
+        # Of a float8 checkpoint, too, it is wide: the absorbed form multiplies with it from its other side.
+        heads_AYC = source.take(f"{prefix}.kv_b_proj.weight").unflatten(0, (-1, sizes.nope_dim + sizes.value_dim))
+        self.key_ANC, self.value_AVC = heads_AYC.tensor_split([sizes.nope_dim], dim=1)
+        self.out_DQ = source.take_product(*out)
+        self.layer = layer
+        self._scale = sizes.query_dim**-0.5 * config.rope.score_factor
+        self._scales = None
+        self._ops = ops
+
+    def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
+        """Write the tokens' rows -> their queries of rows [T, A, X]."""
+        sizes, angles = self._sizes, (inputs.cos_TF, inputs.sin_TF)
+        down_TX = self._ops.linear(x_TD, self.down_XD)
+        query_TX, latent_TC, turning_TR = down_TX.tensor_split([-sizes.row_len, -sizes.rope_dim], dim=1)
+        if self.query_norm is not None and self.query_up_QX is not None:
+            query_TX = self._ops.linear(self.query_norm(query_TX), self.query_up_QX)
+        query_TAE = query_TX.unflatten(1, (-1, sizes.query_dim))
+        nope_TAN, turning_TAR = query_TAE.tensor_split([sizes.nope_dim], dim=2)
+        turned_TR = rope(turning_TR[:, None], *angles, interleaved=sizes.is_interleaved)[:, 0]
+        row_TX = torch.cat([self.latent_norm(latent_TC), turned_TR], dim=1)
+        write_rows(row_TX, inputs.slots_T, inputs.pool.blocks(self.layer)[:, 0, 0])
+        turned_TAR = rope(turning_TAR, *angles, interleaved=sizes.is_interleaved)
+        return absorbed_queries(nope_TAN, turned_TAR, self.key_ANC, invariant=self._ops.is_invariant), None
+
+    def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
+        """Rows of the layer as keys and as values, each [N, 1, S, X]; of a value the last R elements say nothing."""
+        rows_N1SX = pool.blocks(self.layer)[:, :, 0]
+        return rows_N1SX, rows_N1SX
+
+    def join(self, mixed_TQ: torch.Tensor, gate_TQ: torch.Tensor | None = None) -> torch.Tensor:
+        """The output projection of what heads saw of rows, [T, A * X] -> [T, D]."""
+        assert gate_TQ is None
+        mixed_TAX = mixed_TQ.unflatten(1, (-1, self._sizes.row_len))
+        value_TAV = absorbed_values(mixed_TAX, self.value_AVC, invariant=self._ops.is_invariant)
+        return self._ops.linear_inner(value_TAV.flatten(1), self.out_DQ)
