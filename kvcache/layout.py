@@ -8,7 +8,7 @@ No tensors and no torch here: the KV receiver process and the protocol know layo
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -59,7 +59,8 @@ class LayerLayout:
         keep: which positions.
         length: positions of a window, or of a tile; 0 for ROWS.
         ring: rows of a state slot, at least `length` and what a step may write beside it; 0 for ROWS, 1 for SNAPSHOT.
-        whole: every rank of a tensor-parallel group holds every head.
+        whole: every rank of a tensor-parallel group holds every head. Rank 0 pushes state that is whole, and all ranks
+            push rows, 64 positions each in turn.
     """
 
     num_heads: int
@@ -251,11 +252,30 @@ class KVLayout:
         return Range(rank * spec.num_heads // size, 1)
 
     def pushed_heads(self, layer: int, rank: int, size: int) -> Range:
-        """Those of `heads_of` that no lower rank holds too: what this rank pushes. Its count may be 0."""
+        """Those of `heads_of` that no lower rank pushes: what this rank does. Its count may be 0."""
         heads = self.heads_of(layer, rank, size)
-        if rank and self.heads_of(layer, rank - 1, size).stop > heads.first:
+        if rank and not self._is_dealt(layer) and self.heads_of(layer, rank - 1, size).stop > heads.first:
             return Range(heads.first, 0)
         return heads
+
+    def pushed_positions(self, layer: int, first: int, count: int, rank: int, size: int) -> Iterator[Range]:
+        """Of positions from `first` on, those that a rank pushes of its `pushed_heads`, in runs.
+
+        That is all, but for rows that every rank holds whole: their positions are dealt to the ranks in turn, so that
+        they go over the links of all.
+        """
+        positions = Range(first, count)
+        if size == 1 or not self._is_dealt(layer):
+            yield from [positions] if count else []
+            return
+        turn = MAX_BLOCK_SIZE * size
+        for start in range(first // turn * turn + rank * MAX_BLOCK_SIZE, positions.stop, turn):
+            run = positions.shared_with(Range(start, MAX_BLOCK_SIZE))
+            if run.count:
+                yield run
+
+    def _is_dealt(self, layer: int) -> bool:
+        return self.layers[layer].whole and not self.layers[layer].is_state
 
     @property
     def problem(self) -> str:

@@ -48,9 +48,11 @@ class Coverage:
         """Whether every layer is."""
         return all(self.is_layer_complete(layer) for layer in range(len(self._bits)))
 
-    def reset_layer(self, layer: int, head_first: int, head_count: int) -> None:
-        """Forget what is there of a layer for these heads."""
-        self._bits[layer][head_first : head_first + head_count] = [0] * head_count
+    def remove(self, layer: int, first: int, count: int, head_first: int, head_count: int) -> None:
+        """Forget that these are there."""
+        kept, heads = ~_mask(first, count), self._bits[layer]
+        for head in range(head_first, head_first + head_count):
+            heads[head] &= kept
 
     def layer_gaps(self, layer: int, head_first: int, head_count: int) -> Iterator[LayerRange]:
         """What is missing of a layer for these heads, in order, as long ranges as possible."""

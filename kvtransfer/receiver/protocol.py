@@ -428,9 +428,9 @@ class ReceiverFrames:
         if header.first < kept.first or header.end > kept.stop:
             where = f"positions {header.first} to {header.end} of layer {header.layer}"
             raise ProtocolError(f"a frame of {where}, which keeps {kept.first} to {kept.stop}")
-        heads = self._rules.pushed_heads(known.rank, len(incoming.parts))[header.layer]
-        if not heads.first <= header.head_first <= header.head_first + header.head_count <= heads.stop:
-            raise ProtocolError(f"a frame of rank {known.rank} for {header.head_count} heads from {header.head_first}")
+        if not self._rules.pushes(known.rank, len(incoming.parts), header):
+            where = f"{header.head_count} heads from {header.head_first}, positions {header.first} to {header.end}"
+            raise ProtocolError(f"a frame of rank {known.rank} for {where}, which it does not push")
         if header.is_written != is_one_sided(incoming.data_path):
             raise ProtocolError(f"is_written is {header.is_written} in a frame of data path {incoming.data_path}")
         self._check_digest(known, header)
@@ -443,8 +443,7 @@ class ReceiverFrames:
     def _sender(self, incoming: IncomingTransfer, header: FrameHeader) -> RankPush:
         size = len(incoming.parts)
         for part in incoming.parts:
-            heads = self._rules.pushed_heads(part.rank, size)[header.layer]
-            if heads.first <= header.head_first < heads.stop:
+            if self._rules.pushes(part.rank, size, header):
                 return part
         raise AssertionError("a frame that was taken belongs to a part")
 

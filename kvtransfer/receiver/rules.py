@@ -297,13 +297,22 @@ class ReceiverRules:
 
     def gaps(self, incoming: IncomingTransfer, part: RankPush) -> list[LayerRange]:
         """What is missing of a rank's part."""
-        heads = enumerate(self.pushed_heads(part.rank, len(incoming.parts)))
+        heads, size = enumerate(self.pushed_heads(part.rank, len(incoming.parts))), len(incoming.parts)
         return [
-            gap
+            LayerRange(layer, own.first, own.count)
             for layer, its in heads
             for gap in incoming.coverage.layer_gaps(layer, its.first, its.count)
+            for own in self.layout.pushed_positions(layer, gap.first, gap.count, part.rank, size)
             if its.count
         ]
+
+    def pushes(self, rank: int, size: int, header: FrameHeader) -> bool:
+        """Whether a frame is of heads and positions that a rank sends."""
+        its = self.pushed_heads(rank, size)[header.layer]
+        if not its.first <= header.head_first <= header.head_first + header.head_count <= its.stop:
+            return False
+        own = self.layout.pushed_positions(header.layer, header.first, header.count, rank, size)
+        return sum(run.count for run in own) == header.count
 
     def charge(self, incoming: IncomingTransfer, part: RankPush, header: FrameHeader) -> None:
         """A frame has landed, to stay or not: its sender gets the room back, once. One written off has none."""
@@ -499,9 +508,12 @@ class ReceiverRules:
         actions: Actions = []
         for rank, layers in wrong.items():
             part = incoming.parts[rank]
-            heads = self.pushed_heads(rank, len(incoming.parts))
+            size = len(incoming.parts)
+            heads = self.pushed_heads(rank, size)
             for layer in layers:
-                incoming.coverage.reset_layer(layer, heads[layer].first, heads[layer].count)
+                kept = self.layout.layers[layer].span(incoming.prompt_len)
+                for own in self.layout.pushed_positions(layer, kept.first, kept.count, rank, size):
+                    incoming.coverage.remove(layer, own.first, own.count, heads[layer].first, heads[layer].count)
                 part.digests[layer] = 0
                 incoming.digests[layer] = None
             actions += self.nack(incoming, part, layers)

@@ -1,6 +1,6 @@
 """The messages and frame headers of a push, built from records; no rule is made here."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.kvcache.layout import KVLayout, Range
@@ -48,6 +48,10 @@ class PushMessages:
         self._shape = shape
         layers = range(layout.num_layers)
         self.heads: Sequence[Range] = [layout.pushed_heads(layer, identity.rank, identity.size) for layer in layers]
+
+    def own(self, layer: int, first: int, count: int) -> Iterator[Range]:
+        """Of positions from `first` on, those that this rank pushes."""
+        return self._layout.pushed_positions(layer, first, count, self._me.rank, self._me.size)
 
     def hello(self, address: str, sent_ns: int, challenge: bytes) -> kv_pb2.Control:
         """HELLO to a decode worker that gave this challenge, or none yet."""

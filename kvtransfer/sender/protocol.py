@@ -466,7 +466,10 @@ class PushProtocol:
         return self._begin(transfer, now_s)
 
     def pushed(self, attempt: AttemptKey, layer: int, first: int, count: int, digest: int, now_s: float) -> Actions:
-        """These positions of a layer are computed, and `digest` is theirs; they are sent when the window allows."""
+        """These positions of a layer are computed, and `digest` is that of those that this rank pushes.
+
+        They are sent when the window allows.
+        """
         rules = self._rules
         transfer = rules.transfers.get(attempt)
         if transfer is None or transfer.state is not TransferState.PUSHING:
@@ -478,7 +481,7 @@ class PushProtocol:
             return rules.fail(transfer, f"layer {layer} from position {first} was pushed twice", now_s)
         transfer.coverage.add(layer, first, count, 0, 1)
         transfer.digests[layer] = (transfer.digests[layer] + digest) & MASK
-        transfer.bytes_pushed += rules.shape.payload_bytes(layer, count, heads.count)
+        transfer.bytes_pushed += rules.own_bytes(layer, first, count)
         transfer.to_send.extend(rules.split(layer, first, count))
         return rules.pump(transfer.peer.kv_address, now_s)
 

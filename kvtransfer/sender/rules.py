@@ -65,10 +65,8 @@ class PushRules:
 
     def two_layers_bytes(self, prompt_len: int) -> int:
         """What two layers of a prompt take of the window."""
-        sizes = [
-            self.shape.payload_bytes(index, layer.span(prompt_len).count, self.messages.heads[index].count)
-            for index, layer in enumerate(self.layout.layers)
-        ]
+        spans = [layer.span(prompt_len) for layer in self.layout.layers]
+        sizes = [self.own_bytes(index, span.first, span.count) for index, span in enumerate(spans)]
         return 2 * max(size + -(-size // self.config.max_frame_bytes) * FRAME_OVERHEAD_BYTES for size in sizes)
 
     def pump(self, address: str, now_s: float) -> Actions:
@@ -121,6 +119,9 @@ class PushRules:
                 return self.fail(transfer, "the decode worker lacks what was never announced", now_s)
             if not self.messages.heads[gap.layer].count:
                 return self.fail(transfer, f"the decode worker lacks heads of layer {gap.layer} of another rank", now_s)
+            if sum(own.count for own in self.messages.own(gap.layer, gap.first, gap.count)) != gap.count:
+                reason = f"the decode worker lacks positions of layer {gap.layer} of another rank"
+                return self.fail(transfer, reason, now_s)
             for first, count in transfer.coverage.present(gap.layer, gap.first, gap.count):
                 pieces += self.split(gap.layer, first, count)
         num_bytes_lost = self._payload_bytes(pieces) - self._payload_bytes(transfer.to_send)
@@ -137,9 +138,18 @@ class PushRules:
         return self.pump(transfer.peer.kv_address, now_s)
 
     def split(self, layer: int, first: int, count: int) -> list[LayerRange]:
-        """Frames for these positions."""
+        """Frames for those of these positions that this rank pushes."""
         num_heads = self.messages.heads[layer].count
-        return [LayerRange(layer, *piece) for piece in self.shape.split(layer, first, count, num_heads)]
+        return [
+            LayerRange(layer, *piece)
+            for own in self.messages.own(layer, first, count)
+            for piece in self.shape.split(layer, own.first, own.count, num_heads)
+        ]
+
+    def own_bytes(self, layer: int, first: int, count: int) -> int:
+        """Payload of those of these positions that this rank pushes."""
+        num_positions = sum(own.count for own in self.messages.own(layer, first, count))
+        return self.shape.payload_bytes(layer, num_positions, self.messages.heads[layer].count)
 
     def credit(self, transfer: Transfer, charged_bytes: int, now_s: float) -> None:
         """So much of what was posted has landed."""

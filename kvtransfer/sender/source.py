@@ -101,6 +101,7 @@ class PushSource:
         self._pool = pool
         self._layout = layout
         self._shape = FrameShape(layout, config.max_frame_bytes)
+        self._rank, self._size = rank, size
         self._heads = [layout.pushed_heads(layer, rank, size) for layer in range(layout.num_layers)]
         self._has_digest = config.digest
         self._clock = clock
@@ -108,7 +109,10 @@ class PushSource:
         self._on_left = on_left
 
     def part(self, route: Route, layer: int, first: int, count: int) -> PushedRange | None:
-        """Digest a part, and bring it on its way; None if there is nothing of it to push by this rank."""
+        """Digest a part, and bring it on its way; None if this rank pushes nothing of the layer.
+
+        What of its positions other ranks push is none of its frames.
+        """
         heads = self._heads[layer]
         if not heads.count:
             return None
@@ -121,8 +125,9 @@ class PushSource:
                 return None
             first, count = kept.first, kept.count
         part = PushedRange(route, layer, first, count)
-        for start, length in self._shape.split(layer, first, count, heads.count):
-            self._frame(part, KVRange(layer, start, length, heads.first, heads.count))
+        for own in self._layout.pushed_positions(layer, first, count, self._rank, self._size):
+            for start, length in self._shape.split(layer, own.first, own.count, heads.count):
+                self._frame(part, KVRange(layer, start, length, heads.first, heads.count))
         part.digest &= MASK
         return part
 

@@ -54,6 +54,8 @@ FAMILIES = {
     "qwen3_5": {"tie": True},
     "qwen3_5_moe": {"tie": False},
     "qwen3_next": {"tie": True, "seed": 3},  # whose texts repeat themselves
+    "deepseek_v3": {"tie": False},
+    "glm4_moe": {"tie": False},
 }
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": False}
 

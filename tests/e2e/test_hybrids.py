@@ -1,4 +1,4 @@
-"""Models whose layers keep a state, with MTP heads, in float64: nothing about how they are served changes a token.
+"""Models with state or latents, with MTP heads, in float64: nothing about how they are served changes a token.
 
 Drafts of any number, chunks, hand-off, ranks on either side, preemption and asynchronous steps, all against one plain
 run: no drafts, no chunks, no hand-off, one rank, one step after the other. A bit of state that is damaged on its way is
@@ -23,6 +23,7 @@ from baton.tests.e2e.topology import Topology
 from baton.tests.e2e.tp_group_engine import run_over_ranks
 from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.deepseek_checkpoints import DEEPSEEKS
 from baton.tests.model.harness import prompt
 from baton.tests.model.hybrid_checkpoints import HYBRIDS
 
@@ -30,6 +31,7 @@ MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Nume
 LENS = (1, 2, 15, 16, 17, 33, 48, 60)  # about the ends of tiles
 MAX_TOKENS = 20
 MODES = {"greedy": False, "coupled": True}
+KINDS = (*HYBRIDS, *DEEPSEEKS)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +76,20 @@ def marked(cells, default):
 
 
 DRAFTS = (0, 1, 2, 3, 4, 6)
-HANDED_OVER = list(itertools.product(HYBRIDS, MODES, DRAFTS, (7, 16, WHOLE)))
+HANDED_OVER = list(itertools.product(KINDS, MODES, DRAFTS, (7, 16, WHOLE)))
 
 
 @pytest.mark.parametrize(
     ("kind", "mode", "k", "chunk_len"),
     marked(
-        HANDED_OVER, {("qwen3_5", "greedy", 3, 7), ("qwen3_5_moe", "coupled", 1, 16), ("qwen3_next", "greedy", 6, 7)}
+        HANDED_OVER,
+        {
+            ("qwen3_5", "greedy", 3, 7),
+            ("qwen3_5_moe", "coupled", 1, 16),
+            ("qwen3_next", "greedy", 6, 7),
+            ("deepseek_v3", "coupled", 3, 7),
+            ("glm4_moe", "greedy", 1, 16),
+        },
     ),
 )
 def test_disaggregated_tokens_are_those_of_one_plain_run(kind, mode, k, chunk_len, model_of, words, one_plain_run):
@@ -93,12 +102,15 @@ def test_disaggregated_tokens_are_those_of_one_plain_run(kind, mode, k, chunk_le
     assert (sum(one.num_draft_tokens for one in stats) > 0) == (k > 0)
 
 
-SCHEDULED = list(itertools.product(HYBRIDS, MODES, DRAFTS, PREEMPTIONS, (16, WHOLE), (1, 2)))
+SCHEDULED = list(itertools.product(KINDS, MODES, DRAFTS, PREEMPTIONS, (16, WHOLE), (1, 2)))
 SCHEDULED_DEFAULT = {
     ("qwen3_5", "coupled", 2, "to host memory", 16, 2),
     ("qwen3_5", "greedy", 4, "computed again", 16, 1),
     ("qwen3_5_moe", "greedy", 3, "to host memory", 16, 1),
     ("qwen3_next", "coupled", 1, "computed again", WHOLE, 2),
+    ("deepseek_v3", "greedy", 3, "to host memory", 16, 2),
+    ("deepseek_v3", "coupled", 4, "computed again", 16, 1),
+    ("glm4_moe", "coupled", 2, "to host memory", WHOLE, 1),
 }
 
 
@@ -127,15 +139,18 @@ def processes():
     started.close()
 
 
-SIZES = list(itertools.product(HYBRIDS, (1, 2), (1, 2), ("raw", "shm")))
-SIZES_DEFAULT = {("qwen3_5_moe", 1, 2, "shm"), ("qwen3_next", 2, 1, "raw")}
+SIZES = list(itertools.product(KINDS, (1, 2), (1, 2), ("raw", "shm")))
+SIZES_DEFAULT = {
+    ("qwen3_5_moe", 1, 2, "shm"), ("qwen3_next", 2, 1, "raw"), ("deepseek_v3", 2, 2, "raw"),
+    ("deepseek_v3", 2, 1, "shm"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "tp_prefill", "tp_decode", "data_path"), marked(SIZES, SIZES_DEFAULT))
 def test_ranks_on_either_side_change_no_token(
     kind, tp_prefill, tp_decode, data_path, path_of, processes, one_plain_run
 ):
-    """State crosses by ranges of key heads."""
+    """State crosses by ranges of key heads, latents by ranges of positions."""
     with TPGroupTopology(
         processes, path_of(kind), tp_prefill, tp_decode, data_path=data_path, chunk_len=24
     ) as topology:

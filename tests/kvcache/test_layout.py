@@ -87,3 +87,30 @@ def test_layers_of_a_pool_lie_side_by_side_and_within_the_memory_asked_for():
     assert list(geometry.layer(0).blocks_of((), 3, 200)) == [6, 7, 6, 7], "blocks of a ring follow each other"
     assert list(geometry.layer(2).blocks_of((), 3, 2)) == [3, 3]
     assert geometry.layer(1).blocks_of((9, 4), 3, 20) == (9, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_positions_of_whole_rows_are_dealt_to_all_ranks(size, block_size):
+    """Position p is pushed by rank (p // 64) mod size alone; all other layers' by who pushes the head."""
+    others = (window(2, 8, length=3, ring=8, whole=True), state(1, 8, length=16, whole=True))
+    layout = KVLayout.of_attention(
+        model_hash="m", num_layers=1, num_kv_heads=8, head_dim=8, block_size=block_size, dtype="float32",
+        more=(latent(8), *others),
+    )  # fmt: skip
+    for first, count in ((0, 1), (0, 700), (63, 2), (100, 300), (64, 64), (5, 0)):
+        pushers = {position: [] for position in range(first, first + count)}
+        for rank in range(size):
+            assert layout.pushed_heads(1, rank, size) == Range(0, 1)
+            runs = list(layout.pushed_positions(1, first, count, rank, size))
+            assert all(run.count for run in runs)
+            for position in (position for run in runs for position in range(run.first, run.stop)):
+                pushers[position].append(rank)
+        assert pushers == {position: [position // 64 % size] for position in pushers}
+        for layer in (0, 2, 3):
+            runs = list(layout.pushed_positions(layer, first, count, size - 1, size))
+            assert runs == ([Range(first, count)] if count else [])
+    for layer in (2, 3):
+        assert [layout.pushed_heads(layer, rank, size).count > 0 for rank in range(size)] == [True] + [False] * (
+            size - 1
+        )

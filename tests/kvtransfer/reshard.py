@@ -126,7 +126,7 @@ class Group:
     seed: int
     make_memory: object = None  # of a rank, from its geometry; else its own
     num_blocks: int = field(init=False)
-    num_state_slots: int = 3
+    num_state_slots: int = field(init=False)
     blocks: list[int] = field(init=False)
     state_slot: int = field(init=False)
     pools: list[KVPool] = field(init=False)
@@ -135,10 +135,11 @@ class Group:
 
     def __post_init__(self):
         source = np.random.default_rng(self.seed)
+        self.num_state_slots = 3 if any(spec.keep.value != "rows" for spec in self.layout.layers) else 0
         num_needed = -(-self.prompt_len // self.layout.block_size)
         self.num_blocks = num_needed + 2
         self.blocks = source.permutation(self.num_blocks)[:num_needed].tolist()
-        self.state_slot = int(source.integers(self.num_state_slots))
+        self.state_slot = int(source.integers(self.num_state_slots or 1))
         self.pools = []
         for rank, geometry in enumerate(self.geometries):
             memory = self.make_memory(geometry) if self.make_memory else bytearray(geometry.num_bytes)
@@ -156,7 +157,8 @@ class Group:
 
     @property
     def table(self):
-        return BlockTable(tuple(self.blocks), self.layout.block_size, self.state_slot)
+        slot = self.state_slot if self.num_state_slots else None
+        return BlockTable(tuple(self.blocks), self.layout.block_size, slot)
 
     def blocks_of(self, span):
         """By position // rows of a block."""

@@ -138,11 +138,14 @@ class ScriptedPrefill:
     def granted(self, key, poll=None, timeout_s=10.0):
         return self.wait_for("grant", lambda grant: grant.attempt == wire_attempt(key), poll=poll, timeout_s=timeout_s)
 
-    def frame(self, grant, layer, first, count, *, data_path="inline", damage=False, is_written=False):
-        """Push some positions of this rank's heads of a layer."""
+    def frame(self, grant, layer, first, count, **options):
+        """Push those of some positions that are this rank's, of its heads of a layer."""
         heads = self.layout.pushed_heads(layer, self.rank, self.size)
-        if heads.count == 0:
-            return
+        for own in self.layout.pushed_positions(layer, first, count, self.rank, self.size) if heads.count else ():
+            self.any_frame(grant, layer, own.first, own.count, heads, **options)
+
+    def any_frame(self, grant, layer, first, count, heads, *, data_path="inline", damage=False, is_written=False):
+        """Push positions, whoever should."""
         span = KVRange(layer, first, count, heads.first, heads.count)
         order = self.layout.rows_per_block(layer)
         payload = self.whole.read(self.blocks, span, order)

@@ -144,7 +144,11 @@ def test_coverage_is_a_set(ranges):
     for layer in range(2):
         present = {p for f, c in coverage.present(layer, 0, 17) for p in range(f, f + c)}
         assert present == {p for p in range(17) if (layer, p) not in missing}
-    coverage.reset_layer(0, 0, 2)
+    coverage.remove(0, 3, 5, 1, 1)
+    model -= {(0, p, 1) for p in range(3, 8)}
+    missing = {(la, p) for la in range(2) for p in range(17) for h in range(2) if (la, p, h) not in model}
+    assert {(g.layer, p) for g in coverage.gaps() for p in range(g.first, g.first + g.count)} == missing
+    coverage.remove(0, 0, 17, 0, 2)
     assert LayerRange(0, 0, 17) in coverage.gaps()
 
 

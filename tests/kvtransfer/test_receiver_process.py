@@ -17,6 +17,7 @@ import torch
 
 from baton.core.errors import PortInUse, TransferFailed
 from baton.core.requests.request import AttemptKey
+from baton.kvcache.layout import KVLayout, Range
 from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, host_id
 from baton.kvtransfer.protocol.messages import wire_attempt
@@ -25,7 +26,7 @@ from baton.kvtransfer.sender.service import Acked, DecodePeer, Granted, PushFail
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout, rows
-from baton.tests.kvtransfer.kept import state, tail
+from baton.tests.kvtransfer.kept import latent, state, tail
 from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
 from baton.tests.kvtransfer.scripted_prefill import BULK, ScriptedPrefill
 
@@ -86,6 +87,48 @@ def test_a_state_of_another_boundary_is_refused(make_worker, make_prefill):
     prefill.commit(grant, 10)
     nack = prefill.wait_for("commit_nack", poll=worker.poll)
     assert list(nack.corrupt_layers) == [of_state]
+
+
+def two_ranks(worker, make_prefill):
+    """Of one prefill worker, which push a prompt of 200 positions."""
+    ranks, key = [make_prefill(worker, rank=rank, size=2) for rank in range(2)], AttemptKey("r", 1)
+    ranks[0].reserve(key, 200)
+    grant = ranks[0].granted(key, worker.poll)
+    for rank in ranks:
+        rank.push(grant, 200, chunk_len=70)
+    return ranks, key, grant
+
+
+def test_positions_that_another_rank_pushes_are_refused(make_worker, make_prefill):
+    worker = make_worker(KVLayout(model_hash="m", layers=(latent(16), latent(8)), block_size=4))
+    ranks, key, grant = two_ranks(worker, make_prefill)
+    for first, count in ((64, 4), (0, 65), (60, 8), (127, 2)):
+        ranks[0].any_frame(grant, 0, first, count, Range(0, 1))
+    ranks[1].any_frame(grant, 1, 128, 8, Range(0, 1))
+    worker.wait_until(lambda: worker.service.inventory()["frames_corrupt"] == 5, "each is refused")
+    ranks[0].digests.clear(), ranks[1].digests.clear()
+    for rank in ranks:
+        rank.push(grant, 200)  # all of it once more, which changes nothing but the totals
+        rank.commit(grant, 200)
+    worker.wait_for(Completed, key)
+
+
+def test_what_one_rank_pushed_wrong_is_asked_of_that_rank_alone(make_worker, make_prefill):
+    worker = make_worker(KVLayout(model_hash="m", layers=(latent(16), latent(8)), block_size=4))
+    ranks, key, grant = two_ranks(worker, make_prefill)
+    ranks[1].digests[grant.epoch, grant.incoming_id][0] ^= 5
+    for rank in ranks:
+        rank.commit(grant, 200)
+    nack = ranks[1].wait_for("commit_nack", poll=worker.poll)
+    assert list(nack.corrupt_layers) == [0]
+    found = {position for gap in nack.missing for position in range(gap.first, gap.first + gap.count)}
+    assert {gap.layer for gap in nack.missing} == {0}
+    assert found == {position for position in range(200) if position // 64 % 2 == 1}
+    ranks[1].frame(grant, 0, 0, 200)  # nothing else is missing, so the same COMMIT is judged again
+    worker.wait_until(lambda: worker.find(IncomingFailed, key), "failure")
+    assert worker.find(IncomingFailed, key).reason == "layer 0 arrived corrupt twice"
+    ranks[0].receive(0.1)
+    assert not any(reply.WhichOneof("message") == "commit_nack" for reply in ranks[0].replies)
 
 
 def content(io, blocks, layout, prompt_len):

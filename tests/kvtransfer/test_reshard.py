@@ -41,8 +41,10 @@ def frames_of(group, cuts):
             pieces = itertools.pairwise(cuts)
         else:  # only what decode goes on from, once all is computed
             pieces = [(its[0], its[-1] + 1)] if its else []
-        for start, stop in pieces:
-            for first, count in shape.split(layer, start, stop - start, heads.count):
+        for own in (
+            own for start, stop in pieces for own in layout.pushed_positions(layer, start, stop - start, rank, size)
+        ):
+            for first, count in shape.split(layer, own.first, own.count, heads.count):
                 span = KVRange(layer, first, count, heads.first, heads.count)
                 header = FrameHeader(
                     d_epoch=1,

@@ -12,6 +12,7 @@ import pytest
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.receiver.service import Completed, IncomingFailed, ReceiverService, ReserveWanted, receiver_region
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.kvtransfer.sender.async_writer import PushRange
@@ -19,6 +20,7 @@ from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, 
 from baton.kvtransfer.transports.loopback import LoopbackHub
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
+from baton.tests.kvtransfer.kept import latent
 from baton.tests.kvtransfer.reshard import Group, layout_of, truth_of
 
 P_EPOCH, D_EPOCH = 11, 22
@@ -109,7 +111,13 @@ class HandOver:
 
 
 def check(data_path, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len, **options):
-    layouts = [layout_of(num_heads, dtype, size) for size in sizes]
+    check_layouts(
+        data_path, tp_prefill, tp_decode, [layout_of(num_heads, dtype, size) for size in sizes], prompt_len, **options
+    )
+
+
+def check_layouts(data_path, tp_prefill, tp_decode, layouts, prompt_len, **options):
+    """Returns what each prefill rank pushed."""
     truth = truth_of(layouts[0], prompt_len)
     source = Group(layouts[0], tp_prefill, prompt_len, seed=1)
     memory = make_memory = None
@@ -129,6 +137,7 @@ def check(data_path, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len,
     num_bytes = layouts[0].payload_bytes(prompt_len)
     assert complete.bytes_landed == num_bytes
     assert sum(event.bytes_pushed for event in acked) == num_bytes
+    return [event.bytes_pushed for event in acked]
 
 
 CELLS = [
@@ -151,6 +160,22 @@ def test_over_two_sided_data_paths(data_path, cell):
 @pytest.mark.parametrize("cell", CELLS[:4], ids=lambda cell: f"{cell[0]}-{cell[1]}, {cell[2]} heads, {cell[4]}")
 def test_the_sender_writes_the_pools_of_all_ranks(cell):
     check("shm", *cell)
+
+
+@pytest.mark.parametrize("tp_decode", [1, 2, 4])
+@pytest.mark.parametrize("tp_prefill", [1, 2, 4])
+@pytest.mark.parametrize("data_path", ["loopback", "raw", "shm"])
+def test_latents_go_over_the_links_of_all_ranks(data_path, tp_prefill, tp_decode):
+    """Rows that every rank holds whole: pushed once, 64 positions by each rank in turn, to all that hold them."""
+    layers = (latent(16, dtype="bfloat16"), latent(16, dtype="bfloat16"), latent(24, dtype="bfloat16"))
+    layouts = [KVLayout(model_hash="m", layers=layers, block_size=size, has_mtp=True) for size in (16, 64)]
+    prompt_len = 300
+    pushed = check_layouts(data_path, tp_prefill, tp_decode, layouts, prompt_len)
+    wanted = [0] * tp_prefill
+    for position in range(prompt_len):
+        wanted[position // 64 % tp_prefill] += 2 * (16 + 16 + 24)
+    assert pushed == wanted
+    assert min(pushed) > 0
 
 
 @pytest.mark.parametrize("data_path", ["inline", "raw", "shm"])

@@ -103,8 +103,9 @@ def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d
         for layer in range(layout.num_layers):
             heads = layout.pushed_heads(layer, rank, p_size)
             is_state = layer == layout.num_layers - 1
-            span = KVRange(layer, *((0, 1) if is_state else (first, prompt_len - first)), heads.first, heads.count)
-            if heads.count:
+            positions = (0, 1) if is_state else (first, prompt_len - first)
+            for own in layout.pushed_positions(layer, *positions, rank, p_size) if heads.count else ():
+                span = KVRange(layer, own.first, own.count, heads.first, heads.count)
                 written = data_path.write(source_blocks, target_blocks, span, with_digest=True)
                 assert written.done
                 assert written.digest == source.digest(source_blocks, span)
@@ -118,6 +119,7 @@ def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d
                 if layout.pushed_heads(layer, rank, p_size).first
                 <= head
                 < layout.pushed_heads(layer, rank, p_size).stop
+                and list(layout.pushed_positions(layer, position, 1, rank, p_size))
             )
             is_pushed = spec.is_state or position >= first
             wanted = row(sources[pusher], source_blocks, layer, head, part, position)

@@ -15,6 +15,7 @@ from baton.core.requests.sampling import SamplingParams
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.deepseek_checkpoints import DEEPSEEKS, DeepseekReference
 from baton.tests.model.harness import prompt
 from baton.tests.model.hybrid_checkpoints import HYBRIDS, HybridReference
 from baton.tests.model.reference import Reference
@@ -37,6 +38,8 @@ FAMILIES = {
     "qwen3_5": {},
     "qwen3_5_moe": {},
     "qwen3_next": {},
+    "deepseek_v3": {},
+    "glm4_moe": {},
 }
 # Two tokens whose logits are nearer than this are tied. Scaled frequencies are float32 in transformers.
 NEAR_TIES = {torch.float32: 2e-4, torch.float64: 2e-9}
@@ -81,7 +84,10 @@ def test_a_text_may_part_only_at_a_near_tie(tmp_path):
 
 def check_texts(kind, tie, dtype, tmp_path, record_property):
     path = saved_by_transformers(tmp_path, kind=kind, tie=tie, overrides=FAMILIES[kind])
-    model = HybridReference(path, kind, dtype).model if kind in HYBRIDS else Reference(path, dtype).model
+    if kind in HYBRIDS or kind in DEEPSEEKS:
+        model = (HybridReference if kind in HYBRIDS else DeepseekReference)(path, kind, dtype).model
+    else:
+        model = Reference(path, dtype).model
     prompts = [
         [prompt(length, VOCAB_SIZE, seed=1000 * length + index) for index in range(NUM_OF_LENGTH)] for length in LENGTHS
     ]
