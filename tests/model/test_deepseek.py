@@ -1,18 +1,27 @@
 """DeepSeek-V3 and GLM-4.5: transformers' logits and MTP entries, however a text is cut, at 1 and 2 ranks."""
 
+import dataclasses
+import json
+from functools import partial
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from baton.core.numerics import Numerics
+from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected, ModelUnsupported
+from baton.core.numerics import KVDtype, Numerics
 from baton.kernels.gemm.fp8_weight import Fp8Weight
+from baton.kernels.implementation import Implementation
+from baton.model.config import ModelConfig
+from baton.model.tensor_spec import tensor_spec
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.deepseek_checkpoints import DEEPSEEKS, YARN, DeepseekReference
 from baton.tests.model.fp8_checkpoints import LAYOUTS, write_float8
 from baton.tests.model.harness import Paged, prompt
 from baton.tests.model.ranks import on_ranks
-from baton.tests.model.test_hybrid import cuts_of, load, run
+from baton.tests.model.test_config_keys import HARMLESS, IMPLEMENTED, REFUSED
+from baton.tests.model.test_hybrid import cuts_of, load, run, stepped
 
 LENGTH = 41
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -209,3 +218,279 @@ def test_every_layout_of_float8(kind, layout, tmp_path):
     paths = write_float8_of(tmp_path, kind, layout)
     found, wanted = (run(load(path), prompt(20), [(20, False)]) for path in paths)
     assert (found - wanted).abs().max() < 1e-4 * wanted.std()  # the twin's weights are rounded to float32
+
+
+@pytest.mark.parametrize("kind", DEEPSEEKS)
+def test_hidden_rows_have_the_same_bits_however_a_text_is_cut(kind, tmp_path):
+    """In invariant numerics, in float32 and float64, alone and on two ranks."""
+    path = written(tmp_path / "model", kind, num_heads=8)
+    ids = prompt(LENGTH)
+    for dtype in (torch.float32, torch.float64):
+        options = {"dtype": dtype, "numerics": Numerics.INVARIANT}
+        model = load(path, **options)
+        wanted = run(model, ids, [(LENGTH, False)])
+        for seed in range(6):
+            assert torch.equal(run(model, ids, cuts_of(LENGTH, seed)), wanted)
+        for logits in on_ranks(2, partial(cut_at_rank, path, ids, options)):
+            assert torch.equal(logits, wanted)
+
+
+def cut_at_rank(path, ids, options, group):
+    return run(load(path, group, **options), ids, cuts_of(LENGTH, 9), group)
+
+
+@pytest.mark.parametrize("kind", DEEPSEEKS)
+@pytest.mark.parametrize("num_runs", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_mixed_steps_and_drafts_that_are_wrong_change_no_bit(kind, num_runs, tmp_path):
+    """Two texts whose prompts, decode rows and drafts share steps by chance; float32, invariant, one and two ranks."""
+    path, texts = written(tmp_path / "model", kind, num_heads=8), [prompt(70, seed=seed) for seed in (1, 2)]
+    options = {"dtype": torch.float32, "numerics": Numerics.INVARIANT}
+    model = load(path, **options)
+    wanted = [run(model, text, [(70, False)]) for text in texts]
+    for seed in range(num_runs):
+        for found, logits in zip(stepped(model, texts, seed), wanted, strict=True):
+            assert torch.equal(found, logits), seed
+    for logits in on_ranks(2, lambda group: stepped(load(path, group, **options), texts, 1, group)):
+        assert all(map(torch.equal, logits, wanted))
+
+
+def rewritten(path, tensors=None, absent=(), **changes):
+    """Other tensors (None: as they are), other keys of config.json, and some left out."""
+    if tensors is not None:
+        save_file(tensors, path / "model.safetensors")
+    values = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({key: value for key, value in values.items() if key not in absent}))
+    return path
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", DEEPSEEKS)
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_head_may_store_embedding_and_lm_head_once_more_or_not(kind, tie, tmp_path):
+    path = written(tmp_path / "one", kind, layers=2, tie=tie)
+    other = written(tmp_path / "other", kind, layers=2, tie=tie, copies=False)
+    models, ids = [load(path), load(other)], prompt(20)
+    paged = [Paged(model) for model in models]
+    entries = [
+        one.mtp(ids[1:], torch.ones(19, 32, dtype=torch.float64), one.prefill_batch([(0, 0, 19)])) for one in paged
+    ]
+    assert torch.equal(*entries)
+    assert models[0]._mtp._embedding_VD is models[0]._decoder.embedding_VD
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("part", ["embed_tokens", "shared_head.head"])
+def test_a_head_with_its_own_embedding_or_lm_head_is_refused(part, tmp_path):
+    path = written(tmp_path / "model", "deepseek_v3", layers=2)
+    tensors, name = load_file(path / "model.safetensors"), f"model.layers.2.{part}.weight"
+    rewritten(path, tensors | {name: tensors[name] + 1})
+    with pytest.raises(ModelUnsupported, match="is not the trunk's") as refused:
+        load(path)
+    assert refused.value.fields["option"] == name
+    load(path, with_mtp=False)
+    rewritten(path, tensors | {name: tensors[name].double()})
+    with pytest.raises(ModelUnsupported, match="is not the trunk's"):
+        load(path)
+    rewritten(path, tensors | {name: tensors[name][:-1].contiguous()})
+    with pytest.raises(ModelTensorMisshapen, match=name):
+        load(path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", DEEPSEEKS)
+def test_what_a_checkpoint_lacks_or_has_too_much_is_named_as_published(kind, tmp_path):
+    path = written(tmp_path / "model", kind, layers=2)
+    tensors = load_file(path / "model.safetensors")
+    names = ("model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight")
+    rewritten(path, {name: tensor for name, tensor in tensors.items() if name not in names})
+    with pytest.raises(ModelTensorMissing, match=r"lacks model\.layers\.2\.eh_proj.*--speculative-method none"):
+        load(path)
+    load(path, with_mtp=False)
+    for name in ("model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.0.self_attn.o_proj.weight"):
+        rewritten(path, {one: tensor for one, tensor in tensors.items() if one != name})
+        with pytest.raises(ModelTensorMissing, match=name.replace(".", r"\.")):
+            load(path, with_mtp=False)
+    rewritten(path, tensors, num_nextn_predict_layers=0)
+    with pytest.raises(ModelTensorMissing, match="no MTP head"):
+        load(path)
+    rewritten(path, tensors | {"model.layers.3.enorm.weight": torch.ones(32)}, num_nextn_predict_layers=1)
+    with pytest.raises(ModelTensorUnexpected, match=r"model\.layers\.3\.enorm"):
+        load(path, with_mtp=False)
+    rewritten(path, num_nextn_predict_layers=2)
+    load(path, with_mtp=False)
+    with pytest.raises(ModelUnsupported, match="2 MTP layers"):
+        load(path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", DEEPSEEKS)
+def test_routers_are_float32_in_a_narrow_model(kind, tmp_path):
+    """Their bias would be rounded away; DeepSeek computes their scores so."""
+    path = written(tmp_path / "model", kind, dtype=torch.bfloat16)
+    model, stored = load(path, dtype=torch.bfloat16), load_file(path / "model.safetensors")
+    mlp, name = model._decoder.layers[1].mlp, "model.layers.1.mlp.gate"
+    assert torch.equal(mlp.bias_E, stored[f"{name}.e_score_correction_bias"])
+    assert not torch.equal(mlp.bias_E, mlp.bias_E.bfloat16().float())
+    assert (mlp.router_ED.dtype, stored[f"{name}.weight"].dtype) == (torch.float32, torch.bfloat16)
+    assert run(model, prompt(20), [(17, False), (3, True)]).isfinite().all()
+
+
+# By key, another value than that of `write_checkpoint`; of the families' own keys.
+KEYS = {
+    "n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2, "n_group": 2,
+    "topk_group": 3, "routed_scaling_factor": 1.5, "norm_topk_prob": False, "first_k_dense_replace": 2,
+    "q_lora_rank": None, "kv_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "rope_interleave": False, "use_qk_norm": True, "tie_word_embeddings": True, "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+}  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", DEEPSEEKS)
+def test_every_key_of_transformers_class_is_implemented_refused_or_harmless(kind, tmp_path):
+    from transformers import AutoConfig
+
+    path = written(tmp_path / "model", kind, with_mtp=False)
+    values = json.loads((path / "config.json").read_text())
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+
+    def config_with(**changes):
+        (path / "config.json").write_text(json.dumps(values | changes))
+        return dataclasses.replace(ModelConfig.from_directory(path, made_weights="none"), model_hash="")
+
+    before, judged = config_with(), set()
+    for key in [field.name for field in dataclasses.fields(type(AutoConfig.for_model(kind)))]:
+        if key in HARMLESS or key == "architectures":
+            continue
+        if kind == "glm4_moe" and key == "attention_bias":
+            assert config_with(attention_bias=False).has_qkv_bias != before.has_qkv_bias
+        elif key == "num_mtp_layers":
+            assert config_with(num_nextn_predict_layers=1).num_mtp_layers == 1
+        elif (kind, key) == ("deepseek_v3", "num_key_value_heads"):
+            with pytest.raises(ModelUnsupported, match="all read one latent"):
+                config_with(num_key_value_heads=2)
+        elif key in REFUSED:
+            with pytest.raises(ModelUnsupported) as refused:
+                config_with(**{key: REFUSED[key]})
+            assert refused.value.fields["option"] == key
+        else:
+            also = {"num_key_value_heads": 8} if key == "num_attention_heads" else {}
+            if (kind, key) == ("glm4_moe", "topk_group"):
+                assert config_with(n_group=2).sigmoid_routing != config_with(n_group=2, topk_group=2).sigmoid_routing
+            else:
+                assert config_with(**{key: (IMPLEMENTED | KEYS)[key]}, **also) != before, key
+        judged.add(key)
+    assert {"n_group", "routed_scaling_factor", "first_k_dense_replace"} < judged
+    left_out = {key for key in ("n_group", "topk_group", "norm_topk_prob", "first_k_dense_replace", "rms_norm_eps")}
+    theirs = AutoConfig.for_model(kind)
+    defaults = {key: getattr(theirs, key) for key in left_out}
+    wanted = config_with(**defaults)
+    values = {key: value for key, value in values.items() if key not in left_out}
+    assert config_with() == wanted, "transformers' defaults"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("kind", "changes", "option"),
+    [
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v3", {"index_topk": 2048}, "index_topk"),
+        ("deepseek_v3", {"head_dim": 64}, "head_dim"),
+        ("deepseek_v3", {"qk_head_dim": 64}, "qk_head_dim"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+        ("deepseek_v3", {"kv_lora_rank": 18}, "kv_lora_rank"),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("deepseek_v3", {"n_group": 3}, "n_group"),
+        ("deepseek_v3", {"n_group": 8}, "n_group"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group"),
+        ("glm4_moe", {"routed_scaling_factor": -1.0}, "routed_scaling_factor"),
+        ("glm4_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("glm4_moe", {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
+    ],
+)  # fmt: skip
+def test_what_is_not_implemented_is_refused_by_name(kind, changes, option, tmp_path):
+    path = rewritten(written(tmp_path / "model", kind), **changes)
+    with pytest.raises(ModelUnsupported) as refused:
+        ModelConfig.from_directory(path)
+    assert refused.value.fields["option"] == option
+
+
+@pytest.mark.fast
+def test_kernels_and_narrow_kv_are_refused_by_name(tmp_path):
+    path = written(tmp_path / "model", "deepseek_v3")
+    with pytest.raises(ModelUnsupported, match="not attention over latents"):
+        load(path, dtype=torch.bfloat16, implementation=Implementation.TRITON)
+    with pytest.raises(ModelUnsupported, match="fp8 is not implemented for attention over latents"):
+        load(path, dtype=torch.bfloat16, kv_dtype=KVDtype.FP8)
+    with pytest.raises(ModelUnsupported, match="num_attention_heads = 4 is no multiple"):
+        on_ranks(8, lambda group: load(path, group))
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+    "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "moe_layer_freq": 1,
+    "first_k_dense_replace": 3, "norm_topk_prob": True, "scoring_func": "sigmoid", "num_nextn_predict_layers": 1,
+    "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "attention_bias": False, "tie_word_embeddings": False, "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
+    "head_dim": 128, "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1, "vocab_size": 151552, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000, "rope_scaling": None, "partial_rotary_factor": 0.5, "use_qk_norm": False,
+    "attention_bias": True, "tie_word_embeddings": False,
+}  # fmt: skip
+PUBLISHED = {
+    "DeepSeek-V3": (DEEPSEEK, 671_026_419_200),
+    "Kimi-K2": (
+        DEEPSEEK | {
+            "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "vocab_size": 163840,
+            "routed_scaling_factor": 2.827, "max_position_embeddings": 131072,
+        },
+        1_026_408_232_448,
+    ),
+    "GLM-4.5-Air": (GLM, 106_852_251_264),
+    "GLM-4.5": (
+        GLM | {
+            "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
+            "n_routed_experts": 160, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "use_qk_norm": True,
+        },
+        352_797_829_024,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_as_many_weights_as_published_and_in_transformers(name, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values, count = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = ModelConfig.from_directory(tmp_path, made_weights="none")
+    shapes = tensor_spec(config, with_mtp=False).required
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == count
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    biases = len(config.sparse_layers) * config.num_experts  # buffers in transformers
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == count - biases
+    if config.latent is not None:
+        assert theirs.model.layers[0].self_attn.scaling == pytest.approx(
+            config.latent.query_dim**-0.5 * config.rope.score_factor
+        )
+        layer = config.kv_layer("bfloat16")
+        assert (layer.head_bytes, layer.whole) == (1152, True)
