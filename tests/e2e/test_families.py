@@ -42,6 +42,7 @@ LAYERS = 3  # of which a drafter joins all
 DRAFTERS = {  # whose attention has heads of its own
     "llama": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8},
     "mistral": {"num_heads": 4, "num_kv_heads": 1},
+    "deepseek_v3": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
 }
 FAMILIES = {
     "llama": {"tie": False, "overrides": {"rope_scaling": LLAMA3}},
@@ -127,6 +128,7 @@ HANDED_OVER_DEFAULT = {
     ("qwen3_moe", "greedy", 0, 16, "1P2D"),
     ("qwen2_moe", "greedy", 0, WHOLE, "2P1D"),
     ("qwen3_5", "coupled", 0, 16, "1P2D"),
+    ("deepseek_v3", "coupled", 0, 48, "2P1D"),
 }
 
 
@@ -149,7 +151,10 @@ def test_disaggregated_tokens_are_those_of_one_process(cell, model_of, one_proce
 
 
 DRAFTED = list(itertools.product(FAMILIES, ("ngram", "eagle3"), SAMPLED))
-DRAFTED_DEFAULT = {("llama", "eagle3", "greedy"), ("qwen2", "ngram", "coupled"), ("qwen2_moe", "eagle3", "coupled")}
+DRAFTED_DEFAULT = {
+    ("llama", "eagle3", "greedy"), ("qwen2", "ngram", "coupled"), ("qwen2_moe", "eagle3", "coupled"),
+    ("deepseek_v3", "eagle3", "greedy"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -174,6 +179,7 @@ SCHEDULED_DEFAULT = {
     ("qwen2_moe", "coupled", "computed again", 16, 2),
     ("qwen3_5_moe", "coupled", "to host memory", 16, 2),
     ("qwen3_next", "greedy", "computed again", WHOLE, 1),
+    ("glm4_moe", "coupled", "to host memory", 16, 2),
 }
 
 
@@ -213,6 +219,7 @@ LATER_DEFAULT = {
     ("mixtral", "ngram", "computed again", 1),
     ("qwen3_moe", "eagle3", "computed again", 1),
     ("qwen3_5", "ngram", "to host memory", 2),
+    ("deepseek_v3", "ngram", "computed again", 2),
 }
 
 
