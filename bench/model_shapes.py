@@ -37,6 +37,15 @@ def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: in
     }
 
 
+_DEEPSEEK: Final[dict[str, Any]] = {
+    "hidden_act": "silu",
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 28, 16, 8, 3072) | {"tie_word_embeddings": True},
     "qwen3-8b": _QWEN3 | _sizes(4096, 36, 32, 8, 12_288),
@@ -68,7 +77,55 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "bos_token_id": 151_643,
         "eos_token_id": 151_643,
     },
-}
+    "glm-4.5-air": _DEEPSEEK
+    | _sizes(4096, 46, 96, 8, 10_944)
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "vocab_size": 151_552,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131_072,
+        "attention_bias": True,
+        "use_qk_norm": False,
+        "n_routed_experts": 128,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408,
+        "eos_token_id": 151_329,
+    },
+    "deepseek-v3": _DEEPSEEK
+    | _sizes(7168, 61, 128, 128, 18_432)
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": 129_280,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+        "max_position_embeddings": 163_840,
+        "attention_bias": False,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "eos_token_id": 1,
+    },
+}  # fmt: skip
 TINY: Final = "tiny"
 ALIASES: Final = {name.removeprefix("qwen3-"): name for name in SHAPES}
 

@@ -69,20 +69,21 @@ def step_bytes(
         is_quantized = quantization is Quantization.FP8 and name.endswith("_proj.weight")
         size = math.prod(shape) * (_FP8_BYTES if is_quantized else dtype.itemsize)
         if ".experts." in name:
-            rows = batch if name.startswith("mtp.") and num_drafts > 1 else batch * (num_drafts + 1)
+            rows = batch if name.startswith(config.mtp_names.prefixes) and num_drafts > 1 else batch * (num_drafts + 1)
             size *= _share_of_experts(config, rows)
         if name == "model.embed_tokens.weight":
             head += size if config.tie_word_embeddings else 0.0
         elif name == "lm_head.weight":
             head += size
-        elif name.startswith("mtp."):
+        elif name.startswith(config.mtp_names.prefixes):
             mtp += size
         else:
             trunk += size
-    layer_kv = 2.0 * batch * context_len * config.num_kv_heads * config.head_dim
+    layer = config.kv_layer("bfloat16")
+    layer_kv = batch * context_len * layer.num_heads * layer.num_parts * layer.row_len
     num_head_passes = 1 + (num_drafts if config.draft_vocab_size is None else 0)
     weights = (trunk + num_drafts * mtp + num_head_passes * head) / num_ranks
-    kv = (config.num_layers + num_drafts) * layer_kv / num_ranks
+    kv = (config.num_layers + num_drafts) * layer_kv / (1 if layer.whole else num_ranks)
     return weights + kv * (kv_item_bytes or dtype.itemsize)
 
 

@@ -88,6 +88,25 @@ def test_kernels_give_the_references_logits(shape, quantization):
     assert relative_error(found, wanted) < (0.03 if quantization is Quantization.NONE else 0.06)
 
 
+# All experts are chosen: which ones is no matter of rounding.
+GLM = {"head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "has_norms"),
+    [(Quantization.NONE, False), pytest.param(Quantization.FP8, True, marks=pytest.mark.slow)],
+)
+def test_kernels_give_glms_logits(quantization, has_norms, tmp_path):
+    """Biases, half of a head turned, and experts weighted by their sigmoids, beside one that takes every token."""
+    changes = SIZES | GLM | {"first_k_dense_replace": 0, "use_qk_norm": has_norms, "routed_scaling_factor": 1.5}
+    path = write_shape("glm-4.5-air", tmp_path, **changes)
+    wanted = logits_of(load(path, Implementation.REFERENCE, quantization))
+    found = logits_of(load(path, Implementation.TRITON, quantization))
+    assert relative_error(found, wanted) < (0.03 if quantization is Quantization.NONE else 0.06)
+    with pytest.raises(ModelUnsupported, match="sigmoids in invariant numerics"):
+        load(path, Implementation.TRITON, numerics=Numerics.INVARIANT)
+
+
 def few_logits_of(model):
     """Of a short prompt and of a decode step."""
     tokens, paged = torch.arange(1, 19), Paged(model, capacity_len=32)
