@@ -35,6 +35,8 @@ FAMILIES = {
     "qwen3_5": "Qwen3.5, 3.6, 3.8 (text)",
     "qwen3_5_moe": "Qwen3.5-MoE, 3.6-MoE (text)",
     "qwen3_next": "Qwen3-Next",
+    "deepseek_v3": "DeepSeek-V3, V3.1, R1, Kimi-K2",
+    "glm4_moe": "GLM-4.5, GLM-4.6",
 }
 
 
@@ -55,11 +57,24 @@ class Feature:
 _LOGITS = "tests/model/test_families.py::test_logits_are_transformers_at_any_number_of_ranks"
 _FP8 = "tests/model/test_float8_checkpoints.py::test_weights_are_values_times_scales_and_products_round_activations"
 _HYBRID = "tests/model/test_hybrid.py::"
+_DEEPSEEK = "tests/model/test_deepseek.py::"
 _E2E = "tests/e2e/test_families.py::"
 FEATURES = (
-    Feature("bf16, f16", (f"{_LOGITS}[{{kind}}-*|{_HYBRID}test_logits_are_transformers[{{kind}}-*",)),
+    Feature(
+        "bf16, f16",
+        (
+            f"{_LOGITS}[{{kind}}-*|{_HYBRID}test_logits_are_transformers[{{kind}}-*"
+            f"|{_DEEPSEEK}test_logits_are_transformers[{{kind}}-*",
+        ),
+    ),
     Feature("texts of transformers", ("tests/model/test_texts.py::test_greedy_texts_are_transformers[{kind}-*",)),
-    Feature("FP8", (f"{_FP8}[*-{{kind}}-?]|{_HYBRID}test_every_other_layout_of_float8[{{kind}}-*",)),
+    Feature(
+        "FP8",
+        (
+            f"{_FP8}[*-{{kind}}-?]|{_HYBRID}test_every_other_layout_of_float8[{{kind}}-*"
+            f"|{_DEEPSEEK}test_every_layout_of_float8[{{kind}}-*",
+        ),
+    ),
     Feature("TP", (f"{_E2E}test_asynchronous_tokens_are_those_of_one_plain_run[{{kind}}-*-tp2]",)),
     Feature("hand-off", (f"{_E2E}test_disaggregated_tokens_are_those_of_one_process[{{kind}}-*",)),
     Feature("n-grams", (f"{_E2E}test_drafts_change_no_token_that_is_handed_over[{{kind}}-ngram-*",)),
@@ -68,7 +83,8 @@ FEATURES = (
         "MTP",
         (
             "tests/model/test_mtp.py::test_chained_drafts_of_each_family[{kind}]"
-            f"|{_HYBRID}test_mtp_entries_are_transformers_to_the_fourth_draft[{{kind}}-*",
+            f"|{_HYBRID}test_mtp_entries_are_transformers_to_the_fourth_draft[{{kind}}-*"
+            f"|{_DEEPSEEK}test_mtp_entries_are_transformers_to_the_fourth_draft[{{kind}}-*",
         ),
     ),
 )
@@ -83,6 +99,10 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "layers of Qwen3.5 without a gate",
         {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["full_attention"] * 2, "attn_output_gate": False},
+    ),
+    (
+        "DeepSeek-V2's choice of experts",
+        {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "group_limited_greedy"},
     ),
 )
 HEAD = """# Models
@@ -106,6 +126,13 @@ preempted like KV, and drafts need no undo. Their logits are held to transformer
 divides `linear_num_key_heads`. What of them is slow or off until its kernels are there: torch
 computes the model on a GPU too (`--kernels triton` is refused), there are no CUDA graphs, and prompts have no prefix
 cache; the log and `baton check` say so. Of a multimodal directory the text is served.
+
+DeepSeek-V3 and Kimi-K2 keep one row of latents a position, whole at every rank (`kernels/mla/latent_rows.py`). No
+kernel is made for them yet: torch computes the model on a GPU too, which is slow and was not run there, and `--kernels
+triton`, like `--kv-cache-dtype fp8`, is refused. GLM-4.5 has kernels, but for `--batch-invariant`, which torch
+computes; they are held to torch in the interpreter, and were not run on a GPU. Logits of both are held to transformers'
+at 1 and 2 ranks. An MTP head's copies of embedding and LM head are not read, once samples of them were found to be the
+trunk's.
 
 ## What is refused
 In the sentence that `baton check` and `baton serve` give, before anything is loaded.
