@@ -182,6 +182,8 @@ def test_an_engine_says_the_same(k, tiny_model, tiny_tokenizer, tiny_prompts):
     wanted = outcome(engine(), requests())
     replayed = with_graphs(engine(), sizes=(4,), widths=(4, 16), rows=(8, 20))
     assert outcome(replayed, requests()) == wanted
+    for length in (12, 40):  # alone, so that a step has their rows and no others
+        outcome(replayed, requests_for([tiny_prompts[-1][:length]], k, max_tokens=1))
     counts = replayed.runner.graphs.counts
     assert counts.num_steps_piecewise > 0
     assert counts.num_steps_eager[EagerReason.ROWS] > 0

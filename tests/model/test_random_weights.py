@@ -139,6 +139,13 @@ def test_published_shapes_are_served(tmp_path, name):
     num_weights = 0
     for shape in tensor_spec(config, with_mtp=False).required.values():
         num_weights += torch.Size(shape).numel()
-    billions = {"qwen3-0.6b": 0.6, "qwen3-8b": 8.2, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5, "qwen1.5-moe-a2.7b": 14.3}
-    billions = billions[name]
+    billions = {
+        "qwen3-0.6b": 0.6,
+        "qwen3-8b": 8.2,
+        "qwen3-32b": 32.8,
+        "qwen3-30b-a3b": 30.5,
+        "qwen1.5-moe-a2.7b": 14.3,
+        "glm-4.5-air": 106.85,
+        "deepseek-v3": 671.03,
+    }[name]
     assert num_weights / 1e9 == pytest.approx(billions, abs=0.05)
