@@ -130,7 +130,7 @@ class ServeConfig(BaseModel):
     )
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(
         None,
-        "draft tokens per step, 0 to 6, or auto: as measurements advise",
+        "draft tokens per step, 0 to 6, or auto: as measured; at most so many with the method auto",
         unset="2; 4 by ngram; 0 without a head",
         metavar="tokens",
         vllm="--speculative-config (num_speculative_tokens)",

@@ -61,7 +61,7 @@ class Speculation:
 
     Args:
         limit: the most drafts its steps can make.
-        num_drafts: k, at most `limit`; None chooses by measurement.
+        num_drafts: k, at most `limit`; None chooses by measurement. With `chooses_method`, the largest k.
         clock: what steps are timed with.
         methods: that the runner has.
         chooses_method: which of them drafts, if any, is chosen by measurement; else there is one.
@@ -128,7 +128,8 @@ class Speculation:
     def set_mode(self, num_drafts: int | None) -> None:
         """Use this k, or with None what measurements advise, from the next step on.
 
-        Where measurements decide what drafts, a k that is set is that of whatever does, if anything.
+        Where measurements decide what drafts, a k that is set is the largest: a few drafts of another method show at
+        little cost whether it is better, where as many as are set would not be affordable.
 
         Raises:
             InvalidRequest: it is more than the limit.
@@ -147,9 +148,7 @@ class Speculation:
             return Kept(self._methods[0], min(fixed, draft_cap))
         control = self._control
         arm = control.in_use(self._last_size)
-        num_drafts = control.drafts_of(arm)
-        if fixed is not None and arm:
-            num_drafts = fixed
+        num_drafts = min(control.drafts_of(arm), self.limit if fixed is None else fixed)
         return Kept(self._methods[control.method_of(arm)], min(num_drafts, draft_cap))
 
     def plan(self, draft_caps: Sequence[int], kept: Sequence[Kept | None] = ()) -> PlannedStep:
@@ -191,8 +190,8 @@ class Speculation:
             return control.arm_of(control.method_of(arm), min(control.drafts_of(arm), largest_cap, fixed or self.limit))
         allowed = None
         if fixed is not None:
-            k = min(fixed, largest_cap)
-            allowed = {control.arm_of(method, k) for method in range(len(self._methods))}
+            drafts = range(1, min(fixed, largest_cap) + 1)
+            allowed = {control.arm_of(method, k) for method in range(len(self._methods)) for k in drafts}
         return control.choose(size, self._num_capable, allowed)
 
     def read(self, step: PlannedStep, proposed_lens: Sequence[int], accepted_lens: Sequence[int]) -> None:

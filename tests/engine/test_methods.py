@@ -295,3 +295,23 @@ def test_auto_drives_an_engine(scheduling):
     )
     assert tokens_of(engine.generate(requests)) == tokens_of(plain)
     assert engine.step_report().by_method["head"].num_accepted_tokens > 100
+
+
+@fast
+@pytest.mark.parametrize("num_drafts", [None, LIMIT])
+@pytest.mark.parametrize(("good", "other"), [(HEAD, NGRAM), (NGRAM, HEAD)])
+def test_auto_finds_what_pays_for_one_sequence_whether_or_not_k_is_set(num_drafts, good, other):
+    """A method whose drafts stand 9 of 10 times is used for most of 400 steps; a k that is set bounds what is tried."""
+    clock, draws = VirtualClock(), random.Random(3)
+    speculation = Speculation(LIMIT, num_drafts, clock, methods=(HEAD, NGRAM), chooses_method=True)
+    rates, used = {good: 0.9, other: 0.05}, []
+    for _ in range(400):
+        planned = speculation.plan((LIMIT,))
+        used.append((planned.method, planned.num_drafts))
+        clock.advance(1.0 + 0.3 * planned.num_drafts)
+        length = 0
+        while length < planned.num_drafts and draws.random() < rates[planned.method]:
+            length += 1
+        speculation.read(planned, [planned.num_drafts], [length])
+    assert sum(method is good for method, _ in used) > 300
+    assert max(count for _, count in used) <= LIMIT
