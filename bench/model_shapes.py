@@ -77,6 +77,63 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "bos_token_id": 151_643,
         "eos_token_id": 151_643,
     },
+    "qwen2.5-7b": _QWEN3
+    | _sizes(3584, 28, 28, 4, 18_944)
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 152_064,
+        "max_position_embeddings": 32_768,
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+    },
+    "llama-3.1-8b": _sizes(4096, 32, 32, 8, 14_336)
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131_072,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_009,
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3.5-35b-a3b": _sizes(2048, 40, 16, 2, 512)
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248_320,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
+        "max_position_embeddings": 262_144,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "mtp_num_hidden_layers": 1,
+        "eos_token_id": 248_046,
+        "torch_dtype": "bfloat16",
+    },
     "glm-4.5-air": _DEEPSEEK
     | _sizes(4096, 46, 96, 8, 10_944)
     | {
@@ -155,4 +212,29 @@ def write_shape(name: str, directory: Path, **changes: Any) -> Path:
     else:
         values = SHAPES[name]
     (directory / "config.json").write_text(json.dumps(values | changes, indent=2) + "\n")
+    return directory
+
+
+def write_drafter(target: Path, directory: Path, vocab_size: int = 32_000) -> Path:
+    """Write `directory`/config.json of an EAGLE-3 drafter: one layer of the target's sizes, a head of few tokens.
+
+    Args:
+        target: a directory with config.json.
+        directory: is made if it is not there.
+        vocab_size: tokens that it drafts, at most the target's.
+
+    Returns:
+        `directory`.
+    """
+    values = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    kept = [
+        "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps",
+        "intermediate_size", "rope_theta", "max_position_embeddings", "hidden_act", "torch_dtype",
+    ]  # fmt: skip
+    sizes = {key: values[key] for key in kept if key in values} | {"num_hidden_layers": 1, "model_type": "llama"}
+    sizes |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": min(vocab_size, values["vocab_size"])}
+    last = values["num_hidden_layers"] - 1
+    sizes["eagle_aux_hidden_state_layer_ids"] = [2, last // 2, last - 2] if last > 8 else [0, last // 2, last]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(sizes, indent=2) + "\n")
     return directory

@@ -180,6 +180,11 @@ class Model:
             self._t2d_V = invert_d2t(self.d2t_C, self.config.vocab_size)
         return self._t2d_V
 
+    @property
+    def drafter_config(self) -> EagleConfig | None:
+        """Of its EAGLE-3 drafter, if it has one."""
+        return self._eagle
+
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of a pool for this model; the MTP layer is the last."""
         dtype = self.kv_dtype.of(DTYPE_NAMES[self.dtype])

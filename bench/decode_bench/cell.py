@@ -209,6 +209,7 @@ class DecodeCells:
         self._model = model
         self._options = options
         self._tables = block_tables(options)
+        self._has_state = model.kv_layout(BLOCK_SIZE).has_state
         self._rng = np.random.default_rng(options.seed)
 
     def measure(self, cell: DecodeCell) -> CellRound:
@@ -272,6 +273,7 @@ class DecodeCells:
                 sampling=sampling,
                 draft_cap=cell.num_drafts,
                 resume=Resume(draft, hidden) if cell.num_drafts else Resume(),
+                state_slot=slot if self._has_state else None,
             )
             self._runner.execute(place)
         return list(range(cell.batch))
@@ -334,7 +336,7 @@ def blocks_each(options: DecodeOptions) -> int:
     return -(-options.capacity_len // BLOCK_SIZE)
 
 
-def measure_ttft_ms(runner: Runner, options: DecodeOptions, vocab_size: int) -> float:
+def measure_ttft_ms(runner: Runner, options: DecodeOptions, vocab_size: int, *, has_state: bool = False) -> float:
     """From a prompt that is placed where nothing runs to its first token on the host: chunk by chunk, in slot 0."""
     rng = np.random.default_rng(options.seed)
     place = Place(
@@ -344,6 +346,7 @@ def measure_ttft_ms(runner: Runner, options: DecodeOptions, vocab_size: int) -> 
         blocks=block_tables(options)[0].blocks,
         sampling=SamplingParams(max_tokens=2, temperature=options.temperature, ignore_eos=True),
         draft_cap=max(options.drafts),
+        state_slot=0 if has_state else None,
     )
     runner.drain()
     begin_s = time.perf_counter()

@@ -28,14 +28,13 @@ from baton.bench.decode_bench.cell import (
 )
 from baton.bench.decode_bench.floor import copy_gbps, step_bytes
 from baton.bench.decode_bench.options import BLOCK_SIZE, DecodeOptions
-from baton.bench.model_shapes import write_shape
+from baton.bench.model_shapes import write_drafter, write_shape
 from baton.bench.result import result, spread
 from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid
 from baton.engine.graphs.graphed_step import graphed_step
 from baton.engine.step.runner import Runner
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvcache.layout import ITEM_BYTES
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
@@ -119,7 +118,11 @@ def measured_turns(
 
 def _ttft(runner: Runner, options: DecodeOptions, model: Model) -> list[float]:
     """Milliseconds of each round; an MTP head that the model has runs over every chunk."""
-    times_ms = [measure_ttft_ms(runner, options, model.config.vocab_size) for _ in range(options.rounds + 1)]
+    has_state = model.kv_layout(BLOCK_SIZE).has_state
+    times_ms = [
+        measure_ttft_ms(runner, options, model.config.vocab_size, has_state=has_state)
+        for _ in range(options.rounds + 1)
+    ]
     return times_ms[1:]  # in the first kernels are compiled and memory is taken
 
 
@@ -134,7 +137,9 @@ def load_shape(
     changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
     device = device or options.device
     with tempfile.TemporaryDirectory() as folder:
-        path = write_shape(options.shape, Path(folder), **changes)
+        path = write_shape(options.shape, Path(folder) / "model", **changes)
+        drafts = max(options.drafts) > 0
+        draft_path = write_drafter(path, Path(folder) / "drafter") if drafts and options.drafter == "eagle3" else None
         size = 1 if communicator is None else communicator.size
         _require_fits(options, ModelConfig.from_directory(path, made_weights="random"), device, size)
         return load_model(
@@ -142,7 +147,8 @@ def load_shape(
             dtype=options.dtype,
             device=device,
             numerics=options.numerics,
-            with_mtp=max(options.drafts) > 0,
+            with_mtp=drafts and draft_path is None,
+            draft_path=draft_path,
             random_seed=options.seed,
             quantization=options.quantization,
             kv_dtype=options.kv_dtype,
@@ -180,14 +186,16 @@ def make_pool(options: DecodeOptions, model: Model, *, rank: int = 0, size: int 
     """
     layout = model.kv_layout(BLOCK_SIZE)
     num_blocks = blocks_each(options) * max(options.batches)
-    num_bytes = PoolGeometry(layout, num_blocks, rank, size).num_bytes
+    num_state_slots = max(options.batches) if layout.has_state else 0
+    num_bytes = PoolGeometry(layout, num_blocks, rank, size, num_state_slots=num_state_slots).num_bytes
     free_bytes = _free_bytes(model.device)
     if num_bytes > _MEMORY_SHARE * free_bytes:
         message = f"KV of {max(options.batches)} sequences takes {num_bytes >> 20} MiB; {free_bytes >> 20} MiB are free"
         raise ConfigInvalid(message, keys=["batch", "prompt-len"])
-    pool = KVPool(layout, num_blocks, model.device, rank=rank, size=size)
-    for layer in range(layout.num_layers):
-        _fill(pool.blocks(layer))
+    pool = KVPool(layout, num_blocks, model.device, rank=rank, size=size, num_state_slots=num_state_slots)
+    for index, layer in enumerate(layout.layers):
+        if not layer.is_state:  # an empty state is one, too, and random numbers would not count its tiles
+            _fill(pool.blocks(index))
     return pool
 
 
@@ -264,7 +272,8 @@ def identity(options: DecodeOptions, cell: DecodeCell) -> dict[str, Any]:
         "kv_dtype": options.kv_dtype.value,
         "kernels": options.implementation.value,
         "verification": options.verification,
-        "rate": options.rate,
+        "rates": options.rates,
+        "drafter": options.drafter,
         "temperature": options.temperature,
         "scheduling": cell.scheduling,
         "cuda_graphs": cell.has_graphs,
@@ -297,7 +306,8 @@ def floors(
             context_len=turn.context_len,
             num_ranks=num_ranks,
             quantization=options.quantization,
-            kv_item_bytes=ITEM_BYTES[model.kv_layout(BLOCK_SIZE).dtype],
+            layout=model.kv_layout(BLOCK_SIZE),
+            drafter=model.drafter_config,
         )
         found.append((num_bytes / gbps / 1e6, turn.tokens_per_step))
     a_token = spread("floor_ms", [step_ms / num_tokens for step_ms, num_tokens in found])

@@ -1,7 +1,7 @@
 """The least time a decode step can take on a device: what it must read, at the rate the device was measured to copy.
 
 Weights are counted once for every pass that needs them (the caches are smaller), the KV of each sequence once for each
-pass, activations not at all. Of a mixture of experts, those that uniform routing is expected to touch.
+pass, its state once, activations not at all. Of a mixture of experts, those that uniform routing is expected to touch.
 """
 
 import math
@@ -11,7 +11,9 @@ from statistics import median
 import torch
 
 from baton.core.numerics import Quantization
+from baton.kvcache.layout import KVLayout
 from baton.model.config import ModelConfig
+from baton.model.eagle_config import EagleConfig
 from baton.model.tensor_spec import tensor_spec
 
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
@@ -50,22 +52,24 @@ def step_bytes(
     context_len: float,
     num_ranks: int = 1,
     quantization: Quantization = Quantization.NONE,
-    kv_item_bytes: int | None = None,
+    layout: KVLayout,
+    drafter: EagleConfig | None = None,
 ) -> float:
     """Bytes that one step must read, at each rank of a group.
 
     Args:
         config: of the model.
-        dtype: of weights and KV, unless the next two say otherwise.
-        num_drafts: K; the MTP head runs K - 1 times to draft and once over what was accepted.
+        dtype: of weights.
+        num_drafts: K; the drafter runs K - 1 times to draft and once over what was accepted.
         batch: sequences.
         context_len: positions of each, on average.
         num_ranks: that share it all, but for rows of the embedding, which count for nothing.
         quantization: of the weights of products.
-        kv_item_bytes: of an element of KV; None: as the dtype's.
+        layout: of the pool. Of a state all is counted that a step may read, once.
+        drafter: of EAGLE-3, in place of the MTP head.
     """
     trunk = mtp = head = 0.0
-    for name, shape in tensor_spec(config, with_mtp=num_drafts > 0).required.items():
+    for name, shape in tensor_spec(config, with_mtp=num_drafts > 0 and drafter is None).required.items():
         is_quantized = quantization is Quantization.FP8 and name.endswith("_proj.weight")
         size = math.prod(shape) * (_FP8_BYTES if is_quantized else dtype.itemsize)
         if ".experts." in name:
@@ -79,12 +83,23 @@ def step_bytes(
             mtp += size
         else:
             trunk += size
-    layer = config.kv_layer("bfloat16")
-    layer_kv = batch * context_len * layer.num_heads * layer.num_parts * layer.row_len
-    num_head_passes = 1 + (num_drafts if config.draft_vocab_size is None else 0)
+    if drafter is not None:
+        mtp = sum(math.prod(shape) for shape in drafter.tensors().required.values()) * dtype.itemsize
+    has_own_head = drafter is not None or config.draft_vocab_size is not None
+    num_head_passes = 1 + (0 if has_own_head else num_drafts)
     weights = (trunk + num_drafts * mtp + num_head_passes * head) / num_ranks
-    kv = (config.num_layers + num_drafts) * layer_kv / (1 if layer.whole else num_ranks)
-    return weights + kv * (kv_item_bytes or dtype.itemsize)
+    return weights + _kept_bytes(layout, num_drafts, batch, context_len, num_ranks)
+
+
+def _kept_bytes(layout: KVLayout, num_drafts: int, batch: int, context_len: float, num_ranks: int) -> float:
+    """What a step reads of the pool."""
+    rows = [index for index, layer in enumerate(layout.layers) if not layer.is_state]
+    total = 0.0
+    for index, layer in enumerate(layout.layers):
+        one = layer.slot_bytes if layer.is_state else context_len * layer.num_heads * layer.head_bytes
+        num_passes = num_drafts if layout.has_mtp and index == rows[-1] else 1
+        total += num_passes * one / (1 if layer.whole else num_ranks)
+    return batch * total
 
 
 def _share_of_experts(config: ModelConfig, num_rows: int) -> float:

@@ -1,5 +1,7 @@
 """What `baton bench decode` was asked for, checked before anything is measured."""
 
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from baton.kvcache.pool import TORCH_DTYPES
 
 SCHEDULINGS: tuple[SchedulingName, ...] = ("sync", "async")
 VERIFICATIONS = ("synthetic", "coupled")
+DRAFTERS = ("mtp", "eagle3")
 BLOCK_SIZE = 16
 MAX_BATCH = 1024
 MAX_DRAFTS = 8
@@ -46,7 +49,8 @@ class DecodeOptions:
         steps: measured in each round of each cell.
         rounds: how often everything is measured.
         verification: "synthetic", or "coupled", which random weights never accept anything by.
-        rate: with synthetic: the chance of each draft once those before it stand.
+        rates: with synthetic: the chance of each draft once those before it stand; the last is that of all behind it.
+        drafter: "mtp": the shape's MTP head; "eagle3": a layer of its own, with a head of 32,000 tokens.
         temperature: of every sequence; 0 is greedy.
         seed: of weights, tokens, block ids and the order of cells.
     """
@@ -68,7 +72,8 @@ class DecodeOptions:
     steps: int = 32
     rounds: int = 5
     verification: str = "synthetic"
-    rate: float = 0.8
+    rates: tuple[float, ...] = (0.8,)
+    drafter: str = "mtp"
     temperature: float = 0.0
     seed: int = 0
 
@@ -81,7 +86,8 @@ class DecodeOptions:
     def verification_config(self) -> VerificationConfig:
         """Of all steps."""
         if self.verification == "synthetic":
-            return VerificationConfig.synthetic(*(self.rate ** (place + 1) for place in range(max(self.drafts))))
+            rates = (*self.rates, *self.rates[-1:] * MAX_DRAFTS)[: max(self.drafts)]
+            return VerificationConfig.synthetic(*itertools.accumulate(rates, operator.mul))
         return VerificationConfig()
 
 
@@ -104,7 +110,8 @@ def read_options(
     steps: int = 32,
     rounds: int = 5,
     verification: str = "synthetic",
-    rate: float = 0.8,
+    rate: str = "0.8",
+    drafter: str = "mtp",
     temperature: float = 0.0,
     seed: int = 0,
 ) -> DecodeOptions:
@@ -114,7 +121,7 @@ def read_options(
         ConfigInvalid: a name or a value that does not exist.
     """
     names = {"dtype": dtype, "numerics": numerics, "quantization": quantization, "kernels": kernels}
-    names |= {"kv-cache-dtype": kv_dtype, "verification": verification, "cuda-graphs": cuda_graphs}
+    names |= {"kv-cache-dtype": kv_dtype, "verification": verification, "cuda-graphs": cuda_graphs, "drafter": drafter}
     _require_known(names, scheduling.split(","), device)
     counts = {
         "layers": layers,
@@ -126,8 +133,6 @@ def read_options(
     for key, value in counts.items():
         if value is not None and value < 1:
             raise ConfigInvalid(f"--{key} {value}: it starts at 1", keys=[key])
-    if not 0.0 <= rate <= 1.0:
-        raise ConfigInvalid(f"--rate {rate:g}: a chance, from 0 to 1", keys=["rate"])
     if not 0.0 <= temperature <= MAX_TEMPERATURE:
         raise ConfigInvalid(f"--temperature {temperature:g}: from 0 to {MAX_TEMPERATURE:g}", keys=["temperature"])
     return DecodeOptions(
@@ -148,7 +153,8 @@ def read_options(
         steps=steps,
         rounds=rounds,
         verification=verification,
-        rate=rate,
+        rates=_chances(rate),
+        drafter=drafter,
         temperature=temperature,
         seed=seed,
     )
@@ -162,6 +168,7 @@ def _require_known(names: Mapping[str, str], schedulings: Sequence[str], device:
         "kv-cache-dtype": [kind.value for kind in KVDtype],
         "kernels": [kind.value for kind in Implementation],
         "verification": VERIFICATIONS,
+        "drafter": DRAFTERS,
         "cuda-graphs": tuple(_GRAPHS),
     }
     for name, value in names.items():
@@ -179,6 +186,17 @@ def _require_known(names: Mapping[str, str], schedulings: Sequence[str], device:
 def _one_of(key: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
         raise ConfigInvalid(f"--{key} {name}: there are {', '.join(known)}", keys=[key])
+
+
+def _chances(text: str) -> tuple[float, ...]:
+    """Those of `0.75,0.6,0.5`."""
+    try:
+        chances = tuple(map(float, text.split(",")))
+    except ValueError:
+        chances = (-1.0,)
+    if not all(0.0 <= chance <= 1.0 for chance in chances):
+        raise ConfigInvalid(f"--rate {text}: chances from 0 to 1, with commas", keys=["rate"])
+    return chances
 
 
 def _numbers(key: str, text: str, least: int, most: int) -> tuple[int, ...]:

@@ -41,7 +41,9 @@ def bench_kv(
 
 @app.command("decode")
 def bench_decode(
-    shape: Annotated[Text, _option("8b, 0.6b, 32b, 30b-a3b or tiny, with random weights  [8b; tiny on a CPU]")] = None,
+    shape: Annotated[
+        Text, _option("8b, 32b, llama-3.1-8b, ... or tiny, with random weights  [8b; tiny on a CPU]")
+    ] = None,
     layers: Annotated[Count, _option("so many layers of the shape  [all]")] = None,
     scheduling: Annotated[str, typer.Option(help="comma-separated: sync, async")] = "sync,async",
     mtp: Annotated[
@@ -52,7 +54,10 @@ def bench_decode(
     prompt_len: Annotated[int, typer.Option(help="positions before the first step")] = 1024,
     chunk_len: Annotated[int, typer.Option("--max-num-batched-tokens", help="prompt tokens per prefill step")] = 2048,
     verification: Annotated[str, typer.Option(help="synthetic: drafts stand by chance; or coupled")] = "synthetic",
-    rate: Annotated[float, typer.Option(help="with synthetic: of each draft once those before it stand")] = 0.8,
+    rate: Annotated[
+        str, typer.Option(help="with synthetic: of each draft once those before it stand: 0.75,0.6")
+    ] = "0.8",
+    drafter: Annotated[str, typer.Option(help="mtp: the shape's MTP head; eagle3: one layer, 32,000 tokens")] = "mtp",
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="rows computed alone")] = False,
     dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",

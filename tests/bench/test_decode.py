@@ -21,6 +21,7 @@ from baton.cluster.commands.bench import format_decode
 from baton.core.errors import ConfigInvalid
 from baton.engine.step.executor import ThreadExecutor
 from baton.engine.step.runner import Runner
+from baton.kvcache.layout import Keep, KVLayout, LayerLayout
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.tests.engine.graphs import graphed
@@ -73,9 +74,26 @@ def test_steps_are_measured_with_graphs_and_without(monkeypatch):
     assert format_decode(data).count("graphs") == 8
 
 
+@pytest.mark.fast
+def test_a_drafter_beside_the_model_is_measured_and_counted():
+    """Drafts stand as its chances say: 1 of the first, none of the second."""
+    asked = QUICK | {"layers": 3}
+    data = decode.bench_decode(read_options(**asked, batch="2", mtp="0,2", drafter="eagle3", rate="1,0"))
+    found = {row["mtp_k"]: row for row in data["rows"] if row["scheduling"] == "async"}
+    assert (found[0]["tokens_per_step"], found[2]["tokens_per_step"]) == (1.0, 2.0)
+    assert found[2]["drafter"] == "eagle3"
+    assert found[2]["step_floor_ms"] > found[0]["step_floor_ms"]
+
+
+@pytest.mark.parametrize("rate", ["1.5", "0.5,,0.2", "nan", "-0.1", "much"])
+def test_chances_that_are_none_are_refused(rate):
+    with pytest.raises(ConfigInvalid, match="--rate"):
+        read_options(**QUICK, rate=rate)
+
+
 def test_numbers_of_a_turn_belong_together(monkeypatch):
     """By a step whose time and tokens are known."""
-    options = read_options(**QUICK | {"steps": 5}, batch="2", mtp="3", rate=1.0)
+    options = read_options(**QUICK | {"steps": 5}, batch="2", mtp="3", rate="1.0")
     model = decode.load_shape(options)
     calls = []
 
@@ -128,15 +146,25 @@ def test_the_floor_counts_what_a_step_reads(tmp_path):
     config = ModelConfig.from_directory(path, made_weights="x")
     layer = 4096 * (32 + 8 + 8) * 128 + 4096 * 4096 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
     head, kv = 1000 * 4096, 2 * 8 * 128
-    plain = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=0, batch=3, context_len=100)
+
+    def step_bytes(num_drafts, dtype="bfloat16", **more):
+        layers = (config.kv_layer(dtype),) * (2 + (num_drafts > 0))
+        layout = KVLayout(model_hash="x", layers=layers, block_size=16, has_mtp=num_drafts > 0)
+        sizes = {"num_drafts": num_drafts, "batch": 3, "context_len": 100, "layout": layout}
+        return decode_floor.step_bytes(config, torch.bfloat16, **sizes | more)
+
+    plain = step_bytes(0)
     assert plain == 2 * (2 * layer + 4096 + head + 3 * 100 * 2 * kv)
     mtp = layer + 2 * 4096 * 4096 + 3 * 4096
-    drafting = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=2, batch=3, context_len=100)
+    drafting = step_bytes(2)
     assert drafting == 2 * (2 * layer + 4096 + 3 * head + 2 * mtp + 3 * 100 * 4 * kv)
-    halved = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=0, batch=3, context_len=100, num_ranks=2)
+    halved = step_bytes(0, num_ranks=2)
     assert halved == plain / 2
-    narrow = decode_floor.step_bytes(config, torch.bfloat16, num_drafts=0, batch=3, context_len=100, kv_item_bytes=1)
+    narrow = step_bytes(0, "float8_e4m3fn")
     assert plain - narrow == 3 * 100 * 2 * kv
+    state = LayerLayout(num_heads=4, num_parts=1, row_len=64, dtype="float32", keep=Keep.SNAPSHOT, length=16, ring=1)
+    layout = KVLayout(model_hash="x", layers=(config.kv_layer("bfloat16"),) * 2 + (state,), block_size=16)
+    assert step_bytes(0, layout=layout) - plain == 3 * state.slot_bytes
 
 
 @pytest.mark.fast
@@ -159,7 +187,10 @@ def test_the_floor_is_what_a_model_holds(tmp_path):
     )
     held = sum(tensor.numel() for tensor in tensors_of(model, set())) * 4
     # So many rows touch every expert; the rotary frequencies are no weights.
-    read = decode_floor.step_bytes(model.config, torch.float32, num_drafts=1, batch=10_000, context_len=0)
+    layout = model.kv_layout(16)
+    read = decode_floor.step_bytes(
+        model.config, torch.float32, num_drafts=1, batch=10_000, context_len=0, layout=layout
+    )
     head = model.config.vocab_size * model.config.hidden_size * 4
     assert math.isclose(read - head, held, rel_tol=1e-4)
 

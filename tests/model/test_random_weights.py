@@ -147,5 +147,8 @@ def test_published_shapes_are_served(tmp_path, name):
         "qwen1.5-moe-a2.7b": 14.3,
         "glm-4.5-air": 106.85,
         "deepseek-v3": 671.03,
+        "qwen2.5-7b": 7.62,
+        "llama-3.1-8b": 8.03,
+        "qwen3.5-35b-a3b": 34.66,
     }[name]
     assert num_weights / 1e9 == pytest.approx(billions, abs=0.05)
