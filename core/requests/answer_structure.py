@@ -17,6 +17,22 @@ STRUCTURE: Final = "structure"  # the kind of grammar
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG: Final = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+ARG_KEY, END_ARG_KEY = "<arg_key>", "</arg_key>"
+ARG_VALUE, END_ARG_VALUE = "<arg_value>", "</arg_value>"
+# Of DeepSeek and Kimi: what begins a section of calls and each call, parts a call's head from its arguments, and ends
+# a call and the section.
+DEEPSEEK_TAGS: Final = tuple(
+    f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")  # a wide bar, and the mark of a space
+    for words in ("tool calls begin", "tool call begin", "tool sep", "tool call end", "tool calls end")
+)
+KIMI_TAGS: Final = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+FENCE, END_FENCE = "```json", "```"  # around the arguments of DeepSeek-V3
 BARE_KEYS: Final = ("name", "parameters", "arguments", "type", "id")  # one of them comes first in a call without a tag
 MAX_TOOLS: Final = 1024
 TOOL_NAME: Final = r"^[A-Za-z0-9_.:-]{1,64}$"
@@ -34,7 +50,7 @@ class Thought(StrEnum):
 class ThoughtForm(StrEnum):
     """The tag that opens a thought."""
 
-    TAGS = "<think>"  # Qwen, DeepSeek
+    TAGS = "<think>"  # Qwen, DeepSeek, GLM
     BRACKETS = "[THINK]"  # Magistral
 
     @property
@@ -56,7 +72,9 @@ class Calls(StrEnum):
     REQUIRED = "required"  # and nothing else
 
 
-ToolCallParserName = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"]
+ToolCallParserName = Literal[
+    "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "glm45", "deepseek_v3", "deepseek_v31", "kimi_k2"
+]
 
 
 class CallForm(StrEnum):
@@ -67,6 +85,10 @@ class CallForm(StrEnum):
     LLAMA3_JSON = "llama3_json"  # {"name", "parameters"}, further ones behind a semicolon; or the same behind a tag
     MISTRAL = "mistral"  # [TOOL_CALLS][{"name", "arguments"}, ...]
     MISTRAL_ARGS = "mistral_args"  # [TOOL_CALLS]NAME[ARGS]{...}, again for each
+    GLM45 = "glm45"  # <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
+    DEEPSEEK_V3 = "deepseek_v3"  # in a section: function, tool_sep, NAME and a fence of {...}, for each
+    DEEPSEEK_V31 = "deepseek_v31"  # in a section: NAME, tool_sep and {...}, for each
+    KIMI_K2 = "kimi_k2"  # in a section: functions.NAME:INDEX and {...}, for each
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -79,7 +101,18 @@ class CallForm(StrEnum):
                 return (PYTHON_TAG,)
             case CallForm.MISTRAL | CallForm.MISTRAL_ARGS:
                 return (TOOL_CALLS, CALL_ID, ARGS)
+            case CallForm.GLM45:
+                return (CALL, END_CALL, ARG_KEY, END_ARG_KEY, ARG_VALUE, END_ARG_VALUE)
+            case CallForm.DEEPSEEK_V3 | CallForm.DEEPSEEK_V31:
+                return DEEPSEEK_TAGS
+            case CallForm.KIMI_K2:
+                return KIMI_TAGS
         return (CALL, END_CALL)
+
+    @property
+    def is_section(self) -> bool:
+        """Whether all calls stand in one section; its `marks` are then the five of `DEEPSEEK_TAGS`, or their like."""
+        return self in (CallForm.DEEPSEEK_V3, CallForm.DEEPSEEK_V31, CallForm.KIMI_K2)
 
 
 MARKS: Final = frozenset(mark for form in (*CallForm, *ThoughtForm) for mark in form.marks)
@@ -108,7 +141,7 @@ class AnswerStructure:
         calls: whether there are calls.
         tools: what may be called.
         parallel: more than one call.
-        form: how calls are written. A schema that Qwen3-Coder's tags cannot follow makes its calls Hermes'.
+        form: how calls are written. A schema that the tags of Qwen3-Coder or GLM cannot follow makes its calls Hermes'.
         tokens: of those of `MARKS` that the tokenizer adds to its vocabulary, which are written as one token; the
             others are spelled.
         text: the kind and text of the grammar that a text matches, where there are no calls; None: any text, with calls

@@ -13,10 +13,16 @@ from typing import Any, Final
 
 from baton.core.errors import InvalidGrammar
 from baton.core.requests.answer_structure import (
+    ARG_KEY,
+    ARG_VALUE,
     ARGS,
     BARE_KEYS,
     CALL_ID,
+    END_ARG_KEY,
+    END_ARG_VALUE,
     END_CALL,
+    END_FENCE,
+    FENCE,
     LIBRARY_KEY,
     STRUCTURE,
     AnswerStructure,
@@ -32,6 +38,7 @@ _NOTES: Final = frozenset(("type", "title", "description", "default", "examples"
 _TOP: Final = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _DEFINITIONS: Final = ("$defs", "definitions")
 _KEY: Final = re.compile(r"[^\s<>][^\r\n<>]{0,126}[^\s<>]|[^\s<>]")
+_ANY_KEY: Final = r"[^\s<>]([^\r\n<>]{0,126}[^\s<>])?"  # where no schema names them
 _END_PARAMETER: Final = "</parameter>"
 # A text that might be a call without a tag: its first key is one of a call's, or is spelled with escapes.
 _BARE_CALL: Final = rf'[ \t\r\n]*\{{[ \t\r\n,]*"(({"|".join(BARE_KEYS)})"|[^"]*\\)(?s:.*)'
@@ -57,6 +64,7 @@ class _Writer:
         self._part_text = part_text
         self._names: dict[str, str] = {}  # of grammars, by their text
         self._rules: list[str] = []
+        self._has_text_value = False
 
     def written(self, options: str) -> str:
         """All grammars."""
@@ -106,7 +114,8 @@ class _Writer:
         """Calls among any text."""
         structure = self._structure
         mark = structure.form.marks[0]
-        is_many = structure.parallel and structure.form is not CallForm.MISTRAL  # which has one list for all
+        has_one = structure.form is CallForm.MISTRAL or structure.form.is_section  # list or section for all calls
+        is_many = structure.parallel and not has_one
         many, more = ("(opening call)*", "(opening call)* ") if is_many else ("(opening call)?", "")
         text = f"/(?s:.+)/{_without([mark], '(?s:.*)')}"
         self._add_up_to("opening", mark)
@@ -155,6 +164,11 @@ class _Writer:
             case CallForm.MISTRAL_ARGS:
                 more = f" ({mark} call)*" if structure.parallel else ""
                 self._rules += [f"calls: {mark} call{more}", "call: tool"]
+            case CallForm.DEEPSEEK_V3 | CallForm.DEEPSEEK_V31 | CallForm.KIMI_K2:
+                _, begin, _, end, close = map(self._mark, structure.form.marks)
+                between = '"\\n" ' if structure.form is CallForm.DEEPSEEK_V3 else ""
+                more = f" ({between}one)*" if structure.parallel else ""
+                self._rules += [f"calls: {mark} call", f"call: one{more} {close}", f"one: {begin} tool {end}"]
             case _:
                 more = f' ("\\n" {mark} call)*' if structure.parallel else ""
                 self._rules += [f"calls: {mark} call{more}", f'call: "\\n"? tool "\\n"? {self._mark(END_CALL)}']
@@ -165,7 +179,7 @@ class _Writer:
 
     def _tool(self, at: int, tool: CallableTool) -> str:
         form = self._structure.form
-        if form is CallForm.QWEN3_CODER:
+        if form in (CallForm.QWEN3_CODER, CallForm.GLM45):
             rule = self._tagged(at, tool)
             if rule is not None:
                 return rule
@@ -178,10 +192,24 @@ class _Writer:
         else:
             arguments = self._named("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
         self._rules.append(f"arguments{at}: {arguments}")
+        if form.is_section:
+            return self._headed(at, tool)
         if form is CallForm.MISTRAL_ARGS:
             call_id = f"({self._mark(CALL_ID)} /[a-zA-Z0-9]{{9}}/)? " if CALL_ID in self._structure.tokens else ""
             return f"{_quoted(tool.name)} {call_id}{self._mark(ARGS)} arguments{at}"
         return f'{_quoted(self._head(tool))} arguments{at} "}}"'
+
+    def _headed(self, at: int, tool: CallableTool) -> str:
+        """A call of a section, without the tags around it."""
+        form = self._structure.form
+        apart = self._mark(form.marks[2])
+        match form:
+            case CallForm.DEEPSEEK_V3:
+                begin, end = _quoted(f"{tool.name}\n{FENCE}\n"), _quoted(f"\n{END_FENCE}")
+                return f'"function" {apart} {begin} arguments{at} {end}'
+            case CallForm.KIMI_K2:
+                return f"{_quoted(f'functions.{tool.name}:')} /[0-9]{{1,4}}/ {apart} arguments{at}"
+        return f"{_quoted(tool.name)} {apart} arguments{at}"
 
     def _head(self, tool: CallableTool) -> str:
         """A call in JSON up to the arguments."""
@@ -190,21 +218,42 @@ class _Writer:
 
     def _tagged(self, at: int, tool: CallableTool) -> str | None:
         """A call whose arguments are tags; None where these could not keep to the schema."""
-        begin = _quoted(f"<function={tool.name}>")
+        is_glm = self._structure.form is CallForm.GLM45
+        begin = _quoted(f"{tool.name}\n" if is_glm else f"<function={tool.name}>")
+        if tool.parameters is None and is_glm:
+            self._rules.append(f'any{at}: ({self._parameter()} {self._text_value()} "\\n")*')
+            return f"{begin} any{at}"
         if tool.parameters is None:
             self._rules.append(f"any{at}[lazy]: /(?s:.*)<\\/function>/")
             return f"{begin} any{at}"
         if not isinstance(tool.parameters, Mapping) or not _can_be_tagged(tool.parameters):
             return None
-        rule = f'{begin} "\\n"'
+        rule = begin if is_glm else f'{begin} "\\n"'
         required = tool.parameters.get("required", ())
         for key, schema in tool.parameters.get("properties", {}).items():
             value = self._value(schema, tool.parameters)
             if value is None:
                 return None
-            parameter = f'{_quoted(f"<parameter={key}>")} "\\n" {value} "\\n"'
+            parameter = f'{self._parameter(key)} {value} "\\n"'
             rule += f" {parameter}" if key in required else f" ({parameter})?"
-        return f'{rule} "</function>"'
+        return rule if is_glm else f'{rule} "</function>"'
+
+    def _parameter(self, key: str | None = None) -> str:
+        """A parameter up to its value; of any name, where that is None."""
+        if self._structure.form is CallForm.GLM45:
+            name = f"/{_ANY_KEY}/" if key is None else _quoted(key)
+            return f'{self._mark(ARG_KEY)} {name} {self._mark(END_ARG_KEY)} "\\n" {self._mark(ARG_VALUE)}'
+        return f'{_quoted(f"<parameter={key}>")} "\\n"'
+
+    def _text_value(self) -> str:
+        """Any text and the tag behind it."""
+        if not self._has_text_value:
+            self._has_text_value = True
+            if self._structure.form is CallForm.GLM45:
+                self._add_up_to("value", END_ARG_VALUE)
+            else:
+                self._rules.append(f"value[lazy]: /(?s:.*){_pattern(_END_PARAMETER)}/")
+        return "value"
 
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str | None:
         """A parameter's value and the tag behind it."""
@@ -213,12 +262,11 @@ class _Writer:
             if not schema.keys() <= _NOTES | {"enum", "const"} or ("enum" in schema and "const" in schema):
                 return None
             if options is None:
-                rule = f"value[lazy]: /(?s:.*){_pattern(_END_PARAMETER)}/"
-                self._rules += [] if rule in self._rules else [rule]
-                return "value"
-            if not all(isinstance(one, str) and one == one.strip() and _END_PARAMETER not in one for one in options):
+                return self._text_value()
+            end = END_ARG_VALUE if self._structure.form is CallForm.GLM45 else _END_PARAMETER
+            if not all(isinstance(one, str) and one == one.strip() and end not in one for one in options):
                 return None
-            return f'({" | ".join(map(_quoted, options))}) "\\n" {_quoted(_END_PARAMETER)}'
+            return f"({' | '.join(map(_quoted, options))}) {self._value_end()}"
         references = list(_references(schema))
         brought = tuple(f"#/{name}/" for name in _DEFINITIONS)
         if not isinstance(schema, Mapping | bool) or not all(one.startswith(brought) for one in references):
@@ -226,7 +274,13 @@ class _Writer:
         definitions = {name: root[name] for name in _DEFINITIONS if references and name in root}
         whole = schema if isinstance(schema, bool) else definitions | dict(schema)
         named = self._named("json_schema", json.dumps(whole, ensure_ascii=False))
-        return f'{named} "\\n" {_quoted(_END_PARAMETER)}'
+        return f"{named} {self._value_end()}"
+
+    def _value_end(self) -> str:
+        """What stands behind a value."""
+        if self._structure.form is CallForm.GLM45:
+            return self._mark(END_ARG_VALUE)
+        return f'"\\n" {_quoted(_END_PARAMETER)}'
 
     def _form(self, kind: str, text: str) -> str:
         """What a text matches, where it is no call."""

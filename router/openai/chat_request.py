@@ -23,6 +23,22 @@ from baton.router.openai.options import MAX_TOP_LOGPROBS, CommonOptions, Wire
 NEED_CONTENT = ("system", "developer", "user", "tool")  # what other roles mean is the template's business
 
 
+class CallArguments(dict[str, Any]):
+    """A call's arguments as a template reads them: an object, and JSON text where they are written or joined to text.
+
+    Published templates do either: those of DeepSeek add the arguments to a text.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, more: str) -> str:
+        return str(self) + more
+
+    def __radd__(self, before: str) -> str:
+        return before + str(self)
+
+
 class FunctionCall(Wire):
     """A call in an assistant's earlier message."""
 
@@ -220,5 +236,6 @@ def _call_data(call: ToolCall) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     # What a model wrote and what is not quite an object goes back to it as it was.
-    function = {"name": call.function.name, "arguments": arguments if isinstance(arguments, dict) else text}
+    given = CallArguments(arguments) if isinstance(arguments, dict) else text
+    function = {"name": call.function.name, "arguments": given}
     return {"id": call.id, "type": "function", "function": function}

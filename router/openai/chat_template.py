@@ -16,8 +16,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import ConfigInvalid, InvalidRequest, ModelFileDamaged
 from baton.core.requests.answer_structure import (
+    ARG_KEY,
     ARGS,
     CALL,
+    DEEPSEEK_TAGS,
+    FENCE,
+    KIMI_TAGS,
     PYTHON_TAG,
     TOOL_CALLS,
     CallForm,
@@ -130,6 +134,8 @@ class ChatTemplate:
                 message = "continue_final_message and add_generation_prompt exclude each other"
                 raise InvalidRequest(message, field="continue_final_message")
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _MARK}]
+        if self.call_form in (CallForm.DEEPSEEK_V3, CallForm.DEEPSEEK_V31):
+            messages = [_without_empty_text(message) for message in messages]
         template = self._templates.get(TOOL_USE if tools else "default") or self._templates["default"]
         values = self.special_tokens | (variables or {}) | {"messages": messages, "tools": tools or None}
         try:
@@ -161,12 +167,23 @@ def _call_form(text: str, parser: ToolCallParserName) -> CallForm:
         return says_mistral if parser == "mistral" else CallForm(parser)
     if TOOL_CALLS in text:
         return says_mistral
+    if KIMI_TAGS[0] in text:
+        return CallForm.KIMI_K2
+    if DEEPSEEK_TAGS[0] in text:
+        return CallForm.DEEPSEEK_V3 if FENCE in text else CallForm.DEEPSEEK_V31
+    if ARG_KEY in text:
+        return CallForm.GLM45
     if "<function=" in text:
         return CallForm.QWEN3_CODER
     is_llama_json = "<|start_header_id|>" in text and '"parameters": ' in text  # 3.2 names no tag
     if CALL not in text and (PYTHON_TAG in text or is_llama_json):
         return CallForm.LLAMA3_JSON
     return CallForm.HERMES
+
+
+def _without_empty_text(message: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek's first templates write calls only where the content is none."""
+    return message | {"content": None} if message.get("tool_calls") and message.get("content") == "" else message
 
 
 def _thought_form(text: str) -> ThoughtForm | None:

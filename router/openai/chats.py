@@ -185,7 +185,7 @@ class ChatChoice:
         reasoning: splits off thinking; None leaves it in the text.
         tools: splits off calls; None leaves them in the text.
         calls_finish: whether a call that ends the answer is its reason (`tool_calls`).
-        make_id: of a call.
+        make_id: of a call for which the model wrote none.
         shows_special: special tokens are part of the text, those around thoughts and calls among them.
     """
 
@@ -212,6 +212,7 @@ class ChatChoice:
         self._tools = tools
         self._calls_finish = calls_finish
         self._make_id = make_id
+        self._written_ids: set[str] = set()
         self._has_calls = False
         self._content = ""
         self._thoughts = ""
@@ -317,7 +318,7 @@ class ChatChoice:
         for at, name in parts.begun:
             if at == 0 or not only_first:
                 function = {"name": name, "arguments": ""}
-                calls[at] = {"index": at, "id": self._make_id(), "type": "function", "function": function}
+                calls[at] = {"index": at, "id": self._id(parts.ids.get(at)), "type": "function", "function": function}
         for at, arguments in parts.arguments:
             if at == 0 or not only_first:
                 call = calls.setdefault(at, {"index": at, "function": {"arguments": ""}})
@@ -325,6 +326,13 @@ class ChatChoice:
         if calls:
             self._has_calls = True
             delta["tool_calls"] = list(calls.values())
+
+    def _id(self, written: str | None) -> str:
+        """Of a call: the one that the model wrote, if it is the first to have it."""
+        if written is None or written in self._written_ids:
+            return self._make_id()
+        self._written_ids.add(written)
+        return written
 
     def _reason(self, reason: str) -> str:
         return "tool_calls" if reason == "stop" and self._has_calls and self._calls_finish else reason

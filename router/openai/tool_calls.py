@@ -3,16 +3,30 @@
 The forms are those of `CallForm`. Qwen's models write calls as `<tool_call>` JSON `</tool_call>` among their text
 (Hermes' form), and Qwen3-Coder writes functions and parameters as further tags. Llama 3 writes JSON alone or behind
 `<|python_tag|>`; Mistral's models write `[TOOL_CALLS]`, and behind it a list of JSON objects, or names and arguments.
+GLM writes a name, and keys and values as tags. DeepSeek and Kimi have one section for all calls, with tags of its own.
 """
 
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Protocol
 
-from baton.core.requests.answer_structure import ARGS, BARE_KEYS, CALL, CALL_ID, END_CALL, CallForm
+from baton.core.requests.answer_structure import (
+    ARG_KEY,
+    ARG_VALUE,
+    ARGS,
+    BARE_KEYS,
+    CALL,
+    CALL_ID,
+    END_ARG_KEY,
+    END_ARG_VALUE,
+    END_CALL,
+    END_FENCE,
+    FENCE,
+    CallForm,
+)
 
 NAME: Final = "name"
 ARGUMENTS: Final = ("arguments", "parameters")
@@ -196,6 +210,7 @@ class _TagState(Enum):
     NAME = "name"
     BODY = "body"  # a parameter's tag, or the end
     KEY = "key"
+    BEFORE_VALUE = "before value"
     VALUE = "value"
     DONE = "done"
     BROKEN = "broken"
@@ -251,9 +266,8 @@ class TaggedCallReader:
             case _TagState.VALUE:
                 self._value.append(character)
                 if character == ">" and "".join(self._value[-len(END_PARAMETER) :]) == END_PARAMETER:
-                    self._argument("".join(self._value[: -len(END_PARAMETER)]))
-                    self._value.clear()
-                    self._state = _TagState.BODY
+                    value = "".join(self._value[: -len(END_PARAMETER)])
+                    self._argument(value.removeprefix("\n").removesuffix("\n"))
                 return True
         return False
 
@@ -292,23 +306,119 @@ class TaggedCallReader:
         return False
 
     def _argument(self, text: str) -> None:
-        text = text.removeprefix("\n").removesuffix("\n")
         self._arguments += ", " if self._keys else "{"
         self._arguments += f"{json.dumps(self._key, ensure_ascii=False)}: {self._json(text)}"
         self._keys.add(self._key)
+        self._value.clear()
+        self._state = _TagState.BODY
 
     def _json(self, text: str) -> str:
-        schema = self._schemas.get(self.name or "", {}).get("properties")
-        kind = schema.get(self._key) if isinstance(schema, Mapping) else None
-        if not (isinstance(kind, Mapping) and kind.get("type") == "string"):
-            try:
-                return json.dumps(json.loads(text, parse_constant=_no_number), ensure_ascii=False)
-            except (ValueError, RecursionError):
-                pass  # bare text
-        return json.dumps(text, ensure_ascii=False)
+        schemas = self._schemas.get(self.name or "", {}).get("properties")
+        types = _types(schemas.get(self._key)) if isinstance(schemas, Mapping) else set()
+        return json.dumps(text, ensure_ascii=False) if types == {"string"} else _typed(text, types)
 
     def _close(self) -> None:
         self._arguments += "}" if self._keys else "{}"
+
+
+_JSON_TYPES: Final[tuple[tuple[type, str], ...]] = (  # a bool is an int, so that it comes first
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (list, "array"),
+    (dict, "object"),
+    (type(None), "null"),
+)
+_BOOLEANS: Final = {"True": "true", "False": "false"}  # as Python writes them
+
+
+def _types(schema: Any, *, is_option: bool = False) -> set[str]:
+    """The JSON types that a schema names, in itself or in its options; none if it leaves the type open."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return {named}
+    if isinstance(named, list):
+        return {one for one in named if isinstance(one, str)}
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if is_option or not isinstance(options, list):
+        return set()
+    found = [_types(one, is_option=True) for one in options]
+    return set().union(*found) if all(found) else set()
+
+
+def _typed(text: str, types: Collection[str]) -> str:
+    """A bare value as JSON: what the text says in JSON if it may be of that type, and else the text."""
+    if "boolean" in types and text.strip() in _BOOLEANS:
+        return _BOOLEANS[text.strip()]
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()  # half a surrogate pair cannot be sent
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    found = next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "string")
+    is_other = found not in types and not (found == "integer" and "number" in types)
+    if "string" in types and is_other:
+        return json.dumps(text, ensure_ascii=False)
+    return written
+
+
+class PairCallReader(TaggedCallReader):
+    """Reads a name, and keys and values in tags, up to the tag that closes the call, which is left unread (GLM)."""
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(schemas)
+        self._state = _TagState.NAME
+        self._head = ""  # the name, until a tag shows that this is a call
+
+    def feed(self, character: str) -> bool:
+        """Take one character; False if it does not belong to the call, which has then ended or is broken."""
+        match self._state:
+            case _TagState.NAME:
+                return self._read_name(character)
+            case _TagState.BODY:
+                return self._read_body(character)
+            case _TagState.KEY:
+                return self._read_key(character)
+            case _TagState.BEFORE_VALUE:
+                return self._tag(character, {ARG_VALUE: _TagState.VALUE})
+            case _TagState.VALUE:
+                self._value.append(character)
+                if character == ">" and "".join(self._value[-len(END_ARG_VALUE) :]) == END_ARG_VALUE:
+                    self._argument("".join(self._value[: -len(END_ARG_VALUE)]))
+                return True
+        return False
+
+    def _read_name(self, character: str) -> bool:
+        if character != "<" and not (character == "\n" and self._text.strip()):
+            self._text += character
+            return len(self._text) <= MAX_NAME_LEN or self._break()
+        self._head = self._text.strip()
+        if _NAME.fullmatch(self._head) is None:
+            return self._break()
+        self._text, self._state = "", _TagState.BODY
+        return character == "\n" or self._read_body(character)
+
+    def _read_body(self, character: str) -> bool:
+        if not self._tag(character, {ARG_KEY: _TagState.KEY, END_CALL: _TagState.DONE}):
+            return False
+        if self._state is not _TagState.BODY:
+            self.name = self._head
+        if self.is_done:
+            self._unread = END_CALL
+        return True
+
+    def _read_key(self, character: str) -> bool:
+        self._text += character
+        if not self._text.endswith(END_ARG_KEY):
+            return len(self._text) < MAX_NAME_LEN + len(END_ARG_KEY) or self._break()
+        self._key = self._text.removesuffix(END_ARG_KEY).strip()
+        if self._key in self._keys:
+            return self._break()
+        self._text, self._state = "", _TagState.BEFORE_VALUE
+        return True
 
 
 class EitherCallReader:
@@ -316,10 +426,13 @@ class EitherCallReader:
 
     Args:
         schemas: as for `TaggedCallReader`.
+        tagged: what reads it in tags.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self._reader: CallReader | TaggedCallReader = TaggedCallReader(schemas)
+    def __init__(
+        self, schemas: Mapping[str, Mapping[str, Any]], tagged: type[TaggedCallReader] = TaggedCallReader
+    ) -> None:
+        self._reader: CallReader | TaggedCallReader = tagged(schemas)
         self._has_begun = False
 
     @property
@@ -498,6 +611,102 @@ class NamedCallReader:
 
 _NAME: Final = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_LEN - 2}}}")  # a string of its length fits `CallReader`
 _ID: Final = re.compile(r"[A-Za-z0-9_-]")
+MAX_HEAD_LEN: Final = MAX_NAME_LEN + 64  # characters of a call of a section before its arguments
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """How calls of one section are written.
+
+    Attributes:
+        tags: what begins a call, ends it, and ends the section.
+        fence: may stand between the arguments and the end of a call.
+        head: what stands before a call's arguments; it has the group `name`, and `id` if the model writes ids.
+    """
+
+    tags: tuple[str, str, str]
+    fence: str
+    head: re.Pattern[str]
+
+
+def _section(form: CallForm) -> _Section:
+    _, begin, apart, end, close = form.marks
+    return _Section((begin, end, close), END_FENCE if form is CallForm.DEEPSEEK_V3 else "", _head(form, apart))
+
+
+def _head(form: CallForm, apart: str) -> re.Pattern[str]:
+    name = rf"(?P<name>{_NAME.pattern})"
+    match form:
+        case CallForm.DEEPSEEK_V3:
+            return re.compile(rf"\s*function\s*{re.escape(apart)}\s*{name}\s*(?:{FENCE}\s*)?")
+        case CallForm.KIMI_K2:
+            return re.compile(rf"\s*(?P<id>(?:functions\.)?{name}:[0-9]+)\s*{re.escape(apart)}\s*")
+    return re.compile(rf"\s*{name}\s*{re.escape(apart)}\s*")
+
+
+class HeadedCallReader:
+    """Reads what stands before a call's arguments, and the arguments, which are an object.
+
+    Args:
+        head: see `_Section`.
+
+    Attributes:
+        id: of the call, once the name is known; None if the model writes none.
+    """
+
+    def __init__(self, head: re.Pattern[str]) -> None:
+        self.id: str | None = None
+        self._pattern = head
+        self._reader = CallReader()  # of the same call in JSON
+        self._head: list[str] = []
+        self._is_broken = False
+
+    @property
+    def name(self) -> str | None:
+        """The function's, once the arguments begin."""
+        return self._reader.name
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the arguments are closed."""
+        return self._reader.is_done
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is no call."""
+        return self._is_broken or self._reader.is_broken
+
+    def arguments(self) -> str:
+        """The arguments read since the last time."""
+        return self._reader.arguments()
+
+    def take_unread(self) -> str:
+        """As of `CallReader`."""
+        return ""
+
+    def feed(self, character: str) -> bool:
+        """Take one character; False if it does not belong to the call, which has then ended or is broken."""
+        if self.name is None:
+            self._read_head(character)
+            return not self.is_broken
+        if not self._reader.feed(character):
+            return False
+        if self._reader.is_between:
+            self._reader.feed("}")
+        return True
+
+    def _read_head(self, character: str) -> None:
+        if character != "{":
+            self._is_broken = len(self._head) >= MAX_HEAD_LEN
+            self._head.append(character)
+            return
+        found = self._pattern.fullmatch("".join(self._head))
+        if found is None:
+            self._is_broken = True
+            return
+        self.id = found.groupdict().get("id")
+        for one in f'{{"{NAME}": "{found["name"]}", "{ARGUMENTS[0]}": {{':
+            self._reader.feed(one)
 
 
 def _no_number(name: str) -> float:
@@ -540,11 +749,13 @@ class CallParts:
         content: text outside calls.
         begun: (number, name) of calls that have begun.
         arguments: (number, more of its arguments).
+        ids: of calls that have begun, by number, where the model wrote one.
     """
 
     content: str
     begun: list[tuple[int, str]]
     arguments: list[tuple[int, str]]
+    ids: dict[int, str] = field(default_factory=dict)
 
 
 class CallFormReader(Protocol):
@@ -879,6 +1090,78 @@ class MistralCalls(_MarkedCalls):
         return self._no_call(parts)
 
 
+class SectionCalls(_MarkedCalls):
+    """Calls of one section, each between tags of its own.
+
+    Args:
+        form: of DeepSeek or Kimi.
+    """
+
+    def __init__(self, form: CallForm) -> None:
+        super().__init__(form.marks[0])
+        self._section = _SECTIONS[form]
+        self._is_fenced = False  # a fence has closed behind the arguments
+
+    def finish(self) -> CallParts:
+        """What was withheld at the end: behind a call that is what could have become tags, and nothing else."""
+        parts = super().finish()
+        return CallParts("", [], []) if self._step in (self._behind_call, self._behind_end) else parts
+
+    def _behind_mark(self, parts: CallParts) -> bool:
+        begin, _, _ = self._section.tags
+        tag = self._next(begin)
+        if tag is None:
+            return self._no_call(parts)
+        return bool(tag) and self._begin(HeadedCallReader(self._section.head))
+
+    def _call(self, parts: CallParts) -> bool:
+        reader = self._calls.reader
+        assert isinstance(reader, HeadedCallReader)
+        goes_on = super()._call(parts)
+        if reader.id is not None:
+            parts.ids |= {number: reader.id for number, _ in parts.begun[-1:] if number not in parts.ids}
+        return goes_on
+
+    def _behind_call(self, parts: CallParts) -> bool:
+        _, end, _ = self._section.tags
+        fences = [self._section.fence] if self._section.fence and not self._is_fenced else []
+        tag = self._next(end, *fences)
+        if not tag:
+            return False if tag is not None else self._left()
+        self._is_fenced = tag != end
+        if tag == end:
+            self._raw, self._step = [], self._behind_end
+        return True
+
+    def _behind_end(self, parts: CallParts) -> bool:
+        begin, _, close = self._section.tags
+        tag = self._next(begin, close)
+        if not tag:
+            return False if tag is not None else self._left()
+        if tag == begin:
+            return self._begin(HeadedCallReader(self._section.head))
+        self._raw, self._after_call, self._step = [], True, self._text
+        return True
+
+    def _left(self) -> bool:
+        """The section has been left without its end: what follows is text."""
+        self._held = "".join(self._raw) + self._held
+        self._raw, self._after_call, self._is_fenced, self._step = [], True, False, self._text
+        return True
+
+    def _next(self, *tags: str) -> str | None:
+        """Hold and return the tag that is next; nothing if it has not come in full, None if it is none of these."""
+        self._skip(_SPACE)
+        found = next((tag for tag in tags if self._held.startswith(tag)), None)
+        if found is None:
+            return "" if any(tag.startswith(self._held) for tag in tags) else None
+        self._take(len(found))
+        return found
+
+
+_SECTIONS: Final = {form: _section(form) for form in CallForm if form.is_section}
+
+
 def calls_of(form: CallForm, schemas: Mapping[str, Mapping[str, Any]]) -> Splitter:
     """What splits the calls of one answer off its text.
 
@@ -893,7 +1176,12 @@ def calls_of(form: CallForm, schemas: Mapping[str, Mapping[str, Any]]) -> Splitt
             return LlamaCalls(schemas.keys())
         case CallForm.MISTRAL | CallForm.MISTRAL_ARGS:
             return MistralCalls()
+        case CallForm.GLM45:
+            return TaggedCalls(lambda: EitherCallReader(schemas, PairCallReader))
+        case CallForm.DEEPSEEK_V3 | CallForm.DEEPSEEK_V31 | CallForm.KIMI_K2:
+            return SectionCalls(form)
     return TaggedCalls()
 
 
-READ_BY_TOOLS: Final = frozenset((CallForm.QWEN3_CODER, CallForm.LLAMA3_JSON))  # by their schemas, or their names
+# By their schemas, or their names.
+READ_BY_TOOLS: Final = frozenset((CallForm.QWEN3_CODER, CallForm.GLM45, CallForm.LLAMA3_JSON))

@@ -14,6 +14,8 @@ import pytest
 
 from baton.core.errors import InvalidGrammar
 from baton.core.requests.answer_structure import (
+    DEEPSEEK_TAGS,
+    KIMI_TAGS,
     AnswerStructure,
     CallableTool,
     CallForm,
@@ -28,7 +30,7 @@ from baton.engine.grammar.grammar import GrammarCompiler
 from baton.router.openai.reasoning import ReasoningSplitter
 from baton.router.openai.tool_calls import calls_of
 from baton.tests.e2e.conftest import TINY
-from baton.tests.router.openai.tokenizers_of_families import llama, mistral, of_bytes, qwen
+from baton.tests.router.openai.tokenizers_of_families import deepseek, kimi, llama, mistral, of_bytes, qwen
 
 pytestmark = pytest.mark.fast
 ARGUMENTS = {
@@ -65,6 +67,26 @@ def ids_of(*calls):
     return args_of(*calls).replace("[ARGS]", "[CALL_ID]a1B2c3D4e[ARGS]")
 
 
+def section_of(tags, calls, write, between=""):
+    first, begin, apart, end, last = tags
+    return first + between.join(f"{begin}{write(at, *call, apart)}{end}" for at, call in enumerate(calls)) + last
+
+
+def v3_of(*calls):
+    def written(_, name, text, apart):
+        return f"function{apart}{name}\n```json\n{text}\n```"
+
+    return section_of(DEEPSEEK_TAGS, calls, written, between="\n")
+
+
+def v31_of(*calls):
+    return section_of(DEEPSEEK_TAGS, calls, lambda _, name, text, apart: f"{name}{apart}{text}")
+
+
+def kimi_of(*calls):
+    return section_of(KIMI_TAGS, calls, lambda at, name, text, apart: f"functions.{name}:{at}{apart}{text}")
+
+
 def tagged_of(*calls):
     return f"<|python_tag|>{llama_of(*calls)}"
 
@@ -90,6 +112,12 @@ FORMS = {
     "mistral args": (CallForm.MISTRAL_ARGS, mistral, (args_of, ids_of)),
     "mistral args, text": (CallForm.MISTRAL_ARGS, qwen, (args_of,)),
     "mistral args, tokens of several characters": (CallForm.MISTRAL_ARGS, tiny, (args_of,)),
+    "deepseek v3": (CallForm.DEEPSEEK_V3, deepseek, (v3_of,)),
+    "deepseek v3, text": (CallForm.DEEPSEEK_V3, qwen, (v3_of,)),
+    "deepseek v3.1": (CallForm.DEEPSEEK_V31, deepseek, (v31_of,)),
+    "deepseek v3.1, tokens of several characters": (CallForm.DEEPSEEK_V31, tiny, (v31_of,)),
+    "kimi": (CallForm.KIMI_K2, kimi, (kimi_of,)),
+    "kimi, text": (CallForm.KIMI_K2, qwen, (kimi_of,)),
 }
 COMPILERS: dict = {}
 
@@ -171,6 +199,7 @@ SENTENCES = ("", "so", ' {"ok":true} ', "[1]", "{", '{"n', "; ", "[TOOL_C", "<|p
 PIECES = (
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<tool_call>", "</tool_call>", "; ", ", ", "[", "]"),
     *("{", "}", '"', ":", "\n", "f", "free", '{"name": "f"', '"parameters": {', '"type": ', "\\u006e", "1"),
+    *("functions.", "function", "```json\n", "\n```", *DEEPSEEK_TAGS, *KIMI_TAGS),
 )
 
 
@@ -205,7 +234,7 @@ def test_what_the_grammar_takes_reads_back(name, kind):
     assert takes(name, structure, '{"ok":true}') == (structure.calls is Calls.AUTO)
     assert takes(name, structure, "so") == (kind in ("auto", "auto, one"))
     num_taken = 0
-    for _ in range(60):
+    for _ in range(100):
         text = draw.choice(texts)
         for _ in range(draw.choice((0, 0, 1, 1, 2))):
             text = mutant(draw, text)
@@ -249,7 +278,9 @@ def tokens_of(make, *forms):
     return {mark: at for mark, at in make().added_tokens.items() if mark in marks}
 
 
-@pytest.mark.parametrize("name", ["mistral", "mistral args", "mistral args, text", "llama", "hermes"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "mistral args", "mistral args, text", "llama", "hermes", "deepseek v3", "kimi"]
+)
 @pytest.mark.parametrize("form", ThoughtForm)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thought_comes_first(name, form, kind):
@@ -328,7 +359,9 @@ def spelled(tokenizer, text):
     return [token for character in text for token in tokenizer.encode(character)]
 
 
-@pytest.mark.parametrize("name", ["hermes", "hermes, special", "llama", "mistral", "mistral args"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "hermes, special", "llama", "mistral", "mistral args", "deepseek v3", "kimi"]
+)
 def test_no_text_spells_a_tag_that_is_a_token(name):
     """It would be read as a call, or as the end of a thought."""
     form, make, (*_, write) = FORMS[name]

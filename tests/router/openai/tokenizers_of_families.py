@@ -8,10 +8,13 @@ from functools import cache
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from baton.core.requests.answer_structure import DEEPSEEK_TAGS, KIMI_TAGS, CallForm
 from baton.core.requests.tokenizer import Tokenizer, _byte_characters
 
 LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>")
 MISTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
+DEEPSEEK = ("<eos>", *DEEPSEEK_TAGS)
+KIMI = ("<|im_end|>", *KIMI_TAGS)
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -60,3 +63,22 @@ def sentencepiece():
 def qwen():
     """Qwen: no BOS; the tags of a call are added tokens, and not special ones."""
     return of_bytes(QWEN, ("<tool_call>", "</tool_call>", "<think>", "</think>"), ends=("<|im_end|>",))
+
+
+@cache
+def glm():
+    """GLM-4.5: the tags of calls, keys and values are added tokens, and not special ones."""
+    tags = ("<think>", "</think>", "/nothink", *CallForm.GLM45.marks)
+    return of_bytes(("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"), tags, ends=("<|user|>",))
+
+
+@cache
+def deepseek():
+    """DeepSeek: the tags of calls are added tokens; those of a thought, too."""
+    return of_bytes(DEEPSEEK[:1], (*DEEPSEEK[1:], "<think>", "</think>"), ends=DEEPSEEK[:1])
+
+
+@cache
+def kimi():
+    """Kimi-K2: the tags of calls are special tokens."""
+    return of_bytes(KIMI, ends=KIMI[:1])
