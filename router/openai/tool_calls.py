@@ -393,8 +393,10 @@ class PairCallReader(TaggedCallReader):
 
     def _read_name(self, character: str) -> bool:
         if character != "<" and not (character == "\n" and self._text.strip()):
+            if len(self._text) >= MAX_NAME_LEN:
+                return self._break()
             self._text += character
-            return len(self._text) <= MAX_NAME_LEN or self._break()
+            return True
         self._head = self._text.strip()
         if _NAME.fullmatch(self._head) is None:
             return self._break()
@@ -411,13 +413,14 @@ class PairCallReader(TaggedCallReader):
         return True
 
     def _read_key(self, character: str) -> bool:
-        self._text += character
-        if not self._text.endswith(END_ARG_KEY):
-            return len(self._text) < MAX_NAME_LEN + len(END_ARG_KEY) or self._break()
-        self._key = self._text.removesuffix(END_ARG_KEY).strip()
-        if self._key in self._keys:
+        text = self._text + character
+        key = text.removesuffix(END_ARG_KEY).strip()
+        if len(key) > MAX_NAME_LEN + len(END_ARG_KEY) or (text.endswith(END_ARG_KEY) and key in self._keys):
             return self._break()
-        self._text, self._state = "", _TagState.BEFORE_VALUE
+        if text.endswith(END_ARG_KEY):
+            self._key, self._text, self._state = key, "", _TagState.BEFORE_VALUE
+        else:
+            self._text = text
         return True
 
 

@@ -6,21 +6,27 @@ import openai
 import pytest
 
 from baton.core.errors import ConfigInvalid
-from baton.core.requests.answer_structure import AnswerStructure, CallForm, ThoughtForm
+from baton.core.requests.answer_structure import DEEPSEEK_TAGS, KIMI_TAGS, AnswerStructure, CallForm, ThoughtForm
 from baton.router.openai.chat_template import ChatTemplate
 from baton.tests.router.openai.served import MODEL, sent_to, served
 from baton.tests.router.openai.templates_of_families import (
+    DEEPSEEK_R1,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM,
     HERMES,
+    KIMI,
     LLAMA,
     MAGISTRAL,
     MISTRAL,
     MISTRAL_ARGS,
+    QWEN35,
     QWEN_THINKING,
     R1,
 )
 from baton.tests.router.openai.test_chat import chat, joined, streamed
 from baton.tests.router.openai.test_errors import post
-from baton.tests.router.openai.tokenizers_of_families import llama, mistral, of_bytes, qwen
+from baton.tests.router.openai.tokenizers_of_families import deepseek, glm, kimi, llama, mistral, of_bytes, qwen
 
 pytestmark = pytest.mark.fast
 HI = [{"role": "user", "content": "hi"}]
@@ -59,10 +65,41 @@ def args_of(*calls):
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for name, text in calls)
 
 
+def pairs_of(*calls):
+    written = [(name, json.loads(text)["in"]) for name, text in calls]
+    return "\n".join(
+        f"<tool_call>{name}\n<arg_key>in</arg_key>\n<arg_value>{city}</arg_value>\n</tool_call>"
+        for name, city in written
+    )
+
+
+def v3_of(*calls):
+    first, begin, apart, end, last = DEEPSEEK_TAGS
+    written = (f"{begin}function{apart}{name}\n```json\n{text}\n```{end}" for name, text in calls)
+    return first + "\n".join(written) + last
+
+
+def v31_of(*calls):
+    first, begin, apart, end, last = DEEPSEEK_TAGS
+    return first + "".join(f"{begin}{name}{apart}{text}{end}" for name, text in calls) + last
+
+
+def kimi_of(*calls, index=0):
+    first, begin, apart, end, last = KIMI_TAGS
+    written = (f"{begin}functions.{name}:{index + at}{apart}{text}{end}" for at, (name, text) in enumerate(calls))
+    return first + "".join(written) + last
+
+
 # A template, its tokenizer, an answer of two calls, and the text of it.
 ANSWERS = {
     "hermes": (HERMES, qwen, "Well.\n" + hermes_of(ROME, OSLO), "Well."),
     "qwen3 coder": (HERMES + "{# <function= #}", qwen, f"Well.\n{coder_of(ROME, OSLO)}", "Well."),
+    "qwen3.5": (QWEN35, qwen, f"</think>\n\nWell.\n{coder_of(ROME, OSLO)}", "Well."),
+    "glm": (GLM, glm, f"\n<think></think>\nWell.\n{pairs_of(ROME, OSLO)}", "Well."),
+    "deepseek v3": (DEEPSEEK_V3, deepseek, f"Well.\n\n{v3_of(ROME, OSLO)}", "Well."),
+    "deepseek r1": (DEEPSEEK_R1, deepseek, f"</think>\n\n{v3_of(ROME, OSLO)}", None),
+    "deepseek v3.1": (DEEPSEEK_V31, deepseek, f"Well.{v31_of(ROME, OSLO)}", "Well."),
+    "kimi": (KIMI, kimi, f"Well.{kimi_of(ROME, OSLO)}", "Well."),
     "llama": (LLAMA, llama, llama_of(ROME, OSLO), None),
     "llama, with the tag": (LLAMA, llama, "<|python_tag|>" + llama_of(ROME, OSLO), None),
     "llama, text before the tag": (LLAMA, llama, "Well.\n<|python_tag|>" + llama_of(ROME, OSLO), "Well."),
@@ -118,6 +155,10 @@ async def test_calls_of_each_form(name):
         (LLAMA, llama, '{"temperature": 20}'),
         (MISTRAL, mistral, '[{"name": "weather", "arguments": {}}]'),
         (MISTRAL_ARGS, mistral, 'weather {"in": "Rome"}'),
+        (GLM, glm, "<tool_call>no call</tool_call>"),
+        (DEEPSEEK_V3, deepseek, v31_of(ROME)),
+        (DEEPSEEK_V31, deepseek, v3_of(ROME)),
+        (KIMI, kimi, kimi_of(ROME).replace(":0", "")),
     ],
 )
 async def test_an_answer_that_is_no_call_is_text(template, make, text):
@@ -168,6 +209,64 @@ async def test_a_conversation_goes_on_with_the_ids_that_were_made(template):
             await chat(client, more, tools=TOOLS)
 
 
+@pytest.mark.asyncio
+async def test_calls_of_kimi_keep_the_ids_that_the_model_wrote():
+    async with served(KIMI, tokenizer=kimi()) as (running, client):
+        running.script.answer = kimi_of(ROME, OSLO, index=3)
+        message = (await chat(client, HI, tools=TOOLS)).choices[0].message
+        assert [call.id for call in message.tool_calls] == ["functions.weather:3", "functions.tree:4"]
+        deltas = [chunk.choices[0].delta for chunk in await streamed(client, HI, tools=TOOLS) if chunk.choices]
+        ids = [call.id for delta in deltas for call in delta.tool_calls or () if call.id]
+        assert ids == ["functions.weather:3", "functions.tree:4"]
+        more = [*HI, message.model_dump(exclude_none=True)]
+        more += [{"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in message.tool_calls]
+        await chat(client, more, tools=TOOLS)
+        prompt = kimi().stream(skip_special_tokens=False)
+        text = "".join(map(prompt.push, sent_to(running)[-1].prompt_token_ids))
+        assert kimi_of(ROME, OSLO, index=3) in text
+        assert "## Return of functions.tree:4\nsun" in text
+        running.script.answer = kimi_of(ROME) + kimi_of(ROME)
+        first, second = (await chat(client, HI, tools=TOOLS)).choices[0].message.tool_calls
+        assert first.id == "functions.weather:0"
+        assert second.id.startswith("call_"), "an id is of one call"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("template", "make", "write"),
+    [(DEEPSEEK_V3, deepseek, v3_of), (DEEPSEEK_V31, deepseek, v31_of), (GLM, glm, pairs_of), (QWEN35, qwen, coder_of)],
+)
+async def test_calls_and_results_go_back_into_the_prompt(template, make, write):
+    async with served(template, tokenizer=make()) as (running, client):
+        running.script.answer = f"</think>{write(ROME, OSLO)}" if template == QWEN35 else write(ROME, OSLO)
+        message = (await chat(client, HI, tools=TOOLS)).choices[0].message
+        for content in (None, ""):
+            called = {
+                "role": "assistant",
+                "content": content,
+                "tool_calls": [c.model_dump() for c in message.tool_calls],
+            }
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sun"}
+            await chat(client, [*HI, called, result], tools=TOOLS)
+            prompt = make().stream(skip_special_tokens=False)
+            text = "".join(map(prompt.push, sent_to(running)[-1].prompt_token_ids))
+            assert write(ROME, OSLO) in text
+            assert "sun" in text
+
+
+@pytest.mark.asyncio
+async def test_without_thinking_glm_is_told_so_and_begins_no_thought():
+    async with served(GLM, tokenizer=glm()) as (running, client):
+        more = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}, "tool_choice": "required"}
+        running.script.answer = pairs_of(ROME)
+        message = (await chat(client, HI, tools=TOOLS, **more)).choices[0].message
+        assert [call.function.arguments for call in message.tool_calls] == [ROME[1]]
+        prompt = glm().decode(sent_to(running)[-1].prompt_token_ids)
+        assert "hi/nothink" in prompt
+        structure = AnswerStructure.from_json(sent_to(running)[-1].sampling.grammar.structure)
+        assert structure.thought == "none"
+
+
 # What a request adds; whether calls may or must be, and the tools that may be called.
 BOUND = [
     ({"tool_choice": "required"}, "required", ["weather", "tree"]),
@@ -198,6 +297,9 @@ BOUND = [
         (MISTRAL, mistral, "mistral", ["[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"], True),
         (MISTRAL, qwen, "mistral", [], False),
         (MISTRAL_ARGS, mistral, "mistral_args", ["[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"], True),
+        (GLM, glm, "glm45", [*CallForm.GLM45.marks, *ThoughtForm.TAGS.marks], False),
+        (DEEPSEEK_V3, deepseek, "deepseek_v3", [*DEEPSEEK_TAGS, *ThoughtForm.TAGS.marks], False),
+        (KIMI, kimi, "kimi_k2", list(KIMI_TAGS), True),
     ],
 )
 async def test_calls_are_bound_in_the_models_form(template, make, form, marks, are_special):
@@ -219,6 +321,17 @@ THOUGHTS = {
     "r1, opened by the model": (R1, {}, qwen, "<think>\nhm\n</think>\n\nyes", "hm", "yes"),
     "r1, none": (R1, {}, qwen, "yes", None, "yes"),
     "special tags": (R1, {}, lambda: of_bytes(["<think>", "</think>"]), "<think>hm</think>yes", "hm", "yes"),
+    "qwen3.5, opened by the template": (QWEN35, {}, qwen, "hm\n</think>\n\nyes", "hm", "yes"),
+    "glm": (GLM, {}, glm, "\n<think>hm</think>\nyes", "hm", "yes"),
+    "deepseek r1, opened by the template": (DEEPSEEK_R1, {}, deepseek, "hm\n</think>\n\nyes", "hm", "yes"),
+    "deepseek v3.1, opened by the template": (
+        DEEPSEEK_V31,
+        {"thinking": True},
+        deepseek,
+        "hm</think>yes",
+        "hm",
+        "yes",
+    ),
     "magistral": (MAGISTRAL, {}, mistral, "[THINK]hm[/THINK]yes", "hm", "yes"),
     "magistral, none": (MAGISTRAL, {}, mistral, "yes", None, "yes"),
     "magistral, tags that are text": (MAGISTRAL, {}, qwen, "[THINK]\nhm\n[/THINK]\nyes", "hm", "yes"),
@@ -276,6 +389,13 @@ async def test_a_thought_and_then_calls():
         (R1, CallForm.HERMES, ThoughtForm.TAGS),
         ("{{ messages[0].content.split('</think>')[-1] }}", CallForm.HERMES, ThoughtForm.TAGS),
         ("{{ messages }}", CallForm.HERMES, None),
+        (QWEN35, CallForm.QWEN3_CODER, ThoughtForm.TAGS),
+        (GLM, CallForm.GLM45, ThoughtForm.TAGS),
+        (DEEPSEEK_V3, CallForm.DEEPSEEK_V3, ThoughtForm.TAGS),
+        (DEEPSEEK_R1, CallForm.DEEPSEEK_V3, ThoughtForm.TAGS),
+        (DEEPSEEK_V31, CallForm.DEEPSEEK_V31, ThoughtForm.TAGS),
+        (KIMI, CallForm.KIMI_K2, None),
+        (KIMI + "<think>", CallForm.KIMI_K2, ThoughtForm.TAGS),
     ],
 )
 def test_the_template_shows_the_forms(text, form, thought):
@@ -291,6 +411,10 @@ def test_the_template_shows_the_forms(text, form, thought):
         ("llama3_json", "", CallForm.LLAMA3_JSON),
         ("mistral", "", CallForm.MISTRAL),
         ("mistral", MISTRAL_ARGS, CallForm.MISTRAL_ARGS),
+        ("glm45", "", CallForm.GLM45),
+        ("deepseek_v3", DEEPSEEK_V31, CallForm.DEEPSEEK_V3),
+        ("deepseek_v31", DEEPSEEK_V3, CallForm.DEEPSEEK_V31),
+        ("kimi_k2", HERMES, CallForm.KIMI_K2),
     ],
 )
 def test_a_parser_that_is_named_overrules_the_template(tmp_path, parser, text, form):
