@@ -69,10 +69,11 @@ class _Writer:
     def written(self, options: str) -> str:
         """All grammars."""
         structure = self._structure
+        begins = '"\\n"? ' if structure.form is CallForm.GLM45 else ""  # a turn of GLM begins with a new line
         thought = {
             Thought.NONE: "",
             Thought.OPEN: "thought GAP?",
-            Thought.OPTIONAL: f"({self._mark(structure.thought_form)} thought GAP?)?",
+            Thought.OPTIONAL: f"({begins}{self._mark(structure.thought_form)} thought GAP?)?",
         }[structure.thought]
         if structure.thought is not Thought.NONE:
             self._add_up_to("thought", structure.thought_form.end)

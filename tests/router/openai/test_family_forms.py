@@ -165,6 +165,12 @@ def test_what_is_a_call(form, text, content, calls):
         assert split(form, text[:at], text[at:]) == (content, calls)
 
 
+def test_a_head_is_not_withheld_for_ever():
+    for form in (V3, V31, K2):
+        splitter, text = calls_of(form, {}), form.marks[0] + form.marks[1] + "x" * (MAX_HEAD_LEN + 1)
+        assert splitter.push(text).content == text
+
+
 BITS = st.sampled_from(
     (
         *DEEPSEEK_TAGS,
@@ -377,6 +383,7 @@ def takes(make, text, **more):
 def test_calls_of_glm_are_bound(make, text, want):
     assert takes(make, text) == want
     assert takes(make, f"hm</think>\n{text}", thought=Thought.OPEN) == want
+    assert takes(make, f"\n<think>hm</think>\n{text}", thought=Thought.OPTIONAL) == want
     if want:
         assert takes(make, text, parallel=False) == (text.count("<tool_call>") == 1)
         assert takes(make, f"so {text} and", calls=Calls.AUTO)
