@@ -329,7 +329,8 @@ _JSON_TYPES: Final[tuple[tuple[type, str], ...]] = (  # a bool is an int, so tha
     (dict, "object"),
     (type(None), "null"),
 )
-_BOOLEANS: Final = {"True": "true", "False": "false"}  # as Python writes them
+# As Python writes them, and Qwen's templates with it: the type and the JSON.
+_PYTHON_WORDS: Final = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
 
 
 def _types(schema: Any, *, is_option: bool = False) -> set[str]:
@@ -350,8 +351,9 @@ def _types(schema: Any, *, is_option: bool = False) -> set[str]:
 
 def _typed(text: str, types: Collection[str]) -> str:
     """A bare value as JSON: what the text says in JSON if it may be of that type, and else the text."""
-    if "boolean" in types and text.strip() in _BOOLEANS:
-        return _BOOLEANS[text.strip()]
+    kind, word = _PYTHON_WORDS.get(text.strip(), ("", ""))
+    if kind in types and "string" not in types:
+        return word
     try:
         value = json.loads(text, parse_constant=_no_number)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)

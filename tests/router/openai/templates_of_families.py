@@ -114,7 +114,8 @@ QWEN35 = """{%- for tool in tools or [] %}{{- tool | tojson }}{% endfor %}
 {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content }}
 {%- for call in message.tool_calls or [] %}{{- '\\n<tool_call>\\n<function=' ~ call.function.name ~ '>\\n' }}
 {%- for key, value in call.function.arguments | items %}{{- '<parameter=' ~ key ~ '>\\n' }}
-{{- (value if value is string else value | tojson) ~ '\\n</parameter>\\n' }}
+{%- set is_plain = value is string or (value is not mapping and value is not sequence) %}
+{{- (value | string if is_plain else value | tojson) ~ '\\n</parameter>\\n' }}
 {%- endfor %}{{- '</function>\\n</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>\\n' }}
 {%- endfor %}

@@ -57,6 +57,7 @@ ANY_TYPE = {
     "a": {"type": "array"},
     "o": {"type": "object"},
     "null or s": {"type": ["string", "null"]},
+    "null or i": {"type": ["integer", "null"]},
     "i or s": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
     "open": {"description": "anything"},
 }
@@ -242,6 +243,11 @@ def test_a_call_is_told_before_it_is_complete():
         ("x", "NaN", "NaN"),
         ("b", "true", True),
         ("b", "False", False),
+        ("b", " True\n", True),
+        ("b", "None", "None"),
+        ("null or i", "None", None),
+        ("null or i", "True", "True"),
+        ("null or s", "None", "None"),
         ("a", '[1, {"y": "[" }]', [1, {"y": "["}]),
         ("a", "[1", "[1"),
         ("o", '{"y": null}', {"y": None}),
@@ -298,6 +304,7 @@ def history(calls):
 @settings(max_examples=40)
 @given(MADE, st.sampled_from(sorted(TEMPLATES)), st.integers(1, 9))
 @example([("f", {"s": "\n"})], "glm", 3)
+@example([("f", {"b": True, "i": 1})], "qwen3.5", 3)
 def test_what_a_template_writes_of_calls_is_read_as_the_same_calls(calls, family, size):
     text, form = TEMPLATES[family]
     template = ChatTemplate({"default": text})
