@@ -2,19 +2,16 @@
 """The gated delta net's recurrence in Triton, row by row, and the gated norm behind it.
 
 A program has BV columns of one value head's state in registers, in float32, and goes through the rows of its sequence.
-A row needs the state at the last multiple of 16 and the k, u and g of the tile's rows before it; where a row begins
-another tile, the tile before it is folded into the state. There is one place in the code that folds and one that
-computes a row, in a loop whose length is no constant, and a tile's arrays have a fixed shape with zeros for what is
-absent: so a row has the same bits in a chunk of any length, alone and beside drafts. What a step begins from is found
-out by the launch before (`causal_conv_triton`).
+Of a row it needs q, k, v and the factors that `causal_conv_triton` made; u of the tile's rows it has in registers.
+Where a row begins another tile, the tile before it is folded into the state. There is one place in the code that folds
+and one that computes a row, in a loop whose length is no constant, and a tile's arrays have a fixed shape with zeros
+for what is absent: so a row has the same bits in a chunk of any length, alone and beside drafts.
 
-Who writes what another program reads: a state's columns and u's belong to one program. k and g of a row are read by all
-programs of a key head, those of the tile that a step begins in and of the one before it. Decode rows are 8 at most, so
-that a tile that ended is folded by a step that begins within the next 8 positions and ends before it would come round
-the ring of 32 to the rows of that tile; their k and g are written at once. Rows of a chunk may come round: their k and
-g are written by a launch of its own, behind this one.
+A state's columns, and u's in the ring, belong to one program. k and g of tiles that are folded are read from the ring,
+of rows before the step, and from what the launch before made, of its own; none is written here.
 
-Shapes: K and V sizes of heads, G value heads of a key head, C rows of a tile, BV columns of a program.
+Shapes: H key heads, K and V sizes of heads, G value heads of a key head, C rows of a tile, BV columns of a program, F
+factors of a row, RING rows of the ring, Y elements of one.
 """
 
 import functools
@@ -24,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.delta_net.causal_conv_triton import BEHIND, NONE, STORED
+from baton.kernels.delta_net.causal_conv_triton import BEHIND, FACTORS, STORED
 from baton.kernels.delta_net.delta_net import DeltaState
 from baton.kernels.delta_net.rows import StateRows
-from baton.kernels.delta_net.sizes import TILE
+from baton.kernels.delta_net.sizes import RING, TILE, tail_len
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
@@ -37,25 +34,21 @@ _NORM_ROWS = 8  # of a program of the norm
 
 
 @triton.jit
-def _stored(tail, tile, first, g, its_C, its_K, its_B, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-            C: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr):  # fmt: skip
-    """k [C, K], u [C, BV] and g [C] of a tile's rows before `first`; of others, zeros."""
+def _stored(tail_u, tile, first, its_C, its_B, C: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr):
+    """U [C, BV] of a tile's rows before `first`; of others, zeros."""
     position_C = tile * C + its_C
+    at_C = tail_u + (position_C + RING) % RING * Y
     is_there_C = (position_C < first) & (position_C >= 0)
-    at_C = tail + (position_C + RING) % RING * Y
-    key_CK = tl.load(at_C[:, None] + its_K[None, :], mask=is_there_C[:, None], other=0.0)
-    u_CB = tl.load(at_C[:, None] + (K + g * V) + its_B[None, :], mask=is_there_C[:, None], other=0.0)
-    decay_C = tl.load(at_C + (K + G * V) + g, mask=is_there_C, other=0.0)
-    return key_CK, u_CB, decay_C
+    return tl.load(at_C[:, None] + its_B[None, :], mask=is_there_C[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "is_chunk"])
 def _delta_kernel(
-    made, gates, begun, tail, state, positions, counts, slots, out,
+    made, factors, begun, tail, state, positions, counts, slots, out,
     tail_slot, tail_head, state_slot, state_head, position_stride, count_stride, slot_stride,
     num_rows: tl.int32, is_chunk: tl.int32,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
+    F: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     CUTS: tl.constexpr = V // BV
     X: tl.constexpr = 2 * K + G * V
@@ -72,92 +65,63 @@ def _delta_kernel(
     how = tl.load(begun + sequence * H + head)
     row0 = sequence.to(tl.int64) * num_rows
     made += (row0 * H + head) * X
-    gates += (row0 * H + head) * 2 * G + g
+    factors += (row0 * H * G + value_head) * F
     out += (row0 * H * G + value_head) * V
     tail += slot * tail_slot + head * tail_head
+    tail_u = tail + (K + g * V)
     state += slot * state_slot + head * state_head + g * K * V
     at_KB = state + its_K[:, None] * V + its_B[None, :]
-    is_read_KB = (how != NONE) & (its_K[:, None] >= 0) & (its_B[None, :] >= 0)
-    # rows that are not real read nothing
-    state_KB = tl.load(at_KB, mask=is_read_KB & (count > 0), other=0.0)
+    # at position 0 the state is 0; rows that are not real read nothing
+    is_read_KB = (first > 0) & (count > 0) & (its_K[:, None] >= 0) & (its_B[None, :] >= 0)
+    state_KB = tl.load(at_KB, mask=is_read_KB, other=0.0)
     tile = first // C - (how == BEHIND).to(tl.int64)
-    known = tl.where(count > 0, first, 0)
-    key_CK, u_CB, decay_C = _stored(tail, tile, known, g, its_C, its_K, its_B, K, V, G, C, RING, Y)
+    u_CB = _stored(tail_u, tile, tl.where(count > 0, first, 0), its_C, its_B, C, RING, Y)
     # a chunk's last turn has no row: it folds the tile that may have ended with it
     for row in range(0, tl.where((is_chunk != 0) & (count > 0), count + 1, count)):
         position = first + row
         if position // C != tile:
-            sum_C = tl.cumsum(decay_C, 0)
+            position_C = tile * C + its_C
+            is_old_C = position_C < first
+            old_C = tl.load(tail + position_C % RING * Y + (K + G * V) + g, mask=is_old_C, other=0.0)
+            new_C = tl.load(factors + (position_C - first) * (H * G * F) + 2 * C, mask=~is_old_C, other=0.0)
+            sum_C = tl.cumsum(tl.where(is_old_C, old_C, new_C), 0)
             last = tl.sum(tl.where(its_C == C - 1, sum_C, 0.0), axis=0)
             weight_C = tl.exp(tl.minimum(last - sum_C, 0.0))
-            added_KB = tl.dot(tl.trans(key_CK * weight_C[:, None]), u_CB, input_precision="ieee")
-            state_KB = state_KB * tl.exp(last) + added_KB
+            state_KB = state_KB * tl.exp(last)
+            for at in range(C):
+                of = tile * C + at
+                is_old_K = (of < first) & (its_K >= 0)
+                old_K = tl.load(tail + of % RING * Y + its_K, mask=is_old_K, other=0.0)
+                new_K = tl.load(made + (of - first) * (H * X) + K + its_K, mask=~is_old_K, other=0.0)
+                u_B = tl.sum(tl.where((its_C == at)[:, None], u_CB * weight_C[:, None], 0.0), axis=0)
+                state_KB += tl.where(is_old_K, old_K, new_K)[:, None] * u_B[None, :]
             tile += 1
-            key_CK, u_CB, decay_C = _stored(tail, tile, first, g, its_C, its_K, its_B, K, V, G, C, RING, Y)
+            u_CB = _stored(tail_u, tile, first, its_C, its_B, C, RING, Y)
         # of decode rows, it is not known yet which stay: the state is kept where the first stands
         if (row == 0) & (how != STORED) & (is_chunk == 0):
             tl.store(at_KB, state_KB)
         if row < count:
-            at = (position % C).to(tl.int32)
-            query_K = tl.load(made + row * H * X + its_K)
-            key_K = tl.load(made + row * H * X + K + its_K)
-            value_B = tl.load(made + row * H * X + 2 * K + g * V + its_B)
-            decay = tl.load(gates + row * H * 2 * G)
-            beta = tl.load(gates + row * H * 2 * G + G)
-            is_row_C1 = (its_C == at)[:, None]
-            key_CK = tl.where(is_row_C1, key_K[None, :], key_CK)
-            decay_C = tl.where(its_C == at, decay, decay_C)
-            sum_C = tl.cumsum(decay_C, 0)
-            total = tl.sum(tl.where(its_C == at, sum_C, 0.0), axis=0)
-            since = tl.exp(total)
-            apart_C = tl.exp(tl.minimum(total - sum_C, 0.0))
-            met_C = tl.where(its_C < at, tl.sum(key_CK * key_K[None, :], axis=1) * apart_C, 0.0)
-            seen_C = tl.where(its_C <= at, tl.sum(key_CK * query_K[None, :], axis=1) * apart_C, 0.0)
-            found_B = tl.sum(state_KB * key_K[:, None], axis=0) * since + tl.sum(u_CB * met_C[:, None], axis=0)
-            u_B = beta * (value_B - found_B)
-            u_CB = tl.where(is_row_C1, u_B[None, :], u_CB)
+            its = made + row * (H * X)
+            of = factors + row * (H * G * F)
+            query_K = tl.load(its + its_K)
+            key_K = tl.load(its + K + its_K)
+            value_B = tl.load(its + (2 * K + g * V) + its_B)
+            met_C = tl.load(of + its_C)
+            seen_C = tl.load(of + C + its_C)
+            beta = tl.load(of + (2 * C + 1))
+            since = tl.load(of + (2 * C + 2))
+            met_B = tl.sum(u_CB * met_C[:, None], axis=0)
+            u_B = beta * (value_B - tl.sum(state_KB * key_K[:, None], axis=0) * since) - met_B
+            u_CB = tl.where((its_C == (position % C).to(tl.int32))[:, None], u_B[None, :], u_CB)
             out_B = tl.sum(state_KB * query_K[:, None], axis=0) * since + tl.sum(u_CB * seen_C[:, None], axis=0)
             tl.store(out + row * (H * G * V) + its_B, out_B)
             # of a chunk, what is in the state is not read again
             if (is_chunk == 0) | (position >= (first + count) // C * C):
-                to = tail + position % RING * Y
-                tl.store(to + (K + g * V) + its_B, u_B)
-                if (cut == 0) & (is_chunk == 0):
-                    tl.store(to + (K + G * V) + g, decay)
-                    if g == 0:
-                        tl.store(to + its_K, key_K)
+                tl.store(tail_u + position % RING * Y + its_B, u_B)
     if (is_chunk != 0) & (count > 0):
         tl.store(at_KB, state_KB)
     for row in range(count, num_rows):
         tl.store(out + row * (H * G * V) + its_B, tl.zeros([BV], tl.float32))
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _keep_kernel(
-    made, gates, tail, positions, counts, slots,
-    tail_slot, tail_head, position_stride, count_stride, slot_stride, num_rows: tl.int32,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, C: tl.constexpr,
-    RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """k and g of the rows of a chunk's open tile to the ring."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    X: tl.constexpr = 2 * K + G * V
-    its_K, its_G = tl.arange(0, K), tl.arange(0, GP)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    first = tl.load(positions + sequence * position_stride)
-    count = tl.load(counts + sequence * count_stride).to(tl.int32)
-    slot = tl.load(slots + sequence * slot_stride)
-    row0 = sequence.to(tl.int64) * num_rows
-    tail += slot * tail_slot + head * tail_head
-    begin = tl.maximum((first + count) // C * C - first, 0).to(tl.int32)
-    for row in range(begin, count):
-        to = tail + (first + row) % RING * Y
-        at = (row0 + row) * H + head
-        tl.store(to + its_K, tl.load(made + at * X + K + its_K))
-        decay_G = tl.load(gates + at * 2 * G + its_G, mask=its_G < G)
-        tl.store(to + (K + G * V) + its_G, decay_G, mask=its_G < G)
 
 
 @triton.jit(do_not_specialize=["num_all"])
@@ -181,29 +145,27 @@ def _norm_kernel(
 
 
 _launch_delta = Launcher(_delta_kernel)
-_launch_keep = Launcher(_keep_kernel)
 _launch_norm = Launcher(_norm_kernel)
 
 
 def constants_of(num_heads: int, key_dim: int, value_dim: int, num_values: int, ring: int, row: int) -> dict[str, Any]:
-    """What the kernels that read and write the ring have in common."""
+    """The constants of the recurrence but `BV` and `EARLY`."""
     return {
         "H": num_heads,
         "K": key_dim,
         "V": value_dim,
         "G": num_values,
         "C": TILE,
+        "F": FACTORS,
         "RING": ring,
         "Y": row,
     }
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(sizes: tuple[int, ...], device: torch.device) -> tuple[Constants, Constants]:
-    """Of the recurrence, and of the launch that keeps k and g of chunks."""
-    common = constants_of(*sizes) | dependent_launch(device)
-    delta = common | {"BV": min(_COLUMNS, sizes[2]), "num_warps": 4}
-    return Constants(delta), Constants(common | {"GP": triton.next_power_of_2(sizes[3]), "num_warps": 1})
+def _constants(sizes: tuple[int, ...], device: torch.device) -> Constants:
+    by_name = constants_of(*sizes) | {"BV": min(_COLUMNS, sizes[2]), "num_warps": 4}
+    return Constants(by_name | dependent_launch(device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -223,7 +185,7 @@ def launch(
     """Outputs of the rows, float32; see `delta_layer`, which has checked the arguments.
 
     Args:
-        made: q, k and v side by side, [T, H, X], and g and beta, [T, H, 2, G], float32.
+        made: q, k and v side by side, [T, H, X], and FACTORS, [T, H, G, F], float32.
         begun_BH: how each state is begun, as `causal_conv_triton` says.
         kept: read and written, but for the number behind a state.
         rows: where they stand.
@@ -233,19 +195,15 @@ def launch(
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     _, num_heads, num_values, value_dim = out_THGV.shape
     sizes = num_heads, key_dim, value_dim, num_values, *tail_NHRY.shape[2:]
-    delta, keep = _constants(sizes, out_THGV.device)
+    constants = _constants(sizes, out_THGV.device)
     where = rows.positions_B, rows.counts_B, rows.slots_B
     strides = tuple(x.stride(0) for x in where)
-    is_chunk = rows.start is not None
     arguments = (
         *made, begun_BH, tail_NHRY, state_NHZ, *where, out_THGV,
-        *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *strides, rows.num_rows, int(is_chunk),
+        *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *strides, rows.num_rows, int(rows.start is not None),
     )  # fmt: skip
-    num_programs = num_heads * num_values * (value_dim // delta.by_name["BV"])
-    _launch_delta((num_programs, len(rows.positions_B)), arguments, delta)
-    if is_chunk:
-        arguments = (*made, tail_NHRY, *where, *tail_NHRY.stride()[:2], *strides, rows.num_rows)
-        _launch_keep((len(rows.positions_B), num_heads), arguments, keep)
+    num_programs = num_heads * num_values * (value_dim // constants.by_name["BV"])
+    _launch_delta((num_programs, len(rows.positions_B)), arguments, constants)
 
 
 def launch_norm(out_THGV: torch.Tensor, z_THGV: torch.Tensor, norm_V: torch.Tensor, eps: float) -> torch.Tensor:
@@ -263,26 +221,23 @@ def launch_norm(out_THGV: torch.Tensor, z_THGV: torch.Tensor, norm_V: torch.Tens
 def variants() -> list[Variant]:
     """Of the models that are measured, at one rank: 16 key heads of 128, with one, two or four value heads each."""
     found = []
-    types = {"made": "*fp32", "gates": "*fp32", "begun": "*i32", "tail": "*fp32", "state": "*fp32"}
+    types = {"made": "*fp32", "factors": "*fp32", "begun": "*i32", "tail": "*fp32", "state": "*fp32"}
     types |= dict.fromkeys(("positions", "counts", "slots"), "*i64") | {"out": "*fp32"}
     strides = ["tail_slot", "tail_head", "state_slot", "state_head", "position_stride", "count_stride", "slot_stride"]
     delta_types = types | dict.fromkeys([*strides, "num_rows", "is_chunk"], "i32")
-    names = ["made", "gates", "tail", "positions", "counts", "slots", *strides, "num_rows"]
-    keep_types = {name: delta_types[name] for name in names if not name.startswith("state")}
     norm_types = {"x": "*fp32", "z": "*bf16", "weight": "*fp32", "out": "*bf16", "eps": "fp32", "num_all": "i32"}
     norm_types |= dict.fromkeys(("z_row", "z_head", "z_value"), "i32")
     for num_values, early in ((1, True), (2, True), (4, True), (2, False)):
         name = f"G={num_values}{'' if early else ' late'}"
-        row = -(-(128 + num_values * 129) // 4) * 4
-        common = constants_of(16, 128, 128, num_values, 2 * TILE, row) | {"EARLY": early}
+        row = tail_len(128, 128, num_values)
+        common = constants_of(16, 128, 128, num_values, RING, row) | {"EARLY": early}
         norm = {"H": 16, "G": num_values, "V": 128, "N": _NORM_ROWS, "EARLY": early}
-        tail = ("made", "tail", "tail_slot", "tail_head")
+        tail = ("made", "factors", "tail", "tail_slot", "tail_head")
         for kernel, its_types, constants, aligned, num_warps in (
             (_delta_kernel, delta_types, common | {"BV": _COLUMNS}, (*tail, "state", "out"), 4),
-            (_keep_kernel, keep_types, common | {"GP": triton.next_power_of_2(num_values)}, tail, 1),
             (_norm_kernel, norm_types, norm, ("x", "z", "weight", "out", "z_row", "z_head", "z_value"), 4),
         ):
-            what = {_delta_kernel: "delta_net", _keep_kernel: "delta_keep", _norm_kernel: "delta_norm"}[kernel]
+            what = "delta_norm" if kernel is _norm_kernel else "delta_net"
             variant = Variant(
                 name=f"{what} {name}",
                 kernel=kernel,
@@ -290,7 +245,7 @@ def variants() -> list[Variant]:
                 constants=constants,
                 aligned=aligned,
                 num_warps=num_warps,
-                max_registers=200,
+                max_registers=128,
                 max_shared_bytes=65_536,
                 on_amd=not early,
             )

@@ -20,7 +20,7 @@ from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.delta_net.sizes import MAX_TAPS, TILE
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.memo import Memo, open_signature
+from baton.kernels.memo import Memo, open_signature, signature
 from baton.kernels.tiles import ordered_sum, wide_dtype
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # of keys and values, in the Triton form
@@ -81,33 +81,39 @@ def delta_layer(
     Raises:
         KernelArgumentInvalid: an argument does not fit.
     """
+    parts = _parts(x)
+    num_tokens = len(x.query_THK)
+    num_missing = num_tokens - sum(len(some.positions_B) * some.num_rows for some in rows)
     key = (
-        *(open_signature(part) for part in _parts(x)), kept.conv_NHRX.shape, kept.conv_NHRX.dtype,
-        max((some.num_rows for some in rows if some.start is None), default=0), implementation,
+        *(open_signature(part) for part in parts), all(len(part) == num_tokens for part in parts), signature(kept.conv_NHRX), kept.state.tail_NHRY.shape,
+        max((some.num_rows for some in rows if some.start is None), default=0), num_missing, implementation,
     )  # fmt: skip
     in_triton = _FORMS.find(key)
     if in_triton is None:
         in_triton = uses_triton(x.query_THK.device, implementation)
         if in_triton:
-            _check(x, weights, kept, rows)
+            _check(x, weights, kept, rows, num_missing)
         _FORMS.keep(key, in_triton)
     if not in_triton:
         return _reference(x, weights, kept, rows, invariant)
-    num_tokens, num_heads, key_dim = x.query_THK.shape
+    _, num_heads, key_dim = x.query_THK.shape
     num_values, value_dim = x.z_THGV.shape[2:]
     float32 = {"dtype": torch.float32, "device": x.query_THK.device}
     made_THX = torch.empty(num_tokens, num_heads, 2 * key_dim + num_values * value_dim, **float32)
-    gates_TH2G = torch.empty(num_tokens, num_heads, 2, num_values, **float32)
+    factors_THGF = torch.empty(num_tokens, num_heads, num_values, causal_conv_triton.FACTORS, **float32)
     out_THGV = torch.empty(num_tokens, num_heads, num_values, value_dim, **float32)
     for some in rows:
         cut = slice(some.first_row, some.stop_row)
-        step = made_THX[cut], gates_TH2G[cut]
+        step = made_THX[cut], factors_THGF[cut]
         inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
         begun_BH = causal_conv_triton.launch(
-            inputs, (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG), kept.conv_NHRX, kept.state.state_NHZ,
-            some, step, value_dim,
+            inputs, (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG), kept.conv_NHRX, kept.state, some,
+            step, value_dim,
         )  # fmt: skip
         delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
+        if some.start is not None:
+            num_taps = weights.conv_HXW.shape[2]
+            causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
     return delta_net_triton.launch_norm(out_THGV, x.z_THGV, weights.norm_V, weights.eps)
 
 
@@ -140,7 +146,9 @@ def _parts(x: DeltaProjected) -> tuple[torch.Tensor, ...]:
     return x.query_THK, x.key_THK, x.value_THX, x.z_THGV, x.b_THG, x.a_THG
 
 
-def _check(x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows]) -> None:
+def _check(
+    x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows], num_missing: int
+) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     num_tokens, num_heads, key_dim = x.query_THK.shape
     num_values, value_dim = x.z_THGV.shape[2:]
@@ -183,11 +191,10 @@ def _check(x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequ
     require_rows("state_NHZ", state)
     require(tail.shape[3] >= key_dim + values_len + num_values, "tail_NHRY", f"has rows of {tail.shape[3]}")
     require(state.shape[2] > values_len * key_dim, "state_NHZ", f"has {state.shape[2]} elements")
-    covered = sum(len(some.positions_B) * some.num_rows for some in rows)
-    require(covered == num_tokens, "rows", f"are {covered} of {num_tokens}")
+    require(num_missing == 0, "rows", f"are {num_tokens - num_missing} of {num_tokens}")
     for some in rows:
         is_chunk = some.start is not None
-        fits = is_chunk or some.num_rows <= MAX_DECODE_ROWS and some.num_rows + num_taps - 2 <= ring
+        fits = is_chunk or (some.num_rows <= MAX_DECODE_ROWS and some.num_rows + num_taps - 2 <= ring)
         require(fits, "rows", f"are {some.num_rows} of a sequence that decodes, not {MAX_DECODE_ROWS} at most")
         for name in ("positions_B", "counts_B", "slots_B"):
             require_tensor(name, getattr(some, name), [len(some.positions_B)], [torch.int64], device)

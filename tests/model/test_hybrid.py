@@ -226,7 +226,7 @@ def test_float8_in_blocks_as_published(kind, tmp_path):
         load(paths[0], dtype=torch.float32),
         *on_ranks(2, lambda group: load(paths[0], group, dtype=torch.float32)),
     ]:
-        net = model._decoder.layers[0].attention
+        net = model._decoder.layers[0].attention.weights
         assert isinstance(net.mixed_XD, Fp8Weight) and isinstance(net.out_DX, Fp8Weight)
         assert isinstance(net.gates_XD, torch.Tensor)
     logits = run(load(paths[0], dtype=torch.float32), ids, [(9, False), (11, False)]).double()
@@ -263,7 +263,7 @@ def test_a_scale_that_is_missing_is_named(tmp_path):
 def test_float32_tensors_stay_so_in_a_narrow_model(tmp_path):
     path = write_checkpoint(tmp_path / "model", kind="qwen3_5", dtype=torch.bfloat16)
     model, stored = load(path, dtype=torch.bfloat16), load_file(path / "model.safetensors")
-    net = model._decoder.layers[0].attention
+    net = model._decoder.layers[0].attention.weights
     for name, kept in (("A_log", net.a_log_HG), ("dt_bias", net.dt_bias_HG), ("norm.weight", net.norm_V)):
         assert torch.equal(kept.flatten(), stored[f"model.layers.0.linear_attn.{name}"]), name
         assert not torch.equal(kept, kept.bfloat16().float()), name
