@@ -29,7 +29,7 @@ from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
-_COLUMNS = 32  # of a program
+_COLUMNS, _NUM_WARPS = 32, 4  # of a program
 _NORM_ROWS = 8  # of a program of the norm
 
 
@@ -163,8 +163,8 @@ def constants_of(num_heads: int, key_dim: int, value_dim: int, num_values: int, 
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(sizes: tuple[int, ...], device: torch.device) -> Constants:
-    by_name = constants_of(*sizes) | {"BV": min(_COLUMNS, sizes[2]), "num_warps": 4}
+def _constants(sizes: tuple[int, ...], device: torch.device, columns: int, num_warps: int) -> Constants:
+    by_name = constants_of(*sizes) | {"BV": min(columns, sizes[2]), "num_warps": num_warps}
     return Constants(by_name | dependent_launch(device))
 
 
@@ -181,6 +181,9 @@ def launch(
     rows: StateRows,
     out_THGV: torch.Tensor,
     key_dim: int,
+    *,
+    columns: int = _COLUMNS,
+    num_warps: int = _NUM_WARPS,
 ) -> None:
     """Outputs of the rows, float32; see `delta_layer`, which has checked the arguments.
 
@@ -191,11 +194,13 @@ def launch(
         rows: where they stand.
         out_THGV: written, all of it.
         key_dim: K.
+        columns: of a program; another number may give other bits.
+        num_warps: of a program, the same.
     """
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     _, num_heads, num_values, value_dim = out_THGV.shape
     sizes = num_heads, key_dim, value_dim, num_values, *tail_NHRY.shape[2:]
-    constants = _constants(sizes, out_THGV.device)
+    constants = _constants(sizes, out_THGV.device, columns, num_warps)
     where = rows.positions_B, rows.counts_B, rows.slots_B
     strides = tuple(x.stride(0) for x in where)
     arguments = (

@@ -85,8 +85,9 @@ def delta_layer(
     num_tokens = len(x.query_THK)
     num_missing = num_tokens - sum(len(some.positions_B) * some.num_rows for some in rows)
     key = (
-        *(open_signature(part) for part in parts), all(len(part) == num_tokens for part in parts), signature(kept.conv_NHRX), kept.state.tail_NHRY.shape,
-        max((some.num_rows for some in rows if some.start is None), default=0), num_missing, implementation,
+        *(open_signature(part) for part in parts), all(len(part) == num_tokens for part in parts), num_missing,
+        signature(kept.conv_NHRX), kept.state.tail_NHRY.shape,
+        max((some.num_rows for some in rows if some.start is None), default=0), implementation,
     )  # fmt: skip
     in_triton = _FORMS.find(key)
     if in_triton is None:
