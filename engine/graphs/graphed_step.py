@@ -235,8 +235,11 @@ class StaticPass:
         assert num_sequences <= key.num_sequences
         assert num_blocks <= key.width
         assert token_ids_BQ.shape == (num_sequences, key.num_rows)
-        state_slots = () if rows.state_slots_B is None else (rows.state_slots_B[:, None],)
-        parts = [first_B[:, None], rows.limit_B[:, None], *state_slots, token_ids_BQ, rows.block_tables_BM]
+        parts = [first_B[:, None], rows.limit_B[:, None]]
+        if self._pool.layout.has_state:
+            assert rows.state_slots_B is not None
+            parts.append(rows.state_slots_B[:, None])
+        parts += token_ids_BQ, rows.block_tables_BM
         if num_blocks < key.width:
             parts.append(self._padding_BC[:num_sequences, self._tables + num_blocks :])
         num_before, self._num_written = self._num_written, max(self._num_written, num_sequences)
