@@ -38,13 +38,16 @@ from baton.kernels.variant import Variant
 
 FACTORS = 2 * TILE + 4  # of a row and value head: TILE of u taken away, TILE of u seen, g, beta, what is left; padding
 STORED, BEHIND, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NUM_WARPS = 1  # fewer wait for each other in a row's sums, and more rows are under way
 _L2_EPS = tl.constexpr(1e-6)
 _SOFTPLUS_LINEAR = tl.constexpr(20.0)  # from here on softplus is its argument
 
 
 @triton.jit
-def _convolved(x, row_stride, ring, weight, row, first, its_C, X: tl.constexpr, W: tl.constexpr, RING: tl.constexpr):
-    """Silu of the sum over the taps, in float32, of the channels C that the pointers begin at."""
+def _convolved(
+    x, row_stride, ring, weight, row, first, is_chunk, its_C, X: tl.constexpr, W: tl.constexpr, RING: tl.constexpr
+):
+    """Silu of the sum over the taps, in float32, of the channels C that the pointers begin at; keeps a decode row."""
     sum_C = tl.zeros(its_C.shape, tl.float32)
     for tap in tl.static_range(W):
         at = row - (W - 1) + tap
@@ -55,6 +58,8 @@ def _convolved(x, row_stride, ring, weight, row, first, its_C, X: tl.constexpr, 
         kept_C = tl.load(ring + (position + RING) % RING * X + its_C, mask=is_kept_C, other=0.0)
         seen_C = tl.where(is_own_C, own_C, kept_C).to(tl.float32)
         sum_C += seen_C * tl.load(weight + its_C * W + tap)
+        if tap == W - 1:
+            tl.store(ring + (first + row) % RING * X + its_C, own_C, mask=(is_chunk == 0) & (its_C >= 0))
     return sum_C / (1.0 + tl.exp(-sum_C))
 
 
@@ -125,16 +130,16 @@ def _conv_kernel(
     stop = tl.minimum(tile * C + C - first, count).to(tl.int32)
     for row in range(begin, stop):
         to = made + ((row0 + row) * num_heads + head) * X
-        query_K = _convolved(query, query_row, ring, weight, row, first, its_K, X, W, CONV_RING)
+        query_K = _convolved(query, query_row, ring, weight, row, first, is_chunk, its_K, X, W, CONV_RING)
         query_K = _l2_normed(query_K) * (1.0 / K**0.5)
         tl.store(to + its_K, query_K)
-        key_K = _convolved(key, key_row, ring + K, weight + K * W, row, first, its_K, X, W, CONV_RING)
+        key_K = _convolved(key, key_row, ring + K, weight + K * W, row, first, is_chunk, its_K, X, W, CONV_RING)
         key_K = _l2_normed(key_K)
         tl.store(to + K + its_K, key_K)
         for g in tl.static_range(G):
             of = 2 * K + g * V
             value_V = _convolved(
-                value + g * V, value_row, ring + of, weight + of * W, row, first, its_V, X, W, CONV_RING
+                value + g * V, value_row, ring + of, weight + of * W, row, first, is_chunk, its_V, X, W, CONV_RING
             )
             tl.store(to + of + its_V, value_V)
         b_G = tl.load(b + row * b_row + its_G, mask=is_G, other=0.0).to(tl.float32)
@@ -172,12 +177,6 @@ def _conv_kernel(
         if count > 0:
             after = tl.where(is_chunk != 0, (first + count) // C, wanted)
             tl.store(folded, after.to(tl.float32))
-        if is_chunk == 0:
-            for row in range(0, count):
-                _keep(query, query_row, ring, row, first, its_K, X, CONV_RING)
-                _keep(key, key_row, ring + K, row, first, its_K, X, CONV_RING)
-                for g in tl.static_range(G):
-                    _keep(value + g * V, value_row, ring + (2 * K + g * V), row, first, its_V, X, CONV_RING)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -224,10 +223,12 @@ _launch_keep = Launcher(_keep_kernel)
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(sizes: tuple[int, ...], device: torch.device) -> tuple[Constants, Constants]:
+def _constants(
+    sizes: tuple[int, ...], device: torch.device, num_warps: int = _NUM_WARPS
+) -> tuple[Constants, Constants]:
     """Of both kernels."""
     common = constants_of(*sizes) | dependent_launch(device)
-    return Constants(common | {"num_warps": 4}), Constants(common | {"num_warps": 1})
+    return Constants(common | {"num_warps": num_warps}), Constants(common | {"num_warps": 1})
 
 
 def constants_of(
@@ -256,6 +257,8 @@ def launch(
     rows: StateRows,
     outputs: tuple[torch.Tensor, torch.Tensor],
     value_dim: int,
+    *,
+    num_warps: int = _NUM_WARPS,
 ) -> torch.Tensor:
     """How each state is begun, int32 [B, H]; see `delta_layer`, which has checked the arguments.
 
@@ -267,6 +270,7 @@ def launch(
         rows: where they stand.
         outputs: q, k and v side by side, [T, H, X], and FACTORS, [T, H, G, F], float32; of real rows.
         value_dim: V.
+        num_warps: of a program; another number may give other bits.
     """
     num_heads, num_values = weights[1].shape
     num_sequences = len(rows.positions_B)
@@ -286,7 +290,8 @@ def launch(
         num_tiles = -(-(rows.start % TILE + rows.num_rows) // TILE)
     else:
         num_tiles = min(rows.num_rows, 2)
-    _launch_conv((num_sequences, num_heads, num_tiles), arguments, _constants(sizes, conv_NHRX.device)[0])
+    constants = _constants(sizes, conv_NHRX.device, num_warps)[0]
+    _launch_conv((num_sequences, num_heads, num_tiles), arguments, constants)
     return begun_BH
 
 
@@ -333,7 +338,7 @@ def variants() -> list[Variant]:
         row = tail_len(128, 128, num_values)
         constants = constants_of(128, 128, num_values, 4, CONV_RING, RING, row) | {"EARLY": early}
         for name, kernel, its_types, more, num_warps in (
-            ("delta_conv", _conv_kernel, types, ("weight", "state"), 4),
+            ("delta_conv", _conv_kernel, types, ("weight", "state"), _NUM_WARPS),
             ("delta_keep", _keep_kernel, keep_types, (), 1),
         ):
             variant = Variant(

@@ -29,7 +29,7 @@ from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
-_COLUMNS, _NUM_WARPS = 32, 4  # of a program
+_COLUMNS, _NUM_WARPS = 16, 1  # of a program; measured: more warps wait for each other in each sum
 _NORM_ROWS = 8  # of a program of the norm
 
 
@@ -239,7 +239,7 @@ def variants() -> list[Variant]:
         norm = {"H": 16, "G": num_values, "V": 128, "N": _NORM_ROWS, "EARLY": early}
         tail = ("made", "factors", "tail", "tail_slot", "tail_head")
         for kernel, its_types, constants, aligned, num_warps in (
-            (_delta_kernel, delta_types, common | {"BV": _COLUMNS}, (*tail, "state", "out"), 4),
+            (_delta_kernel, delta_types, common | {"BV": _COLUMNS}, (*tail, "state", "out"), _NUM_WARPS),
             (_norm_kernel, norm_types, norm, ("x", "z", "weight", "out", "z_row", "z_head", "z_value"), 4),
         ):
             what = "delta_norm" if kernel is _norm_kernel else "delta_net"

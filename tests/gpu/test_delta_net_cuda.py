@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.kernels.delta_net.delta_net import DeltaState
-from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer
+from baton.kernels.delta_net.layer import MAX_DECODE_ROWS, DeltaKept, DeltaProjected, DeltaWeights, delta_layer
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.delta_net.sizes import CONV_RING, RING, conv_len, state_len, tail_len
 from baton.kernels.implementation import Implementation
@@ -101,8 +101,8 @@ def test_decode_steps_are_the_reference(num_sequences, num_rows, dtype):
         for x in whole:
             x.copy_(drawn / 8)
     for layer in layers:
-        # half of the tiles are behind
-        folded = [max(p // 16 - (slot % 2), 0) for slot, p in enumerate(positions)]
+        # half of the tiles are behind, where they may be: a step of 8 rows at most began in the tile before
+        folded = [max(p // 16 - (slot % 2 and p % 16 < MAX_DECODE_ROWS), 0) for slot, p in enumerate(positions)]
         count_at = layer.num_values * DIM * DIM
         layer.kept.state.state_NHZ[:num_sequences, :, count_at] = torch.tensor(folded, device=CUDA)[:, None].float()
         decay = layer.kept.state.tail_NHRY[..., DIM + layer.num_values * DIM :]

@@ -183,6 +183,31 @@ def test_speculation_of_any_depth_and_luck_has_the_bits_of_one_position_after_th
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+@pytest.mark.parametrize(("places", "is_behind"), [((0, 3, 6, 7), True), ((0, 8, 12, 15), False)])
+def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
+    """Every number of the pool is random. The tile before the step's may be behind where a step of 8 rows at most can
+    have begun in it, and nowhere else: there k and g of a longer step would lie where the fold reads."""
+    found = []
+    for form in (REFERENCE, TRITON):
+        layer, generator = Layer(form, num_values=2), torch.Generator().manual_seed(7)
+        for x in layer.kept_parts():
+            x.copy_(torch.randn(x.shape, generator=generator) / 8)
+        _, tail, state = layer.kept_parts()
+        tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
+        positions = [16 * (2 + slot) + place for slot, place in enumerate(places)]
+        state[:NUM_SLOTS, :, 2 * KEY * 16] = torch.tensor([p // 16 - is_behind for p in positions])[:, None].float()
+        steps = []
+        for step in range(3):
+            inputs = layer.inputs(num_rows, step)
+            steps.append(layer.decode([(inputs, p, slot) for slot, p in enumerate(positions)], num_rows))
+            positions = [p + 1 + (slot + step) % num_rows for slot, p in enumerate(positions)]
+        layer.guards.check()
+        found.append(torch.stack(steps))
+    assert_near(found[1], found[0])
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("length", [1, 15, 16, 33])
 def test_the_image_of_a_slot_is_that_of_the_layout(length):
     """What the layout says a prompt keeps is enough: all else of a slot may be lost, and the text goes on as it was."""
