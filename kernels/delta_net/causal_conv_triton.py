@@ -69,7 +69,8 @@ def _keep(x, row_stride, ring, row, first, its_C, X: tl.constexpr, RING: tl.cons
 
 
 @triton.jit
-def _softplus(a_G):
+def softplus(a_G):
+    """With torch's threshold."""
     small_G = tl.exp(tl.minimum(a_G, _SOFTPLUS_LINEAR))
     more_G = 1.0 + small_G
     # log(1 + x) without losing x: the quotient undoes what rounding 1 + x did
@@ -144,7 +145,7 @@ def _conv_kernel(
             tl.store(to + of + its_V, value_V)
         b_G = tl.load(b + row * b_row + its_G, mask=is_G, other=0.0).to(tl.float32)
         a_G = tl.load(a + row * a_row + its_G, mask=is_G, other=0.0).to(tl.float32) + bias_G
-        decay_G = rate_G * _softplus(a_G)
+        decay_G = rate_G * softplus(a_G)
         beta_G = 1.0 / (1.0 + tl.exp(-b_G))
         at = (first + row - tile * C).to(tl.int32)
         key_CK = tl.where((its_C == at)[:, None], key_K[None, :], key_CK)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.kernels.arguments import require, require_rows, require_tensor
-from baton.kernels.delta_net import causal_conv_triton, delta_net_triton
+from baton.kernels.delta_net import causal_conv_triton, delta_chunk_triton, delta_net_triton
 from baton.kernels.delta_net.causal_conv import causal_conv
 from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
 from baton.kernels.delta_net.rows import StateRows
@@ -75,7 +75,9 @@ def delta_layer(
         weights: of the layer.
         kept: read and written.
         rows: where they stand; all rows of the pass, in their order.
-        invariant: the reference's products are of one fixed shape on CUDA; the Triton form's always are.
+        invariant: the reference's products are of one fixed shape on CUDA; the Triton form goes through a chunk row by
+            row, so that bits do not depend on where a prompt is cut. Otherwise by tiles, whose products are of TF32
+            where the model's dtype is narrower than float32.
         implementation: see there. Triton's is in float32, and gives 0 for rows that are not real.
 
     Raises:
@@ -107,11 +109,19 @@ def delta_layer(
         cut = slice(some.first_row, some.stop_row)
         step = made_THX[cut], factors_THGF[cut]
         inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
-        begun_BH = causal_conv_triton.launch(
-            inputs, (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG), kept.conv_NHRX, kept.state, some,
-            step, value_dim,
-        )  # fmt: skip
-        delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
+        common = (
+            inputs,
+            (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG),
+            kept.conv_NHRX,
+            kept.state,
+            some,
+            step,
+        )
+        if some.start is not None and not invariant:
+            delta_chunk_triton.launch(*common, out_THGV[cut])
+        else:
+            begun_BH = causal_conv_triton.launch(*common, value_dim)
+            delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
         if some.start is not None:
             num_taps = weights.conv_HXW.shape[2]
             causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)

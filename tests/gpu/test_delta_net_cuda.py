@@ -29,7 +29,7 @@ def device():
 class Layer:
     """Random weights, and a pool that is NaN until it is written; sequence i has slot i."""
 
-    def __init__(self, form, num_slots, dtype=torch.float32, num_values=2, num_heads=HEADS):
+    def __init__(self, form, num_slots, dtype=torch.float32, num_values=2, num_heads=HEADS, invariant=True):
         generator = torch.Generator(CUDA).manual_seed(3)
 
         def draw(*shape):
@@ -39,6 +39,7 @@ class Layer:
         self.form, self.dtype, self.num_slots, self.num_values, self.heads = (
             form, dtype, num_slots, num_values, num_heads
         )  # fmt: skip
+        self.invariant = invariant
         self.weights = DeltaWeights(
             conv_HXW=draw(num_heads, conv_len(*sizes), 4) / 2, a_log_HG=draw(num_heads, num_values) - 1,
             dt_bias_HG=draw(num_heads, num_values) - 2, norm_V=draw(DIM), eps=1e-6,
@@ -61,7 +62,7 @@ class Layer:
     def run(self, parts, rows):
         names = ("query_THK", "key_THK", "value_THX", "z_THGV", "b_THG", "a_THG")
         x = DeltaProjected(**dict(zip(names, parts, strict=True)))
-        return delta_layer(x, self.weights, self.kept, rows, implementation=self.form)
+        return delta_layer(x, self.weights, self.kept, rows, invariant=self.invariant, implementation=self.form)
 
     def chunk(self, parts, start, slot=0):
         return self.run(parts, [self.rows([start], [len(parts[0])], [slot], len(parts[0]), start)])
@@ -121,9 +122,10 @@ def kept_parts(layer):
 
 @pytest.mark.parametrize("num_values", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 100, 512, 2048])
-def test_chunks_are_the_reference(length, num_values):
+@pytest.mark.parametrize("invariant", [True, False])
+def test_chunks_are_the_reference(length, num_values, invariant):
     """From position 0, and from odd places behind it; then both forms go on with the pool of the other."""
-    layers = [Layer(form, 2, num_values=num_values) for form in (REFERENCE, TRITON)]
+    layers = [Layer(form, 2, num_values=num_values, invariant=invariant) for form in (REFERENCE, TRITON)]
     at = 0
     for index, size in enumerate((length, 5, length, 3, length)):
         parts = layers[0].inputs(size, index)
@@ -135,6 +137,23 @@ def test_chunks_are_the_reference(length, num_values):
         parts = layers[0].inputs(size, size)
         assert_near(layers[0].chunk(parts, at), layers[1].chunk(parts, at), "taken over")
         at += size
+
+
+@pytest.mark.parametrize("length", [15, 16, 100, 2048])
+def test_bfloat16_chunks_by_tiles_are_the_reference(length):
+    """Products of TF32; with decode steps between that leave a tile behind."""
+    layers = [Layer(form, 2, torch.bfloat16, invariant=False) for form in (REFERENCE, TRITON)]
+    at = 0
+    for index, size in enumerate((length, 7, length)):
+        parts = layers[0].inputs(size, index)
+        wanted, found = (layer.chunk(parts, at) for layer in layers)
+        assert_near(found, wanted, index)
+        at += size
+        parts = layers[0].inputs(8, 50 + index)
+        rows = layers[0].rows([at], [8], [0], 8)
+        wanted, found = (layer.run(parts, [rows]) for layer in layers)
+        assert_near(found, wanted, (index, "step"))
+        at += 8
 
 
 LENGTH = 150
