@@ -28,9 +28,10 @@ from baton.kernels.delta_net import causal_conv_triton, delta_net_triton
 from baton.kernels.delta_net.causal_conv_triton import BEHIND, NONE, STORED, softplus
 from baton.kernels.delta_net.delta_net import DeltaState
 from baton.kernels.delta_net.rows import StateRows
-from baton.kernels.delta_net.sizes import TILE
+from baton.kernels.delta_net.sizes import CONV_RING, RING, TILE, tail_len
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.variant import Variant
 
 _COLUMNS, _NUM_WARPS = 32, 4  # of a program of the walk
 _TILE_NUM_WARPS = 4
@@ -328,3 +329,47 @@ def launch(
     )  # fmt: skip
     num_programs = num_heads * num_values * (value_dim // of_walk.by_name["BV"])
     _launch_walk((num_programs, num_sequences), arguments, of_walk)
+
+
+def variants() -> list[Variant]:
+    """Of the models that are measured, in bfloat16: one, two or four value heads of a key head; and in float32."""
+    types = dict.fromkeys(("query", "key", "value", "b", "a", "ring"), "*bf16")
+    types |= dict.fromkeys(("weight", "a_log", "dt_bias", "tail", "state", "made", "factors", "out"), "*fp32")
+    types |= dict.fromkeys(("positions", "counts", "slots"), "*i64") | {"begun": "*i32"}
+    aligned = ("query", "key", "value", "ring", "tail", "made", "factors", "query_row", "query_head", "key_row")
+    aligned += ("key_head", "value_row", "value_head", "ring_slot", "ring_head", "tail_slot", "tail_head", "weight")
+    found = []
+    for num_values, early, precision in (
+        (1, True, "tf32"), (2, True, "tf32"), (4, True, "tf32"), (2, False, "ieee"), (2, True, "tf32x3")
+    ):  # fmt: skip
+        row = tail_len(128, 128, num_values)
+        common = {"EARLY": early, "PRECISION": precision}
+        tiles = causal_conv_triton.constants_of(128, 128, num_values, 4, CONV_RING, RING, row)
+        walk = delta_net_triton.constants_of(16, 128, 128, num_values, RING, row) | {"BV": _COLUMNS}
+        for name, kernel, constants, its_aligned, num_warps in (
+            ("delta_tiles", _tile_kernel, tiles, (*aligned, "state"), _TILE_NUM_WARPS),
+            (
+                "delta_walk",
+                _walk_kernel,
+                walk,
+                ("made", "factors", "tail", "state", "out", "tail_slot", "tail_head"),
+                _NUM_WARPS,
+            ),
+        ):
+            its_types = {arg: types.get(arg, "i32") for arg in kernel.arg_names if arg not in constants | common}
+            if precision == "tf32x3":
+                its_types |= {arg: "*fp32" for arg, kind in its_types.items() if kind == "*bf16"}
+            variant = Variant(
+                name=f"{name} G={num_values}{'' if early else ' late'} {precision}",
+                kernel=kernel,
+                types=its_types,
+                constants=constants | common,
+                aligned=its_aligned,
+                num_warps=num_warps,
+                max_registers=255,
+                max_shared_bytes=131_072,
+                may_spill=True,
+                on_amd=not early,
+            )
+            found.append(variant)
+    return found
