@@ -261,7 +261,7 @@ class Ops:
     def delta_layer(
         self, x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows]
     ) -> torch.Tensor:
-        """What a gated delta net computes between its projections, [T, H G V]; one Triton form for both numerics."""
+        """What a gated delta net computes between its projections, [T, H G V]; steps that decode have one form."""
         return delta_layer(x, weights, kept, rows, invariant=self._is_invariant, implementation=self.implementation)
 
     def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:

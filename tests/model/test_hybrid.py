@@ -226,7 +226,7 @@ def test_float8_in_blocks_as_published(kind, tmp_path):
         load(paths[0], dtype=torch.float32),
         *on_ranks(2, lambda group: load(paths[0], group, dtype=torch.float32)),
     ]:
-        net = model._decoder.layers[0].attention.weights
+        net = model._decoder.layers[0].attention
         assert isinstance(net.mixed_XD, Fp8Weight) and isinstance(net.out_DX, Fp8Weight)
         assert isinstance(net.gates_XD, torch.Tensor)
     logits = run(load(paths[0], dtype=torch.float32), ids, [(9, False), (11, False)]).double()
