@@ -251,9 +251,7 @@ def _judge_pool(
     if layout.has_state and config.prefix_cache:
         found.notes.append(NO_PREFIX_CACHE)
     if device != "cpu":
-        if layout.has_state:
-            found.notes.append("no kernel is made for a gated delta net: torch computes the model, without CUDA graphs")
-        elif sizes.latent is not None:
+        if sizes.latent is not None:
             found.notes.append("no kernel is made for attention over latents: torch computes the model, which is slow")
         return
     num_slots = layout.num_state_slots(config.max_num_seqs or CPU_NUM_SEQS) + layout.has_state  # one is scratch

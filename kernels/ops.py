@@ -23,6 +23,8 @@ from baton.kernels.attention.ordered import (
     attention_ordered_prefill_lens,
 )
 from baton.kernels.attention.prefill import HEAD_DIMS, attention_prefill, attention_prefill_lens
+from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer
+from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.gemm import linear
 from baton.kernels.gemm.fp8 import linear_fp8
 from baton.kernels.gemm.fp8_weight import Fp8Weight
@@ -255,6 +257,12 @@ class Ops:
         return float8_kv.attend_decode(
             self._attention_decode, query_BQAD, kv_NHSD, scales, block_tables_BM, positions_BQ, max_context_len
         )
+
+    def delta_layer(
+        self, x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows]
+    ) -> torch.Tensor:
+        """What a gated delta net computes between its projections, [T, H G V]; steps that decode have one form."""
+        return delta_layer(x, weights, kept, rows, invariant=self._is_invariant, implementation=self.implementation)
 
     def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, K] in the wide dtype, and experts [T, K], most probable first."""

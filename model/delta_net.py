@@ -1,7 +1,7 @@
 """A layer's gated delta net: projections, convolution, recurrence, gated norm, output projection.
 
 Source: Yang et al. 2024; transformers `Qwen3_5GatedDeltaNet` and `Qwen3NextGatedDeltaNet`, whose projections are
-interleaved by key heads. What lies between the projections is computed in the wide dtype and rounded once. A rank of a
+interleaved by key heads. What lies between the projections (`kernels.delta_net.layer`) is rounded once. A rank of a
 group holds a range of key heads with all that belongs to them.
 
 Legend: T tokens, D hidden size, B sequences, L rows of each, H key heads (of this rank), G value heads of one, K and V
@@ -10,11 +10,10 @@ sizes of their heads, X channels of a key head.
 
 import torch
 
-from baton.kernels.delta_net.causal_conv import causal_conv
-from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
+from baton.kernels.delta_net.delta_net import DeltaState
+from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.ops import Ops
-from baton.kernels.tiles import ordered_sum, wide_dtype
 from baton.kvcache.pool import KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
@@ -80,56 +79,51 @@ class DeltaNet:
         gates = ("ba",) if self._is_interleaved else ("b", "a")
         self.mixed_XD = source.take_product(*mixed)
         self.gates_XD = source.take(*(f"{prefix}.in_proj_{part}.weight" for part in gates))
-        self.conv_HXW = self._by_key_head(
-            source.take_wide(*(f"{prefix}.conv1d[{part}].weight" for part in "qkv"))[:, 0]
-        )
-        self.a_log_HG, self.dt_bias_HG = (
+        a_log_HG, dt_bias_HG = (
             source.take_wide(f"{prefix}.{name}").unflatten(0, (-1, sizes.num_values)) for name in ("A_log", "dt_bias")
         )
-        self.norm_V = source.take_wide(f"{prefix}.norm.weight")
+        self.weights = DeltaWeights(
+            conv_HXW=self._by_key_head(source.take_wide(*(f"{prefix}.conv1d[{part}].weight" for part in "qkv"))[:, 0]),
+            a_log_HG=a_log_HG,
+            dt_bias_HG=dt_bias_HG,
+            norm_V=source.take_wide(f"{prefix}.norm.weight"),
+            eps=config.rms_norm_eps,
+        )
         self.out_DX = source.take_product(*out)
-        self._eps = config.rms_norm_eps
         self._ops = ops
         self.layer = layer
 
     def __call__(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """[T, D] -> [T, D]; reads and writes the sequences' state slots. Never waits for the device."""
-        mixed_THX, z_THGV, b_THG, a_THG = self._projected(x_TD)
         conv_NHRX, tail_NHRY, state_NHRZ = (
             inputs.pool.blocks(self.layer + part)[:, :, 0] for part in range(POOL_LAYERS)
         )
-        kept = DeltaState(tail_NHRY, state_NHRZ[:, :, 0])
-        found = []
-        for rows in inputs.state_rows:
-            some = slice(rows.first_row, rows.stop_row)
-            shape = (len(rows.positions_B), rows.num_rows)
-            conv_BLHX = causal_conv(mixed_THX[some].unflatten(0, shape), self.conv_HXW, conv_NHRX, rows)
-            gates = (b_THG[some].unflatten(0, shape), a_THG[some].unflatten(0, shape))
-            made = delta_rows(conv_BLHX, gates, self.a_log_HG, self.dt_bias_HG, self._sizes.key_dim)
-            found.append(delta_net(made, kept, rows, invariant=self._ops.is_invariant).flatten(0, 1))
+        kept = DeltaKept(conv_NHRX, DeltaState(tail_NHRY, state_NHRZ[:, :, 0]))
+        out_TX = self._ops.delta_layer(self._projected(x_TD), self.weights, kept, inputs.state_rows)
         for part in range(POOL_LAYERS):
             inputs.on_layer(self.layer + part)
-        out_THGV = torch.cat(found)
-        mean_square = ordered_sum(out_THGV.square()) / out_THGV.shape[-1]
-        out_THGV = out_THGV * torch.rsqrt(mean_square + self._eps) * self.norm_V
-        z_THGV = z_THGV.to(wide_dtype(x_TD.dtype))
-        out_THGV = out_THGV * (z_THGV / (1 + torch.exp(-z_THGV)))
-        return self._ops.linear_inner(out_THGV.flatten(1).to(x_TD.dtype), self.out_DX)
+        return self._ops.linear_inner(out_TX, self.out_DX)
 
-    def _projected(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the convolution takes, [T, H, X]; what gates outputs, [T, H, G, V]; b and a, [T, H, G]."""
-        sizes = self._sizes
+    def _projected(self, x_TD: torch.Tensor) -> DeltaProjected:
+        """Views of the products' rows."""
+        sizes, num_heads = self._sizes, len(self.weights.a_log_HG)
         mixed_TX, gates_TX = self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
+        lengths = [sizes.key_dim, sizes.key_dim, sizes.values_len, sizes.values_len]
         if self._is_interleaved:
-            mixed_THX = mixed_TX.unflatten(1, (-1, 2 * (sizes.key_dim + sizes.values_len)))
-            mixed_THX, z_THX = mixed_THX.tensor_split([2 * sizes.key_dim + sizes.values_len], dim=2)
-            b_THG, a_THG = gates_TX.unflatten(1, (-1, 2, sizes.num_values)).unbind(2)
+            query_THK, key_THK, value_THX, z_THX = mixed_TX.unflatten(1, (num_heads, -1)).split(lengths, dim=2)
+            b_THG, a_THG = gates_TX.unflatten(1, (num_heads, 2, -1)).unbind(2)
         else:
-            num_heads = len(self.a_log_HG)
-            mixed_TX, z_TX = mixed_TX.tensor_split([-num_heads * sizes.values_len], dim=1)
-            mixed_THX, z_THX = self._by_key_head(mixed_TX.T).movedim(2, 0), z_TX.unflatten(1, (num_heads, -1))
+            parts_TX = mixed_TX.split([num_heads * length for length in lengths], dim=1)
+            query_THK, key_THK, value_THX, z_THX = (part_TX.unflatten(1, (num_heads, -1)) for part_TX in parts_TX)
             b_THG, a_THG = gates_TX.unflatten(1, (2, num_heads, -1)).unbind(1)
-        return mixed_THX, z_THX.unflatten(2, (sizes.num_values, -1)), b_THG, a_THG
+        return DeltaProjected(
+            query_THK=query_THK,
+            key_THK=key_THK,
+            value_THX=value_THX,
+            z_THGV=z_THX.unflatten(2, (sizes.num_values, -1)),
+            b_THG=b_THG,
+            a_THG=a_THG,
+        )
 
     def _by_key_head(self, rows_XN: torch.Tensor) -> torch.Tensor:
         """[X of all key heads, N], all queries, then all keys, then all values -> [H, X, N]."""

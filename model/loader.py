@@ -10,6 +10,7 @@ import torch
 
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import KVDtype, Numerics, Quantization
+from baton.kernels.delta_net.layer import unfit_delta_sizes
 from baton.kernels.implementation import Implementation
 from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
 from baton.model.config import ModelConfig
@@ -262,8 +263,10 @@ def _unfit(
             return "experts in invariant numerics on any number of ranks"
     if numerics is Numerics.INVARIANT and kv_dtype is not KVDtype.AUTO:
         return f"{kv_dtype.value} KV in invariant numerics"
-    if config.delta_net is not None:
-        return "layers of a gated delta net"
+    if config.delta_net is not None and (
+        unfit := unfit_delta_sizes(config.delta_net.key_dim, config.delta_net.value_dim)
+    ):
+        return unfit
     if config.latent is not None:
         return "attention over latents"
     if numerics is Numerics.INVARIANT and config.sigmoid_routing is not None:

@@ -159,7 +159,7 @@ def _problem_of(action: Callable[[], None]) -> str | None:
     return None
 
 
-_FIRST, _LIMIT, _TOKENS = 0, 1, 2
+_FIRST, _LIMIT, _STATE = 0, 1, 2  # columns; the state slot is there if the layout has state
 
 
 class StaticPass:
@@ -175,10 +175,12 @@ class StaticPass:
         self.key = key
         self._model = model
         self._pool = pool
-        self._tables = _TOKENS + key.num_rows
+        self._tokens = _STATE + pool.layout.has_state
+        self._tables = self._tokens + key.num_rows
         num_numbers, num_tokens = self._tables + key.width, key.num_sequences * key.num_rows
         padding_C = torch.zeros(num_numbers, dtype=torch.int64, device=pool.device)
         padding_C[_LIMIT] = 1
+        padding_C[_STATE : self._tokens] = pool.num_state_slots
         padding_C[self._tables :] = pool.num_blocks
         self._padding_BC = padding_C.expand(key.num_sequences, -1)
         self._numbers_BC = self._padding_BC.clone(memory_format=torch.contiguous_format)
@@ -197,7 +199,11 @@ class StaticPass:
         """About what the pass holds at its peak, beside its buffers: K and V of all tables, and copies of them."""
         layout = self._pool.layout
         positions = self.key.num_sequences * self.key.width * layout.block_size
-        widest = max(self._pool.geometry.layer(at).num_heads * layer.row_len for at, layer in enumerate(layout.layers))
+        widest = max(
+            self._pool.geometry.layer(at).num_heads * layer.row_len
+            for at, layer in enumerate(layout.layers)
+            if not layer.is_state
+        )
         return 4 * 2 * positions * widest * self._model.dtype.itemsize
 
     @torch.inference_mode()
@@ -229,7 +235,11 @@ class StaticPass:
         assert num_sequences <= key.num_sequences
         assert num_blocks <= key.width
         assert token_ids_BQ.shape == (num_sequences, key.num_rows)
-        parts = [first_B[:, None], rows.limit_B[:, None], token_ids_BQ, rows.block_tables_BM]
+        parts = [first_B[:, None], rows.limit_B[:, None]]
+        if self._pool.layout.has_state:
+            assert rows.state_slots_B is not None
+            parts.append(rows.state_slots_B[:, None])
+        parts += token_ids_BQ, rows.block_tables_BM
         if num_blocks < key.width:
             parts.append(self._padding_BC[:num_sequences, self._tables + num_blocks :])
         num_before, self._num_written = self._num_written, max(self._num_written, num_sequences)
@@ -247,10 +257,11 @@ class StaticPass:
         """From the buffers to the output: what is captured."""
         numbers_BC, key, pool = self._numbers_BC, self.key, self._pool
         limit_B, tables_BW = numbers_BC[:, _LIMIT], numbers_BC[:, self._tables :]
-        rows = DecodeRows(block_tables_BM=tables_BW, limit_B=limit_B, draft_cap_B=limit_B)
+        slots_B = numbers_BC[:, _STATE] if pool.layout.has_state else None
+        rows = DecodeRows(block_tables_BM=tables_BW, limit_B=limit_B, draft_cap_B=limit_B, state_slots_B=slots_B)
         max_context_len = key.width * pool.layout.block_size
         batch = decode_batch(numbers_BC[:, _FIRST], key.num_rows, rows, max_context_len, pool, self._model.around)
-        token_ids_T = numbers_BC[:, _TOKENS : self._tables].flatten()
+        token_ids_T = numbers_BC[:, self._tokens : self._tables].flatten()
         if self._hidden_TD is None:
             self._output_TD.copy_(self._model.trunk(token_ids_T, batch, pool, ignore_layer))
         else:
@@ -512,7 +523,8 @@ def graphed_step(
     """The step of a runner with these limits, its graphs captured; None where there are to be none.
 
     Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched. So are those of
-    several ranks: hundreds of graphs, each with operations of the group, have not been tried on GPUs.
+    several ranks: hundreds of graphs, each with operations of the group, have not been tried on GPUs. And those of
+    layers that keep state, which tell chunks apart as attention does.
 
     Raises:
         ConfigInvalid: sizes that do not fit the device or the runner.
@@ -522,16 +534,17 @@ def graphed_step(
     config.require_fits(device=pool.device.type, max_num_seqs=max_num_sequences)
     if config.mode == "off" or pool.device.type != "cuda":
         return None
-    if pool.layout.has_state:
-        log.warning("no CUDA graphs: passes that keep state are not captured yet")
+    if pool.layout.has_state and model.implementation is not Implementation.TRITON:
+        log.warning("no CUDA graphs: torch computes layers that keep state by too many launches")
         return None
+    is_alone = communicator is None or communicator.size == 1
     sizes = graph_sizes(
         model,
         pool,
         max_num_sequences=max_num_sequences,
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len,
-        max_num_tokens=max_num_tokens if communicator is None or communicator.size == 1 else 0,
+        max_num_tokens=max_num_tokens if is_alone and not pool.layout.has_state else 0,
         sizes=config.sizes,
     )
     step = GraphedStep(model, pool, sizes, CudaBackend(pool.device, communicator or Alone()), communicator)

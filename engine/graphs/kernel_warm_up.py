@@ -107,7 +107,8 @@ def warm_up_decode_passes(model: Model, pool: KVPool, reach: Reach, num_draft_to
     for count, width in decode_shapes(reach, pool.layout.block_size):
         first_B = torch.zeros(count, dtype=torch.int64, device=pool.device)
         tables_BW = first_B.new_full((count, width), pool.num_blocks)
-        rows = DecodeRows(block_tables_BM=tables_BW, limit_B=first_B + 1, draft_cap_B=first_B)
+        slots_B = torch.full_like(first_B, pool.num_state_slots) if pool.layout.has_state else None
+        rows = DecodeRows(block_tables_BM=tables_BW, limit_B=first_B + 1, draft_cap_B=first_B, state_slots_B=slots_B)
         bound = min(width * pool.layout.block_size, reach.context_len)
         for num_drafts in range(num_draft_tokens, -1, -1):
             passes = EagerPasses(model, pool, rows, bound)
@@ -123,7 +124,10 @@ def warm_up_decode_passes(model: Model, pool: KVPool, reach: Reach, num_draft_to
 def _chunk(length: int, pool: KVPool) -> ChunkRows:
     num_blocks = -(-length // pool.layout.block_size)
     ids = np.zeros(length, dtype=np.int64)
-    return ChunkRows(token_ids=ids, start=0, length=length, blocks=(pool.num_blocks,) * num_blocks)
+    state_slot = pool.num_state_slots if pool.layout.has_state else None
+    return ChunkRows(
+        token_ids=ids, start=0, length=length, blocks=(pool.num_blocks,) * num_blocks, state_slot=state_slot
+    )
 
 
 __all__ = ["Reach", "warm_up_decode", "warm_up_heads", "warm_up_prefill", "warm_up_prompts", "warm_up_steps"]

@@ -20,11 +20,14 @@ class Side:
     def __init__(self, model, seed=0):
         self.model = model
         self.device = model.device
-        self.pool = KVPool(model.kv_layout(BLOCK_SIZE), SIZE * WIDTH, self.device)
+        layout = model.kv_layout(BLOCK_SIZE)
+        num_slots = SIZE if layout.has_state else 0
+        self.pool = KVPool(layout, SIZE * WIDTH, self.device, num_state_slots=num_slots)
         generator = torch.Generator().manual_seed(seed)
         for layer in range(self.pool.layout.num_layers):
             blocks = self.pool.blocks(layer)
-            blocks.copy_(torch.randn(blocks.shape, generator=generator))
+            scale = 0.01 if layout.layers[layer].is_state else 1.0  # what is kept of decays may not grow
+            blocks.copy_(torch.randn(blocks.shape, generator=generator) * scale)
             blocks[-1:].copy_(torch.full_like(blocks[-1:], torch.nan, dtype=torch.float32))  # nobody real may see it
         self.tables = torch.randperm(SIZE * WIDTH, generator=generator).view(SIZE, WIDTH).to(self.device)
         vocab_size, hidden_size = model.config.vocab_size, model.config.hidden_size
@@ -34,9 +37,11 @@ class Side:
     def rows(self, num_sequences, context_len):
         num_blocks = -(-context_len // BLOCK_SIZE)
         limit = torch.full((num_sequences,), WIDTH * BLOCK_SIZE, device=self.device)
+        slots = torch.arange(SIZE, device=self.device).flip(0)[:num_sequences]
         return DecodeRows(
-            block_tables_BM=self.tables[:num_sequences, :num_blocks], limit_B=limit, draft_cap_B=torch.zeros_like(limit)
-        )
+            block_tables_BM=self.tables[:num_sequences, :num_blocks], limit_B=limit,
+            draft_cap_B=torch.zeros_like(limit), state_slots_B=slots if self.pool.layout.has_state else None,
+        )  # fmt: skip
 
     def inputs(self, num_sequences, prefix, num_rows):
         """Tokens, first positions (every second sequence is one shorter), rows and hidden states."""

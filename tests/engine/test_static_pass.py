@@ -16,6 +16,7 @@ SHAPES = {
     "dense": {"kind": "qwen3", "num_heads": 8, "num_kv_heads": 2, "tie": False},
     "moe": {"kind": "qwen3_moe"},
     "shared expert": {"kind": "qwen2_moe"},
+    "hybrid": {"kind": "qwen3_5"},
 }
 
 
@@ -40,6 +41,13 @@ def model_of(tiny_checkpoint):
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS)
 def test_replayed_bits_are_those_launched(kind, num_rows, model_of):
     check_kind(model_of(), RecorderBackend(), kind, num_rows, num_sequences=(1, 3, 4), prefixes=(0, 15, LARGE))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("kind", "num_rows"), [(GraphKind.VERIFY, 3), (GraphKind.DRAFT_PREFILL, 2)])
+def test_replayed_passes_read_and_write_their_sequences_state(kind, num_rows, model_of):
+    """State slots come by the buffers, and padding has scratch's: all state afterwards is that of launched passes."""
+    check_kind(model_of("hybrid"), RecorderBackend(), kind, num_rows, num_sequences=(1, 3, 4), prefixes=(0, 15))
 
 
 @pytest.mark.parametrize(("kind", "num_rows"), [(GraphKind.VERIFY, 3), (GraphKind.DRAFT, 1)])

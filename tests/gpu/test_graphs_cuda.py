@@ -35,7 +35,11 @@ DEVICE = torch.device("cuda", 0)
 SHAPES = {
     "dense": {"kind": "qwen3", "num_heads": 8, "num_kv_heads": 2, "tie": False},
     "moe": {"kind": "qwen3_moe"},
-}
+    "hybrid": {  # in bfloat16 by Triton kernels
+        "kind": "qwen3_5", "hidden_size": 128, "head_dim": 64,
+        "overrides": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    },
+}  # fmt: skip
 SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
 
 

@@ -263,7 +263,7 @@ def test_a_scale_that_is_missing_is_named(tmp_path):
 def test_float32_tensors_stay_so_in_a_narrow_model(tmp_path):
     path = write_checkpoint(tmp_path / "model", kind="qwen3_5", dtype=torch.bfloat16)
     model, stored = load(path, dtype=torch.bfloat16), load_file(path / "model.safetensors")
-    net = model._decoder.layers[0].attention
+    net = model._decoder.layers[0].attention.weights
     for name, kept in (("A_log", net.a_log_HG), ("dt_bias", net.dt_bias_HG), ("norm.weight", net.norm_V)):
         assert torch.equal(kept.flatten(), stored[f"model.layers.0.linear_attn.{name}"]), name
         assert not torch.equal(kept, kept.bfloat16().float()), name

@@ -1,0 +1,357 @@
+# mypy: ignore-errors
+"""The convolution in Triton, with all that a row of the recurrence takes but the state and u.
+
+A program does the rows of one tile, 16 positions by absolute position, of one key head of one sequence, one after the
+other, by code in which nothing depends on how many there are. It has the keys of the tile in registers, those of steps
+before from the ring; so what a row meets of the rows before it is computed once, and not by every program of every
+value head. What it makes of a row, for each value head, are its factors: how much of each earlier u it takes away from
+v, how much of each u it sees, g, beta, and how much of the state is left (e to the sum of the tile's g).
+
+The first program of a sequence looks at the number behind the state, which says how many tiles are in it, tells the
+recurrence by `begun` what it finds there, and writes the number that holds after the step. So the recurrence, where
+many programs share that number, neither reads nor writes it. `begun` is STORED: the state is that of the tile the step
+begins in; BEHIND: the tile before it is to be folded first; NONE: the sequence begins.
+
+Rings: decode rows, 8 at most, write the convolution's ring and k and g of the other at once. Nothing that this launch
+or the recurrence reads lies there: inputs of 4 positions before, in a ring of 16; the tile that the step begins in; and
+the one before it if it is to be folded, which is so within 8 positions of its end alone: in a ring of 32 a step that
+begins there ends before it comes round. Rows of a chunk may come round: they are kept by a launch of their own, behind
+the recurrence.
+
+Shapes: K and V sizes of heads, G value heads of a key head (GP padded), W taps, C rows of a tile, F factors of a row,
+X channels, RING rows of a ring, Y elements of a row of the recurrence's.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from baton.kernels.delta_net.delta_net import DeltaState
+from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.sizes import CONV_RING, RING, TILE, tail_len
+from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.variant import Variant
+
+FACTORS = 2 * TILE + 4  # of a row and value head: TILE of u taken away, TILE of u seen, g, beta, what is left; padding
+STORED, BEHIND, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NUM_WARPS = 1  # fewer wait for each other in a row's sums, and more rows are under way
+_L2_EPS = tl.constexpr(1e-6)
+_SOFTPLUS_LINEAR = tl.constexpr(20.0)  # from here on softplus is its argument
+
+
+@triton.jit
+def _convolved(
+    x, row_stride, ring, weight, row, first, is_chunk, its_C, X: tl.constexpr, W: tl.constexpr, RING: tl.constexpr
+):
+    """Silu of the sum over the taps, in float32, of the channels C that the pointers begin at; keeps a decode row."""
+    sum_C = tl.zeros(its_C.shape, tl.float32)
+    for tap in tl.static_range(W):
+        at = row - (W - 1) + tap
+        position = first + at
+        is_own_C = (at >= 0) & (its_C >= 0)
+        is_kept_C = (at < 0) & (position >= 0) & (its_C >= 0)
+        own_C = tl.load(x + at * row_stride + its_C, mask=is_own_C, other=0.0)
+        kept_C = tl.load(ring + (position + RING) % RING * X + its_C, mask=is_kept_C, other=0.0)
+        seen_C = tl.where(is_own_C, own_C, kept_C).to(tl.float32)
+        sum_C += seen_C * tl.load(weight + its_C * W + tap)
+        if tap == W - 1:
+            tl.store(ring + (first + row) % RING * X + its_C, own_C, mask=(is_chunk == 0) & (its_C >= 0))
+    return sum_C / (1.0 + tl.exp(-sum_C))
+
+
+@triton.jit
+def _keep(x, row_stride, ring, row, first, its_C, X: tl.constexpr, RING: tl.constexpr):
+    tl.store(ring + (first + row) % RING * X + its_C, tl.load(x + row * row_stride + its_C))
+
+
+@triton.jit
+def softplus(a_G):
+    """With torch's threshold."""
+    small_G = tl.exp(tl.minimum(a_G, _SOFTPLUS_LINEAR))
+    more_G = 1.0 + small_G
+    # log(1 + x) without losing x: the quotient undoes what rounding 1 + x did
+    over_G = tl.where(more_G == 1.0, 1.0, more_G - 1.0)
+    soft_G = tl.where(more_G == 1.0, small_G, tl.log(more_G) * (small_G / over_G))
+    return tl.where(a_G > _SOFTPLUS_LINEAR, a_G, soft_G)
+
+
+@triton.jit
+def _l2_normed(x_K):
+    return x_K * tl.rsqrt(tl.sum(x_K * x_K, axis=0) + _L2_EPS)
+
+
+@triton.jit(do_not_specialize=["num_rows", "is_chunk"])
+def _conv_kernel(
+    query, key, value, b, a,
+    weight, a_log, dt_bias,
+    ring, tail, state,
+    positions, counts, slots,
+    made, factors, begun,
+    query_row, query_head, key_row, key_head, value_row, value_head, b_row, b_head, a_row, a_head,
+    ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
+    position_stride, count_stride, slot_stride,
+    num_rows: tl.int32, is_chunk: tl.int32,
+    K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    X: tl.constexpr = 2 * K + G * V
+    its_K, its_V, its_G, its_C = tl.arange(0, K), tl.arange(0, V), tl.arange(0, GP), tl.arange(0, C)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first = tl.load(positions + sequence * position_stride)
+    count = tl.load(counts + sequence * count_stride).to(tl.int32)
+    slot = tl.load(slots + sequence * slot_stride)
+    row0 = sequence.to(tl.int64) * num_rows
+    query += row0 * query_row + head * query_head
+    key += row0 * key_row + head * key_head
+    value += row0 * value_row + head * value_head
+    b += row0 * b_row + head * b_head
+    a += row0 * a_row + head * a_head
+    ring += slot * ring_slot + head * ring_head
+    tail += slot * tail_slot + head * tail_head
+    weight += head * X * W
+    is_G = its_G < G
+    rate_G = -tl.exp(tl.load(a_log + head * G + its_G, mask=is_G, other=0.0))
+    bias_G = tl.load(dt_bias + head * G + its_G, mask=is_G, other=0.0)
+    tile = first // C + part
+    position_C = tile * C + its_C
+    is_old_C = (position_C < first) & (count > 0)
+    old_C = tail + position_C % RING * Y
+    key_CK = tl.load(old_C[:, None] + its_K[None, :], mask=is_old_C[:, None], other=0.0)
+    is_old_GC = is_G[:, None] & is_old_C[None, :]
+    decay_GC = tl.load(old_C[None, :] + (K + G * V) + its_G[:, None], mask=is_old_GC, other=0.0)
+    begin = tl.maximum(tile * C - first, 0).to(tl.int32)
+    stop = tl.minimum(tile * C + C - first, count).to(tl.int32)
+    for row in range(begin, stop):
+        to = made + ((row0 + row) * num_heads + head) * X
+        query_K = _convolved(query, query_row, ring, weight, row, first, is_chunk, its_K, X, W, CONV_RING)
+        query_K = _l2_normed(query_K) * (1.0 / K**0.5)
+        tl.store(to + its_K, query_K)
+        key_K = _convolved(key, key_row, ring + K, weight + K * W, row, first, is_chunk, its_K, X, W, CONV_RING)
+        key_K = _l2_normed(key_K)
+        tl.store(to + K + its_K, key_K)
+        for g in tl.static_range(G):
+            of = 2 * K + g * V
+            value_V = _convolved(
+                value + g * V, value_row, ring + of, weight + of * W, row, first, is_chunk, its_V, X, W, CONV_RING
+            )
+            tl.store(to + of + its_V, value_V)
+        b_G = tl.load(b + row * b_row + its_G, mask=is_G, other=0.0).to(tl.float32)
+        a_G = tl.load(a + row * a_row + its_G, mask=is_G, other=0.0).to(tl.float32) + bias_G
+        decay_G = rate_G * softplus(a_G)
+        beta_G = 1.0 / (1.0 + tl.exp(-b_G))
+        at = (first + row - tile * C).to(tl.int32)
+        key_CK = tl.where((its_C == at)[:, None], key_K[None, :], key_CK)
+        decay_GC = tl.where((its_C == at)[None, :], decay_G[:, None], decay_GC)
+        sum_GC = tl.cumsum(decay_GC, 1)
+        total_G = tl.sum(tl.where((its_C == at)[None, :], sum_GC, 0.0), axis=1)
+        apart_GC = tl.exp(tl.minimum(total_G[:, None] - sum_GC, 0.0))
+        met_C = tl.where(its_C < at, tl.sum(key_CK * key_K[None, :], axis=1), 0.0)
+        seen_C = tl.where(its_C <= at, tl.sum(key_CK * query_K[None, :], axis=1), 0.0)
+        to_G = factors + (((row0 + row) * num_heads + head) * G + its_G) * F
+        to_GC = to_G[:, None] + its_C[None, :]
+        tl.store(to_GC, apart_GC * beta_G[:, None] * met_C[None, :], mask=is_G[:, None])
+        tl.store(to_GC + C, apart_GC * seen_C[None, :], mask=is_G[:, None])
+        tl.store(to_G + 2 * C, decay_G, mask=is_G)
+        tl.store(to_G + (2 * C + 1), beta_G, mask=is_G)
+        tl.store(to_G + (2 * C + 2), tl.exp(total_G), mask=is_G)
+        if is_chunk == 0:
+            keep = tail + (first + row) % RING * Y
+            tl.store(keep + its_K, key_K)
+            tl.store(keep + (K + G * V) + its_G, decay_G, mask=is_G)
+    if part == 0:
+        folded = state + slot * state_slot + head * state_head + G * K * V
+        num_folded = tl.load(folded)
+        wanted = first // C
+        # what was never written may be no number, and is behind nothing
+        found = tl.where(first == 0, NONE, tl.where(num_folded < wanted.to(tl.float32), BEHIND, STORED))
+        tl.store(begun + sequence * num_heads + head, found.to(tl.int32))
+        # every thread reads, and one may be ahead of another: none writes before all have read
+        tl.debug_barrier()
+        if count > 0:
+            after = tl.where(is_chunk != 0, (first + count) // C, wanted)
+            tl.store(folded, after.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _keep_kernel(
+    query, key, value, ring, tail, positions, counts, slots, made, factors,
+    query_row, query_head, key_row, key_head, value_row, value_head, ring_slot, ring_head, tail_slot, tail_head,
+    position_stride, count_stride, slot_stride, num_rows: tl.int32,
+    K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk, whose rows all stay, the inputs that the next row sees, and k and g of the open tile."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    X: tl.constexpr = 2 * K + G * V
+    its_K, its_V, its_G = tl.arange(0, K), tl.arange(0, V), tl.arange(0, GP)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first = tl.load(positions + sequence * position_stride)
+    count = tl.load(counts + sequence * count_stride).to(tl.int32)
+    slot = tl.load(slots + sequence * slot_stride)
+    row0 = sequence.to(tl.int64) * num_rows
+    query += row0 * query_row + head * query_head
+    key += row0 * key_row + head * key_head
+    value += row0 * value_row + head * value_head
+    ring += slot * ring_slot + head * ring_head
+    tail += slot * tail_slot + head * tail_head
+    for row in range(tl.maximum(count - (W - 1), 0), count):
+        _keep(query, query_row, ring, row, first, its_K, X, CONV_RING)
+        _keep(key, key_row, ring + K, row, first, its_K, X, CONV_RING)
+        for g in tl.static_range(G):
+            _keep(value + g * V, value_row, ring + (2 * K + g * V), row, first, its_V, X, CONV_RING)
+    begin = tl.maximum((first + count) // C * C - first, 0).to(tl.int32)
+    for row in range(begin, count):
+        to = tail + (first + row) % RING * Y
+        at = (row0 + row) * num_heads + head
+        tl.store(to + its_K, tl.load(made + at * X + K + its_K))
+        decay_G = tl.load(factors + (at * G + its_G) * F + 2 * C, mask=its_G < G)
+        tl.store(to + (K + G * V) + its_G, decay_G, mask=its_G < G)
+
+
+_launch_conv = Launcher(_conv_kernel)
+_launch_keep = Launcher(_keep_kernel)
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(
+    sizes: tuple[int, ...], device: torch.device, num_warps: int = _NUM_WARPS
+) -> tuple[Constants, Constants]:
+    """Of both kernels."""
+    common = constants_of(*sizes) | dependent_launch(device)
+    return Constants(common | {"num_warps": num_warps}), Constants(common | {"num_warps": 1})
+
+
+def constants_of(
+    key_dim: int, value_dim: int, num_values: int, num_taps: int, conv_ring: int, ring: int, row: int
+) -> dict[str, Any]:
+    """The constants of a launch but `EARLY`."""
+    return {
+        "K": key_dim,
+        "V": value_dim,
+        "G": num_values,
+        "GP": triton.next_power_of_2(num_values),
+        "W": num_taps,
+        "C": TILE,
+        "F": FACTORS,
+        "CONV_RING": conv_ring,
+        "RING": ring,
+        "Y": row,
+    }
+
+
+def launch(
+    inputs: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, ...],
+    conv_NHRX: torch.Tensor,
+    kept: DeltaState,
+    rows: StateRows,
+    outputs: tuple[torch.Tensor, torch.Tensor],
+    value_dim: int,
+    *,
+    num_warps: int = _NUM_WARPS,
+) -> torch.Tensor:
+    """How each state is begun, int32 [B, H]; see `delta_layer`, which has checked the arguments.
+
+    Args:
+        inputs: query [T, H, K], key [T, H, K], value [T, H, G V], b and a [T, H, G].
+        weights: the convolution's [H, X, W], a_log and dt_bias [H, G].
+        conv_NHRX: the ring; read, and written if rows decode.
+        kept: the recurrence's ring, the same; of states the number behind them is read and written.
+        rows: where they stand.
+        outputs: q, k and v side by side, [T, H, X], and FACTORS, [T, H, G, F], float32; of real rows.
+        value_dim: V.
+        num_warps: of a program; another number may give other bits.
+    """
+    num_heads, num_values = weights[1].shape
+    num_sequences = len(rows.positions_B)
+    begun_BH = torch.empty(num_sequences, num_heads, dtype=torch.int32, device=conv_NHRX.device)
+    tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
+    sizes = (
+        inputs[0].shape[2], value_dim, num_values, weights[0].shape[2], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
+    )  # fmt: skip
+    where = rows.positions_B, rows.counts_B, rows.slots_B
+    arguments = (
+        *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, *outputs, begun_BH,
+        *(stride for x in inputs for stride in x.stride()[:2]),
+        *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *(x.stride(0) for x in where),
+        rows.num_rows, int(rows.start is not None),
+    )  # fmt: skip
+    if rows.start is not None:
+        num_tiles = -(-(rows.start % TILE + rows.num_rows) // TILE)
+    else:
+        num_tiles = min(rows.num_rows, 2)
+    constants = _constants(sizes, conv_NHRX.device, num_warps)[0]
+    _launch_conv((num_sequences, num_heads, num_tiles), arguments, constants)
+    return begun_BH
+
+
+def launch_keep(
+    inputs: tuple[torch.Tensor, ...],
+    conv_NHRX: torch.Tensor,
+    tail_NHRY: torch.Tensor,
+    rows: StateRows,
+    outputs: tuple[torch.Tensor, torch.Tensor],
+    num_taps: int,
+) -> None:
+    """What rings keep of chunks, behind the recurrence; arguments as of `launch`."""
+    made_THX, factors_THGF = outputs
+    num_heads, num_values = factors_THGF.shape[1:3]
+    key_dim, value_dim = inputs[0].shape[2], inputs[2].shape[2] // num_values
+    sizes = key_dim, value_dim, num_values, num_taps, conv_NHRX.shape[2], *tail_NHRY.shape[2:]
+    where = rows.positions_B, rows.counts_B, rows.slots_B
+    arguments = (
+        *inputs[:3], conv_NHRX, tail_NHRY, *where, made_THX, factors_THGF,
+        *(stride for x in inputs[:3] for stride in x.stride()[:2]),
+        *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *(x.stride(0) for x in where), rows.num_rows,
+    )  # fmt: skip
+    _launch_keep((len(rows.positions_B), num_heads), arguments, _constants(sizes, conv_NHRX.device)[1])
+
+
+def variants() -> list[Variant]:
+    """Of the models that are measured, whose value heads are one, two or four of a key head."""
+    types = dict.fromkeys(("query", "key", "value", "b", "a"), "*bf16")
+    types |= dict.fromkeys(("weight", "a_log", "dt_bias"), "*fp32")
+    types |= {"ring": "*bf16", "tail": "*fp32", "state": "*fp32"}
+    types |= dict.fromkeys(("positions", "counts", "slots"), "*i64")
+    types |= {"made": "*fp32", "factors": "*fp32", "begun": "*i32"}
+    strides = [f"{name}_{way}" for name in ("query", "key", "value", "b", "a") for way in ("row", "head")]
+    strides += [f"{name}_{way}" for name in ("ring", "tail", "state") for way in ("slot", "head")]
+    others = ["position_stride", "count_stride", "slot_stride", "num_rows"]
+    types |= dict.fromkeys([*strides, *others, "is_chunk"], "i32")
+    left_out = {"weight", "a_log", "dt_bias", "state", "begun", "is_chunk", "state_slot", "state_head"}
+    left_out |= {"b", "a", "b_row", "b_head", "a_row", "a_head"}
+    keep_types = {name: kind for name, kind in types.items() if name not in left_out}
+    aligned = ("query", "key", "value", "ring", "tail", "made", "factors", "query_row", "query_head", "key_row")
+    aligned += ("key_head", "value_row", "value_head", "ring_slot", "ring_head", "tail_slot", "tail_head")
+    found = []
+    for num_values, early in ((1, True), (2, True), (4, True), (2, False)):
+        row = tail_len(128, 128, num_values)
+        constants = constants_of(128, 128, num_values, 4, CONV_RING, RING, row) | {"EARLY": early}
+        for name, kernel, its_types, more, num_warps in (
+            ("delta_conv", _conv_kernel, types, ("weight", "state"), _NUM_WARPS),
+            ("delta_keep", _keep_kernel, keep_types, (), 1),
+        ):
+            variant = Variant(
+                name=f"{name} G={num_values}{'' if early else ' late'}",
+                kernel=kernel,
+                types=its_types,
+                constants=constants,
+                aligned=(*aligned, *more),
+                num_warps=num_warps,
+                max_registers=128,
+                max_shared_bytes=16_384,
+                on_amd=not early,
+            )
+            found.append(variant)
+    return found

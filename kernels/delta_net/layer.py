@@ -1,0 +1,211 @@
+"""What a gated delta net computes between its projections: convolution, recurrence, gated norm.
+
+The reference is the three rooms beside this one, and torch's operations; the Triton form is a launch of each. Those
+launches read and write the same pool in the same form, so a sequence may go from one to the other.
+
+Legend: T rows of a pass, B sequences, L rows of each, H key heads, G value heads of one, K and V sizes of their heads,
+X channels of a key head, W positions that an output of the convolution sees, N slots, R ring, Y and Z elements of a row
+of the ring and of a state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.delta_net import causal_conv_triton, delta_chunk_triton, delta_net_triton
+from baton.kernels.delta_net.causal_conv import causal_conv
+from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
+from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.sizes import MAX_TAPS, TILE
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, open_signature, signature
+from baton.kernels.tiles import ordered_sum, wide_dtype
+
+HEAD_DIMS = (16, 32, 64, 128, 256)  # of keys and values, in the Triton form
+MAX_DECODE_ROWS = TILE // 2  # in the Triton form; see `delta_net_triton`
+_FORMS: Memo[bool] = Memo()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaProjected:
+    """What a layer's projections made of a pass's rows, views of the products, in the model's dtype."""
+
+    query_THK: torch.Tensor
+    key_THK: torch.Tensor
+    value_THX: torch.Tensor  # X = G V here
+    z_THGV: torch.Tensor  # gates the outputs
+    b_THG: torch.Tensor  # says how much is written
+    a_THG: torch.Tensor  # says how much is forgotten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaWeights:
+    """A layer's, in the wide dtype, contiguous."""
+
+    conv_HXW: torch.Tensor
+    a_log_HG: torch.Tensor
+    dt_bias_HG: torch.Tensor
+    norm_V: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaKept:
+    """What the pool has of a layer: the convolution's ring, in the model's dtype, and the recurrence's, wide."""
+
+    conv_NHRX: torch.Tensor
+    state: DeltaState
+
+
+def delta_layer(
+    x: DeltaProjected,
+    weights: DeltaWeights,
+    kept: DeltaKept,
+    rows: Sequence[StateRows],
+    *,
+    invariant: bool = False,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """Outputs, [T, H G V] in the dtype of `x`; rounded once. Never waits for the device.
+
+    Args:
+        x: of the rows of the pass.
+        weights: of the layer.
+        kept: read and written.
+        rows: where they stand; all rows of the pass, in their order.
+        invariant: the reference's products are of one fixed shape on CUDA; the Triton form goes through a chunk row by
+            row, so that bits do not depend on where a prompt is cut. Otherwise by tiles, whose products are of TF32
+            where the model's dtype is narrower than float32.
+        implementation: see there. Triton's is in float32, and gives 0 for rows that are not real.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit.
+    """
+    parts = _parts(x)
+    num_tokens = len(x.query_THK)
+    num_missing = num_tokens - sum(len(some.positions_B) * some.num_rows for some in rows)
+    key = (
+        *(open_signature(part) for part in parts), all(len(part) == num_tokens for part in parts), num_missing,
+        signature(kept.conv_NHRX), kept.state.tail_NHRY.shape,
+        max((some.num_rows for some in rows if some.start is None), default=0), implementation,
+    )  # fmt: skip
+    in_triton = _FORMS.find(key)
+    if in_triton is None:
+        in_triton = uses_triton(x.query_THK.device, implementation)
+        if in_triton:
+            _check(x, weights, kept, rows, num_missing)
+        _FORMS.keep(key, in_triton)
+    if not in_triton:
+        return _reference(x, weights, kept, rows, invariant)
+    _, num_heads, key_dim = x.query_THK.shape
+    num_values, value_dim = x.z_THGV.shape[2:]
+    float32 = {"dtype": torch.float32, "device": x.query_THK.device}
+    made_THX = torch.empty(num_tokens, num_heads, 2 * key_dim + num_values * value_dim, **float32)
+    factors_THGF = torch.empty(num_tokens, num_heads, num_values, causal_conv_triton.FACTORS, **float32)
+    out_THGV = torch.empty(num_tokens, num_heads, num_values, value_dim, **float32)
+    for some in rows:
+        cut = slice(some.first_row, some.stop_row)
+        step = made_THX[cut], factors_THGF[cut]
+        inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
+        common = (
+            inputs,
+            (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG),
+            kept.conv_NHRX,
+            kept.state,
+            some,
+            step,
+        )
+        if some.start is not None and not invariant:
+            delta_chunk_triton.launch(*common, out_THGV[cut])
+        else:
+            begun_BH = causal_conv_triton.launch(*common, value_dim)
+            delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
+        if some.start is not None:
+            num_taps = weights.conv_HXW.shape[2]
+            causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
+    return delta_net_triton.launch_norm(out_THGV, x.z_THGV, weights.norm_V, weights.eps)
+
+
+def unfit_delta_sizes(key_dim: int, value_dim: int) -> str:
+    """Which size of a gated delta net the Triton kernels are not made for, in words; "" if they fit."""
+    unfit = [size for size in (key_dim, value_dim) if size not in HEAD_DIMS]
+    return f"a gated delta net's heads of {unfit[0]}" if unfit else ""
+
+
+def _reference(
+    x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows], invariant: bool
+) -> torch.Tensor:
+    mixed_THX = torch.cat([x.query_THK, x.key_THK, x.value_THX], dim=2)
+    found = []
+    for some in rows:
+        cut, shape = slice(some.first_row, some.stop_row), (len(some.positions_B), some.num_rows)
+        conv_BLHX = causal_conv(mixed_THX[cut].unflatten(0, shape), weights.conv_HXW, kept.conv_NHRX, some)
+        gates = x.b_THG[cut].unflatten(0, shape), x.a_THG[cut].unflatten(0, shape)
+        made = delta_rows(conv_BLHX, gates, weights.a_log_HG, weights.dt_bias_HG, x.query_THK.shape[2])
+        found.append(delta_net(made, kept.state, some, invariant=invariant).flatten(0, 1))
+    out_THGV = torch.cat(found)
+    mean_square = ordered_sum(out_THGV.square()) / out_THGV.shape[-1]
+    out_THGV = out_THGV * torch.rsqrt(mean_square + weights.eps) * weights.norm_V
+    z_THGV = x.z_THGV.to(wide_dtype(x.z_THGV.dtype))
+    out_THGV = out_THGV * (z_THGV / (1 + torch.exp(-z_THGV)))
+    return out_THGV.flatten(1).to(x.z_THGV.dtype)
+
+
+def _parts(x: DeltaProjected) -> tuple[torch.Tensor, ...]:
+    return x.query_THK, x.key_THK, x.value_THX, x.z_THGV, x.b_THG, x.a_THG
+
+
+def _check(
+    x: DeltaProjected, weights: DeltaWeights, kept: DeltaKept, rows: Sequence[StateRows], num_missing: int
+) -> None:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    num_tokens, num_heads, key_dim = x.query_THK.shape
+    num_values, value_dim = x.z_THGV.shape[2:]
+    values_len = num_values * value_dim
+    num_channels = 2 * key_dim + values_len
+    unfit = unfit_delta_sizes(key_dim, value_dim)
+    require(not unfit, "query_THK", f"no kernel is made for {unfit}")
+    shapes = {
+        "query_THK": [num_tokens, num_heads, key_dim],
+        "key_THK": [num_tokens, num_heads, key_dim],
+        "value_THX": [num_tokens, num_heads, values_len],
+        "z_THGV": [num_tokens, num_heads, num_values, value_dim],
+        "b_THG": [num_tokens, num_heads, num_values],
+        "a_THG": [num_tokens, num_heads, num_values],
+    }
+    device = x.query_THK.device
+    for (name, shape), tensor in zip(shapes.items(), _parts(x), strict=True):
+        require_tensor(name, tensor, shape, dtypes, device)
+        require(tensor.dtype == x.query_THK.dtype, name, f"is {tensor.dtype}, not {x.query_THK.dtype}")
+        require_rows(name, tensor)
+    num_taps = weights.conv_HXW.shape[-1]
+    require(2 <= num_taps <= MAX_TAPS, "conv_HXW", f"sees {num_taps} positions, not 2 to {MAX_TAPS}")
+    for name, tensor, shape in (
+        ("conv_HXW", weights.conv_HXW, [num_heads, num_channels, num_taps]),
+        ("a_log_HG", weights.a_log_HG, [num_heads, num_values]),
+        ("dt_bias_HG", weights.dt_bias_HG, [num_heads, num_values]),
+        ("norm_V", weights.norm_V, [value_dim]),
+    ):
+        require_tensor(name, tensor, shape, [torch.float32], device)
+        require(tensor.is_contiguous(), name, "is not contiguous")
+    num_slots = len(kept.conv_NHRX)
+    ring = kept.conv_NHRX.shape[2]
+    require_tensor("conv_NHRX", kept.conv_NHRX, [num_slots, num_heads, ring, num_channels], [x.query_THK.dtype], device)
+    tail, state = kept.state.tail_NHRY, kept.state.state_NHZ
+    require_tensor("tail_NHRY", tail, [num_slots, num_heads, 2 * TILE, None], [torch.float32], device)
+    require_tensor("state_NHZ", state, [num_slots, num_heads, None], [torch.float32], device)
+    for name, tensor in (("conv_NHRX", kept.conv_NHRX), ("tail_NHRY", tail)):
+        is_dense = tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3]
+        require(is_dense, name, "rows of a ring do not lie one after the other")
+    require_rows("state_NHZ", state)
+    require(tail.shape[3] >= key_dim + values_len + num_values, "tail_NHRY", f"has rows of {tail.shape[3]}")
+    require(state.shape[2] > values_len * key_dim, "state_NHZ", f"has {state.shape[2]} elements")
+    require(num_missing == 0, "rows", f"are {num_tokens - num_missing} of {num_tokens}")
+    for some in rows:
+        is_chunk = some.start is not None
+        fits = is_chunk or (some.num_rows <= MAX_DECODE_ROWS and some.num_rows + num_taps - 2 <= ring)
+        require(fits, "rows", f"are {some.num_rows} of a sequence that decodes, not {MAX_DECODE_ROWS} at most")
+        for name in ("positions_B", "counts_B", "slots_B"):
+            require_tensor(name, getattr(some, name), [len(some.positions_B)], [torch.int64], device)

@@ -1,0 +1,299 @@
+"""A gated delta net's kernels in the interpreter: against the torch reference, and against themselves however cut.
+
+Pools begin as NaN and lie between canaries. Layers are of two key heads of 16, with one to four value heads each.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.core.errors import KernelArgumentInvalid
+from baton.kernels.delta_net.delta_net import DeltaState
+from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer, unfit_delta_sizes
+from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.sizes import CONV_RING, RING, state_len, tail_len
+from baton.kernels.implementation import Implementation
+from baton.tests.kernels.harness import Guards, same_bits, strided
+
+HEADS, KEY, NUM_SLOTS = 2, 16, 4
+REFERENCE, TRITON = Implementation.REFERENCE, Implementation.TRITON
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
+
+
+class Layer:
+    """Random weights, and a pool of its own."""
+
+    def __init__(self, form, dtype=torch.float32, num_values=2, value_dim=16, num_taps=4, invariant=True):
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        self.form, self.dtype, self.sizes, self.invariant = form, dtype, (num_values, value_dim), invariant
+        self.channels = 2 * KEY + num_values * value_dim
+        self.weights = DeltaWeights(
+            conv_HXW=draw(HEADS, self.channels, num_taps), a_log_HG=draw(HEADS, num_values) - 1,
+            dt_bias_HG=draw(HEADS, num_values) - 2, norm_V=draw(value_dim), eps=1e-6,
+        )  # fmt: skip
+        sizes = KEY, value_dim, num_values
+        self.guards = Guards()
+        conv = self.guards.empty(NUM_SLOTS + 1, HEADS, CONV_RING, self.channels, dtype=dtype)
+        tail = self.guards.empty(NUM_SLOTS + 1, HEADS, RING, tail_len(*sizes), dtype=torch.float32)
+        state = self.guards.empty(NUM_SLOTS + 1, HEADS, state_len(*sizes), dtype=torch.float32)
+        self.kept = DeltaKept(conv, DeltaState(tail, state))
+
+    def inputs(self, length, seed=0):
+        """Of consecutive positions, each [length, ...]."""
+        num_values, value_dim = self.sizes
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(HEADS, KEY)] * 2 + [(HEADS, num_values * value_dim), (HEADS, num_values, value_dim)]
+        shapes += [(HEADS, num_values)] * 2
+        return [torch.randn(length, *shape, generator=generator).to(self.dtype) for shape in shapes]
+
+    def run(self, parts, rows):
+        """Outputs [T, ...] of inputs [T, ...]."""
+        names = ("query_THK", "key_THK", "value_THX", "z_THGV", "b_THG", "a_THG")
+        x = DeltaProjected(**dict(zip(names, parts, strict=True)))
+        return delta_layer(x, self.weights, self.kept, rows, invariant=self.invariant, implementation=self.form)
+
+    def chunk(self, inputs, start, slot=0):
+        length = len(inputs[0])
+        return self.run(inputs, [rows_of([start], [length], [slot], length, start=start)])
+
+    def decode(self, parts, num_rows, counts=None):
+        """(inputs, first position, slot) each -> outputs [B, L, ...]."""
+        rows = rows_of([p for _, p, _ in parts], counts or [num_rows] * len(parts), [s for *_, s in parts], num_rows)
+        inputs = [torch.cat(x) for x in zip(*(inputs for inputs, _, _ in parts), strict=True)]
+        return self.run(inputs, [rows]).unflatten(0, (len(parts), num_rows))
+
+    def kept_parts(self):
+        return self.kept.conv_NHRX, self.kept.state.tail_NHRY, self.kept.state.state_NHZ
+
+
+def rows_of(positions, counts, slots, num_rows, start=None, first_row=0):
+    tensors = [torch.tensor(numbers) for numbers in (positions, counts, slots)]
+    names = ("positions_B", "counts_B", "slots_B")
+    named = dict(zip(names, tensors, strict=True))
+    return StateRows(first_row=first_row, num_rows=num_rows, scratch_slot=NUM_SLOTS, start=start, **named)
+
+
+def part(inputs, start, stop):
+    return [x[start:stop] for x in inputs]
+
+
+def assert_near(found, wanted, dtype=torch.float32):
+    tolerance = TOLERANCE[dtype]
+    assert found.dtype == wanted.dtype == dtype
+    assert wanted.float().std() > 0.05
+    assert torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+def plain(layer, inputs, slot=0):
+    """Outputs of every position, one after the other."""
+    found = [layer.chunk(part(inputs, 0, 1), 0, slot)]
+    for at in range(1, len(inputs[0])):
+        found.append(layer.decode([(part(inputs, at, at + 1), at, slot)], 1)[0])
+    return torch.cat(found)
+
+
+SHAPES = [
+    {},
+    {"num_values": 1, "value_dim": 32, "num_taps": 2},
+    {"num_values": 3, "num_taps": 5},
+    {"num_values": 4, "value_dim": 64, "dtype": torch.bfloat16},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_position_after_the_other_is_the_reference(shape):
+    reference, triton = Layer(REFERENCE, **shape), Layer(TRITON, **shape)
+    inputs = reference.inputs(18)
+    assert_near(plain(triton, inputs), reference.chunk(inputs, 0), reference.dtype)
+    triton.guards.check()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("length", [1, 16, 17])
+def test_a_chunk_is_the_reference_and_leaves_what_the_reference_goes_on_with(shape, length):
+    """And the other way round: pools of both forms are one."""
+    layers = [Layer(form, **shape) for form in (REFERENCE, TRITON)]
+    inputs = layers[0].inputs(length + 40)
+    first = [layer.chunk(part(inputs, 0, length), 0, 1) for layer in layers]
+    assert_near(first[1], first[0], layers[0].dtype)
+    layers[0].form, layers[1].form = TRITON, REFERENCE
+    more = [layer.chunk(part(inputs, length, length + 19), length, 1) for layer in layers]
+    assert_near(more[1], more[0], layers[0].dtype)
+    for at in range(length + 19, length + 25, 3):
+        step = [layer.decode([(part(inputs, at, at + 3), at, 1)], 3)[0] for layer in layers]
+        assert_near(step[1], step[0], layers[0].dtype)
+    for layer in layers:
+        layer.guards.check()
+
+
+def test_a_prompt_cut_anywhere_has_the_bits_of_one_position_after_the_other():
+    wanted, length = None, 36
+    for seed in range(4):
+        rng, layer, at, found = random.Random(seed), Layer(TRITON, num_values=1), 0, []
+        inputs = layer.inputs(length)
+        if wanted is None:
+            wanted = plain(Layer(TRITON, num_values=1), inputs)
+        while at < length:
+            count = min(rng.choice([1, 2, 3, 7, 15, 16, 17, 33]), length - at)
+            if at and count <= 7:  # rows of a step that decodes, all accepted
+                found.append(layer.decode([(part(inputs, at, at + count), at, 0)], count)[0])
+            else:
+                found.append(layer.chunk(part(inputs, at, at + count), at))
+            at += count
+        assert same_bits(torch.cat(found), wanted), seed
+    assert_near(wanted, Layer(REFERENCE, num_values=1).chunk(inputs, 0))
+
+
+def test_speculation_of_any_depth_and_luck_has_the_bits_of_one_position_after_the_other():
+    """Three sequences in one step, whose drafts are right or wrong by chance, and rows without room."""
+    length = 24
+    texts = [Layer(TRITON, num_values=1).inputs(length, seed) for seed in range(3)]
+    wanted = [plain(Layer(TRITON, num_values=1), inputs) for inputs in texts]
+    for seed in range(3):
+        rng, layer = random.Random(f"trace {seed}"), Layer(TRITON, num_values=1)
+        found, ats = [], []
+        for slot, inputs in enumerate(texts):
+            ats.append(rng.randint(6, 15))
+            found.append([layer.chunk(part(inputs, 0, ats[slot]), 0, slot)])
+        while min(ats) < length:
+            num_rows = rng.randint(1, 7)
+            running = [slot for slot in range(3) if ats[slot] < length]
+            parts, counts, goods = [], [], []
+            for slot in running:
+                good = min(rng.randint(1, num_rows), length - ats[slot])
+                rows = part(texts[slot], ats[slot], ats[slot] + good)
+                wrong = layer.inputs(num_rows - good, rng.randrange(1 << 30))
+                parts.append(([torch.cat(pair) for pair in zip(rows, wrong, strict=True)], ats[slot], slot))
+                counts.append(rng.randint(good, num_rows))
+                goods.append(good)
+            out_BLX = layer.decode(parts, num_rows, counts)
+            for index, slot in enumerate(running):
+                assert out_BLX[index, counts[index] :].eq(0).all()
+                found[slot].append(out_BLX[index, : goods[index]])
+                ats[slot] += goods[index]
+        layer.guards.check()
+        for slot in range(3):
+            assert same_bits(torch.cat(found[slot]), wanted[slot]), (seed, slot)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", [(1, 50, 16), (16, 17, 3), (33, 15, 32)])
+def test_chunks_by_tiles_are_the_reference_with_decode_steps_between(shape, lengths):
+    """Default numerics; a decode step before each chunk may leave a tile that is behind, and ends within one."""
+    layers = [Layer(form, invariant=False, **shape) for form in (REFERENCE, TRITON)]
+    inputs, at = layers[0].inputs(130), 0
+    for length in lengths:
+        found = [layer.chunk(part(inputs, at, at + length), at) for layer in layers]
+        assert_near(found[1], found[0], layers[0].dtype)
+        at += length
+        for num_rows in (8, 3):
+            found = [layer.decode([(part(inputs, at, at + num_rows), at, 0)], num_rows) for layer in layers]
+            assert_near(found[1], found[0], layers[0].dtype)
+            at += num_rows
+    for layer in layers:
+        layer.guards.check()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+@pytest.mark.parametrize(("places", "is_behind"), [((0, 3, 6, 7), True), ((0, 8, 12, 15), False)])
+def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
+    """Every number of the pool is random. The tile before the step's may be behind where a step of 8 rows at most can
+    have begun in it, and nowhere else: there k and g of a longer step would lie where the fold reads."""
+    found = []
+    for form in (REFERENCE, TRITON):
+        layer, generator = Layer(form, num_values=2), torch.Generator().manual_seed(7)
+        for x in layer.kept_parts():
+            x.copy_(torch.randn(x.shape, generator=generator) / 8)
+        _, tail, state = layer.kept_parts()
+        tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
+        positions = [16 * (2 + slot) + place for slot, place in enumerate(places)]
+        state[:NUM_SLOTS, :, 2 * KEY * 16] = torch.tensor([p // 16 - is_behind for p in positions])[:, None].float()
+        steps = []
+        for step in range(3):
+            inputs = layer.inputs(num_rows, step)
+            steps.append(layer.decode([(inputs, p, slot) for slot, p in enumerate(positions)], num_rows))
+            positions = [p + 1 + (slot + step) % num_rows for slot, p in enumerate(positions)]
+        layer.guards.check()
+        found.append(torch.stack(steps))
+    assert_near(found[1], found[0])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("length", [1, 15, 16, 33])
+def test_the_image_of_a_slot_is_that_of_the_layout(length):
+    """What the layout says a prompt keeps is enough: all else of a slot may be lost, and the text goes on as it was."""
+    kept, copied = Layer(TRITON), Layer(TRITON)
+    inputs = kept.inputs(length + 4)
+    kept.chunk(part(inputs, 0, length), 0)
+    (conv, tail, state), (conv2, tail2, state2) = kept.kept_parts(), copied.kept_parts()
+    state2[1] = state[0]
+    assert int(state[0, 0, 2 * KEY * 16]) == length // 16
+    for position in range(length - length % 16, length):
+        tail2[1, :, position % RING] = tail[0, :, position % RING]
+    for position in range(max(0, length - 3), length):
+        conv2[1, :, position % CONV_RING] = conv[0, :, position % CONV_RING]
+    rows = part(inputs, length, length + 4)
+    assert same_bits(kept.decode([(rows, length, 0)], 4), copied.decode([(rows, length, 1)], 4))
+
+
+@pytest.mark.fast
+def test_rows_that_are_not_real_write_nothing_and_read_nothing():
+    layer = Layer(TRITON)
+    inputs = layer.inputs(30)
+    layer.chunk(part(inputs, 0, 20), 0, 2)
+    before = [x.clone() for x in layer.kept_parts()]
+    out_BLX = layer.decode([(part(inputs, 0, 3), 0, 2), (part(inputs, 0, 3), 20, 2)], 3, counts=[0, 0])
+    assert out_BLX.eq(0).all()
+    for was, now in zip(before, layer.kept_parts(), strict=True):
+        assert same_bits(was, now)
+
+
+@pytest.mark.fast
+def test_a_pass_of_chunks_and_decode_rows_with_strided_views():
+    """As a layer has them: columns of one product, numbers that are columns of a table."""
+    found = []
+    for form in (REFERENCE, TRITON):
+        layer = Layer(form)
+        inputs = layer.inputs(60)
+        for slot in (0, 1):
+            layer.chunk(part(inputs, 0, 17 + slot), 0, slot)
+        some = [
+            rows_of([0], [9], [2], 9, start=0),
+            rows_of([0], [20], [3], 20, start=0, first_row=9),
+            rows_of([17, 18], [4, 3], [0, 1], 4, first_row=29),
+        ]
+        some[2] = replace(
+            some[2], **{name: strided(getattr(some[2], name)) for name in ("positions_B", "counts_B", "slots_B")}
+        )
+        wide_TX = torch.cat([x[:37].flatten(1) for x in inputs], dim=1)
+        parts = [
+            view.unflatten(1, x.shape[1:])
+            for view, x in zip(wide_TX.split([x[0].numel() for x in inputs], dim=1), inputs, strict=True)
+        ]
+        out_TX = layer.run(parts, some)
+        found.append(torch.cat([out_TX[:36]]))  # the last row is not real
+        layer.guards.check()
+    assert_near(found[1], found[0])
+
+
+@pytest.mark.fast
+def test_what_does_not_fit_is_refused_by_name():
+    layer = Layer(TRITON)
+    inputs = layer.inputs(9)
+    with pytest.raises(KernelArgumentInvalid, match="rows: are 9 of a sequence that decodes, not 8 at most"):
+        layer.decode([(inputs, 20, 0)], 9)
+    with pytest.raises(KernelArgumentInvalid, match="rows: are 8 of 9"):
+        layer.run(inputs, [rows_of([0], [8], [0], 8, start=0)])
+    with pytest.raises(KernelArgumentInvalid, match="key_THK"):
+        layer.run([inputs[0], inputs[1].bfloat16(), *inputs[2:]], [rows_of([0], [9], [0], 9, start=0)])
+    with pytest.raises(KernelArgumentInvalid, match="z_THGV"):
+        layer.run([*inputs[:3], inputs[3][:8], *inputs[4:]], [rows_of([0], [9], [0], 9, start=0)])
+    assert unfit_delta_sizes(128, 128) == ""
+    assert "24" in unfit_delta_sizes(128, 24)
