@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `mla_prefill`, at the sizes of DeepSeek-V3: whole (128 heads), and cut over 8 ranks.
+"""Rows of `baton bench kernels` for `mla_prefill`, at DeepSeek-V3's sizes: whole (128 heads), and cut over 8 ranks.
 
 "torch" is the expanded form by torch: one product, keys with the turned columns beside them, and its own attention.
 """

@@ -39,6 +39,20 @@ def unfit_heads(nope_dim: int, value_dim: int) -> str:
     return f"heads of {wrong} over latents" if wrong else ""
 
 
+def most_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int, int, int]) -> int:
+    """Bytes that a call over so many rows takes at most, beside its arguments and its output.
+
+    Args:
+        num_tokens: T.
+        num_heads: A, of this rank.
+        sizes: C, P, N and V.
+    """
+    latent_dim, turned_dim, nope_dim, value_dim = sizes
+    expanded_len = num_heads * (nope_dim + value_dim)
+    rows_bytes = MAX_EXPANDED_BYTES * (latent_dim + turned_dim) // expanded_len
+    return MAX_EXPANDED_BYTES + rows_bytes + 4 * num_tokens * num_heads * (value_dim + 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """Positions that are expanded together.
@@ -149,10 +163,9 @@ def _by_windows(
         ("mla_prefill", query_lens, context_lens, most), lambda: make_windows(query_lens, context_lens, most, device)
     )
     out_TAV = query_TAE.new_empty(*query_TAE.shape[:2], value_dim)
-    carried = None
-    if len(windows) > 1:
-        sums_TAV = torch.empty(out_TAV.shape, dtype=torch.float32, device=device)
-        carried = sums_TAV, torch.empty(out_TAV.shape[:2], dtype=torch.float32, device=device)
+    num_carried = out_TAV.numel() if len(windows) > 1 else 1
+    sums = torch.empty(num_carried, dtype=torch.float32, device=device)
+    carried = sums, torch.empty(-(-num_carried // value_dim), dtype=torch.float32, device=device)
     for window in windows:
         rows_LX = prefill_triton.gather(
             rows_KSX, block_tables_BM, window.numbers_6B,

@@ -23,7 +23,8 @@ from baton.kernels.attention.block_tables import in_words
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
-ROWS = 128  # of queries that a program takes
+_ROWS = 128  # of queries that a program takes
+_SHORT_ROWS = 64  # where no chunk has more
 _KEYS = 64
 _GATHERED = 16  # rows that a program lays down
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -102,7 +103,7 @@ def mla_prefill_kernel(
     query, keys, turned, numbers, out, carried, carried_logs, scale: tl.float32, query_stride: tl.int32,
     query_head_stride: tl.int32, num_sequences: tl.int32, num_heads: tl.int32,
     N: tl.constexpr, P: tl.constexpr, V: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CARRIES: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, heads, sequences): the longest walks come first.
 
@@ -139,11 +140,10 @@ def mla_prefill_kernel(
     total_R = tl.zeros([ROWS], tl.float32)
     mixed_RV = tl.zeros([ROWS, V], tl.float32)
     column_V = tl.arange(0, V)
-    if CARRIES:
-        if first_key > 0:
-            most_R = tl.load(carried_logs + out_R, mask=is_row_R, other=float("-inf"))
-            total_R = tl.where(most_R == float("-inf"), 0.0, 1.0)
-            mixed_RV = tl.load(carried + out_R[:, None] * V + column_V[None, :], mask=is_row_R[:, None], other=0.0)
+    if first_key > 0:
+        most_R = tl.load(carried_logs + out_R, mask=is_row_R, other=float("-inf"))
+        total_R = tl.where(most_R == float("-inf"), 0.0, 1.0)
+        mixed_RV = tl.load(carried + out_R[:, None] * V + column_V[None, :], mask=is_row_R[:, None], other=0.0)
     factor = scale * _LOG2_E
     most_R, total_R, mixed_RV = _walk(
         nope_RN, turned_RP, keys, turned, seen_R, 0, num_full, key_len, key_stride, X, factor,
@@ -156,13 +156,12 @@ def mla_prefill_kernel(
     # A row that saw nothing yet has no weight.
     mixed_RV = mixed_RV * (1.0 / tl.where(total_R > 0, total_R, 1.0))[:, None]
     out_at = out_R[:, None] * V + column_V[None, :]
-    if CARRIES:
-        if first_key + key_len < context_len:
-            log_R = tl.where(total_R > 0, most_R + tl.log2(tl.where(total_R > 0, total_R, 1.0)), float("-inf"))
-            tl.store(carried_logs + out_R, log_R, mask=is_row_R)
-            tl.store(carried + out_at, mixed_RV, mask=is_row_R[:, None])
-            return
-    tl.store(out + out_at, mixed_RV.to(out.dtype.element_ty), mask=is_row_R[:, None])
+    if first_key + key_len < context_len:
+        log_R = tl.where(total_R > 0, most_R + tl.log2(tl.where(total_R > 0, total_R, 1.0)), float("-inf"))
+        tl.store(carried_logs + out_R, log_R, mask=is_row_R)
+        tl.store(carried + out_at, mixed_RV, mask=is_row_R[:, None])
+    else:
+        tl.store(out + out_at, mixed_RV.to(out.dtype.element_ty), mask=is_row_R[:, None])
 
 
 _launch_gather = Launcher(mla_gather_kernel)
@@ -193,27 +192,27 @@ def gather(
 
 def attend(
     query_TAE: torch.Tensor,
-    expanded_LAY: torch.Tensor,
+    expanded_LW: torch.Tensor,
     rows_LX: torch.Tensor,
     numbers_6B: torch.Tensor,
     out_TAV: torch.Tensor,
-    carried: tuple[torch.Tensor, torch.Tensor] | None,
+    carried: tuple[torch.Tensor, torch.Tensor],
     *,
     max_query_len: int,
     turned_dim: int,
     scale: float,
 ) -> None:
-    """One window's share of the attention; everything was checked before."""
+    """One window's share of the attention; everything was checked before.
+
+    `carried` are sums and logarithms, float32, never touched where one window has all contexts to their ends.
+    """
     num_heads, query_dim = query_TAE.shape[1:]
-    value_dim = out_TAV.shape[2]
-    sums, logs = (numbers_6B, numbers_6B) if carried is None else carried  # in place of what is not there: not touched
     arguments = (
-        query_TAE, expanded_LAY, rows_LX, numbers_6B, out_TAV, sums, logs, scale,
+        query_TAE, expanded_LW, rows_LX, numbers_6B, out_TAV, *carried, scale,
         query_TAE.stride(0) // 16, query_TAE.stride(1) // 16, numbers_6B.shape[1], num_heads,
     )  # fmt: skip
-    constants = _attend_constants(
-        query_dim - turned_dim, turned_dim, value_dim, rows_LX.shape[1], max_query_len, carried is not None
-    )
+    sizes = query_dim - turned_dim, turned_dim, out_TAV.shape[2], rows_LX.shape[1]
+    constants = _attend_constants(*sizes, max_query_len <= _SHORT_ROWS)
     grid = (-(-max_query_len // int(constants.by_name["ROWS"])), num_heads, numbers_6B.shape[1])
     with torch.cuda.device_of(query_TAE):
         _launch_attend(grid, arguments, constants)
@@ -226,20 +225,12 @@ def _gather_constants(latent_dim: int, turned_dim: int, block_size: int, words: 
     })  # fmt: skip
 
 
-def _attend_constants(
-    nope_dim: int, turned_dim: int, value_dim: int, row_len: int, max_query_len: int, carries: bool
-) -> Constants:
-    return _constants_of(nope_dim, turned_dim, value_dim, row_len, max_query_len <= 64, carries)
-
-
 @functools.cache
-def _constants_of(
-    nope_dim: int, turned_dim: int, value_dim: int, row_len: int, is_short: bool, carries: bool
-) -> Constants:
-    rows, warps, stages = (64, 4, 2) if is_short else (ROWS, 8, 3)
+def _attend_constants(nope_dim: int, turned_dim: int, value_dim: int, row_len: int, is_short: bool) -> Constants:
+    rows, warps, stages = (_SHORT_ROWS, 4, 2) if is_short else (_ROWS, 8, 3)
     return Constants({
-        "N": nope_dim, "P": turned_dim, "V": value_dim, "X": row_len, "ROWS": rows, "KEYS": _KEYS, "CARRIES": carries,
-        "STAGES": stages, "num_warps": warps, "num_stages": stages,
+        "N": nope_dim, "P": turned_dim, "V": value_dim, "X": row_len, "ROWS": rows, "KEYS": _KEYS, "STAGES": stages,
+        "num_warps": warps, "num_stages": stages,
     })  # fmt: skip
 
 
@@ -261,27 +252,26 @@ def variants() -> list[Variant]:
         )
     ]
     for is_short in (False, True):
-        for carries in (False, True):
-            constants = dict(_constants_of(128, 64, 128, 576, is_short, carries).by_name)
-            warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
-            found.append(
-                Variant(
-                    name=f"mla_prefill rows={constants['ROWS']}{' carried' if carries else ''}",
-                    kernel=mla_prefill_kernel,
-                    types={
-                        **dict.fromkeys(("query", "keys", "turned", "out"), "*bf16"),
-                        "numbers": "*i32",
-                        **dict.fromkeys(("carried", "carried_logs"), "*fp32"),
-                        **dict.fromkeys(("query_stride", "query_head_stride", "num_sequences", "num_heads"), "i32"),
-                        "scale": "fp32",
-                    },
-                    constants=constants,
-                    aligned=("query", "keys", "turned", "out", "carried", "carried_logs"),
-                    num_warps=warps,
-                    num_stages=stages,
-                    contains=("LDGSTS", "HGMMA"),
-                    lacks=("HMMA",),
-                    on_amd=False,
-                )
+        constants = dict(_attend_constants(128, 64, 128, 576, is_short).by_name)
+        warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+        found.append(
+            Variant(
+                name=f"mla_prefill rows={constants['ROWS']}",
+                kernel=mla_prefill_kernel,
+                types={
+                    **dict.fromkeys(("query", "keys", "turned", "out"), "*bf16"),
+                    "numbers": "*i32",
+                    **dict.fromkeys(("carried", "carried_logs"), "*fp32"),
+                    **dict.fromkeys(("query_stride", "query_head_stride", "num_sequences", "num_heads"), "i32"),
+                    "scale": "fp32",
+                },
+                constants=constants,
+                aligned=("query", "keys", "turned", "out", "carried", "carried_logs"),
+                num_warps=warps,
+                num_stages=stages,
+                contains=("LDGSTS", "HGMMA"),
+                lacks=("HMMA",),
+                on_amd=False,
             )
+        )
     return found
