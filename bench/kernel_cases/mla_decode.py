@@ -146,11 +146,11 @@ def cases() -> list[KernelCase]:
     ]
 
 
-# tile, rows, swap, stages, warps
-_FORMS: Mapping[int, Sequence[tuple[int, int, bool, int, int]]] = {
-    16: ((64, 16, True, 2, 4), (64, 16, True, 2, 8), (64, 64, False, 2, 8), (32, 64, False, 3, 8)),
-    32: ((64, 32, True, 2, 4), (64, 32, True, 2, 8), (64, 16, True, 2, 4), (64, 64, False, 2, 8)),
-    64: ((64, 64, False, 2, 8), (32, 64, False, 3, 8), (32, 64, False, 4, 8), (64, 32, True, 2, 8)),
+# tile, rows, swap, stages, warps, hopper
+_FORMS: Mapping[int, Sequence[tuple[int, int, bool, int, int, bool]]] = {
+    16: ((64, 16, True, 2, 4, False), (64, 16, True, 2, 8, False), (64, 64, False, 2, 8, True)),
+    32: ((64, 32, True, 2, 4, False), (64, 32, True, 2, 8, False), (64, 64, False, 2, 8, True)),
+    64: ((64, 64, False, 2, 8, True), (64, 64, False, 2, 8, False), (32, 64, False, 3, 8, False)),
 }
 
 
@@ -158,8 +158,19 @@ def _candidates(num_rows: int) -> list[Mapping[str, object]]:
     """Each form with parts of several lengths."""
     forms = _FORMS[16 if num_rows <= 16 else 32 if num_rows <= 32 else 64]
     return [
-        asdict(PlanOptions(tile=tile, rows=rows, swap=swap, stages=stages, warps=warps, slots=slots, max_part_len=most))
-        for tile, rows, swap, stages, warps in forms
+        asdict(
+            PlanOptions(
+                tile=tile,
+                rows=rows,
+                swap=swap,
+                stages=stages,
+                warps=warps,
+                slots=slots,
+                max_part_len=most,
+                hopper=hopper,
+            )
+        )
+        for tile, rows, swap, stages, warps, hopper in forms
         for slots in (132, 264)
         for most in (2048, 8192)
     ]

@@ -21,7 +21,7 @@ from baton.kernels.attention import paged as attention
 from baton.kernels.attention.block_tables import within
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
-from baton.kernels.mla import decode_plan, decode_triton
+from baton.kernels.mla import decode_hopper_triton, decode_plan, decode_triton
 from baton.kernels.mla.decode_plan import Launch
 
 NAME = "mla_decode"  # in the tuned table
@@ -91,7 +91,8 @@ def mla_decode(
     if query_BQAX.numel() == 0:
         return query_BQAX.new_empty(*query_BQAX.shape[:3], latent_dim)
     if isinstance(how, Launch):
-        return decode_triton.launch(query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how)
+        form = decode_hopper_triton if how.options.hopper else decode_triton
+        return form.launch(query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how)
     return mla_decode_reference(
         query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how.max_context_len, latent_dim, softmax_scale
     )
@@ -181,7 +182,14 @@ def _launch(
     if given is None:
         shape = decode_plan.table_shape(num_rows, latent_dim)
         given = tuning.find(NAME, shape, num_sequences * bound, query_BQAX.device.index)
-    chosen = decode_plan.default_options(num_rows) if given is None else decode_plan.options_of_row(given)
+    on_hopper = decode_hopper_triton.fits(query_BQAX, rows_NSX, latent_dim)
+    if given is None:
+        chosen = decode_plan.default_options(num_rows, on_hopper=on_hopper)
+    else:
+        chosen = decode_plan.options_of_row(given)
+    require(
+        on_hopper or not chosen.hopper, "options", "are of the form for Hopper, which cannot take these tensors here"
+    )
     row_bytes = row_len * rows_NSX.element_size()
     count = decode_plan.num_parts(max(1, num_sequences), num_rows, bound, row_bytes, latent_dim, chosen)
     return Launch(scale=scale, latent_dim=latent_dim, max_context_len=bound, num_parts=count, options=chosen)

@@ -28,6 +28,7 @@ class PlanOptions:
         slots: programs that the GPU holds at once.
         max_part_len: positions of a part, at most.
         pdl: programmatic dependent launch of the second kernel.
+        hopper: by `decode_hopper_triton`, whose tiles, rows, stages and warps are always the same.
     """
 
     tile: int
@@ -38,6 +39,7 @@ class PlanOptions:
     slots: int = _SLOTS
     max_part_len: int = 4096
     pdl: bool = True
+    hopper: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +61,16 @@ class Launch:
     options: PlanOptions
 
 
-def default_options(num_rows: int) -> PlanOptions:
-    """The rule where no table knows better; `num_rows` are those of one sequence's queries, heads times queries."""
+def default_options(num_rows: int, *, on_hopper: bool = False) -> PlanOptions:
+    """The rule where no table knows better.
+
+    Args:
+        num_rows: of one sequence's queries: heads times queries.
+        on_hopper: its form can do it.
+    """
     rows = min(MAX_ROWS, attention_plan.rows_of_program(num_rows))
     if rows == MAX_ROWS:
-        return PlanOptions(tile=64, rows=rows, swap=False, stages=2, warps=8)
+        return PlanOptions(tile=64, rows=rows, swap=False, stages=2, warps=8, hopper=on_hopper)
     return PlanOptions(tile=64, rows=rows, swap=True, stages=2, warps=4)
 
 

@@ -65,6 +65,10 @@ FORMS = {
     "swapped, 32 rows by 8 warps": PlanOptions(tile=64, rows=32, swap=True, stages=2, warps=8),
     "short tiles": PlanOptions(tile=32, rows=64, swap=False, stages=3, warps=8),
     "plain": PlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8),
+    "for Hopper": PlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8, hopper=True),
+    "for Hopper, many parts": PlanOptions(
+        tile=64, rows=64, swap=False, stages=2, warps=8, hopper=True, max_part_len=128
+    ),
     "no early start": PlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8, pdl=False, max_part_len=256),
 }
 
@@ -73,9 +77,10 @@ def named(options):
     return {name: getattr(options, name) for name in options.__slots__}
 
 
+@pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form(form):
-    problem = Problem((3000, 8, 64, 1025, 500), 3, 16)
+def test_every_form(form, block_size):
+    problem = Problem((3000, 8, 64, 1025, 500), 3, 16, block_size=block_size)
     problem.check(problem.run(options=named(FORMS[form])))
 
 
@@ -87,10 +92,10 @@ def test_long_and_many(lengths, num_heads):
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("num_heads", [16, 128])
-def test_a_graph_replays_other_lengths_and_nothing_waits(num_heads, pdl):
+@pytest.mark.parametrize(("num_heads", "on_hopper"), [(4, False), (16, False), (128, True)])
+def test_a_graph_replays_other_lengths_and_nothing_waits(num_heads, on_hopper, pdl):
     problem = Problem((3000, 1025, 64), 4, num_heads)
-    options = named(default_options(4 * num_heads)) | {"pdl": pdl}
+    options = named(default_options(4 * num_heads, on_hopper=on_hopper)) | {"pdl": pdl}
     problem.run(options=options)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
