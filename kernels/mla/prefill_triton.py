@@ -142,7 +142,7 @@ def mla_prefill_kernel(
     column_V = tl.arange(0, V)
     if first_key > 0:
         most_R = tl.load(carried_logs + out_R, mask=is_row_R, other=float("-inf"))
-        total_R = tl.where(most_R == float("-inf"), 0.0, 1.0)
+        total_R += 1.0  # which fades to nothing where a row saw none
         mixed_RV = tl.load(carried + out_R[:, None] * V + column_V[None, :], mask=is_row_R[:, None], other=0.0)
     factor = scale * _LOG2_E
     most_R, total_R, mixed_RV = _walk(
