@@ -35,6 +35,7 @@ from baton.kernels.attention.block_tables import in_words
 from baton.kernels.attention.merge_triton import merge_parts
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.mla.decode_plan import Launch
+from baton.kernels.mla.decode_triton import STRIDE_UNIT
 from baton.kernels.variant import Variant
 
 ROWS = 64
@@ -43,6 +44,7 @@ LATENT_DIM, TURNED_DIM = 512, 64
 BLOCK_SIZES = (16, 32, 64)
 _STAGES = 2
 _LOG2_E = gl.constexpr(1.4426950408889634)
+_UNIT = gl.constexpr(STRIDE_UNIT)
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
@@ -221,7 +223,8 @@ def mla_hopper_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    query += sequence.to(gl.int64) * query_stride_b
+    # Strides are told in units, so that the compiler knows rows to begin at 16 bytes.
+    query += sequence.to(gl.int64) * (query_stride_b.to(gl.int64) * _UNIT)
     table = tables + sequence.to(gl.int64) * table_stride
     last_block = gl.maximum(context_len - 1, 0) // S
     factor = scale * _LOG2_E
@@ -230,7 +233,8 @@ def mla_hopper_kernel(
             (_consume, (
                 query, query_latent, query_turned, latent_tiles, turned_tiles, latent_panels, weights, full, empty,
                 positions, out, parts, part_logs, first, end, context_len, first_row, first_out, num_rows, num_heads,
-                num_parts, part, query_stride_q, query_stride_a, position_stride_q, factor, C, TILE, ROWS, STAGES,
+                num_parts, part, query_stride_q * _UNIT, query_stride_a * _UNIT, position_stride_q, factor,
+                C, TILE, ROWS, STAGES,
             )),
             (_produce, (
                 box, latent_pieces, turned_pieces, full, empty, table, first, end, last_block, block_rows,
@@ -288,7 +292,8 @@ def launch(
     box = TensorDescriptor(rows_NSX, [all_rows, row_len], [row_len, 1], [block_size, 64], _LAYOUT)
     arguments = (
         query_BQAX, box, tables, positions_BQ, out_BQAC, parts, part_logs,
-        how.scale, tables.stride(0), *positions_BQ.stride(), *query_BQAX.stride()[:3], block_rows,
+        how.scale, tables.stride(0), *positions_BQ.stride(),
+        *(stride // STRIDE_UNIT for stride in query_BQAX.stride()[:3]), block_rows,
         num_queries, num_heads, how.num_parts, how.max_context_len,
     )  # fmt: skip
     grid = (-(-num_queries * num_heads // ROWS), how.num_parts, num_sequences)
