@@ -313,8 +313,10 @@ class Ops:
             mixed_BQAX = self._attention_decode(
                 query_BQAX, rows_N1SX, rows_N1SX, block_tables_BM, positions_BQ, max_context_len, scale=scale
             )
-        value_AVC = expand_AYC[:, nope_dim:]
-        return absorbed_values(mixed_BQAX.flatten(0, 1), value_AVC, invariant=self._is_invariant).unflatten(0, shape_BQ)
+        mixed_TAX = mixed_BQAX.flatten(0, 1)
+        value_TAV = absorbed_values(mixed_TAX, expand_AYC[:, nope_dim:], invariant=self._is_invariant)
+        value_BQAV: torch.Tensor = value_TAV.unflatten(0, shape_BQ)
+        return value_BQAV
 
     def _absorbed_queries(self, query_TAE: torch.Tensor, expand_AYC: torch.Tensor, nope_dim: int) -> torch.Tensor:
         nope_TAN, turned_TAP = query_TAE.tensor_split([nope_dim], dim=2)

@@ -91,8 +91,9 @@ def mla_decode(
     if query_BQAX.numel() == 0:
         return query_BQAX.new_empty(*query_BQAX.shape[:3], latent_dim)
     if isinstance(how, Launch):
-        form = decode_hopper_triton if how.options.hopper else decode_triton
-        return form.launch(query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how)
+        launch = decode_hopper_triton.launch if how.options.hopper else decode_triton.launch
+        out_BQAC: torch.Tensor = launch(query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how)
+        return out_BQAC
     return mla_decode_reference(
         query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how.max_context_len, latent_dim, softmax_scale
     )
