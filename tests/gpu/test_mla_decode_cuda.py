@@ -92,7 +92,7 @@ def test_long_and_many(lengths, num_heads):
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize(("num_heads", "on_hopper"), [(4, False), (16, False), (128, True)])
+@pytest.mark.parametrize(("num_heads", "on_hopper"), [(4, False), (16, False), (16, True), (128, True)])
 def test_a_graph_replays_other_lengths_and_nothing_waits(num_heads, on_hopper, pdl):
     problem = Problem((3000, 1025, 64), 4, num_heads)
     options = named(default_options(4 * num_heads, on_hopper=on_hopper)) | {"pdl": pdl}

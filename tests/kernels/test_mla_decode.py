@@ -280,3 +280,12 @@ def test_parts_fill_the_device_and_no_more():
 def test_few_rows_are_on_the_right_and_many_on_the_left():
     found = [(default_options(n).rows, default_options(n).swap) for n in (1, 16, 17, 33, 64, 896)]
     assert found == [(16, True), (16, True), (32, True), (64, False), (64, False), (64, False)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("num_rows", [1, 16, 32, 64, 896])
+def test_hopper_has_one_form_for_any_number_of_rows(num_rows):
+    options = default_options(num_rows, on_hopper=True)
+    assert (options.tile, options.rows, options.swap, options.stages, options.warps) == (64, 64, False, 2, 8)
+    assert options.hopper
+    assert not default_options(num_rows).hopper
