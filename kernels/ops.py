@@ -33,6 +33,9 @@ from baton.kernels.gemm.linear import linear_ordered
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as float8_kv
 from baton.kernels.kv.write import kv_write
+from baton.kernels.mla.decode import mla_decode, unfit_latents
+from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
+from baton.kernels.mla.prefill import mla_prefill, unfit_heads
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
 from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, Scoring, select_topk, select_topk_reference
@@ -61,6 +64,11 @@ def unfit_sizes(head_dim: int, hidden_size: int, num_experts: int = 0, num_chose
     if num_experts > MAX_EXPERTS or num_chosen > MAX_CHOSEN:
         return f"{num_chosen} of {num_experts} experts"
     return ""
+
+
+def unfit_latent_sizes(latent_dim: int, turned_dim: int, nope_dim: int, value_dim: int) -> str:
+    """The same of attention over latents."""
+    return unfit_latents(latent_dim, turned_dim) or unfit_heads(nope_dim, value_dim)
 
 
 class Ops:
@@ -195,24 +203,20 @@ class Ops:
         *,
         plans: SplitKVPlans | None = None,
         scales: float8_kv.Scales | None = None,
-        scale: float | None = None,
     ) -> torch.Tensor:
         """Attention of chunks laid one after the other -> [T, A, D]; `scales` are those of float8 KV.
 
         Lengths are on the host; where they are on the device already, as chunks' starts [B + 1] and context lengths
-        [B], they need not cross once more for each layer. `plans` are of the pass, for all its layers. `scale` is of
-        scores, D ** -0.5 if None; no kernel takes another, and no float8 KV.
+        [B], they need not cross once more for each layer. `plans` are of the pass, for all its layers.
         """
         arguments = (query_TAD, key_NHSD, value_NHSD, block_tables_BM)
         if not self._is_fused:
             if scales is None:
-                return self._attention_prefill(*arguments, query_lens, context_lens, scale=scale)
-            assert scale is None
+                return self._attention_prefill(*arguments, query_lens, context_lens)
             kv_NHSD = (key_NHSD, value_NHSD)
             return float8_kv.attend_prefill(
                 self._attention_prefill, query_TAD, kv_NHSD, scales, block_tables_BM, query_lens, context_lens
             )
-        assert scale is None, "the loader refuses such models here"
         if self._is_invariant:
             assert scales is None, "the loader refuses float8 KV here"
             if on_device is None:
@@ -237,22 +241,19 @@ class Ops:
         *,
         plans: SplitKVPlans | None = None,
         scales: float8_kv.Scales | None = None,
-        scale: float | None = None,
     ) -> torch.Tensor:
         """Attention of Q rows of each of B sequences -> [B, Q, A, D]; `scales` are those of float8 KV.
 
-        `plans` are of the pass, for all its layers; `scale` as of `attention_prefill`.
+        `plans` are of the pass, for all its layers.
         """
         arguments = (query_BQAD, key_NHSD, value_NHSD, block_tables_BM, positions_BQ, max_context_len)
-        assert scale is None or not self._is_fused, "the loader refuses such models here"
         if self._is_fused and self._is_invariant:
             assert scales is None, "the loader refuses float8 KV here"
             return attention_ordered_decode(*arguments, implementation=self.implementation)
         if self._is_fused:
             return attention_decode(*arguments, plans=plans, implementation=self.implementation, **_named(scales))
         if scales is None:
-            return self._attention_decode(*arguments, scale=scale)
-        assert scale is None
+            return self._attention_decode(*arguments)
         kv_NHSD = (key_NHSD, value_NHSD)
         return float8_kv.attend_decode(
             self._attention_decode, query_BQAD, kv_NHSD, scales, block_tables_BM, positions_BQ, max_context_len
@@ -263,6 +264,71 @@ class Ops:
     ) -> torch.Tensor:
         """What a gated delta net computes between its projections, [T, H G V]; steps that decode have one form."""
         return delta_layer(x, weights, kept, rows, invariant=self._is_invariant, implementation=self.implementation)
+
+    def mla_prefill(
+        self,
+        query_TAE: torch.Tensor,
+        rows_NSX: torch.Tensor,
+        expand_AYC: torch.Tensor,
+        block_tables_BM: torch.Tensor,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        *,
+        nope_dim: int,
+        scale: float,
+        plans: SplitKVPlans | None = None,
+    ) -> torch.Tensor:
+        """Values of heads [T, A, V] of chunks laid one after the other, over rows of latents; `scale` is of scores.
+
+        By torch in the absorbed form, as decode rows: a row's bits must not depend on which of them it is.
+        """
+        if self._is_fused:
+            assert not self._is_invariant, "the loader refuses such models here"
+            return mla_prefill(
+                query_TAE, rows_NSX, expand_AYC, block_tables_BM, query_lens, context_lens,
+                nope_dim=nope_dim, softmax_scale=scale, plans=plans, implementation=self.implementation,
+            )  # fmt: skip
+        query_TAX, rows_N1SX = self._absorbed_queries(query_TAE, expand_AYC, nope_dim), rows_NSX[:, None]
+        mixed_TAX = self._attention_prefill(
+            query_TAX, rows_N1SX, rows_N1SX, block_tables_BM, query_lens, context_lens, scale=scale
+        )
+        return absorbed_values(mixed_TAX, expand_AYC[:, nope_dim:], invariant=self._is_invariant)
+
+    def mla_decode(
+        self,
+        query_BQAE: torch.Tensor,
+        rows_NSX: torch.Tensor,
+        expand_AYC: torch.Tensor,
+        block_tables_BM: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        max_context_len: int,
+        *,
+        nope_dim: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """The same of Q rows of each of B sequences, [B, Q, A, V], in the absorbed form."""
+        shape_BQ = positions_BQ.shape
+        query_TAX = self._absorbed_queries(query_BQAE.flatten(0, 1), expand_AYC, nope_dim)
+        query_BQAX = query_TAX.unflatten(0, shape_BQ)
+        if self._is_fused:
+            assert not self._is_invariant, "the loader refuses such models here"
+            mixed_BQAX = mla_decode(
+                query_BQAX, rows_NSX, block_tables_BM, positions_BQ, max_context_len,
+                latent_dim=expand_AYC.shape[2], softmax_scale=scale, implementation=self.implementation,
+            )  # fmt: skip
+        else:
+            rows_N1SX = rows_NSX[:, None]
+            mixed_BQAX = self._attention_decode(
+                query_BQAX, rows_N1SX, rows_N1SX, block_tables_BM, positions_BQ, max_context_len, scale=scale
+            )
+        mixed_TAX = mixed_BQAX.flatten(0, 1)
+        value_TAV = absorbed_values(mixed_TAX, expand_AYC[:, nope_dim:], invariant=self._is_invariant)
+        value_BQAV: torch.Tensor = value_TAV.unflatten(0, shape_BQ)
+        return value_BQAV
+
+    def _absorbed_queries(self, query_TAE: torch.Tensor, expand_AYC: torch.Tensor, nope_dim: int) -> torch.Tensor:
+        nope_TAN, turned_TAP = query_TAE.tensor_split([nope_dim], dim=2)
+        return absorbed_queries(nope_TAN, turned_TAP, expand_AYC[:, :nope_dim], invariant=self._is_invariant)
 
     def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, K] in the wide dtype, and experts [T, K], most probable first."""

@@ -64,7 +64,6 @@ class Attention:
             plus_one = config.has_plus_one_norms
             self.norms = HeadNorms(query_D=query_D, key_D=key_D, eps=config.rms_norm_eps, plus_one=plus_one)
         self._scales = source.take_kv_scales(prefix)
-        self._scale: float | None = None  # of scores; None: heads' own
         self.layer = layer
         self._ops = ops
 
@@ -130,7 +129,6 @@ class Attention:
             batch.lens_on_device,
             plans=plans,
             scales=(scales[0], scales[1]) if scales else None,
-            scale=self._scale,
         )
 
     def _attend_decode(
@@ -146,6 +144,5 @@ class Attention:
             batch.max_context_len,
             plans=plans,
             scales=(scales[0], scales[1]) if scales else None,
-            scale=self._scale,
         )
         return mixed_BQAE.flatten(0, 1)

@@ -324,6 +324,11 @@ class ModelConfig:
         return self.has_output_gate
 
     @property
+    def query_dim(self) -> int:
+        """Columns of a query head."""
+        return self.head_dim if self.latent is None else self.latent.query_dim
+
+    @property
     def value_dim(self) -> int:
         """Columns of what a query head makes."""
         return self.head_dim if self.latent is None else self.latent.value_dim

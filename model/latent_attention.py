@@ -1,20 +1,23 @@
-"""Multi-head latent attention: projections, rows of latents in the pool, attention over them in the absorbed form.
+"""Multi-head latent attention: projections, rows of latents in the pool, attention of heads over them.
 
 Source: DeepSeek-V2 (2024), section 2.1; transformers `DeepseekV3Attention`. A rank of a group holds a range of heads,
-and every row of the pool. `kernels.mla.latent_rows` has both forms of the attention and says why this one serves.
+and every row of the pool. `kernels.mla.latent_rows` has both forms of the attention and says which serves where.
 
 Legend: T tokens, D hidden size, A query heads (of this rank), E columns of a query, N of them that no position turns, R
-that are turned, C length of a latent, V columns of a value, X = C + R elements of a row.
+that are turned, C length of a latent, V columns of a value, Y = N + V, X = C + R elements of a row, K blocks of the
+pool, S positions of one.
 """
 
 import torch
 
-from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values, write_rows
+from baton.kernels.attention.decode_plan import SplitKVPlans
+from baton.kernels.mla.latent_rows import write_rows
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.rope import rope
 from baton.kvcache.pool import KVPool
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
+from baton.model.inputs import DecodeBatch, PrefillBatch
 from baton.model.latent_sizes import NORM_EPS
 from baton.model.layers import RMSNorm, WeightSource
 from baton.model.tensor_spec import latent_products
@@ -32,16 +35,15 @@ class LatentAttention(Attention):
         self.query_up_QX = source.take_product(*up) if up else None
         self.latent_norm = RMSNorm(source, f"{prefix}.kv_a_layernorm", NORM_EPS, ops)
         # Of a float8 checkpoint, too, it is wide: the absorbed form multiplies with it from its other side.
-        heads_AYC = source.take(f"{prefix}.kv_b_proj.weight").unflatten(0, (-1, sizes.nope_dim + sizes.value_dim))
-        self.key_ANC, self.value_AVC = heads_AYC.tensor_split([sizes.nope_dim], dim=1)
+        expand_QC = source.take(f"{prefix}.kv_b_proj.weight")
+        self.expand_AYC = expand_QC.unflatten(0, (-1, sizes.nope_dim + sizes.value_dim))
         self.out_DQ = source.take_product(*out)
         self.layer = layer
         self._scale = sizes.query_dim**-0.5 * config.rope.score_factor
-        self._scales = None
         self._ops = ops
 
     def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, None]:
-        """Write the tokens' rows -> their queries of rows [T, A, X]."""
+        """Write the tokens' rows -> their queries [T, A, E]."""
         sizes, angles = self._sizes, (inputs.cos_TF, inputs.sin_TF)
         down_TX = self._ops.linear(x_TD, self.down_XD)
         query_TX, latent_TC, turning_TR = down_TX.tensor_split([-sizes.row_len, -sizes.rope_dim], dim=1)
@@ -53,16 +55,43 @@ class LatentAttention(Attention):
         row_TX = torch.cat([self.latent_norm(latent_TC), turned_TR], dim=1)
         write_rows(row_TX, inputs.slots_T, inputs.pool.blocks(self.layer)[:, 0, 0])
         turned_TAR = rope(turning_TAR, *angles, interleaved=sizes.is_interleaved)
-        return absorbed_queries(nope_TAN, turned_TAR, self.key_ANC, invariant=self._ops.is_invariant), None
+        return torch.cat([nope_TAN, turned_TAR], dim=2), None
 
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
-        """Rows of the layer as keys and as values, each [N, 1, S, X]; of a value the last R elements say nothing."""
-        rows_N1SX = pool.blocks(self.layer)[:, :, 0]
-        return rows_N1SX, rows_N1SX
+        """Rows of the layer, [K, S, X]."""
+        return (pool.blocks(self.layer)[:, 0, 0],)
 
     def join(self, mixed_TQ: torch.Tensor, gate_TQ: torch.Tensor | None = None) -> torch.Tensor:
-        """The output projection of what heads saw of rows, [T, A * X] -> [T, D]."""
+        """The output projection of heads' values, [T, A * V] -> [T, D]."""
         assert gate_TQ is None
-        mixed_TAX = mixed_TQ.unflatten(1, (-1, self._sizes.row_len))
-        value_TAV = absorbed_values(mixed_TAX, self.value_AVC, invariant=self._ops.is_invariant)
-        return self._ops.linear_inner(value_TAV.flatten(1), self.out_DQ)
+        return self._ops.linear_inner(mixed_TQ, self.out_DQ)
+
+    def _attend_prompts(
+        self, query_TAE: torch.Tensor, batch: PrefillBatch, stored: tuple[torch.Tensor, ...], plans: SplitKVPlans
+    ) -> torch.Tensor:
+        return self._ops.mla_prefill(
+            query_TAE,
+            stored[0],
+            self.expand_AYC,
+            batch.block_tables_BM,
+            batch.query_lens,
+            batch.context_lens,
+            nope_dim=self._sizes.nope_dim,
+            scale=self._scale,
+            plans=plans,
+        )
+
+    def _attend_decode(
+        self, query_TAE: torch.Tensor, batch: DecodeBatch, stored: tuple[torch.Tensor, ...], plans: SplitKVPlans
+    ) -> torch.Tensor:
+        mixed_BQAV = self._ops.mla_decode(
+            query_TAE.unflatten(0, batch.positions_BQ.shape),
+            stored[0],
+            self.expand_AYC,
+            batch.block_tables_BM,
+            batch.positions_BQ,
+            batch.max_context_len,
+            nope_dim=self._sizes.nope_dim,
+            scale=self._scale,
+        )
+        return mixed_BQAV.flatten(0, 1)

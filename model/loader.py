@@ -12,7 +12,7 @@ from baton.core.errors import ModelUnsupported
 from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.kernels.delta_net.layer import unfit_delta_sizes
 from baton.kernels.implementation import Implementation
-from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
+from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_latent_sizes, unfit_sizes
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T
@@ -268,11 +268,17 @@ def _unfit(
     ):
         return unfit
     if config.latent is not None:
-        return "attention over latents"
+        latent = config.latent
+        if numerics is Numerics.INVARIANT:
+            return "attention over latents in invariant numerics"
+        sizes = latent.latent_dim, latent.rope_dim, latent.nope_dim, latent.value_dim
+        if unfit := unfit_latent_sizes(*sizes):
+            return unfit
+        head_dims = {*head_dims, latent.value_dim} - {config.head_dim}
     if numerics is Numerics.INVARIANT and config.sigmoid_routing is not None:
         return "routing by sigmoids in invariant numerics"
-    sizes = config.hidden_size, config.num_experts, config.num_experts_per_token
-    return next(filter(None, (unfit_sizes(head_dim, *sizes) for head_dim in sorted(head_dims))), "")
+    counts = config.hidden_size, config.num_experts, config.num_experts_per_token
+    return next(filter(None, (unfit_sizes(head_dim, *counts) for head_dim in sorted(head_dims))), "")
 
 
 def _form(asked: Implementation, unfit: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, str]:

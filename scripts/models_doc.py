@@ -127,12 +127,12 @@ divides `linear_num_key_heads`. What of them is slow or off until its kernels ar
 computes the model on a GPU too (`--kernels triton` is refused), there are no CUDA graphs, and prompts have no prefix
 cache; the log and `baton check` say so. Of a multimodal directory the text is served.
 
-DeepSeek-V3 and Kimi-K2 keep one row of latents a position, whole at every rank (`kernels/mla/latent_rows.py`). No
-kernel is made for them yet: torch computes the model on a GPU too, which is slow and was not run there, and `--kernels
-triton`, like `--kv-cache-dtype fp8`, is refused. GLM-4.5 has kernels, but for `--batch-invariant`, which torch
-computes; they are held to torch in the interpreter, and were not run on a GPU. Logits of both are held to transformers'
-at 1 and 2 ranks. An MTP head's copies of embedding and LM head are not read, once samples of them were found to be the
-trunk's.
+DeepSeek-V3 and Kimi-K2 keep one row of latents a position, whole at every rank (`kernels/mla/latent_rows.py`). Decode
+rows attend to latents as they lie (`kernels/mla/decode.py`), prompts to keys and values that each layer makes of them
+(`kernels/mla/prefill.py`). `--kv-cache-dtype fp8` is refused, and `--batch-invariant` is computed by torch, as for
+GLM-4.5. The kernels of both are held to torch in the interpreter, and were not run on a GPU. Logits of both are held to
+transformers' at 1 and 2 ranks. An MTP head's copies of embedding and LM head are not read, once samples of them were
+found to be the trunk's.
 
 ## What is refused
 In the sentence that `baton check` and `baton serve` give, before anything is loaded.

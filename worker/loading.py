@@ -19,6 +19,7 @@ from baton.engine.speculation.token_history import history_bytes
 from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
+from baton.kernels.mla import prefill as mla_prefill
 from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
@@ -383,6 +384,9 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
             kv_dequantize.most_bytes(kv_dtype, device.index, head_dim, layout.block_size)
             for head_dim in {layer.row_len for layer in layout.layers}
         )
+        if sizes.latent is not None:
+            dims = sizes.latent.latent_dim, sizes.latent.rope_dim, sizes.latent.nope_dim, sizes.latent.value_dim
+            steps += mla_prefill.most_bytes(step.max_num_batched_tokens, sizes.num_heads // group.size, dims)
     if config.lookup is not None and config.num_draft_tokens:
         steps += history_bytes(step.max_num_seqs, sizes.max_model_len)
     own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES

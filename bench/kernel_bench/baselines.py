@@ -28,6 +28,7 @@ _MODULES = {
     "fa3": "vllm.vllm_flash_attn.flash_attn_interface",
     "deep_gemm": "vllm.third_party.deep_gemm",
     "vllm_attention": "vllm.v1.attention.ops.triton_unified_attention",
+    "flash_mla": "vllm.v1.attention.ops.flashmla",
     "vllm_moe": "vllm.model_executor.layers.fused_moe.fused_moe",
 }
 
@@ -41,6 +42,10 @@ def imported(name: str) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"[:300]
     if name == "fa3" and not module.FA3_AVAILABLE:
         return None, str(module.FA3_UNAVAILABLE_REASON)[:300]
+    if name == "flash_mla":
+        supported, reason = module.is_flashmla_dense_supported()
+        if not supported:
+            return None, str(reason)[:300]
     return module, ""
 
 
@@ -219,6 +224,82 @@ def _unified(module: Any, arguments: dict[str, Any]) -> torch.Tensor:
     module.unified_attention(**arguments)
     out: torch.Tensor = arguments["out"]
     return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedLatents:
+    """One set of buffers of attention over latents; the rows themselves, which are random, are made anew.
+
+    Attributes:
+        query_BQAX: absorbed queries, bfloat16.
+        latent_dim: columns of a row that are values.
+        kv_lens: positions of each sequence, its queries' included.
+        scale: of scores.
+    """
+
+    query_BQAX: torch.Tensor
+    latent_dim: int
+    kv_lens: Sequence[int]
+    scale: float
+
+    def pages(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows in scattered blocks [N, S, 1, X], the blocks of each sequence, int32 [B, M], and their lengths [B]."""
+        device, num_sequences = self.query_BQAX.device, len(self.kv_lens)
+        num_blocks = -(-max(self.kv_lens) // block_size)
+        total = num_sequences * num_blocks
+        shape = (total, block_size, 1, self.query_BQAX.shape[3])
+        rows = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+        table = torch.randperm(total, device=device).view(num_sequences, num_blocks).int()
+        return rows, table, torch.tensor(self.kv_lens, dtype=torch.int32, device=device)
+
+
+def flash_mla(sets: Sequence[PagedLatents]) -> Baseline:
+    """FlashMLA, in blocks of 64; its plan is made by the first call, before any is timed."""
+    module, _ = imported("flash_mla")
+    if module is None:
+        return {}
+    return {"flash_mla": [_flash_mla(module, one) for one in sets]}
+
+
+def fa3_latents(sets: Sequence[PagedLatents]) -> Baseline:
+    """FlashAttention-3 over latents: turned columns are its queries and keys, latents its values and second queries."""
+    module, _ = imported("fa3")
+    if module is None:
+        return {}
+    return {"fa3": [functools.partial(module.flash_attn_varlen_func, **_fa3_latents(one)) for one in sets]}
+
+
+def _flash_mla(module: Any, one: PagedLatents) -> Call:
+    rows, table, lens = one.pages(64)
+    made = module.get_mla_metadata(lens, one.query_BQAX.shape[1] * one.query_BQAX.shape[2], 1)
+    call = functools.partial(
+        module.flash_mla_with_kvcache, one.query_BQAX, rows, table, lens, one.latent_dim, *made,
+        softmax_scale=one.scale, causal=True,
+    )  # fmt: skip
+    call()
+    return call
+
+
+def _fa3_latents(one: PagedLatents) -> dict[str, Any]:
+    rows, table, lens = one.pages(16)
+    num_sequences, num_queries = one.query_BQAX.shape[:2]
+    latent, turned = one.query_BQAX.flatten(0, 1).split(
+        [one.latent_dim, one.query_BQAX.shape[3] - one.latent_dim], dim=-1
+    )
+    return {
+        "q": turned.contiguous(),
+        "k": rows[..., one.latent_dim :],
+        "v": rows[..., : one.latent_dim],
+        "q_v": latent.contiguous(),
+        "max_seqlen_q": num_queries,
+        "cu_seqlens_q": _starts([num_queries] * num_sequences, one.query_BQAX.device),
+        "max_seqlen_k": max(one.kv_lens),
+        "seqused_k": lens,
+        "softmax_scale": one.scale,
+        "causal": True,
+        "block_table": table,
+        "fa_version": 3,
+    }
 
 
 GROUP = 128

@@ -5,7 +5,8 @@ numbers of rows, and a step is padded to the next of them; attention, which depe
 step, is launched between the pieces, by a tape of one layer's launches (`kernels.launch_tape`). The idea of pieces is
 vLLM's (V1, piecewise CUDA graphs).
 
-Legend: N rows of a graph, T those of a step, D hidden size, A query heads, E head size.
+Legend: N rows of a graph, T those of a step, D hidden size, A query heads, E columns of a query, V of what a head makes
+of values (E but of heads over latents).
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class RowBuffers:
     Attributes:
         numbers_3N: int64 token ids, positions and slots.
         query_NAE: what the next attention reads.
-        mixed_NQ: what it made, [N, A * E].
+        mixed_NQ: what it made, [N, A * V].
         output_ND: hidden states after the final norm.
     """
 
@@ -60,9 +61,10 @@ class RowBuffers:
         num_heads = config.num_heads // tp_size
         numbers_3N = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         numbers_3N[2] = pool.scratch_slot
-        query_NAE = torch.zeros(max_rows, num_heads, config.head_dim, dtype=dtype, device=device)
+        query_NAE = torch.zeros(max_rows, num_heads, config.query_dim, dtype=dtype, device=device)
+        mixed_NQ = torch.zeros(max_rows, num_heads * config.value_dim, dtype=dtype, device=device)
         output_ND = torch.zeros(max_rows, model.trunk_width, dtype=dtype, device=device)
-        return cls(numbers_3N, query_NAE, torch.zeros_like(query_NAE).flatten(1), output_ND)
+        return cls(numbers_3N, query_NAE, mixed_NQ, output_ND)
 
 
 class PiecewiseTrunk:
@@ -163,7 +165,7 @@ class _Attend:
 
     Args:
         query_TAE: what each reads.
-        mixed_TQ: what each writes, [T, A * E].
+        mixed_TQ: what each writes, [T, A * V].
         batch: of the step.
         pool: of the runner.
     """
@@ -171,7 +173,7 @@ class _Attend:
     def __init__(self, query_TAE: torch.Tensor, mixed_TQ: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> None:
         self.num_taped = 0
         self._query_TAE, self._batch, self._pool = query_TAE, batch, pool
-        self._mixed_TAE = mixed_TQ.view(query_TAE.shape)
+        self._mixed_TAV = mixed_TQ.view(*query_TAE.shape[:2], -1)
         self._plans = SplitKVPlans()
         self._num_done = 0
         self._tape: LaunchTape[tuple[torch.Tensor, ...]] | None = None
@@ -200,6 +202,6 @@ class _Attend:
 
     def _hand_on(self, parts: tuple[torch.Tensor, ...]) -> None:
         first = 0
-        for part_XAE in parts:
-            self._mixed_TAE[first : first + len(part_XAE)].copy_(part_XAE)
-            first += len(part_XAE)
+        for part_XAV in parts:
+            self._mixed_TAV[first : first + len(part_XAV)].copy_(part_XAV)
+            first += len(part_XAV)

@@ -7,13 +7,15 @@ Legend: a *part* is a share of a sequence's positions that one program takes; a 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from baton.kernels.attention import split_kv_plan_triton as attention_split_kv_plan_triton
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,14 @@ class SplitKVPlans:
 
     def __init__(self) -> None:
         self._made: list[tuple[torch.Tensor, torch.Tensor | None, Division, torch.Tensor]] = []
+        self._kept: dict[Hashable, Any] = {}
+
+    def keep(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What else the layers of the pass share, made by the one that first asks for `key`."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: Kept = self._kept[key]
+        return found
 
     def find(self, lens: torch.Tensor, starts_E: torch.Tensor | None, wanted: Division) -> torch.Tensor:
         """The plan for sequences of these lengths; another tensor has another plan, whatever is in it.

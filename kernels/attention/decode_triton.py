@@ -57,7 +57,7 @@ def _dequantized(kv_TD, DTYPE: tl.constexpr, THROUGH_SHARED: tl.constexpr):
 
 
 @triton.jit
-def _bound(positions, position_stride_q, num_queries, max_context_len):
+def sequence_bound(positions, position_stride_q, num_queries, max_context_len):
     """Positions that the sequence's furthest row sees; 0 if none sees any."""
     index = tl.arange(0, _MAX_QUERIES)
     mask = index < num_queries
@@ -66,7 +66,7 @@ def _bound(positions, position_stride_q, num_queries, max_context_len):
 
 
 @triton.jit
-def _part(context_len, part, num_parts, part_tiles, TILE: tl.constexpr):
+def sequence_part(context_len, part, num_parts, part_tiles, TILE: tl.constexpr):
     """First tile of a part and the one after its last; a part is given tiles, or an equal share of the sequence."""
     num_tiles = tl.cdiv(context_len, TILE)
     each = tl.where(part_tiles > 0, part_tiles, tl.cdiv(num_tiles, num_parts))
@@ -97,7 +97,7 @@ def _add_tile(
 
 
 @triton.jit
-def _store(out, parts, part_logs, out_R, is_row_R, num_parts, part, mixed_RD, log_R, D: tl.constexpr):
+def store_part(out, parts, part_logs, out_R, is_row_R, num_parts, part, mixed_RD, log_R, D: tl.constexpr):
     """With one part, the result; else the part and the logarithms of its weights."""
     column_D = tl.arange(0, D)
     if num_parts == 1:
@@ -180,8 +180,8 @@ def attend_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     positions += sequence.to(tl.int64) * position_stride_b
-    context_len = _bound(positions, position_stride_q, num_queries, max_context_len)
-    first, end = _part(context_len, part, num_parts, part_tiles, TILE)
+    context_len = sequence_bound(positions, position_stride_q, num_queries, max_context_len)
+    first, end = sequence_part(context_len, part, num_parts, part_tiles, TILE)
     row_R = row_tile * ROWS + tl.arange(0, ROWS)
     query_R, head_R = row_R // group, head * group + row_R % group
     if (first >= end) & (part > 0):
@@ -234,7 +234,7 @@ def attend_kernel(
     # `end` is never negative, which the compiler does not know: else it would keep the places of rows through the loop.
     row_R = row_tile * ROWS + tl.arange(0, ROWS) + tl.minimum(end, 0)
     out_R = (sequence * num_queries + row_R // group) * num_heads + head * group + row_R % group
-    _store(out, parts, part_logs, out_R, row_R < num_rows, num_parts, part, mixed_RD * share_R[:, None], log_R, D)
+    store_part(out, parts, part_logs, out_R, row_R < num_rows, num_parts, part, mixed_RD * share_R[:, None], log_R, D)
 
 
 def launch(

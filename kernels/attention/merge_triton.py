@@ -101,7 +101,7 @@ def _num_warps(step: int, head_dim: int) -> int:
     return max(1, step * head_dim // 1024)
 
 
-_SERVED = ((128, 8), (128, 32), (256, 8), (256, 32))  # D, parts of a step
+_SERVED = ((128, 8), (128, 32), (256, 8), (256, 32), (512, 8), (512, 32))  # D, parts of a step
 
 
 def variants() -> list[Variant]:

@@ -5,9 +5,10 @@ A position keeps one row for all heads: its latent, normalised, and the part of 
 *Absorbed*: what makes keys of latents is multiplied into the queries, what makes values of them into the outputs, so
 heads attend to the rows as they lie (`kernels.attention`, with one KV head that is its own value).
 
-Serving absorbs for chunks and decode rows alike. A step mixes both, and a row's bits must not depend on which of them
-it is; one form has that for nothing, from the attention that other models use. A prompt costs up to 3.4 times the
-products of the expanded form in attention, which no kernel hides yet.
+The torch reference absorbs for chunks and decode rows alike. A step mixes both, and a row's bits must not depend on
+which of them it is; one form has that for nothing, from the attention that other models use. The Triton kernels absorb
+for decode rows alone (`kernels.mla.decode`): a prompt would cost up to 3.4 times the products in attention, so chunks
+have the expanded form (`kernels.mla.prefill`).
 
 Source: DeepSeek-V2 (2024), section 2.1; transformers `DeepseekV3Attention`.
 Legend: T tokens, A query heads (of this rank), N columns of a query that no position turns, R that are turned,

@@ -14,7 +14,10 @@ from baton.bench.kernel_bench.baselines import (
     BaselineExperts,
     BlockScaled,
     PagedAttention,
+    PagedLatents,
     fa3,
+    fa3_latents,
+    flash_mla,
     sorted_by_expert,
     vllm_attention,
 )
@@ -55,6 +58,10 @@ def attention(dtype=torch.bfloat16):
     )
 
 
+def latents():
+    return PagedLatents(query_BQAX=torch.randn(2, 3, 4, 48).bfloat16(), latent_dim=32, kv_lens=[70, 20], scale=0.5)
+
+
 def product(*lead, num_rows=None):
     M, N, K = 5, 256, 384
     return BlockScaled(
@@ -82,6 +89,7 @@ def test_what_is_absent_is_no_system(monkeypatch):
     for name in kernel_baselines._MODULES:
         monkeypatch.setitem(kernel_baselines._MODULES, name, "baton_has_no_such_module")
     assert fa3([attention()]) == vllm_attention([attention()]) == {}
+    assert fa3_latents([latents()]) == flash_mla([latents()]) == {}
     assert kernel_baselines_gemm.deep_gemm([product()]) == kernel_baselines_gemm.vllm_moe([experts()]) == {}
     assert kernel_baselines_gemm.deep_gemm_masked([product(2)], 4) == {}
     assert all("ModuleNotFoundError" in why for why in kernel_baselines.availability().values())
@@ -91,6 +99,36 @@ def test_a_library_that_does_not_load_says_why(put):
     put("fa3", FA3_AVAILABLE=False, FA3_UNAVAILABLE_REASON="no libcuda")
     assert kernel_baselines.availability()["fa3"] == "no libcuda"
     assert fa3([attention()]) == {}
+
+
+def test_latents_are_keys_and_values_of_others(put):
+    asked = []
+    put("fa3", FA3_AVAILABLE=True, flash_attn_varlen_func=lambda **given: asked.append(given))
+    put(
+        "flash_mla",
+        is_flashmla_dense_supported=lambda: (True, None),
+        get_mla_metadata=lambda lens, rows, heads: ((lens.tolist(), rows, heads), None),
+        flash_mla_with_kvcache=lambda *given, **named: asked.append((given, named)),
+    )
+    one = latents()
+    fa3_latents([one])["fa3"][0]()
+    given = asked.pop()
+    assert [given[name].shape[-1] for name in ("q", "q_v", "k", "v")] == [16, 32, 16, 32]
+    assert torch.equal(torch.cat([given["q_v"], given["q"]], dim=-1), one.query_BQAX.flatten(0, 1))
+    assert given["cu_seqlens_q"].tolist() == [0, 3, 6]
+    assert given["block_table"].shape == (2, 5)
+    flash_mla([one])["flash_mla"][0]()
+    (query, rows, table, lens, latent_dim, plan, _), named = asked.pop()
+    assert query is one.query_BQAX
+    assert rows.shape == (4, 64, 1, 48)
+    assert (table.shape, lens.tolist(), latent_dim) == ((2, 2), [70, 20], 32)
+    assert plan == ([70, 20], 12, 1)
+    assert named == {"softmax_scale": 0.5, "causal": True}
+
+
+def test_flash_mla_that_is_not_built_says_why(put):
+    put("flash_mla", is_flashmla_dense_supported=lambda: (False, "not compiled"))
+    assert kernel_baselines.availability()["flash_mla"] == "not compiled"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

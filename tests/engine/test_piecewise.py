@@ -14,11 +14,13 @@ from baton.engine.graphs.piecewise import PiecewiseTrunk, RowBuffers, row_sizes
 from baton.engine.step.batch import ChunkRows, DecodeRows, decode_batch, prefill_inputs
 from baton.kvcache.pool import KVPool
 from baton.model.inputs import MixedBatch
+from baton.model.loader import load_model
 from baton.tests.engine.graphs import bundled_engine, with_graphs
 from baton.tests.engine.recorder import RecorderBackend
 from baton.tests.engine.test_graphed_step import outcome
 from baton.tests.engine.test_local_engine import requests_for
 from baton.tests.engine.test_tp_group import CHECKPOINT, load
+from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.ranks import on_ranks
 
 pytestmark = pytest.mark.fast
@@ -105,6 +107,18 @@ def check(got, wanted, tolerance):
 )
 def test_hidden_states_and_kv_are_those_of_the_trunk_as_one(backend, numerics, tiny_checkpoint):
     model = load(tiny_checkpoint(**CHECKPOINT), numerics=numerics)
+    split, whole = Setting(model), Setting(model)
+    got, wanted = hidden_of(split, trunks_of(split, backend())), hidden_of(whole)
+    check(got, wanted, 0.0 if numerics is Numerics.INVARIANT else 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("backend", "numerics"), [(RecorderBackend, Numerics.DEFAULT), (CallBackend, Numerics.INVARIANT)]
+)
+def test_latents_are_attended_to_between_pieces(backend, numerics, tmp_path):
+    """Whose queries, keys and values are of three lengths."""
+    path = write_checkpoint(tmp_path / "model", kind="deepseek_v3", tie=False)
+    model = load_model(path, dtype=torch.float64, device=torch.device("cpu"), numerics=numerics, with_mtp=True)
     split, whole = Setting(model), Setting(model)
     got, wanted = hidden_of(split, trunks_of(split, backend())), hidden_of(whole)
     check(got, wanted, 0.0 if numerics is Numerics.INVARIANT else 1e-12)

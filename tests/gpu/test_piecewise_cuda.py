@@ -6,8 +6,10 @@ import torch
 from baton.core.numerics import Numerics
 from baton.engine.graphs import piecewise
 from baton.engine.graphs.backend import CallBackend, CudaBackend
+from baton.kernels.implementation import Implementation
 from baton.model.loader import load_model
 from baton.model.parallel import Alone
+from baton.scripts.model_shape import write_shape
 from baton.tests.engine.test_piecewise import Setting, check, hidden_of, trunks_of
 from baton.tests.gpu.test_graphs_cuda import DEVICE, SHAPES
 from baton.tests.model.checkpoints import write_checkpoint
@@ -32,6 +34,21 @@ def test_replayed_bits_are_those_launched(numerics, dtype, shape, tmp_path):
         check(got, wanted, 0.0)
     has_tape = numerics is Numerics.DEFAULT and dtype is torch.bfloat16
     assert any(trunk.num_taped for trunk in trunks) == has_tape
+
+
+def test_latents_are_replayed_around_kernels(tmp_path):
+    """Prompts expanded and decode rows absorbed between pieces, of a model whose sizes the kernels take."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 4}
+    sizes |= {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 128, "q_lora_rank": 64, "eos_token_id": 500}
+    path = write_shape("deepseek-v3", tmp_path, **sizes)
+    model = load_model(
+        path, dtype=torch.bfloat16, device=DEVICE, numerics=Numerics.DEFAULT, with_mtp=True, random_seed=3
+    )
+    assert model.implementation is Implementation.TRITON
+    captured, called = Setting(model), Setting(model)
+    wanted = hidden_of(called, trunks_of(called, CallBackend()))
+    check(hidden_of(captured, trunks_of(captured, CudaBackend(DEVICE, Alone()))), wanted, 0.0)
 
 
 def test_bits_at_head_sizes_that_hopper_has_forms_for(tmp_path):

@@ -72,6 +72,27 @@ def test_hidden_states_are_as_near_as_the_references(kind, quantization, tmp_pat
     assert between < (0.2 if kind == "30b-a3b" else usual)
 
 
+DEEPSEEK = {
+    "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 4096,
+    "moe_intermediate_size": 512, "n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_latents_are_attended_to_as_near_as_by_the_reference(num_heads, tmp_path):
+    """DeepSeek-V3's heads; all experts are chosen, for which ones would be a matter of rounding."""
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    path = write_shape("deepseek-v3", tmp_path, **(SIZES | DEEPSEEK | heads))
+    exact = run(load(path, Implementation.REFERENCE, dtype=torch.float32), is_checked=False)
+    found = run(load(path, Implementation.TRITON), is_checked=True)
+    wanted = run(load(path, Implementation.REFERENCE), is_checked=False)
+    error, usual, between = (relative_error(*pair) for pair in ((found, exact), (wanted, exact), (found, wanted)))
+    print(f"{num_heads} heads: {error:.4f} from float32, the reference {usual:.4f}; {between:.4f} between them")
+    assert error < 1.1 * usual + 0.002
+    assert between < 1.5 * usual
+
+
 def test_float8_kv_is_as_near_as_the_references(tmp_path):
     shape, sizes = KINDS["8b"]
     path, kv = write_shape(shape, tmp_path, **sizes), {"kv_dtype": KVDtype.FP8}

@@ -6,6 +6,7 @@ import torch
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.kernels.attention import decode as attention_decode
 from baton.kernels.attention import prefill as attention_prefill
+from baton.kernels.mla import decode as mla_decode
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,6 @@ def unwritten_memory_is_nan(monkeypatch):
 def nothing_decided():
     """Tests change what decisions depend on, which stay as they are while serving."""
     yield
-    for module in (attention_decode, attention_prefill):
+    for module in (attention_decode, attention_prefill, mla_decode):
         module._FORMS._kept.clear()
     attention_prefill._KINDS._kept.clear()

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels.mla.latent_rows import (
-    absorbed_queries,
-    absorbed_values,
-    attend_expanded,
-    product_by_head,
-    write_rows,
-)
+from baton.kernels.mla.latent_rows import attend_expanded, product_by_head, write_rows
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.rope import rope, rope_angles, rope_inverse_frequencies
 
@@ -47,19 +41,16 @@ class Setting:
         return attend_expanded(query, self.pool, self.key_ANC, self.value_AVC, tables, *lens, self.scale)
 
     def absorbed(self, parts, numerics, *, is_decoded):
-        ops, invariant = Ops(numerics), numerics is Numerics.INVARIANT
+        ops = Ops(numerics)
         query = torch.cat([self.queries[at][first : first + count] for at, first, count in parts])
-        query = absorbed_queries(query[..., : self.nope], query[..., self.nope :], self.key_ANC, invariant=invariant)
-        tables, rows = self.tables[[at for at, _, _ in parts]], self.pool[:, None]
+        expand = torch.cat([self.key_ANC, self.value_AVC], dim=1)
+        tables, how = self.tables[[at for at, _, _ in parts]], {"nope_dim": self.nope, "scale": self.scale}
         if is_decoded:
             positions = torch.tensor([list(range(first, first + count)) for _, first, count in parts])
-            query = query.unflatten(0, positions.shape)
-            bound = int(positions.max()) + 4
-            mixed = ops.attention_decode(query, rows, rows, tables, positions, bound, scale=self.scale).flatten(0, 1)
-        else:
-            lens = [count for _, _, count in parts], [first + count for _, first, count in parts]
-            mixed = ops.attention_prefill(query, rows, rows, tables, *lens, scale=self.scale)
-        return absorbed_values(mixed, self.value_AVC, invariant=invariant)
+            query, bound = query.unflatten(0, positions.shape), int(positions.max()) + 4
+            return ops.mla_decode(query, self.pool, expand, tables, positions, bound, **how).flatten(0, 1)
+        lens = [count for _, _, count in parts], [first + count for _, first, count in parts]
+        return ops.mla_prefill(query, self.pool, expand, tables, *lens, **how)
 
 
 PARTS = {

@@ -423,7 +423,7 @@ def test_what_is_not_implemented_is_refused_by_name(kind, changes, option, tmp_p
 @pytest.mark.fast
 def test_kernels_and_narrow_kv_are_refused_by_name(tmp_path):
     path = written(tmp_path / "model", "deepseek_v3")
-    with pytest.raises(ModelUnsupported, match="not attention over latents"):
+    with pytest.raises(ModelUnsupported, match="not latents beside 8 turned columns"):
         load(path, dtype=torch.bfloat16, implementation=Implementation.TRITON)
     with pytest.raises(ModelUnsupported, match="fp8 is not implemented for attention over latents"):
         load(path, dtype=torch.bfloat16, kv_dtype=KVDtype.FP8)

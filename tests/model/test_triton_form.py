@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import KVDtype, Numerics, Quantization
+from baton.kernels import ops
 from baton.kernels.attention import decode as attention_decode
 from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import short_chunks as attention_short_chunks
@@ -104,6 +105,44 @@ def test_kernels_give_glms_logits(quantization, has_norms, tmp_path):
     found = logits_of(load(path, Implementation.TRITON, quantization))
     assert relative_error(found, wanted) < (0.03 if quantization is Quantization.NONE else 0.06)
     with pytest.raises(ModelUnsupported, match="sigmoids in invariant numerics"):
+        load(path, Implementation.TRITON, numerics=Numerics.INVARIANT)
+
+
+DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128,
+    "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "num_key_value_heads": 4, "head_dim": 16, "first_k_dense_replace": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(20, marks=pytest.mark.slow)])
+def test_kernels_give_deepseeks_logits(window, tmp_path, monkeypatch):
+    """Prompts expanded, also in windows of a few positions, decode rows absorbed; scores by YaRN's factor."""
+    path = write_shape("deepseek-v3", tmp_path, **(SIZES | DEEPSEEK))
+    wanted = logits_of(load(path, Implementation.REFERENCE))
+    model, made = load(path, Implementation.TRITON), []
+    assert model.implementation is Implementation.TRITON
+    for name in ("mla_prefill", "mla_decode"):
+        kernel = getattr(ops, name)
+        given = {"max_expanded_bytes": window * 4 * 64 * 2} if window and name == "mla_prefill" else {}
+        monkeypatch.setattr(
+            ops, name, lambda *a, _kernel=kernel, _given=given, **k: made.append(_kernel) or _kernel(*a, **k, **_given)
+        )
+    assert relative_error(logits_of(model), wanted) < 0.03
+    assert len(set(made)) == 2
+
+
+def test_latents_that_no_kernel_is_made_for_are_refused_by_name(tmp_path):
+    for changes, what in (
+        ({"kv_lora_rank": 48}, "latents of 48"),
+        ({"qk_rope_head_dim": 8, "head_dim": 8}, "latents beside 8 turned columns"),
+        ({"v_head_dim": 24}, "heads of 24 over latents"),
+    ):
+        path = write_shape("deepseek-v3", tmp_path / what, **(SIZES | DEEPSEEK | changes))
+        with pytest.raises(ModelUnsupported, match=f"not {what}"):
+            load(path, Implementation.TRITON)
+    path = write_shape("deepseek-v3", tmp_path, **(SIZES | DEEPSEEK))
+    with pytest.raises(ModelUnsupported, match="attention over latents in invariant numerics"):
         load(path, Implementation.TRITON, numerics=Numerics.INVARIANT)
 
 

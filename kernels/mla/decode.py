@@ -1,0 +1,196 @@
+"""Absorbed attention of a few rows of each sequence over rows of latents, the decode step's: on a GPU split over parts.
+
+`mla_decode` has queries that were multiplied with what makes keys of latents (`kernels.mla.latent_rows`), and gives
+what heads saw of latents, which are still to be multiplied with what makes values of them. It refuses to know pools;
+rows are a strided view of one layer. All heads read one row of a position, which is key and value in one.
+
+Source: DeepSeek-V2 (2024), section 2.1; Dao et al. 2023 (Flash-Decoding); Kwon et al. 2023 (blocks).
+Legend: B sequences, Q rows of each, A query heads (of this rank), C length of a latent, X = C + the columns that a
+position turned: elements of a row, N blocks, S positions per block, M entries of a block table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.kernels import tuning
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.attention import paged as attention
+from baton.kernels.attention.block_tables import within
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, signature
+from baton.kernels.mla import decode_hopper_triton, decode_plan, decode_triton
+from baton.kernels.mla.decode_plan import Launch
+
+NAME = "mla_decode"  # in the tuned table
+MAX_QUERIES = 32  # of a sequence
+LATENT_DIMS = (16, 32, 64, 128, 256, 512)
+TURNED_DIMS = (16, 32, 64)
+BLOCK_SIZES = (16, 32, 64)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_TRITON_DTYPES = (torch.bfloat16, torch.float16)
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def unfit_latents(latent_dim: int, turned_dim: int) -> str:
+    """Which size of rows the Triton kernel is not made for, in words; "" if they fit."""
+    if latent_dim not in LATENT_DIMS:
+        return f"latents of {latent_dim}"
+    return "" if turned_dim in TURNED_DIMS else f"latents beside {turned_dim} turned columns"
+
+
+def mla_decode(
+    query_BQAX: torch.Tensor,
+    rows_NSX: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    max_context_len: int,
+    *,
+    latent_dim: int,
+    softmax_scale: float,
+    options: Mapping[str, Any] | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """Attention of Q rows of each of B sequences -> [B, Q, A, C] in the query's dtype; never waits for the device.
+
+    Row (b, q) sees the latents at positions 0 ... positions_BQ[b, q]; a row at a negative position sees none, and is 0.
+    Slots beyond a sequence's furthest row may hold anything, NaN too; what a row before that one does not see must be
+    finite. Work depends on bounds: a graph may replay it. The bits of a row depend on the batch.
+
+    Args:
+        query_BQAX: absorbed queries, bfloat16 or float16 (the reference also takes float32 and float64), X contiguous.
+        rows_NSX: of the same dtype; [S, X] contiguous.
+        block_tables_BM: int64 or int32; no entry past a sequence's furthest position is used.
+        positions_BQ: int64 or int32.
+        max_context_len: host bound of positions_BQ + 1.
+        latent_dim: C.
+        softmax_scale: of scores, positive; with YaRN's factor, which no size tells.
+        options: of the launch, as in the committed table; for tuning.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument is of another kind; the message names it.
+    """
+    key = (
+        signature(query_BQAX), signature(rows_NSX), signature(block_tables_BM), signature(positions_BQ),
+        max_context_len, latent_dim, softmax_scale, None if options is None else tuple(options.items()), implementation,
+    )  # fmt: skip
+    how = _FORMS.find(key)
+    if how is None:
+        _check(query_BQAX, rows_NSX, block_tables_BM, positions_BQ, max_context_len, latent_dim)
+        require(softmax_scale > 0, "softmax_scale", f"is {softmax_scale}, not positive")
+        bound = min(max_context_len, block_tables_BM.shape[1] * rows_NSX.shape[1])
+        if uses_triton(query_BQAX.device, implementation):
+            _check_triton(query_BQAX, rows_NSX, positions_BQ, latent_dim)
+            how = _launch(query_BQAX, rows_NSX, bound, latent_dim, softmax_scale, options)
+        else:
+            how = _Reference(bound)
+        _FORMS.keep(key, how)
+    if query_BQAX.numel() == 0:
+        return query_BQAX.new_empty(*query_BQAX.shape[:3], latent_dim)
+    if isinstance(how, Launch):
+        launch = decode_hopper_triton.launch if how.options.hopper else decode_triton.launch
+        out_BQAC: torch.Tensor = launch(query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how)
+        return out_BQAC
+    return mla_decode_reference(
+        query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how.max_context_len, latent_dim, softmax_scale
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A call that torch computes."""
+
+    max_context_len: int
+
+
+_FORMS: Memo[_Reference | Launch] = Memo()  # how calls that were checked are computed
+
+
+def mla_decode_reference(
+    query_BQAX: torch.Tensor,
+    rows_NSX: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    max_context_len: int,
+    latent_dim: int,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """The same by torch: grouped-query attention with one KV head, whose values are its keys' first columns."""
+    rows_N1SX = rows_NSX[:, None]
+    tables_BM = within(block_tables_BM.long(), positions_BQ.amax(dim=1), rows_NSX.shape[1])
+    seen_BQ = positions_BQ.long().clamp(0, max_context_len - 1)
+    mixed_BQAX = attention.attention_decode(
+        query_BQAX, rows_N1SX, rows_N1SX, tables_BM, seen_BQ, max_context_len, scale=softmax_scale
+    )
+    return mixed_BQAX[..., :latent_dim].masked_fill((positions_BQ < 0)[:, :, None, None], 0.0)
+
+
+def _check(
+    query_BQAX: torch.Tensor,
+    rows_NSX: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    max_context_len: int,
+    latent_dim: int,
+) -> None:
+    device = query_BQAX.device
+    require_tensor("query_BQAX", query_BQAX, (None, None, None, None), _DTYPES)
+    num_sequences, num_queries, _, row_len = query_BQAX.shape
+    require_tensor("rows_NSX", rows_NSX, (None, None, row_len), (query_BQAX.dtype,), device)
+    require_tensor("block_tables_BM", block_tables_BM, (num_sequences, None), _INDEX_DTYPES, device)
+    require_tensor("positions_BQ", positions_BQ, (num_sequences, num_queries), _INDEX_DTYPES, device)
+    require(0 < latent_dim <= row_len, "latent_dim", f"is {latent_dim}, of rows of {row_len}")
+    require(rows_NSX.shape[1] > 0, "rows_NSX", "has blocks of no position")
+    require_rows("query_BQAX", query_BQAX)
+    require_rows("block_tables_BM", block_tables_BM)
+    require(rows_NSX.stride()[1:] == (row_len, 1), "rows_NSX", "the last two dimensions must be contiguous")
+    require(max_context_len > 0, "max_context_len", f"is {max_context_len}, not positive")
+    require(block_tables_BM.shape[1] > 0, "block_tables_BM", "has no column")
+
+
+def _check_triton(
+    query_BQAX: torch.Tensor, rows_NSX: torch.Tensor, positions_BQ: torch.Tensor, latent_dim: int
+) -> None:
+    """What only the kernel asks for: powers of two, and rows of 16 bytes."""
+    require(query_BQAX.dtype in _TRITON_DTYPES, "query_BQAX", f"Triton's kernel does not take {query_BQAX.dtype}")
+    unfit = unfit_latents(latent_dim, query_BQAX.shape[3] - latent_dim)
+    require(not unfit, "latent_dim", f"Triton's kernel does not take {unfit}")
+    block_size = rows_NSX.shape[1]
+    require(block_size in BLOCK_SIZES, "rows_NSX", f"S is {block_size}, not one of {BLOCK_SIZES}")
+    for name, tensor in (("query_BQAX", query_BQAX), ("rows_NSX", rows_NSX)):
+        unit = decode_triton.STRIDE_UNIT
+        aligned = tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
+        require(aligned, name, f"must lie at a multiple of 16 bytes, with strides that are multiples of {unit}")
+    require(rows_NSX.stride(0) < 1 << 32, "rows_NSX", "the stride of blocks must be under 2 ** 32")
+    most = MAX_QUERIES
+    require(positions_BQ.shape[1] <= most, "positions_BQ", f"Triton's kernel takes at most {most} rows of a sequence")
+
+
+def _launch(
+    query_BQAX: torch.Tensor,
+    rows_NSX: torch.Tensor,
+    bound: int,
+    latent_dim: int,
+    scale: float,
+    given: Mapping[str, Any] | None,
+) -> Launch:
+    """By options that are given, or of the committed table, or by rule."""
+    num_sequences, num_queries, num_heads, row_len = query_BQAX.shape
+    num_rows = max(1, num_queries * num_heads)
+    if given is None:
+        shape = decode_plan.table_shape(num_rows, latent_dim)
+        given = tuning.find(NAME, shape, num_sequences * bound, query_BQAX.device.index)
+    on_hopper = decode_hopper_triton.fits(query_BQAX, rows_NSX, latent_dim)
+    if given is None:
+        chosen = decode_plan.default_options(num_rows, on_hopper=on_hopper)
+    else:
+        chosen = decode_plan.options_of_row(given)
+    require(
+        on_hopper or not chosen.hopper, "options", "are of the form for Hopper, which cannot take these tensors here"
+    )
+    row_bytes = row_len * rows_NSX.element_size()
+    count = decode_plan.num_parts(max(1, num_sequences), num_rows, bound, row_bytes, latent_dim, chosen)
+    return Launch(scale=scale, latent_dim=latent_dim, max_context_len=bound, num_parts=count, options=chosen)

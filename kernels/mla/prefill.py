@@ -1,0 +1,244 @@
+"""Causal attention of chunks of prompts over rows of latents, expanded: keys and values of each head are made of them.
+
+A chunk of many rows costs a third of what it costs in the absorbed form (`kernels.mla.decode`), at the price of making
+keys and values of its whole context, its cached prefix too, in every layer. Many sequences or long ones are taken in
+*windows* of so many positions that what is expanded fits a bound; sums go on from one window to the next, so the result
+is that of one. It refuses to know pools, and to take lengths from the device: the host has them.
+
+Source: DeepSeek-V2 (2024), section 2.1; Dao 2023 (FlashAttention-2).
+Legend: T tokens, B sequences, A query heads (of this rank), N columns of a query that no position turns, P that are
+turned, E = N + P, V columns of a value, Y = N + V, C length of a latent, X = C + P elements of a row, L positions of a
+window, K blocks of the pool, S positions per block, M entries of a block table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.attention import paged as attention
+from baton.kernels.attention.block_tables import require_lens
+from baton.kernels.attention.decode_plan import SplitKVPlans
+from baton.kernels.copies import to_device
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.mla import prefill_triton
+from baton.kernels.mla.decode import BLOCK_SIZES, unfit_latents
+from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
+
+HEAD_DIMS = (16, 32, 64, 128)  # of what no position turns, and of values
+MAX_EXPANDED_BYTES = 1 << 28  # of keys and values of one window
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_TRITON_DTYPES = (torch.bfloat16, torch.float16)
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def unfit_heads(nope_dim: int, value_dim: int) -> str:
+    """Which size of heads the Triton kernel is not made for, in words; "" if they fit."""
+    wrong = next((dim for dim in (nope_dim, value_dim) if dim not in HEAD_DIMS), 0)
+    return f"heads of {wrong} over latents" if wrong else ""
+
+
+def most_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int, int, int]) -> int:
+    """Bytes that a call over so many rows takes at most, beside its arguments and its output.
+
+    Args:
+        num_tokens: T.
+        num_heads: A, of this rank.
+        sizes: C, P, N and V.
+    """
+    latent_dim, turned_dim, nope_dim, value_dim = sizes
+    expanded_len = num_heads * (nope_dim + value_dim)
+    rows_bytes = MAX_EXPANDED_BYTES * (latent_dim + turned_dim) // expanded_len
+    return MAX_EXPANDED_BYTES + rows_bytes + 4 * num_tokens * num_heads * (value_dim + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Positions that are expanded together.
+
+    Attributes:
+        numbers_6B: int32, on the device; see `prefill_triton`.
+        num_positions: of all sequences.
+        most_positions: of one.
+    """
+
+    numbers_6B: torch.Tensor
+    num_positions: int
+    most_positions: int
+
+
+def mla_prefill(
+    query_TAE: torch.Tensor,
+    rows_KSX: torch.Tensor,
+    expand_AYC: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    nope_dim: int,
+    softmax_scale: float,
+    plans: SplitKVPlans | None = None,
+    max_expanded_bytes: int = MAX_EXPANDED_BYTES,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """Attention of chunks laid one after the other -> values of heads [T, A, V]; never waits for the device on a GPU.
+
+    Row i of a chunk stands at position context_len - query_len + i and sees the rows of latents up to its own, all of
+    them already in the blocks. Slots past a sequence's last position may hold anything, NaN included.
+
+    Args:
+        query_TAE: [nope | turned], bfloat16 or float16 (the reference also takes float32 and float64), E contiguous.
+        rows_KSX: of the same dtype; [S, X] contiguous.
+        expand_AYC: what makes a head's N columns of a key, and its V of a value, of a latent; contiguous.
+        block_tables_BM: int64 or int32.
+        query_lens: rows of each sequence, on the host.
+        context_lens: positions that its last row sees.
+        nope_dim: N.
+        softmax_scale: of scores, positive.
+        plans: of the pass that this layer is of, whose layers share the lengths and tables; None if there is but this.
+        max_expanded_bytes: of a window's keys and values.
+        implementation: which form computes. The reference has no need of windows: it multiplies what expands into the
+            queries.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; nothing was launched.
+    """
+    _check(query_TAE, rows_KSX, expand_AYC, block_tables_BM, nope_dim, softmax_scale)
+    require_lens(query_TAE, rows_KSX[:, None], block_tables_BM, query_lens, context_lens)
+    uses = uses_triton(query_TAE.device, implementation)
+    if uses:
+        _check_triton(query_TAE, rows_KSX, expand_AYC, nope_dim)
+    value_dim = expand_AYC.shape[1] - nope_dim
+    if query_TAE.numel() == 0:
+        return query_TAE.new_empty(*query_TAE.shape[:2], value_dim)
+    if not uses:
+        key_ANC, value_AVC = expand_AYC.split([nope_dim, value_dim], dim=1)
+        return mla_prefill_reference(
+            query_TAE, rows_KSX, key_ANC, value_AVC, block_tables_BM, query_lens, context_lens, softmax_scale
+        )
+    return _by_windows(
+        query_TAE, rows_KSX, expand_AYC, block_tables_BM, tuple(query_lens), tuple(context_lens), softmax_scale,
+        plans or SplitKVPlans(), max_expanded_bytes,
+    )  # fmt: skip
+
+
+def mla_prefill_reference(
+    query_TAE: torch.Tensor,
+    rows_KSX: torch.Tensor,
+    key_ANC: torch.Tensor,
+    value_AVC: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    softmax_scale: float,
+) -> torch.Tensor:
+    """The same by torch, in the absorbed form, whose arithmetic is that of decode rows."""
+    nope_TAN, turned_TAP = query_TAE.split([key_ANC.shape[1], query_TAE.shape[2] - key_ANC.shape[1]], dim=2)
+    query_TAX = absorbed_queries(nope_TAN, turned_TAP, key_ANC, invariant=False)
+    rows_K1SX = rows_KSX[:, None]
+    mixed_TAX = attention.attention_prefill(
+        query_TAX, rows_K1SX, rows_K1SX, block_tables_BM, query_lens, context_lens, scale=softmax_scale
+    )
+    return absorbed_values(mixed_TAX, value_AVC, invariant=False)
+
+
+def _by_windows(
+    query_TAE: torch.Tensor,
+    rows_KSX: torch.Tensor,
+    expand_AYC: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    scale: float,
+    plans: SplitKVPlans,
+    max_expanded_bytes: int,
+) -> torch.Tensor:
+    num_heads, num_columns, latent_dim = expand_AYC.shape
+    turned_dim = rows_KSX.shape[2] - latent_dim
+    value_dim = num_columns - (query_TAE.shape[2] - turned_dim)
+    most = max(1, max_expanded_bytes // (num_heads * num_columns * expand_AYC.element_size()))
+    device = query_TAE.device
+    windows = plans.keep(
+        ("mla_prefill", query_lens, context_lens, most), lambda: make_windows(query_lens, context_lens, most, device)
+    )
+    out_TAV = query_TAE.new_empty(*query_TAE.shape[:2], value_dim)
+    num_carried = out_TAV.numel() if len(windows) > 1 else 1
+    sums = torch.empty(num_carried, dtype=torch.float32, device=device)
+    carried = sums, torch.empty(-(-num_carried // value_dim), dtype=torch.float32, device=device)
+    for window in windows:
+        rows_LX = prefill_triton.gather(
+            rows_KSX, block_tables_BM, window.numbers_6B,
+            num_positions=window.num_positions, most_positions=window.most_positions, latent_dim=latent_dim,
+        )  # fmt: skip
+        expanded_LW = torch.mm(rows_LX[:, :latent_dim], expand_AYC.flatten(0, 1).t())
+        prefill_triton.attend(
+            query_TAE, expanded_LW, rows_LX, window.numbers_6B, out_TAV, carried,
+            max_query_len=max(query_lens), turned_dim=turned_dim, scale=scale,
+        )  # fmt: skip
+    return out_TAV
+
+
+def make_windows(
+    query_lens: Sequence[int], context_lens: Sequence[int], most_positions: int, device: torch.device
+) -> tuple[Window, ...]:
+    """All contexts laid one after the other and cut into windows of `most_positions`; those without rows have none."""
+    lens = [context if rows else 0 for rows, context in zip(query_lens, context_lens, strict=True)]
+    starts = [0]
+    for length in lens:
+        starts.append(starts[-1] + length)
+    row_starts = [0]
+    for rows in query_lens:
+        row_starts.append(row_starts[-1] + rows)
+    made: list[tuple[list[list[int]], int, int]] = []
+    for first in range(0, starts[-1], most_positions):
+        end = min(first + most_positions, starts[-1])
+        numbers: list[list[int]] = []
+        for start, length, row_start, rows in zip(starts[:-1], lens, row_starts[:-1], query_lens, strict=True):
+            begin, stop = max(first, start), min(end, start + length)
+            numbers.append([row_start, rows, begin - first, begin - start, max(0, stop - begin), length])
+        made.append((numbers, end - first, max(row[4] for row in numbers)))
+    together = to_device(torch.tensor([numbers for numbers, _, _ in made], dtype=torch.int32), device)
+    return tuple(
+        Window(numbers_6B=numbers_B6.t().contiguous(), num_positions=count, most_positions=most)
+        for numbers_B6, (_, count, most) in zip(together.unbind(0), made, strict=True)
+    )
+
+
+def _check(
+    query_TAE: torch.Tensor,
+    rows_KSX: torch.Tensor,
+    expand_AYC: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    nope_dim: int,
+    softmax_scale: float,
+) -> None:
+    device = query_TAE.device
+    require_tensor("query_TAE", query_TAE, (None, None, None), _DTYPES)
+    _, num_heads, query_dim = query_TAE.shape
+    require_tensor("expand_AYC", expand_AYC, (num_heads, None, None), (query_TAE.dtype,), device)
+    _, num_columns, latent_dim = expand_AYC.shape
+    require(0 < nope_dim < min(query_dim, num_columns), "nope_dim", f"is {nope_dim}, of {query_dim} and {num_columns}")
+    row_len = latent_dim + query_dim - nope_dim
+    require_tensor("rows_KSX", rows_KSX, (None, None, row_len), (query_TAE.dtype,), device)
+    require_tensor("block_tables_BM", block_tables_BM, (None, None), _INDEX_DTYPES, device)
+    require_rows("query_TAE", query_TAE)
+    require_rows("block_tables_BM", block_tables_BM)
+    require(expand_AYC.is_contiguous(), "expand_AYC", "must be contiguous")
+    require(rows_KSX.stride()[1:] == (row_len, 1), "rows_KSX", "the last two dimensions must be contiguous")
+    require(softmax_scale > 0, "softmax_scale", f"is {softmax_scale}, not positive")
+
+
+def _check_triton(query_TAE: torch.Tensor, rows_KSX: torch.Tensor, expand_AYC: torch.Tensor, nope_dim: int) -> None:
+    """What only the kernel asks for: powers of two, and rows of 16 bytes."""
+    require(query_TAE.dtype in _TRITON_DTYPES, "query_TAE", f"Triton's kernel does not take {query_TAE.dtype}")
+    _, num_columns, latent_dim = expand_AYC.shape
+    unfit = unfit_latents(latent_dim, query_TAE.shape[2] - nope_dim)
+    require(not unfit, "rows_KSX", f"Triton's kernel does not take {unfit}")
+    unfit = unfit_heads(nope_dim, num_columns - nope_dim)
+    require(not unfit, "expand_AYC", f"Triton's kernel does not take {unfit}")
+    block_size = rows_KSX.shape[1]
+    require(block_size in BLOCK_SIZES, "rows_KSX", f"S is {block_size}, not one of {BLOCK_SIZES}")
+    for name, tensor in (("query_TAE", query_TAE), ("rows_KSX", rows_KSX)):
+        aligned = tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+        require(aligned, name, "must lie at a multiple of 16 bytes, with strides that are multiples of 16")
