@@ -36,7 +36,10 @@ TOKENS = st.integers(0, 1)
 class PrefixMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 12), with_mtp=st.booleans(), chunk_len=st.sampled_from([1, 3, 9, 40]))
     def begin(self, num_blocks, with_mtp, chunk_len):
-        self.allocator = BlockAllocator(num_blocks, BLOCK_SIZE)
+        self.set_up(BlockAllocator(num_blocks, BLOCK_SIZE), with_mtp, chunk_len)
+
+    def set_up(self, allocator, with_mtp, chunk_len):
+        self.allocator = allocator
         self.scheduler = Scheduler(self.allocator, num_slots=4)
         self.push_line = PushLine(self.scheduler, chunk_len)
         self.chunk_len = chunk_len

@@ -45,7 +45,7 @@ def num_blocks(
     )
     sizes = StepSizes(max_num_seqs=16, max_num_batched_tokens=chunk_len, why=("", ""))
     loaded = SimpleNamespace(config=SIZES, **{**known, **model})
-    return loading._num_blocks(config, loaded, layout, Alone(), sizes), layout.bytes_per_block
+    return loading._pool_sizes(config, loaded, layout, Alone(), sizes).num_blocks, layout.bytes_per_block
 
 
 def room_of(share=0.5, chunk_len=256, inner_size=4096):
