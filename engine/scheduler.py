@@ -185,7 +185,7 @@ class Scheduler:
             self.allocator.name(name, block)
 
     def keep_checkpoint(self, sequence: Sequence, end: int, slot: int) -> None:
-        """A chunk that ended there is over: the slot has the sequence's state behind a block, which was named just now."""
+        """A chunk that ended there is over: the slot has the state behind a block, which was named just now."""
         index = self.allocator.index
         assert index.checkpoints is not None and end % self.allocator.block_size == 0
         name = sequence.block_hashes[end // self.allocator.block_size - 1]

@@ -51,7 +51,7 @@ class PrefixIndex:
         return block in self._resting
 
     def match(self, names: Sequence[bytes]) -> tuple[int, ...]:
-        """Blocks that a prompt may begin with, from the first name on; the caller must take them before anything else."""
+        """Blocks that a prompt may begin with, in order; the caller must take them before anything else."""
         found = self.run(names)
         if self.checkpoints is None:
             return found

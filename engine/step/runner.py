@@ -448,7 +448,7 @@ class Runner:
         for source, target in work.begin_with:
             self._pool.copy_state(source, target)
         work.sampled = self._sampled(work)
-        # State is the trunk's alone (see `Runner`); ahead of what ranks tell each other, so that all have copied by then.
+        # State is the trunk's alone. Copied ahead of what ranks tell each other: by then all have copied.
         for source, target in work.keep_in:
             self._pool.copy_state(source, target)
         values = self._write_sample(work)

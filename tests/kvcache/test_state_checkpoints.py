@@ -164,8 +164,10 @@ def test_an_index_has_checkpoints_where_tables_have_state_and_only_there():
 
 
 @given(
-    prompt_len=st.integers(1, 3000), block_size=st.sampled_from([16, 32, 64]), shares=st.tuples(*[st.integers(0, 200)] * 2)
-)  # fmt: skip
+    prompt_len=st.integers(1, 3000),
+    block_size=st.sampled_from([16, 32, 64]),
+    shares=st.tuples(*[st.integers(0, 200)] * 2),
+)
 def test_where_a_prompt_leaves_checkpoints(prompt_len, block_size, shares):
     num_cached, num_shared = (min(share, (prompt_len - 1) // block_size) for share in sorted(shares))
     found = checkpoint_blocks(prompt_len, block_size, num_cached=num_cached, num_shared=num_shared)
