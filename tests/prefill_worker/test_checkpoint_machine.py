@@ -19,9 +19,12 @@ from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.prefix_index import PrefixIndex
 from baton.kvcache.state_checkpoints import StateCheckpoints
+from baton.router.placement.members import Incarnation
+from baton.router.placement.prefix_index import FleetPrefixIndex
 from baton.tests.prefill_worker.test_prefix_machine import BLOCK_SIZE, TOKENS, PrefixMachine
 
 NUM_SEQUENCES = 5
+WORKER = Incarnation("w", 1)
 
 
 class CheckpointMachine(PrefixMachine):
@@ -35,6 +38,8 @@ class CheckpointMachine(PrefixMachine):
         index = PrefixIndex(self.log, self.checkpoints)
         allocator = BlockAllocator(num_blocks, BLOCK_SIZE, index, num_state_slots=NUM_SEQUENCES)
         self.set_up(allocator, with_mtp, chunk_len)
+        self.router = FleetPrefixIndex()
+        self.router.join(WORKER)
         self.states = {}  # by state slot
         self.prefixes = {}  # by the name of their last blocks
         self.later = deque()
@@ -107,6 +112,14 @@ class CheckpointMachine(PrefixMachine):
     @invariant()
     def readers_hear_of_rows_and_of_checkpoints(self):
         assert self.log._names == {*self.allocator.index._blocks, *map(checkpoint_name, self.checkpoints._kept)}
+
+    @invariant()
+    def a_hit_that_the_router_predicts_is_the_hit_that_is_found(self):
+        for change in self.log.since(self.router.version(WORKER)):
+            assert self.router.apply(WORKER, change)
+        for sequence in self.live(Phase.WAITING):
+            names = sequence.block_hashes[: (sequence.request.prompt_len - 1) // BLOCK_SIZE]
+            assert self.router.match_checkpoints(names, 0.0)[WORKER] == len(self.scheduler.match(sequence))
 
     @invariant()
     def a_full_prompt_that_ran_can_be_found_while_nothing_was_evicted(self):
