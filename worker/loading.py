@@ -257,7 +257,7 @@ def load_worker(
         ) from error
     grammars = GrammarCompiler(tokenizer, model.config.vocab_size, is_compact=not config.json_whitespace)
     grammars.prepare()
-    sizes = _fitted(sizes, config, device, num_blocks)
+    sizes = _fitted(sizes, config, device, pool_sizes)
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars, sizes=sizes)
 
 
@@ -265,13 +265,21 @@ def _memory_key(device: torch.device) -> str:
     return "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_mib"
 
 
-def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, num_blocks: int) -> StepSizes:
+class PoolSizes(NamedTuple):
+    """Of one rank's pool, without scratch; checkpoints are among the state slots."""
+
+    num_blocks: int
+    num_state_slots: int
+    num_checkpoints: int
+
+
+def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, pool: PoolSizes) -> StepSizes:
     """For the pool that there is, with a sentence about it; logged.
 
     Raises:
         ConfigInvalid: it does not hold one sequence of the length that was asked for.
     """
-    pool_len = num_blocks * config.block_size
+    pool_len = pool.num_blocks * config.block_size
     memory_key = _memory_key(device)
     length = min(config.max_model_len, pool_len - config.num_draft_tokens)
     sizes = replace(sizes, max_model_len=length)
@@ -286,7 +294,8 @@ def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, num_bl
     if device.type == "cuda":
         used = torch.cuda.memory_reserved(device) / (1 << 30)
         why = f"{config.gpu_memory_utilization:g} of the GPU is this worker's, and {used:.1f} GiB of it in use with KV"
-    sizes = replace(sizes, why=(*sizes.why, f"KV pool of {num_blocks} blocks, {pool_len} positions: {why}"))
+    kept = f", {pool.num_checkpoints} checkpoints of state" if pool.num_checkpoints else ""
+    sizes = replace(sizes, why=(*sizes.why, f"KV pool of {pool.num_blocks} blocks, {pool_len} positions{kept}: {why}"))
     log.info("%s", "; ".join(sizes.why))
     return sizes
 
@@ -356,14 +365,6 @@ def reach_of(config: WorkerConfig, model: Model) -> Reach:
 def num_state_slots_of(layout: KVLayout, max_num_seqs: int) -> int:
     """Of a pool: for sequences in steps, and as many that are received, pushed or wait."""
     return layout.num_state_slots(max_num_seqs)
-
-
-class PoolSizes(NamedTuple):
-    """Of one rank's pool, without scratch; checkpoints are among the state slots."""
-
-    num_blocks: int
-    num_state_slots: int
-    num_checkpoints: int
 
 
 def _pool_sizes(
