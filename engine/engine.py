@@ -509,12 +509,9 @@ class Engine:
     def _name_blocks_after(self, ticket: StepTicket, sequence: Sequence, chunk: Chunk) -> None:
         """Others may share the blocks that a chunk completes once every layer of it is written."""
         table = sequence.table
-        if not sequence.block_hashes or table is None:
-            return
-        self.after(ticket, lambda: self.scheduler.name_blocks(sequence, table, chunk.start, chunk.end))
-        slot = chunk.keep_in
-        if slot is not None:
-            self.after(ticket, lambda: self.scheduler.keep_checkpoint(sequence, chunk.end, slot))
+        if sequence.block_hashes and table is not None:
+            name_blocks = self.scheduler.name_blocks
+            self.after(ticket, lambda: name_blocks(sequence, table, chunk.start, chunk.end, chunk.keep_in))
 
     def _read(self, *, has_launched: bool) -> None:
         """Take the result of the step that is due: the oldest, once another runs behind it or none follows."""

@@ -175,24 +175,26 @@ class Scheduler:
         most = (num_to_compute - 1) // self.allocator.block_size
         return self.allocator.index.match(sequence.block_hashes[:most])
 
-    def name_blocks(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> None:
+    def name_blocks(
+        self, sequence: Sequence, table: BlockTable, start: int, end: int, checkpoint: int | None = None
+    ) -> None:
         """Positions start ... end are written in every layer: others may share the blocks that they completed.
 
-        `table` is the one that they were written through; its blocks are not free.
+        Args:
+            sequence: whose positions.
+            table: the one that they were written through; its blocks are not free.
+            start: the first.
+            end: one past the last.
+            checkpoint: the state slot that has the state behind them, which is that of a block's end; None: none has.
         """
         full = slice(start // self.allocator.block_size, end // self.allocator.block_size)
         for block, name in zip(table.blocks[full], sequence.block_hashes[full], strict=False):
             self.allocator.name(name, block)
-
-    def keep_checkpoint(self, sequence: Sequence, end: int, slot: int) -> None:
-        """A chunk that ended there is over: the slot has the state behind a block, which was named just now."""
-        index = self.allocator.index
-        assert index.checkpoints is not None and end % self.allocator.block_size == 0
-        name = sequence.block_hashes[end // self.allocator.block_size - 1]
-        if index.has(name):
-            index.checkpoints.keep(name, slot)
-        else:
-            index.checkpoints.give_back(slot)
+        if checkpoint is not None:
+            assert end % self.allocator.block_size == 0
+            name = sequence.block_hashes[end // self.allocator.block_size - 1]
+            assert self.allocator.index.has(name), "a checkpoint goes with its block"
+            self._checkpoints().keep(name, checkpoint)
 
     # The next step
 

@@ -64,7 +64,7 @@ class StateCheckpoints:
         return self._kept[name]
 
     def take(self) -> int | None:
-        """A slot for a step to copy state into, then `keep` or `give_back`; None: all are filling or in use."""
+        """A slot for a step to copy state into, then `keep`; None: all are filling or in use."""
         if not self._free:
             name = next((name for name in self._kept if name not in self._num_users), None)
             if name is None:
@@ -77,21 +77,15 @@ class StateCheckpoints:
 
     def keep(self, name: bytes, slot: int) -> bool:
         """The step is over: the slot has the state of a prefix. False, and the slot is free: the name has one."""
-        if name in self._kept:
-            self.give_back(slot)
-            return False
         self._filling.remove(slot)
+        if name in self._kept:
+            self._free.append(slot)
+            return False
         self._kept[name] = slot
         if self._log is not None:
             self._log.stored(checkpoint_name(name))
         self._check()
         return True
-
-    def give_back(self, slot: int) -> None:
-        """What was copied is of no use: the block that it belongs to has no name."""
-        self._filling.remove(slot)
-        self._free.append(slot)
-        self._check()
 
     def drop(self, name: bytes) -> None:
         """The block of that name is given up. One that a sequence is about to begin with has its blocks in use."""

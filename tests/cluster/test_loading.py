@@ -77,5 +77,5 @@ def test_a_model_with_state_has_room_for_checkpoints_as_baton_check_says(
     assert pool.num_state_slots - num_checkpoints == pool.num_sequence_slots == 2 * num_sequences
     assert [*pool.checkpoint_slots] == [*range(pool.num_state_slots)][2 * num_sequences :]
     assert num_checkpoints * pool.layout.bytes_per_state_slot <= (1 << 20) / CHECKPOINT_SHARE
-    (said,) = (why for why in loaded.sizes.why if "KV pool" in why)
+    (said,) = (why for why in loaded.sizes.why if "KV pool of" in why)
     assert (f"{num_checkpoints} checkpoints of state" in said) == has_checkpoints

@@ -53,9 +53,7 @@ class Worker:
             ((_, chunk),) = self.scheduler.chunks(self.budget_len)
             sequence.num_computed = chunk.end
             self.num_steps += 1
-            self.scheduler.name_blocks(sequence, sequence.table, chunk.start, chunk.end)
-            if chunk.keep_in is not None:
-                self.scheduler.keep_checkpoint(sequence, chunk.end, chunk.keep_in)
+            self.scheduler.name_blocks(sequence, sequence.table, chunk.start, chunk.end, chunk.keep_in)
         self.scheduler.remove(sequence)()
         self.scheduler.check_empty()
         return sequence.num_cached

@@ -53,13 +53,6 @@ class CheckpointMachine(RuleBasedStateMachine):
         if is_new:
             self.kept.append((name, slot))
 
-    @precondition(lambda self: self.filling)
-    @rule(data=st.data())
-    def give_back(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.filling)))
-        self.checkpoints.give_back(slot)
-        self.filling.remove(slot)
-
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
     def use(self, data):

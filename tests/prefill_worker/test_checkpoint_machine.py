@@ -83,9 +83,7 @@ class CheckpointMachine(PrefixMachine):
         """The steps launched so far are over."""
         while self.later:
             sequence, table, chunk = self.later.popleft()
-            self.scheduler.name_blocks(sequence, table, chunk.start, chunk.end)
-            if chunk.keep_in is not None:
-                self.scheduler.keep_checkpoint(sequence, chunk.end, chunk.keep_in)
+            self.scheduler.name_blocks(sequence, table, chunk.start, chunk.end, chunk.keep_in)
             if sequence.phase is Phase.RUNNING and chunk.end == sequence.request.prompt_len:
                 self.scheduler.send(sequence)()
 
