@@ -155,7 +155,7 @@ def test_a_toy_that_keeps_all_kinds_of_state_finds_the_state_of_its_prefix(toy, 
             num_checkpoints=num_checkpoints, scheduling=scheduling,
         ) as topology:  # fmt: skip
             asked = [request_of(prompt, k=k, max_tokens=9, temperature=0.0, ignore_eos=True) for prompt in prompts]
-            outcomes = [topology.finish(topology.start_local(request)) for request in asked]
+            outcomes = [topology.finish(topology.start_local(request), timeout_s=20.0) for request in asked]
             made.append([outcome.token_ids for outcome in outcomes])
             hits = [outcome.first.num_cached_tokens for outcome in outcomes]
             assert hits == ([0] * 6 + [64] * 9 if num_checkpoints else [0] * 15)

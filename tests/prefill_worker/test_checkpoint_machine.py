@@ -78,7 +78,28 @@ class CheckpointMachine(PrefixMachine):
         self.settle()
         self.later.extend((sequence, sequence.table, chunk) for sequence, chunk in chosen)
 
+    @rule(
+        prompts=st.lists(
+            st.tuples(st.integers(0, 50), st.integers(2, 8), st.lists(TOKENS, min_size=1, max_size=4)),
+            min_size=1, max_size=4,
+        ),
+        num_steps=st.integers(1, 8), data=st.data(),
+    )  # fmt: skip
+    def serve(self, prompts, num_steps, data):
+        """Prompts that begin like others, as far as so many steps bring them."""
+        for base, cut, more in prompts:
+            self.add_one(base, cut, more)
+        for _ in range(num_steps):
+            while self.reserve() is not None:
+                self.grant_all()
+            self.step(data)
+            for sequence in self.live(Phase.SENDING):
+                self.forget(sequence)
+
     @rule()
+    def settle_now(self):
+        self.settle()
+
     def settle(self):
         """The steps launched so far are over."""
         while self.later:

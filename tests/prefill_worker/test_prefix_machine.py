@@ -67,6 +67,9 @@ class PrefixMachine(RuleBasedStateMachine):
         peer=TOKENS,
     )
     def add(self, base, cut, more, tenant, peer):
+        self.add_one(base, cut, more, tenant, peer)
+
+    def add_one(self, base, cut, more, tenant="", peer=0):
         self.num_added += 1
         prompt = [*self.prompts[base % len(self.prompts)][:cut], *more][:8]
         self.prompts.append(prompt)
@@ -99,6 +102,9 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule()
     def grant(self):
+        self.grant_all()
+
+    def grant_all(self):
         for sequence in self.live(Phase.RESERVING):
             self.scheduler.make_ready(sequence)
         self.scheduler.give_slots()
@@ -107,7 +113,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def run(self, data):
         """What a loop does when all goes well."""
         while self.reserve() is not None:
-            self.grant()
+            self.grant_all()
         self.step(data)
 
     @rule(data=st.data())
