@@ -93,6 +93,19 @@ CheckpointMachine.TestCase.settings = settings(max_examples=100, stateful_step_c
 test_any_order_of_events = pytest.mark.fast(CheckpointMachine.TestCase)
 
 
+def test_what_was_used_least_recently_gives_way():
+    checkpoints = StateCheckpoints(range(3))
+    for name in NAMES[:3]:
+        checkpoints.keep(name, checkpoints.take())
+    checkpoints.use(NAMES[0])
+    checkpoints.use(NAMES[1])
+    assert checkpoints.leave(NAMES[0]) == 0
+    checkpoints.keep(NAMES[3], checkpoints.take())
+    assert [name in checkpoints for name in NAMES[:4]] == [True, True, False, True]
+    checkpoints.keep(NAMES[4], checkpoints.take())
+    assert [name in checkpoints for name in NAMES[:5]] == [False, True, False, True, True], "one is in use"
+
+
 def with_state(num_blocks, num_checkpoints, num_sequences=3):
     checkpoints = StateCheckpoints(range(num_sequences, num_sequences + num_checkpoints))
     return BlockAllocator(num_blocks, 4, PrefixIndex(checkpoints=checkpoints), num_state_slots=num_sequences)
