@@ -37,6 +37,7 @@ class BlockChange:
 
 
 HASH_BYTES = 16
+MIN_CHECKPOINT_LEN = 64  # tokens; less is computed in the step that a chunk of its own would take, and in no slot
 TURN_LEN = 8  # tokens that a chat template puts behind the last message, which the next turn need not begin with
 _TOKEN_BYTES = 4
 
@@ -74,7 +75,8 @@ def checkpoint_blocks(prompt_len: int, block_size: int, *, num_cached: int, num_
     """Behind how many of its blocks a prompt leaves checkpoints, in order.
 
     One is for the prompt again and for the next turn of a chat: the last that leaves `TURN_LEN` tokens and one more to
-    compute. The other is where the prompt parts from those before it: the next that parts there finds it.
+    compute. The other is where the prompt parts from those before it: the next that parts there finds it. None is
+    before `MIN_CHECKPOINT_LEN`.
 
     Args:
         prompt_len: tokens.
@@ -84,7 +86,8 @@ def checkpoint_blocks(prompt_len: int, block_size: int, *, num_cached: int, num_
     """
     last = max(0, prompt_len - 1 - TURN_LEN) // block_size
     branch = num_shared if num_cached < num_shared < last else 0
-    return tuple(count for count in (branch, last) if count > num_cached)
+    least = max(num_cached, (MIN_CHECKPOINT_LEN - 1) // block_size)
+    return tuple(count for count in (branch, last) if count > least)
 
 
 def _digest(data: bytes) -> bytes:

@@ -31,9 +31,9 @@ FLOAT64 = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Nu
 INVARIANT = {**FLOAT64, "dtype": torch.float32, "numerics": Numerics.INVARIANT}
 MAX_TOKENS = 20
 MODES = {"greedy": False, "coupled": True}
-BASE_LEN = 96
-FORKS = ((0, 40), (16, 40), (32, 30), (33, 20), (60, 34), (64, 31), (80, 9), (90, 10))  # shared, own; and some ends
-ENDS = (17, 25, 48, 96)
+BASE_LEN = 120
+FORKS = ((0, 75), (16, 64), (64, 20), (65, 30), (79, 34), (80, 31), (96, 9), (108, 12))  # shared, own; and some ends
+ENDS = (17, 73, 96, 120)
 
 
 @pytest.fixture(scope="module")

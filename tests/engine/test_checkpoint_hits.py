@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from baton.core.block_hash import TURN_LEN, block_hashes
+from baton.core.block_hash import MIN_CHECKPOINT_LEN, TURN_LEN, block_hashes
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler
@@ -118,7 +118,7 @@ def test_a_prompt_again_finds_all_but_its_end(with_mtp):
         prompt = tokens(length, length)
         assert worker.found(prompt) == 0
         found = worker.found(prompt)
-        assert found == max(0, length - 1 - TURN_LEN) // 16 * 16
+        assert found == (0 if length < MIN_CHECKPOINT_LEN + 1 + TURN_LEN else (length - 1 - TURN_LEN) // 16 * 16)
     assert worker.found(tokens(130, 130)) == 112
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.core.block_hash import TURN_LEN, checkpoint_blocks, checkpoint_name
+from baton.core.block_hash import MIN_CHECKPOINT_LEN, TURN_LEN, checkpoint_blocks, checkpoint_name
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.prefix_index import PrefixIndex
@@ -179,13 +179,17 @@ def test_where_a_prompt_leaves_checkpoints(prompt_len, block_size, shares):
     found = checkpoint_blocks(prompt_len, block_size, num_cached=num_cached, num_shared=num_shared)
     assert list(found) == sorted(set(found)) and len(found) <= 2
     assert all(num_cached < count and count * block_size + TURN_LEN < prompt_len for count in found)
+    assert all(count * block_size >= MIN_CHECKPOINT_LEN for count in found)
     last = max(0, prompt_len - 1 - TURN_LEN) // block_size
-    assert (last in found) == (last > num_cached)
+    least = -(-MIN_CHECKPOINT_LEN // block_size)
+    assert (last in found) == (last > num_cached and last >= least)
     assert last * block_size >= prompt_len - block_size - TURN_LEN
-    assert (num_shared in found) == (num_cached < num_shared <= last)
+    assert (num_shared in found) == (num_cached < num_shared <= last and num_shared >= least)
 
 
-@pytest.mark.parametrize(("prompt_len", "block_size", "found"), [(130, 16, (112,)), (130, 64, (64,)), (24, 16, ())])
+@pytest.mark.parametrize(
+    ("prompt_len", "block_size", "found"), [(130, 16, (112,)), (130, 64, (64,)), (73, 16, (64,)), (72, 16, ())]
+)
 def test_a_short_prompt_can_leave_one(prompt_len, block_size, found):
     counts = checkpoint_blocks(prompt_len, block_size, num_cached=0, num_shared=0)
     assert tuple(count * block_size for count in counts) == found

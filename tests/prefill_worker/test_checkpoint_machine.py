@@ -156,7 +156,8 @@ class CheckpointMachine(PrefixMachine):
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
-    monkeypatch.setattr(block_hash, "TURN_LEN", 0)  # prompts have eight tokens at most
+    monkeypatch.setattr(block_hash, "TURN_LEN", 0)  # prompts have twelve tokens at most
+    monkeypatch.setattr(block_hash, "MIN_CHECKPOINT_LEN", 0)
 
 
 def test_any_order_of_events():
