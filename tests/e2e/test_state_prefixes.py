@@ -20,7 +20,7 @@ from baton.model.loader import load_model
 from baton.tests.e2e.prompts import requests_for
 from baton.tests.e2e.test_async_equals_sync import sizes_of
 from baton.tests.e2e.test_hybrids import marked
-from baton.tests.e2e.test_same_tokens import WHOLE
+from baton.tests.e2e.test_same_tokens import WHOLE, pairwise
 from baton.tests.e2e.topology import Topology
 from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 from baton.tests.model.checkpoints import write_checkpoint
@@ -97,14 +97,19 @@ def hits_of(*sides):
     return sum(side.worker.engine.scheduler.num_prefix_hits for side in sides)
 
 
+def with_default(cells, default):
+    """Those that are run by default, and the others, which are slow."""
+    return marked([*sorted(default), *(cell for cell in cells if cell not in default)], default)
+
+
 PRESSURES = {
     "none": {},
     "computed again": {"preempt_at": (0, 5)},
     "to host memory": {"preempt_at": (0, 5), "host_kv_bytes": 4 << 20},
-    "few blocks": {"num_blocks": 11, "overcommit": True},
+    "few blocks": {"num_blocks": 11, "overcommit": True, "preempt_at": (5,)},
     "few checkpoints": {"num_checkpoints": 2},
 }
-CELLS = list(itertools.product(HYBRIDS, MODES, (0, 1, 2, 3, 4), ("async", "sync"), PRESSURES, (20, WHOLE)))
+CELLS = pairwise(list(itertools.product(HYBRIDS, MODES, (0, 1, 2, 3, 4), ("async", "sync"), PRESSURES, (20, WHOLE))))
 DEFAULT = {
     ("qwen3_5", "greedy", 2, "async", "none", 20),
     ("qwen3_5", "coupled", 4, "async", "computed again", 20),
@@ -115,7 +120,10 @@ DEFAULT = {
 }
 
 
-@pytest.mark.parametrize(("kind", "mode", "k", "scheduling", "pressure", "chunk_len"), marked(CELLS, DEFAULT))
+@pytest.mark.parametrize(
+    ("kind", "mode", "k", "scheduling", "pressure", "chunk_len"),
+    with_default(CELLS, DEFAULT),
+)
 def test_tokens_are_those_of_one_plain_run(
     kind, mode, k, scheduling, pressure, chunk_len, model_of, words, one_plain_run
 ):
@@ -154,7 +162,7 @@ def test_drafts_are_accepted_as_without_a_cache(k, model_of, words):
     assert found[0] == found[1]
 
 
-HANDED_OVER = list(itertools.product(HYBRIDS, MODES, (0, 1, 2, 3, 4), (20, WHOLE), (24, 2)))
+HANDED_OVER = pairwise(list(itertools.product(HYBRIDS, MODES, (0, 1, 2, 3, 4), (20, WHOLE), (24, 2))))
 HANDED_OVER_DEFAULT = {
     ("qwen3_5", "greedy", 2, 20, 24),
     ("qwen3_5_moe", "coupled", 3, WHOLE, 24),
@@ -163,7 +171,7 @@ HANDED_OVER_DEFAULT = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode", "k", "chunk_len", "num_checkpoints"), marked(HANDED_OVER, HANDED_OVER_DEFAULT)
+    ("kind", "mode", "k", "chunk_len", "num_checkpoints"), with_default(HANDED_OVER, HANDED_OVER_DEFAULT)
 )
 def test_handed_over_tokens_are_those_of_one_plain_run(
     kind, mode, k, chunk_len, num_checkpoints, model_of, words, one_plain_run
