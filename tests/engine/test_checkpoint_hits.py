@@ -146,8 +146,11 @@ def toy():
 
 @pytest.mark.parametrize(("k", "scheduling"), [(0, "sync"), (2, "async"), (4, "async")])
 def test_a_toy_that_keeps_all_kinds_of_state_finds_the_state_of_its_prefix(toy, k, scheduling):
-    """It asserts the boundary of each state; tokens are those without checkpoints."""
-    prompts = [[token % 22 for token in prompt] for prompt in ORDERS["in turn"](groups(3, 5, 75, 40))]
+    """It asserts the boundary of each state; tokens and accepted drafts are those without checkpoints.
+
+    Groups share five blocks, and four of them with the draft entry at their end, which depends on the token after it.
+    """
+    prompts = [[token % 22 for token in prompt] for prompt in ORDERS["in turn"](groups(3, 5, 80, 40))]
     made = []
     for num_checkpoints in (0, 8):
         with Topology(
@@ -156,7 +159,7 @@ def test_a_toy_that_keeps_all_kinds_of_state_finds_the_state_of_its_prefix(toy, 
         ) as topology:  # fmt: skip
             asked = [request_of(prompt, k=k, max_tokens=9, temperature=0.0, ignore_eos=True) for prompt in prompts]
             outcomes = [topology.finish(topology.start_local(request), timeout_s=20.0) for request in asked]
-            made.append([outcome.token_ids for outcome in outcomes])
+            made.append([(outcome.token_ids, outcome.decode_stats.num_accepted_tokens) for outcome in outcomes])
             hits = [outcome.first.num_cached_tokens for outcome in outcomes]
             assert hits == ([0] * 6 + [64] * 9 if num_checkpoints else [0] * 15)
     assert made[0] == made[1]
