@@ -3,7 +3,14 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from baton.core.block_hash import MIN_CHECKPOINT_LEN, TURN_LEN, checkpoint_blocks, checkpoint_name
 from baton.kvcache.allocator import BlockAllocator
@@ -89,8 +96,10 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert self.log._names == {checkpoint_name(name) for name, _ in self.kept}, "readers hear of each"
 
 
-CheckpointMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-test_any_order_of_events = pytest.mark.fast(CheckpointMachine.TestCase)
+def test_any_order_of_events():
+    run_state_machine_as_test(
+        CheckpointMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
+    )
 
 
 def test_what_was_used_least_recently_gives_way():
