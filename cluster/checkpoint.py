@@ -247,16 +247,19 @@ def _judge_pool(
     layout = KVLayout(model_hash="", layers=layers, block_size=config.block_size)
     layout = with_delta_nets(layout, sizes.delta_net, sizes.delta_layers, dtype=dtype)
     found.facts |= {"kv_bytes_per_token": layout.bytes_per_position, "kv_tokens": None}
-    found.facts["state_bytes_per_sequence"] = layout.bytes_per_state_slot
-    if layout.has_state and config.prefix_cache:
-        found.notes.append(NO_PREFIX_CACHE)
+    found.facts |= {"state_bytes_per_sequence": layout.bytes_per_state_slot, "state_checkpoints": None}
     if device != "cpu":
         if sizes.latent is not None:
             found.notes.append("no kernel is made for attention over latents: torch computes the model, which is slow")
         return
     num_slots = layout.num_state_slots(config.max_num_seqs or CPU_NUM_SEQS) + layout.has_state  # one is scratch
-    state_bytes = num_slots * layout.bytes_per_state_slot
-    num_blocks = ((config.kv_memory_mib << 20) - state_bytes) // layout.bytes_per_block - 1  # one is the null block
+    room_bytes = (config.kv_memory_mib << 20) - num_slots * layout.bytes_per_state_slot
+    num_checkpoints = layout.num_checkpoints(room_bytes) if config.prefix_cache else 0
+    found.facts["state_checkpoints"] = num_checkpoints
+    if layout.has_state and config.prefix_cache and not num_checkpoints:
+        found.notes.append(NO_PREFIX_CACHE)
+    room_bytes -= num_checkpoints * layout.bytes_per_state_slot
+    num_blocks = room_bytes // layout.bytes_per_block - 1  # one is the null block
     if num_blocks < 1:
         message = f"the memory for KV holds no block of {layout.bytes_per_block} bytes; raise kv_memory_mib"
         found.errors.append(ConfigInvalid(message, keys=["kv_memory_mib"]))

@@ -4,6 +4,9 @@ A block's name covers everything its KV depends on: the model, every token up to
 head, one token more, because MTP entry i joins position i with token i + 1. So a block whose last MTP entry would
 depend on a token that is not part of the prompt has no name, and is never shared. Names of different tenants differ:
 nobody can find out by timing what another tenant has asked.
+
+Where layers keep a recurrent state, blocks are of use only up to a *checkpoint*: the state at a block's end, which has
+a name made of the block's. Where a prompt leaves checkpoints is said here, so that a router knows it as a worker does.
 """
 
 import hashlib
@@ -34,6 +37,8 @@ class BlockChange:
 
 
 HASH_BYTES = 16
+MIN_CHECKPOINT_LEN = 64  # tokens; less is computed in the step that a chunk of its own would take, and in no slot
+TURN_LEN = 8  # tokens that a chat template puts behind the last message, which the next turn need not begin with
 _TOKEN_BYTES = 4
 
 
@@ -59,6 +64,30 @@ def block_hashes(
         names.append(name)
         start = end
     return tuple(names)
+
+
+def checkpoint_name(name: bytes) -> bytes:
+    """Name of the state at the end of a block of this name: as good a name, and cheap to make of one for each block."""
+    return bytes((name[0] ^ 0x80,)) + name[1:]
+
+
+def checkpoint_blocks(prompt_len: int, block_size: int, *, num_cached: int, num_shared: int) -> tuple[int, ...]:
+    """Behind how many of its blocks a prompt leaves checkpoints, in order.
+
+    One is for the prompt again and for the next turn of a chat: the last that leaves `TURN_LEN` tokens and one more to
+    compute. The other is where the prompt parts from those before it: the next that parts there finds it. None is
+    before `MIN_CHECKPOINT_LEN`.
+
+    Args:
+        prompt_len: tokens.
+        block_size: positions per block.
+        num_cached: blocks that it begins with, at a checkpoint.
+        num_shared: blocks whose rows are cached, `num_cached` or more.
+    """
+    last = max(0, prompt_len - 1 - TURN_LEN) // block_size
+    branch = num_shared if num_cached < num_shared < last else 0
+    least = max(num_cached, (MIN_CHECKPOINT_LEN - 1) // block_size)
+    return tuple(count for count in (branch, last) if count > least)
 
 
 def _digest(data: bytes) -> bytes:

@@ -41,11 +41,10 @@ from baton.engine.tp.rank_runners import Rank0Runner
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.pool import KVPool
-from baton.kvcache.prefix_index import PrefixIndex
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed, ReceiverService, ReserveWanted
 from baton.proto import kv_pb2, worker_pb2
 from baton.worker.loop import LoopThread, RequestLimit
-from baton.worker.prefixes import PrefixNames
+from baton.worker.prefixes import PrefixNames, prefix_index
 from baton.worker.stream_mux import WriteCoalescer
 
 
@@ -129,13 +128,13 @@ class DecodeWorker:
         self._tokenizer = tokenizer
         self._incoming = incoming
         self._clock = clock
-        self.names = PrefixNames(pool.layout, with_mtp=runner.has_mtp, enabled=prefix_cache)
+        self.names = PrefixNames(pool.layout, pool.num_checkpoints, with_mtp=runner.has_mtp, enabled=prefix_cache)
         self.block_log = BlockLog()
         self._allocator = BlockAllocator(
             pool.num_blocks,
             pool.layout.block_size,
-            PrefixIndex(self.block_log),
-            num_state_slots=pool.num_state_slots,
+            prefix_index(pool, self.block_log),
+            num_state_slots=pool.num_sequence_slots,
         )
         self.engine = Engine(
             runner=runner,

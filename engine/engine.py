@@ -510,7 +510,8 @@ class Engine:
         """Others may share the blocks that a chunk completes once every layer of it is written."""
         table = sequence.table
         if sequence.block_hashes and table is not None:
-            self.after(ticket, lambda: self.scheduler.name_blocks(sequence, table, chunk.start, chunk.end))
+            name_blocks = self.scheduler.name_blocks
+            self.after(ticket, lambda: name_blocks(sequence, table, chunk.start, chunk.end, chunk.keep_in))
 
     def _read(self, *, has_launched: bool) -> None:
         """Take the result of the step that is due: the oldest, once another runs behind it or none follows."""

@@ -13,15 +13,20 @@ Sequences whose KV is pushed to a decode worker do not stand in this line: the K
 blocks (`hold`), because a decode worker must have room, too.
 
 A sequence that ends while steps run it keeps its slot and blocks until the last of them is over.
+
+Where layers keep state, a cached prefix is one with a checkpoint (`kvcache.state_checkpoints`): the first chunk begins
+with a copy of it, and chunks end where the sequence leaves checkpoints of its own.
 """
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from baton.core.block_hash import checkpoint_blocks
 from baton.engine.sequence import Phase, Sequence
 from baton.engine.step.plan import Chunk, Growth
 from baton.kvcache.allocator import BlockAllocator, BlockTable
+from baton.kvcache.state_checkpoints import StateCheckpoints
 
 
 class Scheduler:
@@ -170,19 +175,34 @@ class Scheduler:
         most = (num_to_compute - 1) // self.allocator.block_size
         return self.allocator.index.match(sequence.block_hashes[:most])
 
-    def name_blocks(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> None:
+    def name_blocks(
+        self, sequence: Sequence, table: BlockTable, start: int, end: int, checkpoint: int | None = None
+    ) -> None:
         """Positions start ... end are written in every layer: others may share the blocks that they completed.
 
-        `table` is the one that they were written through; its blocks are not free.
+        Args:
+            sequence: whose positions.
+            table: the one that they were written through; its blocks are not free.
+            start: the first.
+            end: one past the last.
+            checkpoint: the state slot that has the state behind them, which is that of a block's end; None: none has.
         """
         full = slice(start // self.allocator.block_size, end // self.allocator.block_size)
         for block, name in zip(table.blocks[full], sequence.block_hashes[full], strict=False):
-            self.allocator.index.add(name, block)
+            self.allocator.name(name, block)
+        if checkpoint is not None:
+            assert end % self.allocator.block_size == 0
+            name = sequence.block_hashes[end // self.allocator.block_size - 1]
+            assert self.allocator.index.has(name), "a checkpoint goes with its block"
+            self._checkpoints().keep(name, checkpoint)
 
     # The next step
 
     def chunks(self, budget_len: int) -> list[tuple[Sequence, Chunk]]:
-        """Chunks of at most `budget_len` tokens together, the oldest sequence first."""
+        """Chunks of at most `budget_len` tokens together, the oldest sequence first; they will be computed.
+
+        Where the sequence is to leave a checkpoint a chunk ends: its state slot has that state then, and no other time.
+        """
         chosen: list[tuple[Sequence, Chunk]] = []
         for sequence in self._running:
             if budget_len <= 0:
@@ -191,6 +211,10 @@ class Scheduler:
             if length <= 0:
                 continue
             assert sequence.slot is not None
+            stop = self._next_checkpoint(sequence)
+            if stop is not None:
+                length = min(length, stop - sequence.num_computed)
+            is_kept = sequence.num_computed + length == stop
             asked = sequence.request.sampling.prompt_logprobs is not None and not sequence.token_ids
             chunk = Chunk(
                 slot=sequence.slot,
@@ -198,10 +222,29 @@ class Scheduler:
                 length=length,
                 report_from=1 + sequence.num_reported if asked else None,
                 push=sequence.key if sequence.is_pushed else None,
+                begin_with=self._leave_checkpoint(sequence),
+                keep_in=self._checkpoints().take() if is_kept else None,
             )
             chosen.append((sequence, chunk))
             budget_len -= length
         return chosen
+
+    def _next_checkpoint(self, sequence: Sequence) -> int | None:
+        """Where it leaves its next checkpoint; none that is there by now."""
+        block_size, names = self.allocator.block_size, sequence.block_hashes
+        for count in sequence.checkpoint_blocks:
+            if count * block_size > sequence.num_computed and names[count - 1] not in self._checkpoints():
+                return count * block_size
+        return None
+
+    def _leave_checkpoint(self, sequence: Sequence) -> int | None:
+        """The slot of the checkpoint that it was to begin with; from now on another may have it."""
+        name, sequence.checkpoint = sequence.checkpoint, None
+        return None if name is None else self._checkpoints().leave(name)
+
+    def _checkpoints(self) -> StateCheckpoints:
+        assert self.allocator.index.checkpoints is not None
+        return self.allocator.index.checkpoints
 
     def begin_decoding(self, sequence: Sequence) -> None:
         """From the next step on it takes part as a decode row."""
@@ -315,6 +358,9 @@ class Scheduler:
             assert self.allocator.num_free == self.allocator.num_blocks
             assert len(self._free_slots) == self.num_slots
             assert self._num_departing_blocks == 0
+            assert self.allocator.state_slots.num_held == 0
+            checkpoints = self.allocator.index.checkpoints
+            assert checkpoints is None or not checkpoints.num_in_use
 
     def _stand(self, sequence: Sequence) -> None:
         self._number(sequence)
@@ -342,8 +388,19 @@ class Scheduler:
             self._found(sequence, shared)
         return True
 
-    def _found(self, sequence: Sequence, shared: Iterable[int]) -> None:
-        sequence.num_cached = sequence.num_computed = len(tuple(shared)) * self.allocator.block_size
+    def _found(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
+        sequence.num_cached = sequence.num_computed = len(shared) * self.allocator.block_size
+        index = self.allocator.index
+        if sequence.block_hashes and index.checkpoints is not None:
+            if shared:
+                sequence.checkpoint = sequence.block_hashes[len(shared) - 1]
+                index.checkpoints.use(sequence.checkpoint)
+            sequence.checkpoint_blocks = checkpoint_blocks(
+                sequence.request.prompt_len,
+                self.allocator.block_size,
+                num_cached=len(shared),
+                num_shared=len(index.run(sequence.block_hashes)),
+            )
         if sequence.block_hashes:
             self.num_prefix_tokens += sequence.num_tokens
             self.num_prefix_hit_tokens += sequence.num_cached
@@ -352,6 +409,7 @@ class Scheduler:
     def _detach(self, sequence: Sequence) -> Callable[[], None]:
         """Take slot and blocks from a sequence; the function frees them."""
         table, slot = sequence.table, sequence.slot
+        self._leave_checkpoint(sequence)
         if sequence.phase is Phase.RUNNING:
             self._running.remove(sequence)
             self._decoding = None

@@ -58,6 +58,8 @@ class Sequence:
         num_scripted: preemptions that a test asked for.
         num_reported: prompt tokens whose log-probabilities were reported.
         block_hashes: of its prompt's full blocks; empty if it shares nothing.
+        checkpoint: name of the one that its first chunk begins with; None: there is none, or that chunk is planned.
+        checkpoint_blocks: behind how many of its blocks it leaves checkpoints, in order.
         chunks: of a traced request: when each chunk was launched and read, its first position and its length.
         counts: drafts proposed and accepted, tokens emitted.
         finish_reason: why the answer ended.
@@ -92,6 +94,8 @@ class Sequence:
     num_scripted: int = 0
     num_reported: int = 0
     block_hashes: tuple[bytes, ...] = ()
+    checkpoint: bytes | None = None
+    checkpoint_blocks: tuple[int, ...] = ()
     chunks: list[tuple[float, float, int, int]] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     finish_reason: FinishReason | None = None

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.kvcache.prefix_index import PrefixIndex
+from baton.kvcache.state_checkpoints import StateCheckpoints
 from baton.kvcache.state_slots import StateSlots
 
 
@@ -60,7 +61,8 @@ class BlockAllocator:
     Args:
         num_blocks: of the pool.
         block_size: positions per block.
-        index: keeps what named blocks hold; without one no block is ever shared.
+        index: keeps what named blocks hold; without one no block is ever shared. It has checkpoints where tables have
+            state, and only there.
         num_state_slots: of a layout with state; every table has one of them.
     """
 
@@ -72,7 +74,10 @@ class BlockAllocator:
         self.state_slots = StateSlots(num_state_slots)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.index = PrefixIndex() if index is None else index
+        self.index = (
+            PrefixIndex(checkpoints=StateCheckpoints() if num_state_slots else None) if index is None else index
+        )
+        assert (self.index.checkpoints is not None) == self._has_state
         self._free = deque(range(num_blocks))
         self._num_tables: dict[int, int] = {}  # of each reserved block
         self._quarantined: set[int] = set()
@@ -173,6 +178,19 @@ class BlockAllocator:
                     self._free.append(block)
         if table.state_slot is not None:
             self.state_slots.give_back(table.state_slot)
+        self._check()
+
+    def name(self, name: bytes, block: int) -> None:
+        """Give a block in use its name, unless another has it.
+
+        With state, a sequence that found rows without a checkpoint computes them again, in blocks of its own: one that
+        rests under the name gives way to them, so that a prefix ages as a whole.
+        """
+        if self.index.add(name, block) or self.index.checkpoints is None or block in self.index:
+            return
+        old = self.index.take_over(name, block)
+        if old is not None:
+            self._free.append(old)
         self._check()
 
     def quarantine(self, table: BlockTable) -> None:

@@ -17,7 +17,9 @@ from typing import Self
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 WORD_BYTES = 8  # a digest is made of words; a row holds a whole number of them
 MAX_BLOCK_SIZE = 64
-NO_PREFIX_CACHE = "no prefix cache: a layer's state cannot be cut to a shorter prompt, and none is kept on the way yet"
+CHECKPOINT_SHARE = 8  # one such part of what sequences' state slots leave of the memory is for checkpoints
+MAX_CHECKPOINTS = 1024
+NO_PREFIX_CACHE = "no prefix cache: the memory for KV has no room for checkpoints of the state that sequences keep"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -228,6 +230,16 @@ class KVLayout:
     def num_state_slots(self, max_num_seqs: int) -> int:
         """For so many sequences in steps, and as many that are received, pushed or wait; without the scratch slot."""
         return 2 * max_num_seqs if self.has_state else 0
+
+    def num_checkpoints(self, room_bytes: int, slot_bytes: int | None = None) -> int:
+        """Checkpoints that the prefix cache gets; 0 of a layout without state.
+
+        Args:
+            room_bytes: memory for them and for blocks.
+            slot_bytes: what one takes; `bytes_per_state_slot` if None.
+        """
+        slot_bytes = self.bytes_per_state_slot if slot_bytes is None else slot_bytes
+        return min(max(0, room_bytes) // (CHECKPOINT_SHARE * slot_bytes), MAX_CHECKPOINTS) if self.has_state else 0
 
     def rows_per_block(self, layer: int) -> int:
         """Positions of a layer that lie side by side: of a block, or of a state slot, at most MAX_BLOCK_SIZE."""

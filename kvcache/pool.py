@@ -10,7 +10,7 @@ whether a row is real, and nothing ever reads it. The last state slot is scratch
 import numpy as np
 import torch
 
-from baton.kvcache.geometry import PoolGeometry
+from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import ITEM_BYTES, KVLayout
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -27,6 +27,7 @@ class KVPool:
         rank: in its tensor-parallel group.
         size: of that group.
         num_state_slots: without the scratch slot; of a layout with state.
+        num_checkpoints: the last so many of them hold checkpoints of cached prefixes, the others are sequences'.
         memory: zeroed bytes on the CPU to live in, for instance shared with another process; own memory if None.
     """
 
@@ -39,11 +40,14 @@ class KVPool:
         rank: int = 0,
         size: int = 1,
         num_state_slots: int = 0,
+        num_checkpoints: int = 0,
         memory: memoryview | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        assert 0 <= num_checkpoints < max(num_state_slots, 1)
         self.num_state_slots = num_state_slots
+        self.num_checkpoints = num_checkpoints
         self.dtype = TORCH_DTYPES[layout.dtype]
         self.geometry = PoolGeometry(layout, num_blocks, rank, size, num_state_slots=num_state_slots)
         if memory is None:
@@ -55,11 +59,22 @@ class KVPool:
             self.data_bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.device = self.data_bytes.device  # with its number, which threads that select it need
         self._layers = tuple(self._view(layer) for layer in range(layout.num_layers))
+        self._state_NX = [self._slots(layer) for layer in self.geometry.layers if layer.blocks_per_slot]
 
     @property
     def scratch_slot(self) -> int:
         """First slot of the scratch block."""
         return self.num_blocks * self.layout.block_size
+
+    @property
+    def num_sequence_slots(self) -> int:
+        """State slots that sequences have."""
+        return self.num_state_slots - self.num_checkpoints
+
+    @property
+    def checkpoint_slots(self) -> range:
+        """State slots behind those."""
+        return range(self.num_sequence_slots, self.num_state_slots)
 
     @property
     def num_kv_heads(self) -> int:
@@ -84,6 +99,16 @@ class KVPool:
         """K and V of an attention layer, each a view [N + 1, H, S, D]."""
         blocks_NHPSD = self._layers[layer]
         return blocks_NHPSD[:, :, 0], blocks_NHPSD[:, :, 1]
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a state slot, in every layer that lies in it. Never waits for the device."""
+        assert source != target and 0 <= min(source, target) <= max(source, target) < self.num_state_slots
+        for state_NX in self._state_NX:
+            state_NX[target].copy_(state_NX[source])
+
+    def _slots(self, layer: LayerGeometry) -> torch.Tensor:
+        data = self.data_bytes[layer.offset_bytes : layer.offset_bytes + layer.num_bytes]
+        return data.view(-1, layer.blocks_per_slot * layer.block_bytes)
 
     def _view(self, layer: int) -> torch.Tensor:
         g = self.geometry.layer(layer)

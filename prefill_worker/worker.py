@@ -38,7 +38,6 @@ from baton.engine.tp.rank_runners import Rank0Runner
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.pool import KVPool
-from baton.kvcache.prefix_index import PrefixIndex
 from baton.kvtransfer.receiver.driver import STAGING_KEY
 from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, Granted, PushDrained, PushFailed, PushService
 from baton.prefill_worker.push_line import PushLine
@@ -48,7 +47,7 @@ from baton.proto import kv_pb2, worker_pb2
 from baton.proto.wire import logprobs_to_proto
 from baton.worker.inventory import engine_inventory, push_counts
 from baton.worker.loop import LoopThread, RequestLimit
-from baton.worker.prefixes import PrefixNames
+from baton.worker.prefixes import PrefixNames, prefix_index
 
 
 def error_of(event: Denied) -> BatonError:
@@ -133,13 +132,13 @@ class PrefillWorker:
         self._tokenizer = tokenizer
         self._push = push
         self._clock = clock
-        self.names = PrefixNames(pool.layout, with_mtp=runner.has_mtp, enabled=prefix_cache)
+        self.names = PrefixNames(pool.layout, pool.num_checkpoints, with_mtp=runner.has_mtp, enabled=prefix_cache)
         self.block_log = BlockLog()
         allocator = BlockAllocator(
             pool.num_blocks,
             pool.layout.block_size,
-            PrefixIndex(self.block_log),
-            num_state_slots=pool.num_state_slots,
+            prefix_index(pool, self.block_log),
+            num_state_slots=pool.num_sequence_slots,
         )
         self.engine = Engine(
             runner=runner,

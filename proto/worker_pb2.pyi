@@ -118,14 +118,16 @@ class PrefixChange(_message.Message):
     def __init__(self, after: _Optional[int] = ..., version: _Optional[int] = ..., cleared: bool = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., name_bytes: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
 
 class PrefixNaming(_message.Message):
-    __slots__ = ("model", "block_size", "with_mtp")
+    __slots__ = ("model", "block_size", "with_mtp", "with_checkpoints")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     WITH_MTP_FIELD_NUMBER: _ClassVar[int]
+    WITH_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     block_size: int
     with_mtp: bool
-    def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ...) -> None: ...
+    with_checkpoints: bool
+    def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ..., with_checkpoints: bool = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "tenant", "num_forced_tokens", "traceparent", "keeps_drafts", "prefill_here")
@@ -422,7 +424,7 @@ class Speculation(_message.Message):
     def __init__(self, auto: bool = ..., num_draft_tokens: _Optional[int] = ..., limit: _Optional[int] = ..., method: _Optional[str] = ..., auto_method: bool = ...) -> None: ...
 
 class Inventory(_message.Message):
-    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_kv_receives", "num_slots_in_use", "num_requests_held", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "compute", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len", "full_prefill_tokens_per_s", "grammar_seconds", "max_handoff_len")
+    __slots__ = ("num_requests_waiting", "num_requests_running", "num_blocks", "num_blocks_free", "num_blocks_reserved", "num_blocks_quarantined", "num_kv_receives", "num_slots_in_use", "num_requests_held", "frames_late_dropped", "frames_corrupt", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "num_requests_finished", "num_requests_failed", "kv_bytes", "num_prefix_tokens", "num_prefix_hit_tokens", "num_prefix_hits", "num_blocks_cached", "num_state_checkpoints", "num_state_checkpoint_slots", "num_state_checkpoints_evicted", "num_preemptions", "num_recomputed_tokens", "num_offloaded_blocks", "num_restored_blocks", "num_host_full", "num_host_blocks_used", "transfer", "steps", "waiting", "graphs", "compute", "num_prefill_tokens_queued", "prefill_tokens_per_s", "prefill_pace", "num_local_prefills", "num_local_prefill_tokens", "local_chunk_len", "full_prefill_tokens_per_s", "grammar_seconds", "max_handoff_len")
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -444,6 +446,9 @@ class Inventory(_message.Message):
     NUM_PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_CHECKPOINT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_CHECKPOINTS_EVICTED_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +490,9 @@ class Inventory(_message.Message):
     num_prefix_hit_tokens: int
     num_prefix_hits: int
     num_blocks_cached: int
+    num_state_checkpoints: int
+    num_state_checkpoint_slots: int
+    num_state_checkpoints_evicted: int
     num_preemptions: int
     num_recomputed_tokens: int
     num_offloaded_blocks: int
@@ -505,7 +513,7 @@ class Inventory(_message.Message):
     full_prefill_tokens_per_s: float
     grammar_seconds: float
     max_handoff_len: int
-    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_kv_receives: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_requests_held: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., compute: _Optional[_Union[Compute, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ..., full_prefill_tokens_per_s: _Optional[float] = ..., grammar_seconds: _Optional[float] = ..., max_handoff_len: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_requests_waiting: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_reserved: _Optional[int] = ..., num_blocks_quarantined: _Optional[int] = ..., num_kv_receives: _Optional[int] = ..., num_slots_in_use: _Optional[int] = ..., num_requests_held: _Optional[int] = ..., frames_late_dropped: _Optional[int] = ..., frames_corrupt: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_emitted_tokens: _Optional[int] = ..., num_requests_finished: _Optional[int] = ..., num_requests_failed: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., num_prefix_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_state_checkpoints: _Optional[int] = ..., num_state_checkpoint_slots: _Optional[int] = ..., num_state_checkpoints_evicted: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_offloaded_blocks: _Optional[int] = ..., num_restored_blocks: _Optional[int] = ..., num_host_full: _Optional[int] = ..., num_host_blocks_used: _Optional[int] = ..., transfer: _Optional[_Union[TransferCounts, _Mapping]] = ..., steps: _Optional[_Union[StepCounts, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., graphs: _Optional[_Union[GraphCounts, _Mapping]] = ..., compute: _Optional[_Union[Compute, _Mapping]] = ..., num_prefill_tokens_queued: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_pace: _Optional[_Union[PrefillPace, _Mapping]] = ..., num_local_prefills: _Optional[int] = ..., num_local_prefill_tokens: _Optional[int] = ..., local_chunk_len: _Optional[int] = ..., full_prefill_tokens_per_s: _Optional[float] = ..., grammar_seconds: _Optional[float] = ..., max_handoff_len: _Optional[int] = ...) -> None: ...
 
 class PrefillPace(_message.Message):
     __slots__ = ("fixed_s", "per_token_s", "draft_s")

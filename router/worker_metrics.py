@@ -74,6 +74,10 @@ def _of_steps(read: Callable[[StepReport], Values]) -> Callable[[WorkerReport], 
     return lambda its: None if its.steps is None else read(its.steps)
 
 
+def _of_checkpoints(read: Callable[[worker_pb2.Inventory], Values]) -> Callable[[WorkerReport], Values]:
+    return lambda its: read(its.held) if its.held.num_state_checkpoint_slots else None
+
+
 def _of_compute(read: Callable[[worker_pb2.Compute], Values]) -> Callable[[WorkerReport], Values]:
     return lambda its: read(its.held.compute) if its.held.HasField("compute") else None
 
@@ -154,6 +158,24 @@ WORKER_METRICS: Final = (
             "quarantined": its.held.num_blocks_quarantined,
         },
         labels=("state",),
+    ),
+    WorkerMetric(
+        _Gauge,
+        "state_checkpoints",
+        "Checkpoints of state that cached prefixes have, and room for more, of a model whose layers keep state",
+        _of_checkpoints(
+            lambda its: {
+                "held": its.num_state_checkpoints,
+                "free": its.num_state_checkpoint_slots - its.num_state_checkpoints,
+            }
+        ),
+        labels=("state",),
+    ),
+    WorkerMetric(
+        _Counter,
+        "state_checkpoints_evicted",
+        "Those that gave way to others, or went with their blocks",
+        _of_checkpoints(lambda its: its.num_state_checkpoints_evicted),
     ),
     WorkerMetric(
         _Counter,

@@ -13,6 +13,7 @@ from baton.kernels import tuning
 from baton.kernels.compiles import COMPILES
 from baton.kernels.gemm.scaled_mm import LIBRARY
 from baton.kernels.implementation import Implementation
+from baton.kvcache.state_checkpoints import StateCheckpoints
 from baton.kvtransfer.protocol.transfer_times import EXPOSED, TRANSFER, distribution_of
 from baton.kvtransfer.sender.data_path_choice import DataPathChoice
 from baton.kvtransfer.sender.table import PathCounts
@@ -129,6 +130,7 @@ def engine_inventory(
         num_failed: that did not.
     """
     scheduler, allocator = engine.scheduler, engine.scheduler.allocator
+    checkpoints = allocator.index.checkpoints or StateCheckpoints()
     return worker_pb2.Inventory(
         num_requests_waiting=sum(waiting.values()),
         waiting=waiting_to_proto(waiting),
@@ -141,6 +143,9 @@ def engine_inventory(
         num_blocks_reserved=allocator.num_reserved,
         num_blocks_quarantined=allocator.num_quarantined,
         num_blocks_cached=len(allocator.index),
+        num_state_checkpoints=len(checkpoints),
+        num_state_checkpoint_slots=checkpoints.num_slots,
+        num_state_checkpoints_evicted=checkpoints.num_evicted,
         num_prefix_tokens=scheduler.num_prefix_tokens,
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
         num_prefix_hits=scheduler.num_prefix_hits,

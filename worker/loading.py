@@ -1,9 +1,11 @@
 """From a `WorkerConfig` to the model, tokenizer and KV pool of one worker; the same steps for both roles."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -227,7 +229,8 @@ def load_worker(
         _check_invariance(model, config, group)
     layout = model.kv_layout(config.block_size)
     sizes = _sizes(config, model)
-    num_blocks = _num_blocks(config, model, layout, group, sizes)
+    pool_sizes = _pool_sizes(config, model, layout, group, sizes)
+    num_blocks, num_state_slots, num_checkpoints = pool_sizes
     memory_key = _memory_key(device)
     if num_blocks < 1:
         raise ConfigInvalid(
@@ -236,7 +239,6 @@ def load_worker(
         )
     try:
         is_shared = pool_memory is not None and device.type == "cpu"
-        num_state_slots = num_state_slots_of(layout, sizes.max_num_seqs)
         geometry = PoolGeometry(layout, num_blocks, group.rank, group.size, num_state_slots=num_state_slots)
         memory = pool_memory(geometry) if pool_memory is not None and is_shared else None
         pool = KVPool(
@@ -246,6 +248,7 @@ def load_worker(
             rank=group.rank,
             size=group.size,
             num_state_slots=num_state_slots,
+            num_checkpoints=num_checkpoints,
             memory=memory,
         )
     except RuntimeError as error:  # what torch's allocators raise
@@ -255,7 +258,7 @@ def load_worker(
         ) from error
     grammars = GrammarCompiler(tokenizer, model.config.vocab_size, is_compact=not config.json_whitespace)
     grammars.prepare()
-    sizes = _fitted(sizes, config, device, num_blocks)
+    sizes = _fitted(sizes, config, device, pool_sizes)
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars, sizes=sizes)
 
 
@@ -263,13 +266,21 @@ def _memory_key(device: torch.device) -> str:
     return "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_mib"
 
 
-def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, num_blocks: int) -> StepSizes:
+class PoolSizes(NamedTuple):
+    """Of one rank's pool, without scratch; checkpoints are among the state slots."""
+
+    num_blocks: int
+    num_state_slots: int
+    num_checkpoints: int
+
+
+def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, pool: PoolSizes) -> StepSizes:
     """For the pool that there is, with a sentence about it; logged.
 
     Raises:
         ConfigInvalid: it does not hold one sequence of the length that was asked for.
     """
-    pool_len = num_blocks * config.block_size
+    pool_len = pool.num_blocks * config.block_size
     memory_key = _memory_key(device)
     length = min(config.max_model_len, pool_len - config.num_draft_tokens)
     sizes = replace(sizes, max_model_len=length)
@@ -284,7 +295,8 @@ def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, num_bl
     if device.type == "cuda":
         used = torch.cuda.memory_reserved(device) / (1 << 30)
         why = f"{config.gpu_memory_utilization:g} of the GPU is this worker's, and {used:.1f} GiB of it in use with KV"
-    sizes = replace(sizes, why=(*sizes.why, f"KV pool of {num_blocks} blocks, {pool_len} positions: {why}"))
+    kept = f", {pool.num_checkpoints} checkpoints of state" if pool.num_checkpoints else ""
+    sizes = replace(sizes, why=(*sizes.why, f"KV pool of {pool.num_blocks} blocks, {pool_len} positions{kept}: {why}"))
     log.info("%s", "; ".join(sizes.why))
     return sizes
 
@@ -356,14 +368,20 @@ def num_state_slots_of(layout: KVLayout, max_num_seqs: int) -> int:
     return layout.num_state_slots(max_num_seqs)
 
 
-def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator, step: StepSizes) -> int:
-    """Blocks that every rank has memory for. On a CPU the ranks share the worker's; each GPU has its own."""
+def _pool_sizes(
+    config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator, step: StepSizes
+) -> PoolSizes:
+    """What every rank has memory for. On a CPU the ranks share the worker's; each GPU has its own."""
     device = model.device
-    if device.type != "cuda":
-        num_state_slots = num_state_slots_of(layout, step.max_num_seqs)
-        return num_blocks_for_memory(layout, config.kv_memory_mib << 20, num_state_slots)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     num_state_slots = num_state_slots_of(layout, step.max_num_seqs)
+    has_checkpoints = layout.has_state and config.prefix_cache
+    if device.type != "cuda":
+        memory_bytes = config.kv_memory_mib << 20
+        room = memory_bytes - (num_state_slots + 1) * layout.bytes_per_state_slot
+        num_checkpoints = layout.num_checkpoints(room) if has_checkpoints else 0
+        num_state_slots += num_checkpoints
+        return PoolSizes(num_blocks_for_memory(layout, memory_bytes, num_state_slots), num_state_slots, num_checkpoints)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     least = PoolGeometry(layout, 1, group.rank, group.size, num_state_slots=num_state_slots)
     block_bytes = sum(layer.block_bytes for layer in least.layers if not layer.blocks_per_slot)
     sizes = model.config
@@ -392,5 +410,10 @@ def _num_blocks(config: WorkerConfig, model: Model, layout: KVLayout, group: Com
     own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES
     share = config.gpu_memory_utilization
     room = kv_bytes(total=total_bytes, free=free_bytes, share=share, own=own, steps=steps)
-    num_blocks = (room - least.num_bytes) // block_bytes + 1
-    return min(int(data) for data in group.gather_bytes(str(num_blocks).encode()))
+    room -= least.num_bytes
+    slot_bytes = sum(layer.blocks_per_slot * layer.block_bytes for layer in least.layers)
+    num_checkpoints = layout.num_checkpoints(room, slot_bytes) if has_checkpoints else 0
+    num_blocks = (room - num_checkpoints * slot_bytes) // block_bytes + 1
+    of_ranks = [json.loads(data) for data in group.gather_bytes(json.dumps([num_blocks, num_checkpoints]).encode())]
+    num_blocks, num_checkpoints = (min(sizes) for sizes in zip(*of_ranks, strict=True))
+    return PoolSizes(num_blocks, num_state_slots + num_checkpoints, num_checkpoints)

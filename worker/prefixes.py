@@ -13,10 +13,19 @@ from baton.core.errors import WorkerLost
 from baton.core.requests.request import GenerationRequest
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.layout import NO_PREFIX_CACHE, KVLayout
+from baton.kvcache.pool import KVPool
+from baton.kvcache.prefix_index import PrefixIndex
+from baton.kvcache.state_checkpoints import StateCheckpoints
 from baton.proto import worker_pb2
 from baton.proto.wire import abort_with, change_to_proto
 
 log = logging.getLogger(__name__)
+
+
+def prefix_index(pool: KVPool, block_log: BlockLog) -> PrefixIndex:
+    """An empty index over a worker's pool, with checkpoints if its sequences keep state."""
+    has_state = pool.layout.has_state
+    return PrefixIndex(block_log, StateCheckpoints(pool.checkpoint_slots, block_log) if has_state else None)
 
 
 class PrefixNames:
@@ -24,18 +33,22 @@ class PrefixNames:
 
     Args:
         layout: of the worker's pool.
+        num_checkpoints: that it has room for, of a layout with state.
         with_mtp: an MTP head's entries are in it.
         enabled: an operator wants prefixes kept.
     """
 
-    def __init__(self, layout: KVLayout, *, with_mtp: bool, enabled: bool) -> None:
-        # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
+    def __init__(self, layout: KVLayout, num_checkpoints: int = 0, *, with_mtp: bool, enabled: bool) -> None:
         self.naming: worker_pb2.PrefixNaming | None = None  # what the router makes the same names with
-        if enabled and layout.has_state:
+        if enabled and layout.has_state and not num_checkpoints:
+            # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
             log.warning(NO_PREFIX_CACHE)
         elif enabled:
             self.naming = worker_pb2.PrefixNaming(
-                model=layout.model_hash, block_size=layout.block_size, with_mtp=with_mtp
+                model=layout.model_hash,
+                block_size=layout.block_size,
+                with_mtp=with_mtp,
+                with_checkpoints=layout.has_state,
             )
 
     def of(self, request: GenerationRequest) -> tuple[bytes, ...]:

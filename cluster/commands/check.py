@@ -36,8 +36,7 @@ def _text(found: Judgement) -> str:
         + (f"{drafts} draft tokens a step by the {facts['drafter']}" if drafts else "without drafts"),
         *([f"weights: {facts['weights']}"] if facts["weights"] else []),
         f"memory of each worker: weights {facts['weight_gib']:.2f} GiB{_ranks(facts)}, "
-        f"KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a token{_pool(facts)}"
-        + (f", state {state / (1 << 20):.2f} MiB a sequence" if (state := facts["state_bytes_per_sequence"]) else ""),
+        f"KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a token{_pool(facts)}" + _state(facts),
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
@@ -48,6 +47,14 @@ def _pool(facts: dict[str, Any]) -> str:
         return f", for {facts['kv_tokens']} tokens"
     num_bytes = facts["kv_bytes_per_token"] * facts["max_model_len"]
     return f", {num_bytes / (1 << 30):.2f} GiB for a sequence of {facts['max_model_len']}"
+
+
+def _state(facts: dict[str, Any]) -> str:
+    """What sequences keep beside KV, and how many cached prefixes have a copy of it, where that is known."""
+    if not facts["state_bytes_per_sequence"]:
+        return ""
+    of_prefixes = f", and of {facts['state_checkpoints']} cached prefixes" if facts["state_checkpoints"] else ""
+    return f", state {facts['state_bytes_per_sequence'] / (1 << 20):.2f} MiB a sequence{of_prefixes}"
 
 
 def _ranks(facts: dict[str, Any]) -> str:

@@ -103,6 +103,8 @@ class _Work:
     sampled_params: tuple[SamplingParams, ...]
     known: frozenset[int]
     push: StepPush | None
+    begin_with: tuple[tuple[int, int], ...]  # state slots that are copied before the trunk, source and target
+    keep_in: tuple[tuple[int, int], ...]  # and behind it
     slots_F: torch.Tensor | None = None
     passes: Passes | None = None
     decode: DecodeInputs | None = None
@@ -159,6 +161,7 @@ class Runner:
         assert num_draft_tokens == 0 or self.has_mtp or lookup is not None, "drafts need an MTP layer, or are looked up"
         limits = [layer.max_drafts for layer in pool.layout.layers]
         assert all(most is None or num_draft_tokens <= most for most in limits), "rings are too short for the drafts"
+        assert not (self.has_mtp and pool.layout.layers[-1].is_state), "checkpoints are taken before the head runs"
         self.has_lookup = lookup is not None and num_draft_tokens > 0
         self.max_num_seqs = max_num_seqs
         self.num_draft_tokens = num_draft_tokens
@@ -282,6 +285,16 @@ class Runner:
             sampled_params=tuple(residents[place].next_sampling for place in sampled),
             known=frozenset(at for at, place in enumerate(sampled) if residents[place].knows_next),
             push=push,
+            begin_with=tuple(
+                (chunk.begin_with, _state_slot(resident))
+                for chunk, resident in zip(step.chunks, residents, strict=True)
+                if chunk.begin_with is not None
+            ),
+            keep_in=tuple(
+                (_state_slot(resident), chunk.keep_in)
+                for chunk, resident in zip(step.chunks, residents, strict=True)
+                if chunk.keep_in is not None
+            ),
         )
         if batch is not None:
             change = self._drafted.update if self._drafts_next(batch) else self._drafted.difference_update
@@ -431,7 +444,13 @@ class Runner:
                 sampling=self._table.sampling.rows(slots, work.sampled_params) if slots else None,
                 grammar=self._grammar_rows(slots, is_alone=batch is None, known=work.known),
             )
+        # A slot may be read and overwritten by one step: all are read first.
+        for source, target in work.begin_with:
+            self._pool.copy_state(source, target)
         work.sampled = self._sampled(work)
+        # State is the trunk's alone. Copied ahead of what ranks tell each other: by then all have copied.
+        for source, target in work.keep_in:
+            self._pool.copy_state(source, target)
         values = self._write_sample(work)
         self.meter.sampled(work.times)
         return values
@@ -648,6 +667,11 @@ def _history(lookup: PromptLookup | None, num_slots: int, num_draft_tokens: int,
         return None
     form = model.sampling_implementation or Implementation.REFERENCE
     return TokenHistory(lookup, num_slots, model.config.max_model_len, model.device, form)
+
+
+def _state_slot(resident: _Resident) -> int:
+    assert resident.state_slot is not None
+    return resident.state_slot
 
 
 def _rows_of(plan: Chunk, resident: _Resident) -> ChunkRows:

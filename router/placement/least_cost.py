@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence, Set
 from typing import Final, NamedTuple
 
-from baton.core.block_hash import block_hashes
+from baton.core.block_hash import block_hashes, checkpoint_blocks, checkpoint_name
 from baton.core.clock import Clock
 from baton.core.errors import WorkersIncompatible
 from baton.core.requests.request import GenerationRequest
@@ -225,10 +225,11 @@ class LeastCost:
             if not member.state.HasField("prefix_naming"):
                 continue
             naming = member.state.prefix_naming
-            key = (naming.model, naming.block_size, naming.with_mtp)
+            key = (naming.model, naming.block_size, naming.with_mtp, naming.with_checkpoints)
             if key not in matches:
                 names = self._block_names(member, request)[: (request.prompt_len - 1) // naming.block_size]
-                matches[key] = self._prefixes.match(names, now_s)
+                match = self._prefixes.match_checkpoints if naming.with_checkpoints else self._prefixes.match
+                matches[key] = match(names, now_s)
             found[member.incarnation] = matches[key].get(member.incarnation, 0) * naming.block_size
         return found
 
@@ -351,9 +352,16 @@ class LeastCost:
         """A worker will hold the prompt's blocks when it has computed them."""
         if self._prefixes is None or request is None or member.incarnation not in matched:
             return
-        first = cached_len // member.state.prefix_naming.block_size
-        names = self._block_names(member, request)
-        self._prefixes.expect(member.incarnation, names[first:], now_s + EXPECT_S + 2 * busy_s)
+        naming = member.state.prefix_naming
+        first, names = cached_len // naming.block_size, self._block_names(member, request)
+        made = list(names[first:])
+        if naming.with_checkpoints:
+            num_shared = self._prefixes.match(names, now_s).get(member.incarnation, 0)
+            counts = checkpoint_blocks(
+                request.prompt_len, naming.block_size, num_cached=first, num_shared=max(first, num_shared)
+            )
+            made += [checkpoint_name(names[count - 1]) for count in counts]
+        self._prefixes.expect(member.incarnation, made, now_s + EXPECT_S + 2 * busy_s)
 
 
 def _incoming_of(decode: Member) -> tuple[str, int]:

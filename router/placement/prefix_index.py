@@ -6,6 +6,8 @@ noticed and asked for again. Looking a prompt up takes a step for each of its bl
 
 Beside what was heard there is what is expected: names that a request now on its way will leave where it was sent. They
 count until they are heard of, or for a time.
+
+Of models whose layers keep state a worker tells the names of checkpoints, too: blocks alone are of no use there.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from baton.core.block_hash import BlockChange
+from baton.core.block_hash import BlockChange, checkpoint_name
 from baton.core.errors import MalformedMessage
 from baton.proto import worker_pb2, worker_pb2_grpc
 from baton.proto.wire import change_from_proto
@@ -133,6 +135,18 @@ class FleetPrefixIndex:
             if not left:
                 break
         self._note(left, len(names), found)
+        return found
+
+    def match_checkpoints(self, names: Sequence[bytes], now_s: float) -> dict[Incarnation, int]:
+        """The same where a prompt may begin only with blocks up to one that has a checkpoint, too."""
+        found = dict.fromkeys(self._held, 0)
+        left = sum(self._incarnations)
+        for length, name in enumerate(names, start=1):
+            left &= self._bits.get(name, 0) | self._expected_bit(name, now_s)
+            if not left:
+                break
+            state = checkpoint_name(name)
+            self._note(left & (self._bits.get(state, 0) | self._expected_bit(state, now_s)), length, found)
         return found
 
     def _note(self, bits: int, length: int, found: dict[Incarnation, int]) -> None:
@@ -288,7 +302,9 @@ class PrefixCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """As of now."""
         blocks = GaugeMetricFamily(
-            "baton_prefix_index_blocks", "Cached blocks that the router has heard of", labels=("worker",)
+            "baton_prefix_index_blocks",
+            "Cached blocks, and checkpoints of state, that the router has heard of",
+            labels=("worker",),
         )
         for incarnation in self._index.incarnations():
             blocks.add_metric((incarnation.worker_id,), self._index.num_names_of(incarnation))

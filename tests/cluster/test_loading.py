@@ -5,11 +5,15 @@ import json
 
 import pytest
 
+from baton.cluster import checkpoint
+from baton.cluster.commands.check import _text
 from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
 from baton.engine.grammar.grammar import GrammarCompiler
+from baton.kvcache.layout import CHECKPOINT_SHARE, NO_PREFIX_CACHE
 from baton.router.served_model import ServedModel
+from baton.tests.model.checkpoints import write_checkpoint
 from baton.worker.loading import load_worker
 
 pytestmark = pytest.mark.fast
@@ -44,3 +48,34 @@ def test_what_grammars_need_is_built_before_a_worker_is_ready(monkeypatch):
     config = ServeConfig.from_mapping({"device": "cpu", "kv_memory_mib": 8})
     worker = load_worker(resolve_worker(config, find_model("tiny"), worker_id="w"))
     assert prepared == [worker.grammars]
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "prefix_cache", "has_checkpoints"), [(4, True, True), (4, False, False), (14, True, False)]
+)
+def test_a_model_with_state_has_room_for_checkpoints_as_baton_check_says(
+    tmp_path, num_sequences, prefix_cache, has_checkpoints
+):
+    path = write_checkpoint(tmp_path / "hybrid", kind="qwen3_5", layers=3, tokenizer=True)
+    values = {
+        "model": str(path),
+        "device": "cpu",
+        "kv_memory_mib": 1,
+        "prefix_cache": prefix_cache,
+        "max_num_seqs": num_sequences,
+    }
+    asked = ServeConfig.from_mapping(values)
+    judged = checkpoint.judge(asked)
+    loaded = load_worker(resolve_worker(asked, find_model(asked.model), worker_id="decode-0"))
+    num_checkpoints = judged.facts["state_checkpoints"]
+    assert num_checkpoints == loaded.pool.num_checkpoints
+    assert (num_checkpoints > 0) == has_checkpoints
+    assert judged.facts["kv_tokens"] == 16 * loaded.pool.num_blocks
+    assert (f"and of {num_checkpoints} cached prefixes" in _text(judged)) == has_checkpoints
+    assert (NO_PREFIX_CACHE in judged.notes) == (prefix_cache and not has_checkpoints)
+    pool = loaded.pool
+    assert pool.num_state_slots - num_checkpoints == pool.num_sequence_slots == 2 * num_sequences
+    assert [*pool.checkpoint_slots] == [*range(pool.num_state_slots)][2 * num_sequences :]
+    assert num_checkpoints * pool.layout.bytes_per_state_slot <= (1 << 20) / CHECKPOINT_SHARE
+    (said,) = (why for why in loaded.sizes.why if "KV pool of" in why)
+    assert (f"{num_checkpoints} checkpoints of state" in said) == has_checkpoints

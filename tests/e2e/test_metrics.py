@@ -34,6 +34,8 @@ BY_FAULTS = {
     "kernel_compiles": "a GPU: tests/core/test_worker_metrics.py",
     "kernel_untuned_shapes": "a GPU, and a model that no table knows: likewise",
     "grammar_seconds": "an answer with a slow grammar: tests/core/test_worker_metrics.py",
+    "state_checkpoints": "a model whose layers keep state: tests/router/test_fleet_metrics.py",
+    "state_checkpoints_evicted": "likewise",
     "preemptions": "too few KV blocks: tests/e2e/test_preemption.py",
     "recomputed_tokens": "likewise",
     "offloaded_blocks": "likewise, with host memory",

@@ -22,6 +22,8 @@ from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.conftest import TINY
 from baton.tests.inside import node_channel
+from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.harness import prompt
 
 pytestmark = pytest.mark.asyncio
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -52,22 +54,23 @@ def worker_config(worker_id, router_address, **changes):
 
 
 @asynccontextmanager
-async def deployment(routing, num_prefill=2, num_decode=1, **changes):
+async def deployment(routing, num_prefill=2, num_decode=1, *, path=TINY, **changes):
     """A router and workers that report to it."""
     config = RouterConfig(
         host="127.0.0.1", port=0, max_queue_len=64, request_timeout_s=60.0, routing=routing, **changes
     )
-    router = RouterServer(config, ServedModel.from_directory("tiny", TINY, weights="checkpoint"))
+    router = RouterServer(config, ServedModel.from_directory("tiny", path, weights="checkpoint"))
     await router.start()
     fatal = []
     nodes = []
+    model = {"model_path": str(path)}
     try:
         address = f"127.0.0.1:{router.port}"
         for at in range(num_prefill):
-            node = await asyncio.to_thread(PrefillNode, worker_config(f"prefill-{at}", address), fatal.append)
+            node = await asyncio.to_thread(PrefillNode, worker_config(f"prefill-{at}", address, **model), fatal.append)
             nodes.append(node)
         for at in range(num_decode):
-            node = await asyncio.to_thread(DecodeNode, worker_config(f"decode-{at}", address), fatal.append)
+            node = await asyncio.to_thread(DecodeNode, worker_config(f"decode-{at}", address, **model), fatal.append)
             nodes.append(node)
         async with asyncio.timeout(20):
             while len(router.members.live("prefill")) + len(router.members.live("decode")) < num_prefill + num_decode:
@@ -193,6 +196,26 @@ async def test_without_prefill_workers_requests_follow_their_prefix(equal_worker
         for tenant in ("b", ""):
             stats = await ask(address, (*GROUPS[0], 10, 11), tenant=tenant)
             assert (stats.num_cached_tokens, stats.num_expected_cached_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_of_a_model_with_state_the_hit_that_is_predicted_is_found(num_prefill, tmp_path, equal_workers):
+    """Groups of prompts that part at a block's end: the second leaves the checkpoint that the third begins with."""
+    path = write_checkpoint(tmp_path / "hybrid", kind="qwen3_5", layers=3, tokenizer=True)
+    local = AUTO if num_prefill == 0 else NEVER
+    async with deployment("prefix", num_prefill, 1, path=path, local_prefill=local) as (router, nodes, address):
+        found = []
+        for at in range(4):
+            for group in range(3):
+                shared, own = prompt(83, seed=group).tolist(), prompt(40, seed=10 * group + at + 3).tolist()
+                stats = await ask(address, (*shared, *own))
+                found.append((stats.num_cached_tokens, stats.num_expected_cached_tokens))
+                await (told_idle(router) if num_prefill else told_all_idle(router))
+                await heard(router, nodes)
+        assert found == [(0, 0)] * 6 + [(80, 80)] * 6
+        held = [node.worker.inventory() for node in nodes if is_prefill(node) or not num_prefill]
+        assert sum(one.num_state_checkpoints for one in held) == 12 + 3
+        assert all(one.num_state_checkpoint_slots > 15 and not one.num_state_checkpoints_evicted for one in held)
 
 
 async def test_another_life_of_a_decode_worker_holds_nothing(equal_workers):

@@ -66,18 +66,35 @@ class Outcome:
     error: BatonError | None = None
 
 
-def pool_of(model, num_blocks, block_size, max_num_seqs):
+NUM_CHECKPOINTS = 24  # of a pool whose layout has state
+
+
+def pool_of(model, num_blocks, block_size, max_num_seqs, num_checkpoints):
     layout = model.kv_layout(block_size)
-    num_state_slots = num_state_slots_of(layout, max_num_seqs)
-    return KVPool(layout, num_blocks, model.device, num_state_slots=num_state_slots)
+    num_checkpoints = num_checkpoints if layout.has_state else 0
+    num_state_slots = num_state_slots_of(layout, max_num_seqs) + num_checkpoints
+    return KVPool(layout, num_blocks, model.device, num_state_slots=num_state_slots, num_checkpoints=num_checkpoints)
 
 
 class PrefillSide:
     """One prefill worker and its parts."""
 
-    def __init__(self, model, tokenizer, *, epoch, num_blocks, block_size, chunk_len, transfer, prefix_cache, fatal):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        epoch,
+        num_blocks,
+        block_size,
+        chunk_len,
+        transfer,
+        prefix_cache,
+        fatal,
+        num_checkpoints=NUM_CHECKPOINTS,
+    ):
         clock = MonotonicClock()
-        self.pool = pool_of(model, num_blocks, block_size, 16)
+        self.pool = pool_of(model, num_blocks, block_size, 16, num_checkpoints)
         self.push = PushService(
             pool=self.pool,
             layout=self.pool.layout,
@@ -127,12 +144,13 @@ class DecodeSide:
         chunk_len=256,
         host_kv_bytes=0,
         lookup=None,
+        num_checkpoints=NUM_CHECKPOINTS,
         **options,
     ):
         clock = MonotonicClock()
         eos_token_ids = tokenizer.eos_token_ids
         self.epoch = epoch
-        self.pool = pool_of(model, num_blocks, block_size, max_num_seqs)
+        self.pool = pool_of(model, num_blocks, block_size, max_num_seqs, num_checkpoints)
         self.incoming = ReceiverService.on_thread(
             pool=self.pool,
             layout=self.pool.layout,
@@ -187,11 +205,18 @@ class Topology:
         transfer=None,
         num_prefill_blocks=None,
         prefix_cache=True,
+        num_checkpoints=NUM_CHECKPOINTS,
         **decode_options,
     ):
         self.fatal = []
         transfer = transfer or KVTransferConfig()
-        common = {"num_blocks": num_blocks, "block_size": block_size, "transfer": transfer, "fatal": self.fatal.append}
+        common = {
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "transfer": transfer,
+            "fatal": self.fatal.append,
+            "num_checkpoints": num_checkpoints,
+        }
         self.prefill = [
             PrefillSide(
                 model,

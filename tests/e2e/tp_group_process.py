@@ -33,6 +33,7 @@ from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush, prefill_codec
 from baton.prefill_worker.worker import PrefillWorker
+from baton.tests.e2e.topology import NUM_CHECKPOINTS
 from baton.worker.loading import num_state_slots_of, request_limits
 from baton.worker.rank import RankPlace, RankThread
 from baton.worker.tp_group import end_tp_group, follow, lead
@@ -197,12 +198,16 @@ class Rank:
         job = self.job
         return KVPool(
             self.layout, job.num_blocks, CPU, rank=job.rank, size=job.size, num_state_slots=self.num_state_slots,
-            memory=memory,
+            num_checkpoints=self.num_checkpoints, memory=memory,
         )  # fmt: skip
 
     @property
     def num_state_slots(self):
-        return num_state_slots_of(self.layout, self.job.max_num_seqs)
+        return num_state_slots_of(self.layout, self.job.max_num_seqs) + self.num_checkpoints
+
+    @property
+    def num_checkpoints(self):
+        return NUM_CHECKPOINTS if self.layout.has_state else 0
 
 
 def prefill_rank(rank, receive):

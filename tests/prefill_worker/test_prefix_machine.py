@@ -36,7 +36,10 @@ TOKENS = st.integers(0, 1)
 class PrefixMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 12), with_mtp=st.booleans(), chunk_len=st.sampled_from([1, 3, 9, 40]))
     def begin(self, num_blocks, with_mtp, chunk_len):
-        self.allocator = BlockAllocator(num_blocks, BLOCK_SIZE)
+        self.set_up(BlockAllocator(num_blocks, BLOCK_SIZE), with_mtp, chunk_len)
+
+    def set_up(self, allocator, with_mtp, chunk_len):
+        self.allocator = allocator
         self.scheduler = Scheduler(self.allocator, num_slots=4)
         self.push_line = PushLine(self.scheduler, chunk_len)
         self.chunk_len = chunk_len
@@ -64,6 +67,9 @@ class PrefixMachine(RuleBasedStateMachine):
         peer=TOKENS,
     )
     def add(self, base, cut, more, tenant, peer):
+        self.add_one(base, cut, more, tenant, peer)
+
+    def add_one(self, base, cut, more, tenant="", peer=0):
         self.num_added += 1
         prompt = [*self.prompts[base % len(self.prompts)][:cut], *more][:8]
         self.prompts.append(prompt)
@@ -96,6 +102,9 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule()
     def grant(self):
+        self.grant_all()
+
+    def grant_all(self):
         for sequence in self.live(Phase.RESERVING):
             self.scheduler.make_ready(sequence)
         self.scheduler.give_slots()
@@ -104,7 +113,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def run(self, data):
         """What a loop does when all goes well."""
         while self.reserve() is not None:
-            self.grant()
+            self.grant_all()
         self.step(data)
 
     @rule(data=st.data())

@@ -77,6 +77,30 @@ def test_a_worker_is_up_with_what_it_holds_until_it_is_lost_and_counts_its_lives
     assert (found[("worker_up", "")], found[("worker_incarnations_total", "")]) == (1, 2)
 
 
+def test_checkpoints_of_state_are_shown_of_workers_that_have_room_for_them():
+    members = Members(VirtualClock())
+    members.heartbeat(state(1))
+    names = {"state_checkpoints", "state_checkpoints_evicted"}
+
+    def found():
+        families = [one for one in WorkerCollector(members).collect() if one.name.removeprefix("baton_") in names]
+        assert len(families) == 2
+        return {
+            (sample.name.removeprefix("baton_"), sample.labels.get("state", "")): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    assert found() == {}
+    counts = {"num_state_checkpoints": 3, "num_state_checkpoint_slots": 5, "num_state_checkpoints_evicted": 2}
+    members.heartbeat(state(1, **counts))
+    assert found() == {
+        ("state_checkpoints", "held"): 3,
+        ("state_checkpoints", "free"): 2,
+        ("state_checkpoints_evicted_total", ""): 2,
+    }
+
+
 def test_lost_traces_are_counted():
     [family] = SpanCollector(lambda: 5).collect()
     assert [(sample.name, sample.value) for sample in family.samples] == [("baton_traces_dropped_total", 5)]

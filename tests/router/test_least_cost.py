@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from baton.core.block_hash import BlockChange, block_hashes
+from baton.core.block_hash import TURN_LEN, BlockChange, block_hashes, checkpoint_name
 from baton.core.clock import VirtualClock
 from baton.core.errors import ConfigInvalid, NoWorker, WorkersIncompatible
 from baton.core.requests.request import AttemptKey, GenerationRequest
@@ -63,7 +63,7 @@ class Table:
         for at in range(num_decode):
             self.beat(f"d{at}")
 
-    def beat(self, worker_id, *, epoch=1, paths=(), steps=None, state=None, **inventory):
+    def beat(self, worker_id, *, epoch=1, paths=(), steps=None, state=None, with_checkpoints=False, **inventory):
         role = "prefill" if worker_id[0] == "p" else "decode"
         message = worker_pb2.WorkerState(
             worker_id=worker_id,
@@ -77,7 +77,8 @@ class Table:
             kv_bytes_per_position=1000.0,
             inventory=worker_pb2.Inventory(**{"num_blocks": 100, "num_blocks_free": 100, **inventory}),
         )
-        message.prefix_naming.CopyFrom(worker_pb2.PrefixNaming(model="m", block_size=BLOCK))
+        naming = worker_pb2.PrefixNaming(model="m", block_size=BLOCK, with_checkpoints=with_checkpoints)
+        message.prefix_naming.CopyFrom(naming)
         if role == "prefill":
             message.inventory.transfer.paths.extend(paths)
         for name, value in (state or {}).items():
@@ -337,3 +338,28 @@ def test_a_policy_that_does_not_exist_is_refused():
     ]
     assert names == ["prefix", "least_cost"]
     assert isinstance(make_policy("prefix", VirtualClock(), random.Random(0), FleetPrefixIndex()), LeastCost)
+
+
+def test_of_a_model_with_state_a_prefix_counts_up_to_its_deepest_checkpoint():
+    table = Table(2, 1)
+    for name in ("p0", "p1"):
+        table.beat(name, with_checkpoints=True)
+    names = names_of(PROMPT)
+    table.cache("p0", names)
+    assert table.policy.cached_len(table.members.live("prefill"), [], request()) == 0, "rows alone are of no use"
+    table.cache("p1", [*names[:4], *map(checkpoint_name, (names[1], names[3], names[6]))])
+    picked = table.pick()
+    assert (picked.prefill.state.worker_id, picked.expected_cached_len) == ("p1", 4 * BLOCK)
+
+
+def test_of_a_model_with_state_checkpoints_are_expected_where_a_prompt_will_leave_them():
+    table = Table(1, 1)
+    table.beat("p0", with_checkpoints=True)
+    assert table.pick().expected_cached_len == 0
+    last = (len(PROMPT) - 1 - TURN_LEN) // BLOCK
+    assert table.pick().expected_cached_len == last * BLOCK
+    other = request((*PROMPT[: 6 * BLOCK], *range(5 * BLOCK)))
+    assert table.pick(other).expected_cached_len == 0, "the two part where there are rows alone"
+    assert table.pick(request((*PROMPT[: 6 * BLOCK], 7, 8))).expected_cached_len == 6 * BLOCK, "the third finds them"
+    table.clock.advance(1e6)
+    assert table.pick().expected_cached_len == 0, "they never came"

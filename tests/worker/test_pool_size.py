@@ -1,5 +1,6 @@
 """How many KV blocks a GPU has memory for, by what is free: no GPU needed."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from baton.engine.speculation.token_history import TokenHistory
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
-from baton.kvcache.layout import KVLayout
+from baton.kvcache.layout import CHECKPOINT_SHARE, KVLayout
 from baton.model.parallel import Alone
+from baton.tests.kvtransfer.kept import state
 from baton.worker import loading
 from baton.worker.loading import StepSizes
 
@@ -33,19 +35,31 @@ SIZES = SimpleNamespace(
 def num_blocks(
     monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, free=15 << 30, chunk_len=256, lookup=None, **model
 ):
+    found, layout = pool_sizes(
+        monkeypatch, dtype=dtype, is_hopper=is_hopper, head_dim=head_dim, share=share, free=free, chunk_len=chunk_len,
+        lookup=lookup, **model,
+    )  # fmt: skip
+    return found.num_blocks, layout.bytes_per_block
+
+
+def pool_sizes(
+    monkeypatch, *, dtype, is_hopper=True, head_dim=128, share=0.5, free=15 << 30, chunk_len=256, lookup=None,
+    more=(), prefix_cache=True, group=None, **model,
+):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, TOTAL_BYTES))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: WEIGHT_BYTES)
     monkeypatch.setattr(attention_prefill_hopper_triton, "_multiprocessors", lambda index: 132 * is_hopper)
     layout = KVLayout.of_attention(
-        model_hash="m", num_layers=2, num_kv_heads=4, head_dim=head_dim, block_size=16, dtype=dtype
+        model_hash="m", num_layers=2, num_kv_heads=4, head_dim=head_dim, block_size=16, dtype=dtype, more=more
     )
     known = {"implementation": Implementation.TRITON, "numerics": Numerics.DEFAULT, "device": torch.device("cuda", 0)}
     config = SimpleNamespace(
-        gpu_memory_utilization=share, chunk_len=chunk_len, max_num_seqs=16, num_draft_tokens=2, lookup=lookup
-    )
+        gpu_memory_utilization=share, chunk_len=chunk_len, max_num_seqs=16, num_draft_tokens=2, lookup=lookup,
+        prefix_cache=prefix_cache,
+    )  # fmt: skip
     sizes = StepSizes(max_num_seqs=16, max_num_batched_tokens=chunk_len, why=("", ""))
     loaded = SimpleNamespace(config=SIZES, **{**known, **model})
-    return loading._num_blocks(config, loaded, layout, Alone(), sizes), layout.bytes_per_block
+    return loading._pool_sizes(config, loaded, layout, group or Alone(), sizes), layout
 
 
 def room_of(share=0.5, chunk_len=256, inner_size=4096):
@@ -113,3 +127,24 @@ def test_float8_leaves_room_to_be_dequantized_where_it_is(monkeypatch):
 def test_where_nothing_is_dequantized_no_room_is_left_for_it(monkeypatch, changes):
     found, block_bytes = num_blocks(monkeypatch, dtype="float8_e4m3fn", **changes)
     assert found == room_of() // block_bytes - 1
+
+
+class OfTwo(Alone):
+    """A rank whose peer has room for less."""
+
+    def gather_bytes(self, data):
+        return [data, json.dumps([number // 2 for number in json.loads(data)]).encode()]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_checkpoints_have_a_share_of_what_sequences_leave_and_ranks_agree(monkeypatch, prefix_cache):
+    model = {"dtype": "bfloat16", "more": [state(4, 1 << 16, length=16, dtype="float32")], "prefix_cache": prefix_cache}
+    model["implementation"] = Implementation.REFERENCE
+    found, layout = pool_sizes(monkeypatch, **model)
+    left = room_of() - 33 * layout.bytes_per_state_slot
+    assert found.num_checkpoints == (left // (CHECKPOINT_SHARE * layout.bytes_per_state_slot) if prefix_cache else 0)
+    assert found.num_state_slots == 32 + found.num_checkpoints
+    taken = (found.num_state_slots + 1) * layout.bytes_per_state_slot + (found.num_blocks + 1) * layout.bytes_per_block
+    assert room_of() - layout.bytes_per_block - 64 < taken <= room_of()
+    less, _ = pool_sizes(monkeypatch, **model, group=OfTwo())
+    assert less == (found.num_blocks // 2, 32 + found.num_checkpoints // 2, found.num_checkpoints // 2)

@@ -1,0 +1,204 @@
+"""Checkpoints against a plain model of them, any order of events; and together with the blocks that they belong to."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from baton.core.block_hash import MIN_CHECKPOINT_LEN, TURN_LEN, checkpoint_blocks, checkpoint_name
+from baton.kvcache.allocator import BlockAllocator
+from baton.kvcache.block_log import BlockLog
+from baton.kvcache.prefix_index import PrefixIndex
+from baton.kvcache.state_checkpoints import StateCheckpoints
+
+pytestmark = pytest.mark.fast
+
+FIRST_SLOT = 7
+NAMES = [bytes([name]) * 16 for name in range(6)]
+
+
+class CheckpointMachine(RuleBasedStateMachine):
+    """The model: a list of (name, slot), used least recently first, and what each slot holds."""
+
+    @initialize(num_slots=st.integers(0, 4))
+    def begin(self, num_slots):
+        self.log = BlockLog()
+        self.checkpoints = StateCheckpoints(range(FIRST_SLOT, FIRST_SLOT + num_slots), self.log)
+        self.slots = set(range(FIRST_SLOT, FIRST_SLOT + num_slots))
+        self.kept, self.used, self.filling = [], [], set()
+
+    def kept_slots(self):
+        return {slot for _, slot in self.kept}
+
+    @rule()
+    def take(self):
+        slot = self.checkpoints.take()
+        free = self.slots - self.filling - self.kept_slots()
+        if free:
+            assert slot in free
+        else:
+            oldest = next((pair for pair in self.kept if pair[0] not in self.used), (None, None))
+            assert slot == oldest[1]
+            self.kept = [pair for pair in self.kept if pair != oldest]
+        if slot is not None:
+            self.filling.add(slot)
+
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
+    def keep(self, data, name):
+        slot = data.draw(st.sampled_from(sorted(self.filling)))
+        is_new = name not in dict(self.kept)
+        assert self.checkpoints.keep(name, slot) == is_new
+        self.filling.remove(slot)
+        if is_new:
+            self.kept.append((name, slot))
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def use(self, data):
+        pair = data.draw(st.sampled_from(self.kept))
+        self.checkpoints.use(pair[0])
+        self.kept = [other for other in self.kept if other != pair] + [pair]
+        self.used.append(pair[0])
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def leave(self, data):
+        name = data.draw(st.sampled_from(self.used))
+        assert self.checkpoints.leave(name) == dict(self.kept)[name]
+        self.used.remove(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def drop(self, name):
+        if name in self.used:
+            with pytest.raises(AssertionError):
+                self.checkpoints.drop(name)
+            return
+        self.checkpoints.drop(name)
+        self.kept = [pair for pair in self.kept if pair[0] != name]
+
+    @invariant()
+    def both_have_the_same(self):
+        if not hasattr(self, "checkpoints"):
+            return
+        assert [name in self.checkpoints for name in NAMES] == [name in dict(self.kept) for name in NAMES]
+        counts = len(self.checkpoints), self.checkpoints.num_filling, self.checkpoints.num_in_use
+        assert counts == (len(self.kept), len(self.filling), len(set(self.used)))
+        assert set(self.used) <= set(dict(self.kept)), "one that is in use is there"
+        assert not self.filling & self.kept_slots()
+        assert self.log._names == {checkpoint_name(name) for name, _ in self.kept}, "readers hear of each"
+
+
+def test_any_order_of_events():
+    run_state_machine_as_test(
+        CheckpointMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
+    )
+
+
+def test_what_was_used_least_recently_gives_way():
+    checkpoints = StateCheckpoints(range(3))
+    for name in NAMES[:3]:
+        checkpoints.keep(name, checkpoints.take())
+    checkpoints.use(NAMES[0])
+    checkpoints.use(NAMES[1])
+    assert checkpoints.leave(NAMES[0]) == 0
+    checkpoints.keep(NAMES[3], checkpoints.take())
+    assert [name in checkpoints for name in NAMES[:4]] == [True, True, False, True]
+    checkpoints.keep(NAMES[4], checkpoints.take())
+    assert [name in checkpoints for name in NAMES[:5]] == [False, True, False, True, True], "one is in use"
+
+
+def with_state(num_blocks, num_checkpoints, num_sequences=3):
+    checkpoints = StateCheckpoints(range(num_sequences, num_sequences + num_checkpoints))
+    return BlockAllocator(num_blocks, 4, PrefixIndex(checkpoints=checkpoints), num_state_slots=num_sequences)
+
+
+def keep(allocator, name):
+    assert allocator.index.checkpoints.keep(name, allocator.index.checkpoints.take())
+
+
+def test_a_hit_ends_at_a_checkpoint_and_rows_alone_are_none():
+    allocator = with_state(6, 3)
+    table = allocator.reserve(20)
+    for name, block in zip(NAMES, table.blocks, strict=False):
+        allocator.name(name, block)
+    assert allocator.index.run(NAMES) == table.blocks
+    assert allocator.index.match(NAMES) == ()
+    keep(allocator, NAMES[1])
+    assert allocator.index.match(NAMES) == table.blocks[:2]
+    keep(allocator, NAMES[3])
+    assert [len(allocator.index.match(NAMES[:count])) for count in range(6)] == [0, 0, 2, 2, 4, 4]
+
+
+def test_a_checkpoint_goes_with_its_block_and_one_behind_a_gap_is_not_found():
+    allocator = with_state(4, 3)
+    table = allocator.reserve(16)
+    for name, block in zip(NAMES, table.blocks, strict=False):
+        allocator.name(name, block)
+    for at in (0, 3):
+        keep(allocator, NAMES[at])
+    allocator.release(table)
+    allocator.release(allocator.reserve(4))
+    assert NAMES[3] not in allocator.index.checkpoints
+    assert allocator.index.checkpoints.num_evicted == 1
+    assert allocator.index.match(NAMES) == table.blocks[:1]
+    keep(allocator, NAMES[5])  # its block is not there, nor those before it
+    assert allocator.index.match(NAMES) == table.blocks[:1]
+
+
+def test_what_is_computed_again_takes_the_names_of_blocks_that_rest():
+    allocator = with_state(6, 1)
+    first, second = (allocator.reserve(8) for _ in range(2))
+    allocator.name(NAMES[0], first.blocks[0])
+    allocator.name(NAMES[0], second.blocks[0])
+    assert allocator.index.run(NAMES) == first.blocks[:1], "it is in use"
+    allocator.release(first)
+    assert allocator.index.num_resting == 1
+    allocator.name(NAMES[0], second.blocks[0])
+    assert allocator.index.run(NAMES) == second.blocks[:1]
+    assert (allocator.index.num_resting, allocator.num_free) == (0, 4)
+    allocator.name(NAMES[1], second.blocks[0])
+    assert len(allocator.index) == 1, "a block has one name"
+    allocator.release(second)
+    taken = allocator.reserve(24)
+    assert sorted(taken.blocks) == list(range(6))
+
+
+def test_an_index_has_checkpoints_where_tables_have_state_and_only_there():
+    with pytest.raises(AssertionError):
+        BlockAllocator(4, 4, PrefixIndex(), num_state_slots=2)
+    with pytest.raises(AssertionError):
+        BlockAllocator(4, 4, PrefixIndex(checkpoints=StateCheckpoints()))
+
+
+@given(
+    prompt_len=st.integers(1, 3000),
+    block_size=st.sampled_from([16, 32, 64]),
+    shares=st.tuples(*[st.integers(0, 200)] * 2),
+)
+def test_where_a_prompt_leaves_checkpoints(prompt_len, block_size, shares):
+    num_cached, num_shared = (min(share, (prompt_len - 1) // block_size) for share in sorted(shares))
+    found = checkpoint_blocks(prompt_len, block_size, num_cached=num_cached, num_shared=num_shared)
+    assert list(found) == sorted(set(found)) and len(found) <= 2
+    assert all(num_cached < count and count * block_size + TURN_LEN < prompt_len for count in found)
+    assert all(count * block_size >= MIN_CHECKPOINT_LEN for count in found)
+    last = max(0, prompt_len - 1 - TURN_LEN) // block_size
+    least = -(-MIN_CHECKPOINT_LEN // block_size)
+    assert (last in found) == (last > num_cached and last >= least)
+    assert last * block_size >= prompt_len - block_size - TURN_LEN
+    assert (num_shared in found) == (num_cached < num_shared <= last and num_shared >= least)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "block_size", "found"), [(130, 16, (112,)), (130, 64, (64,)), (73, 16, (64,)), (72, 16, ())]
+)
+def test_a_short_prompt_can_leave_one(prompt_len, block_size, found):
+    counts = checkpoint_blocks(prompt_len, block_size, num_cached=0, num_shared=0)
+    assert tuple(count * block_size for count in counts) == found
