@@ -471,4 +471,5 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainingPlan, TinySha
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 32  # trunk and head, with and without gradients, long and one shorter
     train(*parse())

@@ -15,6 +15,7 @@ from baton.tests.model.harness import Paged
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
+    import tiny_eval  # type: ignore[import-not-found]
     import tiny_hybrid  # type: ignore[import-not-found]
     import tiny_mla  # type: ignore[import-not-found]
     import tiny_model  # type: ignore[import-not-found]
@@ -129,3 +130,115 @@ def test_a_training_leaves_a_whole_directory(trained):
     assert json.loads((out / "training.json").read_text()) == report
     assert report["plan"]["family"] == family
     assert f"# tiny-{family}\n" in (out / "README.md").read_text()
+
+
+@FAMILIES
+def test_training_and_decoding_chain_alike(family):
+    model = random_model(family)
+    line, last = torch.randint(3, 270, (1, 24)), 12
+    with torch.no_grad():
+        hidden, _ = model(line)
+        ends = torch.tensor([last])
+        drafts = tiny_eval.chain_drafts(model, line[:, : last + 1], hidden[:, : last + 1], ends, 3)
+    line[0, last + 1 : last + 3] = drafts[0, :2]
+    seen = []
+
+    def keep(state, *_):
+        seen.append(int(model.logits(state)[0, last - 1].argmax()))
+        return torch.zeros(()), torch.zeros(())
+
+    train_tiny.chained_loss(model, line, 0.5, keep)
+    assert seen == drafts[0].tolist()
+
+
+def test_chunks_are_the_recurrence():
+    """By value and gradient; some keys repeat, without forgetting, which powers of a triangle would not survive."""
+    torch.manual_seed(0)
+    span, keys, values = 77, 8, 12
+    query, key = (torch.nn.functional.normalize(torch.randn(2, span, 3, keys).double(), dim=-1) for _ in range(2))
+    key[:, 5:70] = key[:, 5:6]
+    value, beta = torch.randn(2, span, 3, values).double(), torch.rand(2, span, 3).double()
+    beta[:, 5:70] = 1.0
+    decay = -0.1 * torch.rand(2, span, 3).double()
+    decay[:, 5:70] = 0.0
+    inputs = [x.requires_grad_() for x in (query, key, value, decay, beta)]
+    state, rows = torch.zeros(2, 3, keys, values).double(), []
+    for place in range(span):
+        state = state * decay[:, place, :, None, None].exp()
+        missed = value[:, place] - torch.einsum("bhkv,bhk->bhv", state, key[:, place])
+        state = state + key[:, place, :, :, None] * (beta[:, place, :, None] * missed)[:, :, None]
+        rows.append(torch.einsum("bhkv,bhk->bhv", state, query[:, place]))
+    wanted = torch.stack(rows, 1)
+    found = tiny_hybrid.delta_rule(*inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    weight = torch.randn_like(wanted)
+    gradients = (torch.autograd.grad((x * weight).sum(), inputs) for x in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_bias_grows_where_little_comes():
+    model = random_model("mla").train()
+    gates = [mlp.gate for mlp in model.modules() if isinstance(mlp, tiny_mla.SigmoidMlp)]
+    assert len(gates) == 3
+    before = [gate.e_score_correction_bias.clone() for gate in gates]
+    model(torch.randint(3, 270, (2, 64)))
+    model.adjust_routers(model.model)
+    for index, (gate, old) in enumerate(zip(gates, before, strict=True)):
+        grown = gate.e_score_correction_bias - old
+        if index == 2:  # the head's, which drafted nothing
+            assert not grown.any()
+            continue
+        load = model.model.layers[index + 1].mlp.load
+        torch.testing.assert_close(load.sum(), torch.tensor(1.0))
+        assert (grown[load < 1 / 8] > 0).all()
+        assert (grown[load > 1 / 8] < 0).all()
+
+
+def test_time_binds_a_phase_where_seconds_are_given():
+    now = [0.0]
+    schedule = train_tiny.Schedule(3, 100.0, lambda: now[0])
+    assert schedule.left(0) == 1.0
+    now[0] = 40.0  # compiling
+    assert schedule.left(1) == 1.0
+    assert schedule.left(schedule.SETTLED) == 1.0
+    now[0] = 70.0
+    assert schedule.left(9) == 0.5
+    assert not schedule.is_last(9)
+    now[0] = 101.0
+    assert schedule.is_last(10)
+    steps = train_tiny.Schedule(3, 0.0, lambda: now[0])
+    assert (steps.left(2), steps.is_last(2), steps.is_last(3)) == (None, False, True)
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_a_compiler_that_fails_costs_speed_only(fails, capsys):
+    dropped = []
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(*_):
+            raise AssertionError("no backward")
+
+    weight = torch.ones((), requires_grad=True)
+
+    def compute(compiled):
+        if compiled and fails == "forward":
+            raise OSError("no compiler")
+        return (Broken.apply(weight) if compiled else weight * 2,)
+
+    compiled, (loss,) = train_tiny.first_step(compute, True, lambda: dropped.append(True))
+    assert (compiled, float(loss.detach()), float(weight.grad), dropped) == (False, 2.0, 2.0, [True])
+    assert "compilation failed" in capsys.readouterr().out
+
+
+@FAMILIES
+def test_flags_reach_the_shape_of_the_family(family):
+    plan, shape = train_tiny.parse(["--family", family, "--layers", "6", "--trunk-seconds", "9"])
+    assert (plan.family, plan.out.name, plan.trunk_seconds) == (family, f"tiny-{family}", 9.0)
+    assert type(shape) is type(SHAPES[family])
+    assert shape.layers == 6
