@@ -72,14 +72,14 @@ FAMILIES = {
         tiny_hybrid.HybridShape,
         tiny_hybrid.TinyHybrid,
         TrainingPlan(
-            family="hybrid", out=Path("assets/tiny-hybrid"), trunk_seconds=210.0, head_seconds=100.0, eval_every=1000
+            family="hybrid", out=Path("assets/tiny-hybrid"), trunk_seconds=190.0, head_seconds=70.0, eval_every=1000
         ),
     ),
     "mla": (
         tiny_mla.MlaShape,
         tiny_mla.TinyMla,
         TrainingPlan(
-            family="mla", out=Path("assets/tiny-mla"), trunk_seconds=210.0, head_seconds=100.0, eval_every=1000
+            family="mla", out=Path("assets/tiny-mla"), trunk_seconds=190.0, head_seconds=70.0, eval_every=1000
         ),
     ),
 }
