@@ -3,18 +3,21 @@
 import dataclasses
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model
 from baton.tests.model.harness import Paged
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
+    import tiny_card  # type: ignore[import-not-found]
     import tiny_eval  # type: ignore[import-not-found]
     import tiny_hybrid  # type: ignore[import-not-found]
     import tiny_mla  # type: ignore[import-not-found]
@@ -52,6 +55,8 @@ SHAPES = {
     ),
 }
 FAMILIES = pytest.mark.parametrize("family", SHAPES)
+SHIPPED = {family: ROOT / "assets" / f"tiny-{family}" for family in SHAPES}
+TEXT = (ROOT / "tests" / "e2e" / "corpus.txt").read_text()
 
 
 def random_model(family):
@@ -242,3 +247,72 @@ def test_flags_reach_the_shape_of_the_family(family):
     assert (plan.family, plan.out.name, plan.trunk_seconds) == (family, f"tiny-{family}", 9.0)
     assert type(shape) is type(SHAPES[family])
     assert shape.layers == 6
+
+
+@FAMILIES
+def test_a_shipped_model_is_small_and_its_card_true(family):
+    path = SHIPPED[family]
+    report = json.loads((path / "training.json").read_text())
+    assert sum(file.stat().st_size for file in path.iterdir()) <= 12_000_000
+    assert (path / "README.md").read_text() == tiny_card.render(report)
+    assert report["held_out_bits_per_byte"] <= 1.10
+    assert report["speculation"]["k1"]["acceptance"] >= 0.60
+    assert report["speculation"]["k3"]["tokens_per_step"] >= 2.0
+    shape = train_tiny.FAMILIES[family][0](**report["shape"])
+    assert json.loads((path / "config.json").read_text()) == shape.config(0)
+    assert report["parameters"]["total"] * 2 < (path / "model.safetensors").stat().st_size
+    # Of other seconds a command without them would make another model than the card says.
+    plan = train_tiny.FAMILIES[family][2]
+    assert {key: getattr(plan, key) for key in report["plan"] if key != "compile"} == {
+        key: value for key, value in report["plan"].items() if key != "compile"
+    }
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """By family: what Baton serves of what is shipped, in float32."""
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
+    return cache(lambda family: load_model(SHIPPED[family], **options))
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Tokens of text that is in no training corpus."""
+    return torch.tensor(Tokenizer.from_directory(SHIPPED["mla"]).encode(TEXT)[700:800])
+
+
+@FAMILIES
+def test_shipped_drafts_are_what_baton_drafts(family, shipped, text):
+    """Each further entry takes a drafted token and the head's own output: in Baton, as one decode row."""
+    report = json.loads((SHIPPED[family] / "training.json").read_text())
+    shape, kind, _ = train_tiny.FAMILIES[family]
+    model = tiny_model.reload(kind(shape(**report["shape"]), torch.float32), SHIPPED[family])
+    paged = Paged(shipped(family))
+    hidden = paged.prefill(text)[:-1]
+    num_entries = len(hidden)
+    out = paged.mtp(text[1:], hidden, paged.prefill_batch([(0, 0, num_entries)]))[-1:]
+    with torch.no_grad():
+        tokens, states = text[None, 1:], model(text[None])[0][:, :-1]
+        for draft in range(4):
+            entries, _, _ = model.draft(tokens, states, torch.arange(num_entries + draft))
+            wanted = model.logits(entries[0, -1:])
+            torch.testing.assert_close(paged.logits(out), wanted, rtol=0, atol=2e-4)
+            token = wanted.argmax(-1)
+            tokens, states = torch.cat([tokens, token[None]], 1), torch.cat([states, entries[:, -1:]], 1)
+            out = paged.mtp(token, out, paged.decode_batch([0], [num_entries + draft], 1))
+
+
+@FAMILIES
+def test_transformers_computes_the_shipped_logits(family, shipped, text, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    reference, found = transformers.AutoModelForCausalLM.from_pretrained(
+        SHIPPED[family], output_loading_info=True, dtype=torch.float32
+    )
+    assert not found["missing_keys"]
+    of_head = {"hybrid": "mtp.", "mla": "model.layers.5."}[family]
+    assert all(key.startswith(of_head) for key in found["unexpected_keys"])
+    paged = Paged(shipped(family))
+    with torch.no_grad():
+        wanted = reference(text[None]).logits[0]
+    torch.testing.assert_close(paged.logits(paged.prefill(text)), wanted, rtol=0, atol=2e-4)
