@@ -80,7 +80,9 @@ def random_model(family):
 def test_training_form_is_serving_form(family, tmp_path):
     model = random_model(family)
     tiny_model.export(model, tmp_path, 0)
-    model = tiny_model.reload(model, tmp_path)
+    written, model = model.state_dict(), tiny_model.reload(model, tmp_path)
+    for name, weight in model.state_dict().items():  # what is published is read back as what it was
+        torch.testing.assert_close(weight, written[name], rtol=2**-8, atol=0)
     served = load_model(
         tmp_path, dtype=torch.float32, device=torch.device("cpu"), numerics=Numerics.DEFAULT, with_mtp=True
     )
