@@ -7,6 +7,7 @@ chunks by a scan of the states' transitions. Source: Yang et al. 2024 (Gated Del
 Legend: B sequences, T positions, N chunks of C, H value heads, K and V sizes of a key head and of a value head.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -267,7 +268,8 @@ class TinyDeltaNet(nn.Module):
         shape, span = self.shape, x.shape[1]
         mixed = functional.pad(linear(x, self.in_proj_qkv.weight).float(), (0, 0, shape.taps - 1, 0))
         weight = self.conv1d.weight.float()
-        mixed = functional.silu(sum(mixed[:, tap : tap + span] * weight[:, 0, tap] for tap in range(shape.taps)))
+        tapped = [mixed[:, tap : tap + span] * weight[:, 0, tap] for tap in range(shape.taps)]
+        mixed = functional.silu(functools.reduce(torch.add, tapped))
         query, key, value = mixed.split(self.parts, -1)
         copies = shape.delta_value_heads // shape.delta_key_heads
 
