@@ -14,6 +14,7 @@ import torch
 from baton.core.numerics import Numerics
 from baton.engine.local import LocalEngine
 from baton.model.loader import load_model
+from baton.scripts import prune_draft_vocab
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_async_equals_sync import PREEMPTIONS, generate, sizes_of
@@ -30,7 +31,6 @@ from baton.tests.e2e.test_split_acceptance import locally, split
 from baton.tests.e2e.test_tensor_parallel import check, reference
 from baton.tests.e2e.tp_group_engine import run_over_ranks
 from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
-from baton.tests.scripts.test_prune_draft_vocab import prune
 
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
 RANKS = {"tiny-hybrid": (1, 2), "tiny-mla": (1, 2, 4)}
@@ -178,7 +178,7 @@ def test_half_of_the_vocabulary_drafts_nearly_as_well(sampled, model_of, tokeniz
     whole = model_of("tiny-hybrid")
     keep, texts = whole.config.vocab_size // 2, sorted(map(str, LIBRARY.glob("[a-m]*.py")))
     flags = ["--keep", str(keep), "--link", "--text", *texts]
-    assert prune.main([str(path_of("tiny-hybrid")), str(tmp_path / "pruned"), *flags]) == 0
+    assert prune_draft_vocab.main([str(path_of("tiny-hybrid")), str(tmp_path / "pruned"), *flags]) == 0
     pruned = load_model(tmp_path / "pruned", **MODEL)
     assert len(pruned.d2t_C) == keep
     tokens, acceptance = run(whole, tokenizer, sampled=sampled, num_drafts=1, max_tokens=64)
