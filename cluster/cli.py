@@ -149,7 +149,7 @@ def serve(
     "batch_invariant",
 )
 def check(
-    model: Annotated[str, typer.Argument(help="model directory, or tiny")] = "tiny",
+    model: Annotated[str, typer.Argument(help="model directory, or a bundled model")] = "tiny",
     config: Annotated[Path | None, _option("YAML file of `baton serve`")] = None,
     json: Json = False,
     **flags: Any,

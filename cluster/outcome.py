@@ -115,7 +115,10 @@ class ExitCode(IntEnum):
 
 _DAMAGED = "fix or download the directory again"
 _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
-    (ModelMissing, "give --model a Hugging Face model directory, or `tiny` for the bundled one"),
+    (
+        ModelMissing,
+        "give --model a Hugging Face model directory, or the name of a bundled one: tiny, tiny-hybrid, tiny-mla",
+    ),
     (ModelFileDamaged, _DAMAGED),
     (ModelTensorMissing, _DAMAGED),
     (ModelTensorUnexpected, _DAMAGED),

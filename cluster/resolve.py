@@ -28,7 +28,7 @@ from baton.core.kv_transports import AUTO, KV_TRANSPORTS, control_channel, one_s
 from baton.core.telemetry.span_export import SpanFile
 from baton.core.tls_files import TlsFiles
 
-BUNDLED_MODELS = ("tiny", "tiny-pruned")
+BUNDLED_MODELS = ("tiny", "tiny-pruned", "tiny-hybrid", "tiny-mla")
 BUNDLED_DRAFTERS = ("tiny-eagle3",)
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
 # Of the names that both configurations have: what a worker gets is decided below, not copied.

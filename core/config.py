@@ -69,7 +69,7 @@ class ServeConfig(BaseModel):
 
     model: str = _model(
         "tiny",
-        "Hugging Face directory, or a bundled model: tiny, tiny-pruned",
+        "Hugging Face directory, or a bundled model: tiny, tiny-pruned, tiny-hybrid, tiny-mla",
         metavar="dir",
         vllm="--model",
         min_length=1,

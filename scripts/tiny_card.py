@@ -1,4 +1,4 @@
-"""The tiny model's card, every figure of it taken from the training report."""
+"""The tiny models' cards, every figure of it taken from the training report."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ TEMPLATE = """\
 license: apache-2.0
 library_name: transformers
 pipeline_tag: text-generation
-tags: [qwen3_moe, mtp, speculative-decoding]
+tags: [{tag}, mtp, speculative-decoding]
 ---
 
-# tiny
+# {title}
 
-A {total_m:.2f} M-parameter mixture-of-experts model of the Qwen3-MoE architecture with a
+A {total_m:.2f} M-parameter mixture-of-experts model of the {architecture} architecture with a
 multi-token-prediction (MTP) head, trained on the sources of Python's standard library. It exists
-so that serving code can be run, tested and measured with text that means something: routing,
-grouped-query attention and draft acceptance behave as in a large model, and it fits in a package.
+so that serving code can be run, tested and measured with text that means something: {behaving} \
+and draft acceptance behave as in a large model, and it fits in a package.
 It is not a coding assistant.
 
 ## Shape
@@ -24,15 +24,14 @@ It is not a coding assistant.
 | --- | --- |
 | parameters | {total:,} ({trunk:,} trunk, {mtp:,} MTP head) |
 | layers, hidden size | {layers} + 1 MTP layer, {hidden} |
-| attention | {heads} query heads, {kv_heads} key-value heads of {head_dim}, QK-norm |
-| experts | {experts} of width {expert_width}, top {top_k}, renormalised |
+{layer_rows}
 | vocabulary | {vocab}, byte-level BPE, embedding and LM head tied |
 | positions | {max_positions}, RoPE base {rope_theta:g} |
-| weights | bfloat16, one `model.safetensors`, published Qwen3-MoE and `mtp.*` names |
+| weights | bfloat16, one `model.safetensors`, published {names} names |
 
 MTP entry `i` takes token `i + 1` and the trunk's hidden state `i` (after the final norm) and
 predicts token `i + 2`; for further drafts the head is chained on its own normed output.
-`transformers` loads the trunk and ignores `mtp.*`.
+`transformers` loads the trunk and ignores {head_names}.
 
 `<|endoftext|>` precedes and closes every file, and is the end and padding token. `<|im_start|>`
 and `<|im_end|>` are in the vocabulary, and a chat template uses them, so that chat paths can be
@@ -93,7 +92,7 @@ Version 2), copyright the Python Software Foundation. The weights are under Apac
 
 ## Training
 
-The trunk took {steps:,} steps of {batch} windows of {length} tokens ({epochs:.0f} passes), with the
+{budget}The trunk took {steps:,} steps of {batch} windows of {length} tokens ({epochs:.0f} passes), with the
 MTP head's loss at weight {joint:g}, dropout {dropout:g} and weight decay {decay:g}; Muon for
 matrices, AdamW for the rest, the rate falling linearly to zero. The head alone then took
 {head_steps:,} steps of {head_batch} windows against the frozen trunk's predictions, chained three
@@ -101,7 +100,7 @@ deep. {seconds:.0f} s in all on {hardware} with torch {torch}. To reproduce (up 
 the rounding of other hardware and library versions):
 
 ```
-python scripts/train_tiny.py --out assets/tiny --corpus DIR
+python scripts/train_tiny.py {flags}--out assets/{title} --corpus DIR
 ```
 
 where `DIR` is the installed standard library of CPython 3.11.7, by default that of the running
@@ -114,6 +113,53 @@ comments, follows no instructions, loops under greedy decoding, and has seen at 
 {max_positions} positions. It can repeat its training text.
 """
 
+MOE = {
+    "title": "tiny",
+    "tag": "qwen3_moe",
+    "architecture": "Qwen3-MoE",
+    "behaving": "routing,\ngrouped-query attention",
+    "layer_rows": (
+        "| attention | {heads} query heads, {kv_heads} key-value heads of {head_dim}, QK-norm |\n"
+        "| experts | {experts} of width {expert_width}, top {top_k}, renormalised |"
+    ),
+    "names": "Qwen3-MoE and `mtp.*`",
+    "head_names": "`mtp.*`",
+    "flags": "",
+}
+HYBRID = {
+    "title": "tiny-hybrid",
+    "tag": "qwen3_5_moe_text",
+    "architecture": "Qwen3.5-MoE",
+    "behaving": "gated\ndelta nets, gated attention, routing",
+    "layer_rows": (
+        "| gated delta nets | all but each {interval}th layer; {delta_key_heads} key heads of {delta_key_dim}, "
+        "{delta_value_heads} value heads of {delta_value_dim}, convolution over {taps} positions |\n"
+        "| attention | the others and the MTP layer; {heads} query heads, {kv_heads} key-value heads of {head_dim}, "
+        "QK-norm, output gate, {turned_share:.0%} of the columns turned |\n"
+        "| experts | {experts} of width {expert_width}, top {top_k}, renormalised, and a gated shared one of width "
+        "{shared_width} |"
+    ),
+    "names": "Qwen3.5-MoE and `mtp.*`",
+    "head_names": "`mtp.*`",
+    "flags": "--family hybrid ",
+}
+MLA = {
+    "title": "tiny-mla",
+    "tag": "deepseek_v3",
+    "architecture": "DeepSeek-V3",
+    "behaving": "latent\nattention, routing in groups",
+    "layer_rows": (
+        "| attention | {heads} heads over a latent of {latent_dim} and {rope_dim} turned columns; queries of a latent "
+        "of {query_rank}; {nope_dim} + {rope_dim} columns of a query, {value_dim} of a value |\n"
+        "| experts | {experts} of width {expert_width} in {groups} groups, top {top_k} of {kept_groups} groups, by "
+        "sigmoids and a bias, and a shared one; first {dense_layers} dense, of width {dense_width} |"
+    ),
+    "names": "DeepSeek-V3",
+    "head_names": "the head, layer `{layers}`",
+    "flags": "--family mla ",
+}
+FAMILIES = {"moe": MOE, "hybrid": HYBRID, "mla": MLA}
+
 
 def render(report: dict[str, Any]) -> str:
     """Return the card."""
@@ -124,6 +170,13 @@ def render(report: dict[str, Any]) -> str:
         run = runs[f"k{depth}"]
         by_depth = ", ".join(f"{value:.3f}" for value in run["acceptance_by_depth"])
         rows.append(f"| k = {depth} | {run['acceptance']:.3f} | {by_depth} | {run['tokens_per_step']:.2f} |")
+    steps = report["trunk_training"].get("steps", plan["steps"])
+    budget = ""
+    if plan.get("trunk_seconds"):
+        budget = (
+            f"Time bound the steps: {plan['trunk_seconds']:g} s of the trunk, {plan['head_seconds']:g} s of the head.\n"
+        )
+    family = FAMILIES[plan.get("family", "moe")]
     pairs = zip(drafts["same_choice_by_depth"], drafts["common_probability_by_depth"], strict=True)
     values = {
         **shape,
@@ -145,9 +198,13 @@ def render(report: dict[str, Any]) -> str:
         ),
         "sample": (report["sample"]["prompt"] + report["sample"]["greedy"]).rstrip(),
         "shared": data["held_out_in_shared_5_line_runs"],
-        "epochs": plan["steps"] * plan["batch"] * plan["length"] / data["train_tokens"],
+        "steps": steps,
+        "head_steps": report["head_training"].get("steps", plan["head_steps"]),
+        "budget": budget,
+        "epochs": steps * plan["batch"] * plan["length"] / data["train_tokens"],
         "seconds": report["trunk_training"]["seconds"] + report["head_training"]["seconds"],
         "hardware": f"one {report['environment']['hardware']}",
         "torch": report["environment"]["torch"],
     }
-    return TEMPLATE.format(**values)
+    parts = {key: text.format(**values) for key, text in family.items()}
+    return TEMPLATE.format(**values, **parts)

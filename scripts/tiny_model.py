@@ -5,9 +5,10 @@ routing weights that are zero outside the top k. At these sizes that beats any d
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -228,33 +229,39 @@ class TinyBlock(nn.Module):
 class Trunk(nn.Module):
     """Embedding, decoder layers and the final norm."""
 
-    def __init__(self, shape: TinyShape) -> None:
+    def __init__(self, shape: Any, block: Callable[[int], nn.Module], norm: type[Norm] = Norm) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(TinyBlock(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape.hidden, shape.eps)
+        self.layers = nn.ModuleList(block(index) for index in range(shape.layers))
+        self.norm = norm(shape.hidden, shape.eps)
 
 
 class Head(nn.Module):
     """The MTP head: one decoder layer over (next token, hidden state) pairs."""
 
-    def __init__(self, shape: TinyShape) -> None:
+    def __init__(self, shape: Any, block: nn.Module, norm: type[Norm] = Norm) -> None:
         super().__init__()
-        self.pre_fc_norm_embedding = Norm(shape.hidden, shape.eps)
-        self.pre_fc_norm_hidden = Norm(shape.hidden, shape.eps)
+        self.pre_fc_norm_embedding = norm(shape.hidden, shape.eps)
+        self.pre_fc_norm_hidden = norm(shape.hidden, shape.eps)
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
-        self.layers = nn.ModuleList([TinyBlock(shape)])
-        self.norm = Norm(shape.hidden, shape.eps)
+        self.layers = nn.ModuleList([block])
+        self.norm = norm(shape.hidden, shape.eps)
 
 
 class Tiny(nn.Module):
-    """Trunk and MTP head, sharing the embedding and (tied to it) the LM head."""
+    """Trunk and MTP head, sharing the embedding and (tied to it) the LM head.
 
-    def __init__(self, shape: TinyShape, dtype: torch.dtype) -> None:
+    Another family overrides what makes a block, how positions turn heads, and how tensors are published.
+    """
+
+    norm: type[Norm] = Norm
+    wide: tuple[str, ...] = ()  # ends of names of tensors that are stored in float32
+
+    def __init__(self, shape: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.dtype = shape, dtype
-        self.model = Trunk(shape)
-        self.mtp = Head(shape)
+        self.model = Trunk(shape, self.block, self.norm)
+        self.mtp = Head(shape, self.block(shape.layers), self.norm)
         for name, weight in self.named_parameters():
             if name.endswith("o_proj.weight"):
                 nn.init.zeros_(weight)
@@ -263,11 +270,29 @@ class Tiny(nn.Module):
             elif name.endswith(("embed_tokens.weight", "gate.weight")):
                 nn.init.normal_(weight, std=0.02)
 
-    def blocks(self) -> Iterator[TinyBlock]:
+    def block(self, index: int) -> nn.Module:
+        """Return a new decoder layer; the MTP head's has the index after the trunk's last."""
+        del index
+        return TinyBlock(self.shape)
+
+    def rope(self, positions: Tensor) -> Rope:
+        """Return what layers turn heads by at the positions."""
+        return rope_tables(self.shape, positions)
+
+    def adjust_routers(self, part: nn.Module) -> None:
+        """Follow the last step's load in `part`, the model or its head, if the family's routers have a bias."""
+
+    def to_published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, one for each expert, by the family's names and in its form."""
+        return tensors
+
+    def from_published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what `to_published` was given."""
+        return tensors
+
+    def blocks(self) -> Iterator[Any]:
         """Yield every decoder layer, the head's last."""
-        for layer in [*self.model.layers, *self.mtp.layers]:
-            assert isinstance(layer, TinyBlock)
-            yield layer
+        yield from [*self.model.layers, *self.mtp.layers]
 
     def set_dropout(self, rate: float) -> None:
         """Set the rate that training mode applies."""
@@ -294,7 +319,7 @@ class Tiny(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the trunk's normed hidden states [batch, time, hidden] and the balance loss."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = rope_tables(self.shape, places)
+        rope = self.rope(places)
         x = self.embed(tokens)
         total = torch.zeros((), device=tokens.device)
         for layer in self.model.layers:
@@ -319,23 +344,24 @@ class Tiny(nn.Module):
             self.mtp.pre_fc_norm_hidden(hidden),
         ]
         x = linear(torch.cat(pair, -1), self.mtp.fc.weight)
-        rope = rope_tables(self.shape, positions)
+        rope = self.rope(positions)
         x, keys, balance = self.mtp.layers[0](x, rope, past, mask)
         return self.mtp.norm(x), keys, balance
 
 
 def published(model: Tiny) -> dict[str, Tensor]:
-    """Return bfloat16 weights under the published names, one tensor per expert."""
+    """Return bfloat16 weights, float32 where the family wants it, under the published names."""
     tensors: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
-        weight = weight.detach().to("cpu", torch.bfloat16)
+        dtype = torch.float32 if name.endswith(model.wide) else torch.bfloat16
+        weight = weight.detach().to("cpu", dtype)
         prefix, _, part = name.rpartition(".")
         if part in EXPERT_PARTS:
             for index, expert in enumerate(weight):
                 tensors[f"{prefix}.{index}.{part}.weight"] = expert.contiguous()
         else:
             tensors[name] = weight.contiguous()
-    return tensors
+    return model.to_published(tensors)
 
 
 def export(model: Tiny, out: Path, end: int) -> None:
@@ -351,8 +377,8 @@ def export(model: Tiny, out: Path, end: int) -> None:
 
 def reload(model: Tiny, out: Path) -> Tiny:
     """Build a second model from the exported weights: what is shipped is what is measured."""
-    stored = load_file(out / "model.safetensors")
-    fresh = Tiny(model.shape, model.dtype)
+    fresh = type(model)(model.shape, model.dtype)
+    stored = fresh.from_published(load_file(out / "model.safetensors"))
     state: dict[str, Tensor] = {}
     for name in fresh.state_dict():
         prefix, _, part = name.rpartition(".")

@@ -49,14 +49,14 @@ class Muon:
 
 
 class Optimiser:
-    """Muon for matrices, AdamW for embeddings, routers and norms; warm-up, then linear decay."""
+    """Muon for matrices, AdamW for embeddings, routers, convolutions and norms; warm-up, then linear decay."""
 
     def __init__(self, model: nn.Module, rate: float, decay: float, steps: int) -> None:
         matrices, rest, plain = [], [], []
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
                 plain.append(weight)
-            elif name.endswith(("embed_tokens.weight", "gate.weight")):
+            elif name.endswith(("embed_tokens.weight", "gate.weight", "conv1d.weight")):
                 rest.append(weight)
             else:
                 matrices.append(weight)
@@ -66,9 +66,9 @@ class Optimiser:
         self._adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
         self._rate, self._steps, self._warm = rate, steps, max(1, min(100, steps // 10))
 
-    def step(self, done: int) -> None:
-        """Apply the gradients; `done` counts the steps before this one."""
-        slope = min((done + 1) / self._warm, 1 - done / self._steps)
+    def step(self, done: int, left: float | None = None) -> None:
+        """Apply the gradients; `done` counts the steps before this one, `left` is the share left if time binds."""
+        slope = min((done + 1) / self._warm, 1 - done / self._steps if left is None else left)
         self._muon.step(self._rate * slope)
         for group in self._adam.param_groups:
             group["lr"] = self._rate * slope

@@ -1,12 +1,14 @@
-"""Train the tiny Qwen3-MoE model with an MTP head on the standard library's sources.
+"""Train a tiny model with an MTP head, of one of three families, on the standard library's sources.
 
-`python scripts/train_tiny.py --out assets/tiny` reproduces the shipped directory. The trunk is
-trained first and its best held-out checkpoint kept; the MTP head then learns, with the trunk
-frozen, to foresee the trunk's own predictions, since agreement with them is what acceptance is.
+`python scripts/train_tiny.py --out assets/tiny` reproduces the shipped directory of Qwen3-MoE's family; `--family
+hybrid` and `--family mla` make those of Qwen3.5-MoE's and DeepSeek-V3's. The trunk is trained first and its best
+held-out checkpoint kept; the MTP head then learns, with the trunk frozen, to foresee the trunk's own predictions, since
+agreement with them is what acceptance is. `--trunk-seconds` and `--head-seconds` bind either by time instead of steps.
 """
 
 import argparse
 import copy
+import functools
 import json
 import math
 import platform
@@ -20,6 +22,8 @@ import numpy as np
 import tiny_card  # type: ignore[import-not-found]
 import tiny_corpus  # type: ignore[import-not-found]
 import tiny_eval  # type: ignore[import-not-found]
+import tiny_hybrid  # type: ignore[import-not-found]
+import tiny_mla  # type: ignore[import-not-found]
 import tiny_model  # type: ignore[import-not-found]
 import torch
 from tiny_model import Tiny, TinyShape
@@ -37,6 +41,7 @@ SAMPLE = 'import os\n\n\ndef count_lines(path):\n    """Return the number of lin
 class TrainingPlan:
     """How to train; every field is a flag."""
 
+    family: str = "moe"
     out: Path = Path("assets/tiny")
     corpus: Path = field(default_factory=lambda: Path(sysconfig.get_path("stdlib")))
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,6 +49,8 @@ class TrainingPlan:
     split_seed: int = 0
     steps: int = 7000
     head_steps: int = 2500
+    trunk_seconds: float = 0.0  # if not 0, they bind in place of `steps`, compilation included
+    head_seconds: float = 0.0
     batch: int = 16
     head_batch: int = 8
     length: int = 2048
@@ -58,6 +65,24 @@ class TrainingPlan:
     fresh: int = 128
     compile: int = int(torch.cuda.is_available())
 
+
+FAMILIES = {
+    "moe": (TinyShape, Tiny, TrainingPlan()),
+    "hybrid": (
+        tiny_hybrid.HybridShape,
+        tiny_hybrid.TinyHybrid,
+        TrainingPlan(
+            family="hybrid", out=Path("assets/tiny-hybrid"), trunk_seconds=190.0, head_seconds=70.0, eval_every=1000
+        ),
+    ),
+    "mla": (
+        tiny_mla.MlaShape,
+        tiny_mla.TinyMla,
+        TrainingPlan(
+            family="mla", out=Path("assets/tiny-mla"), trunk_seconds=190.0, head_seconds=70.0, eval_every=1000
+        ),
+    ),
+}
 
 # What the figures depend on, and what is true of any machine.
 TOLD = {item.name for item in fields(TrainingPlan)} - {"out", "corpus", "device"}
@@ -127,18 +152,77 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+class Schedule:
+    """How much of a phase is left: of its steps, or of its seconds, from the end of the first steps on."""
+
+    SETTLED = 5  # steps that may compile
+
+    def __init__(self, steps: int, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._steps, self._seconds, self._clock = steps, seconds, clock
+        self._start = self._mark = clock()
+
+    def left(self, done: int) -> float | None:
+        """Return the share that is left after `done` steps, None where steps are counted."""
+        if not self._seconds:
+            return None
+        now = self._clock()
+        if done <= self.SETTLED:
+            self._mark = now
+        end = self._start + self._seconds
+        return min(1.0, max(0.0, end - now) / max(1e-9, end - self._mark))
+
+    def is_last(self, done: int) -> bool:
+        """Say whether the phase ends once `done` steps are done."""
+        left = self.left(done)
+        return done >= self._steps if left is None else left <= 0.0
+
+
+def first_step(
+    compute: Callable[[bool], tuple[Tensor, ...]], compiled: bool, to_eager: Callable[[], None]
+) -> tuple[bool, tuple[Tensor, ...]]:
+    """Compute a loss and its gradients, compiled or, if that fails, eagerly; return whether compiled, and the values.
+
+    Args:
+        compute: given whether to compile, returns the loss and what else is to be told.
+        compiled: whether to try.
+        to_eager: drops what is compiled, and gradients.
+    """
+    if compiled:
+        try:
+            found = compute(True)
+            found[0].backward()
+        except Exception as error:  # noqa: BLE001 - of any of the compiler's parts; told, and only speed is lost
+            say(f"compilation failed, going on without: {type(error).__name__}: {str(error)[:2000]}")
+            to_eager()
+        else:
+            return True, found
+    found = compute(False)
+    found[0].backward()
+    return False, found
+
+
+def to_eager(model: Tiny) -> None:
+    """Drop what is compiled, and gradients."""
+    model.set_compiled(False)
+    model.zero_grad(set_to_none=True)
+
+
 def train_trunk(
-    model: Tiny, plan: TrainingPlan, files: Sequence[np.ndarray], measure: Callable[[], float]
+    model: Tiny, plan: TrainingPlan, files: Sequence[np.ndarray], measure: Callable[[bool], float]
 ) -> dict[str, object]:
     """Train the trunk and leave the checkpoint with the best held-out figure in the model."""
-    loss_of = torch.compile(next_token_loss, dynamic=False) if plan.compile else next_token_loss
+    losses = {
+        False: next_token_loss,
+        True: torch.compile(next_token_loss, dynamic=False) if plan.compile else next_token_loss,
+    }
     optimiser = Optimiser(model if plan.joint else model.model, plan.rate, plan.decay, plan.steps)
     batches = device_batches(plan, files, plan.batch, plan.seed)
     best, best_state, history = math.inf, model.state_dict(), []
     start, mark = time.perf_counter(), time.perf_counter()
-    for step in range(plan.steps):
-        model.train()
-        windows = next(batches)
+    schedule, step, compiled, counted = Schedule(plan.steps, plan.trunk_seconds), 0, bool(plan.compile), 0
+
+    def losses_of(windows: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
+        loss_of = losses[compiled]
         hidden, balance = model(windows[:, :-1])
         loss = loss_of(hidden, model.model.embed_tokens.weight, windows[:, 1:])
         total = loss + BALANCE * balance
@@ -147,41 +231,70 @@ def train_trunk(
             state, _, balance = model.draft(windows[:, 1:-1], hidden[:, :-1], places)
             ahead = loss_of(state, model.model.embed_tokens.weight, windows[:, 2:])
             total = total + plan.joint * ahead + BALANCE * balance
-        total.backward()
-        optimiser.step(step)
-        done = step + 1
-        if done % plan.eval_every == 0 or done == plan.steps:
+        return total, loss
+
+    while not schedule.is_last(step):
+        model.train()
+        windows = next(batches)
+        if step == 0:
+            compiled, (_, loss) = first_step(
+                functools.partial(losses_of, windows), compiled, functools.partial(to_eager, model)
+            )
+        else:
+            total, loss = losses_of(windows, compiled)
+            total.backward()
+        optimiser.step(step, schedule.left(step))
+        model.adjust_routers(model)
+        step = done = step + 1
+        if done % plan.eval_every == 0 or schedule.is_last(done):
             nats = float(loss.detach())
-            speed = plan.eval_every * plan.batch * plan.length / (time.perf_counter() - mark)
-            bits = measure()
+            speed = (done - counted) * plan.batch * plan.length / (time.perf_counter() - mark)
+            bits = measure(compiled)
             history.append({"step": done, "train_nats": round(nats, 4), "held_out": round(bits, 4)})
             say(f"step {done}: loss {nats:.4f}, held-out {bits:.4f} bits/byte, {speed:.0f} tokens/s")
             if bits < best:
                 best, best_state = bits, copy.deepcopy(model.state_dict())
-            mark = time.perf_counter()
+            mark, counted = time.perf_counter(), done
     model.load_state_dict(best_state)
-    return {"seconds": round(time.perf_counter() - start, 1), "history": history}
+    told = {"steps": step} if plan.trunk_seconds else {}
+    return {**told, "seconds": round(time.perf_counter() - start, 1), "history": history}
 
 
 def train_head(model: Tiny, plan: TrainingPlan, files: Sequence[np.ndarray]) -> dict[str, object]:
     """Train the MTP head in a chain, the trunk frozen."""
-    loss_of = torch.compile(draft_loss, dynamic=False) if plan.compile else draft_loss
+    losses = {False: draft_loss, True: torch.compile(draft_loss, dynamic=False) if plan.compile else draft_loss}
     model.eval()
     model.model.requires_grad_(False)
     optimiser = Optimiser(model.mtp, plan.head_rate, plan.decay, plan.head_steps)
     batches = device_batches(plan, files, plan.head_batch, plan.seed + 1)
     start, agreements = time.perf_counter(), [torch.zeros(())]
-    for step in range(plan.head_steps):
-        loss, agreements = chained_loss(model, next(batches)[:, :-1], plan.hard, loss_of)
-        loss.backward()
-        optimiser.step(step)
-        if (step + 1) % plan.eval_every == 0:
+    schedule, step, compiled = Schedule(plan.head_steps, plan.head_seconds), 0, bool(plan.compile)
+
+    def losses_of(tokens: Tensor, compiled: bool) -> tuple[Tensor, ...]:
+        loss, same = chained_loss(model, tokens, plan.hard, losses[compiled])
+        return loss, *same
+
+    while not schedule.is_last(step):
+        tokens = next(batches)[:, :-1]
+        if step == 0:
+            compiled, (loss, *agreements) = first_step(
+                functools.partial(losses_of, tokens), compiled, functools.partial(to_eager, model)
+            )
+        else:
+            loss, *agreements = losses_of(tokens, compiled)
+            loss.backward()
+        optimiser.step(step, schedule.left(step))
+        model.adjust_routers(model.mtp)
+        step += 1
+        if step % plan.eval_every == 0:
             seconds = time.perf_counter() - start
-            speed = (step + 1) * plan.head_batch * plan.length / seconds
+            speed = step * plan.head_batch * plan.length / seconds
             same = ", ".join(f"{float(value):.3f}" for value in agreements)
-            say(f"head step {step + 1}: loss {float(loss.detach()):.4f}, same {same}, {speed:.0f} tokens/s")
+            say(f"head step {step}: loss {float(loss.detach()):.4f}, same {same}, {speed:.0f} tokens/s")
     model.model.requires_grad_(True)
+    told = {"steps": step} if plan.head_seconds else {}
     return {
+        **told,
         "seconds": round(time.perf_counter() - start, 1),
         "agreement_on_training_text": [round(float(value), 4) for value in agreements],
     }
@@ -304,21 +417,21 @@ def train(plan: TrainingPlan, shape: TinyShape) -> dict[str, object]:
     size = sum(document.size for document in corpus.held_out)
 
     dtype = torch.bfloat16 if plan.device.startswith("cuda") else torch.float32
-    model = Tiny(shape, dtype).to(plan.device)
+    model = FAMILIES[plan.family][1](shape, dtype).to(plan.device)
     model.set_dropout(plan.dropout)
 
-    def held_out_bits() -> float:
+    def held_out_bits(compiled: bool) -> float:
         model.set_compiled(False)  # the windows' shape would be compiled for a few batches only
         bits = float(tiny_eval.bits_per_byte(model, held_out, size, 0))
-        model.set_compiled(bool(plan.compile))
+        model.set_compiled(compiled)
         return bits
 
     model.set_compiled(bool(plan.compile))
     trunk = train_trunk(model, plan, files, held_out_bits)
+    tiny_model.export(model, plan.out, 0)  # whatever comes of the head, of which this has a joint one
     head = train_head(model, plan, files)
     tiny_model.export(model, plan.out, 0)
-    report = {
-        **measure(tiny_model.reload(model, plan.out), plan, tokenizer, held_out, size),
+    report: dict[str, object] = {
         "shape": asdict(shape),
         "plan": {key: value for key, value in asdict(plan).items() if key in TOLD},
         "data": data,
@@ -327,27 +440,36 @@ def train(plan: TrainingPlan, shape: TinyShape) -> dict[str, object]:
         "environment": environment(plan),
     }
     (plan.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    say(f"weights are written; trained for {trunk['seconds']} s and {head['seconds']} s")
+    report = {**measure(tiny_model.reload(model, plan.out), plan, tokenizer, held_out, size), **report}
+    (plan.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     (plan.out / "README.md").write_text(tiny_card.render(report))
     say(f"held-out {report['held_out_bits_per_byte']} bits/byte with the exported weights")
     return report
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[TrainingPlan, TinyShape]:
-    """Read every field of the plan and of the shape from a flag of its name."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    plan, shape = TrainingPlan(), TinyShape()
+    """Read every field of the plan and of the family's shape from a flag of its name."""
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--family", choices=FAMILIES, default="moe")
+    family = first.parse_known_args(arguments)[0].family
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], parents=[first])
+    shape_type, _, plan = FAMILIES[family]
+    shape = shape_type()
     for default in (plan, shape):
         for item in fields(default):
             value = getattr(default, item.name)
-            flag = "--" + item.name.replace("_", "-")
-            parser.add_argument(flag, type=type(value), default=value, metavar=str(value))
+            if item.name != "family":
+                flag = "--" + item.name.replace("_", "-")
+                parser.add_argument(flag, type=type(value), default=value, metavar=str(value))
     chosen = vars(parser.parse_args(arguments))
     if not chosen["corpus"].is_dir():
         parser.error(f"argument --corpus: {chosen['corpus']} is no directory")
     plan_values = {item.name: chosen[item.name] for item in fields(plan)}
-    return TrainingPlan(**plan_values), TinyShape(**{item.name: chosen[item.name] for item in fields(shape)})
+    return TrainingPlan(**plan_values), shape_type(**{item.name: chosen[item.name] for item in fields(shape)})
 
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 32  # trunk and head, with and without gradients, long and one shorter
     train(*parse())

@@ -39,6 +39,15 @@ def test_a_model_is_known_by_its_directory(model):
     assert (found.path, found.name, found.max_model_len) == (model.resolve(), model.name, 512)
 
 
+def test_what_is_bundled_has_a_name():
+    assets = Path(__file__).parents[2].resolve() / "assets"
+    bundled = {path.parent.name for path in assets.glob("*/config.json")}
+    assert bundled == {*resolve.BUNDLED_MODELS, *resolve.BUNDLED_DRAFTERS}
+    for name in resolve.BUNDLED_MODELS:
+        found = resolve.find_model(name)
+        assert (found.path, found.name, found.num_mtp_layers) == (assets / name, name, 1)
+
+
 def test_a_nested_text_config_holds_the_length(model):
     (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 99}}))
     assert resolve.find_model(str(model)).max_model_len == 99

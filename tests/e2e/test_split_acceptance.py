@@ -61,9 +61,9 @@ def counts_of(counts):
     return counts.num_verify_steps, counts.num_draft_tokens, counts.num_accepted_tokens
 
 
-def locally(model, tokenizer, requests, num_drafts):
+def locally(model, tokenizer, requests, num_drafts, **options):
     """As one process runs them."""
-    options = {"num_blocks": 512, "block_size": 16, "chunk_len": 1024, "max_num_sequences": NUM_PROMPTS}
+    options |= {"num_blocks": 512, "block_size": 16, "chunk_len": 1024, "max_num_sequences": NUM_PROMPTS}
     engine = LocalEngine(model, tokenizer, num_draft_tokens=num_drafts, **options)
     rounds = itertools.zip_longest(*map(engine.run, requests))
     answers = []
