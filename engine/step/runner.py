@@ -442,7 +442,13 @@ class Runner:
             work.prompt = PromptInputs(
                 rows=prefill_inputs(work.chunks, self._pool),
                 sampling=self._table.sampling.rows(slots, work.sampled_params) if slots else None,
-                grammar=self._grammar_rows(slots, is_alone=batch is None, known=work.known),
+                grammar=self._grammar_rows(
+                    slots,
+                    is_alone=batch is None,
+                    known=work.known,
+                    # A row whose mask is late is computed once more, which a state that has taken it in forbids.
+                    is_patient=self._pool.layout.has_state,
+                ),
             )
         # A slot may be read and overwritten by one step: all are read first.
         for source, target in work.begin_with:
@@ -596,7 +602,12 @@ class Runner:
         return found
 
     def _grammar_rows(
-        self, slots: Sequence[int], *, is_alone: bool, known: frozenset[int] = frozenset()
+        self,
+        slots: Sequence[int],
+        *,
+        is_alone: bool,
+        known: frozenset[int] = frozenset(),
+        is_patient: bool = False,
     ) -> GrammarRows | None:
         """The grammars of rows; those whose next token is `known` have taken it already."""
         rows = [(row, slot) for row, slot in enumerate(slots) if row not in known] if self._states else ()
@@ -604,7 +615,9 @@ class Runner:
         if not states:
             return None
         is_alone = is_alone and len(states) == len(slots)
-        return GrammarRows(states, self._pool.device, self._emitted, self._communicator, is_alone=is_alone)
+        return GrammarRows(
+            states, self._pool.device, self._emitted, self._communicator, is_alone=is_alone, is_patient=is_patient
+        )
 
     def _grammar_errors(self, slots: Sequence[int]) -> dict[int, BatonError]:
         """What ended sequences of a step that was sampled, by their place among its rows."""

@@ -7,12 +7,15 @@ and verdicts are those of each request alone, without drafts, with budgets that 
 import dataclasses
 import json
 import random
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
+from baton.core.numerics import Numerics
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.core.verification import VerificationConfig, VerificationMode
@@ -20,6 +23,7 @@ from baton.engine.grammar.grammar import QUICK_LIMITS, GrammarBudget, GrammarCom
 from baton.engine.grammar.masks import GrammarMasks
 from baton.engine.grammar.walk import GrammarLookahead
 from baton.engine.local import LocalEngine
+from baton.model.loader import load_model
 from baton.tests.model.ranks import on_ranks
 
 TIGHT = (
@@ -79,11 +83,13 @@ def engine_of(model, tokenizer, k, budget=None, **options):
     )
 
 
-def request_of(number, prompt, spec, seed, k, temperature=1.0, max_tokens=MAX_TOKENS):
+def request_of(number, prompt, spec, seed, k, temperature=1.0, max_tokens=MAX_TOKENS, logprobs=None):
     return GenerationRequest(
         key=AttemptKey(f"v{number}", 1),
         prompt_token_ids=prompt,
-        sampling=SamplingParams(seed=seed, max_tokens=max_tokens, grammar=spec, temperature=temperature),
+        sampling=SamplingParams(
+            seed=seed, max_tokens=max_tokens, grammar=spec, temperature=temperature, logprobs=logprobs
+        ),
         deadline_s=float("inf"),
         num_draft_tokens=k,
     )
@@ -339,3 +345,24 @@ def test_a_spent_budget_is_an_error_of_its_own(tiny_model, tiny_tokenizer, tiny_
     assert isinstance(bad.error, GrammarBudgetExceeded)
     assert not isinstance(bad.error, InvalidGrammar)
     assert good.error is None
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_late_grammar_changes_no_token_where_layers_keep_state(k, tiny_tokenizer, tiny_prompts, monkeypatch):
+    """What a state has taken in cannot be computed once more: a prompt's end waits for its mask."""
+    path = Path(str(resources.files("baton.assets") / "tiny-hybrid"))
+    model = load_model(path, dtype=torch.float64, device=torch.device("cpu"), numerics=Numerics.DEFAULT, with_mtp=True)
+    spec = GrammarSpec("regex", "(.*[aeiou].{6})")
+    text = [token for prompt in tiny_prompts for token in prompt]
+
+    def answers():
+        requests = [
+            request_of(at, text[at : at + length], spec, at, k, max_tokens=12, logprobs=2)
+            for at, length in enumerate((15, 16, 17, 31, 32, 33, 64, 70))
+        ]
+        results = engine_of(model, tiny_tokenizer, k).generate(requests)
+        return verdicts(results), [one.logprob for result in results for one in result.logprobs]
+
+    tokens, logprobs = answers()
+    come_late(monkeypatch, random.Random(1), 0.7)
+    assert answers() == (tokens, pytest.approx(logprobs, abs=1e-9))
