@@ -183,7 +183,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "eos_token_id": 1,
     },
 }  # fmt: skip
-TINY: Final = "tiny"
+BUNDLED: Final = ("tiny", "tiny-hybrid", "tiny-mla")
 ALIASES: Final = {name.removeprefix("qwen3-"): name for name in SHAPES}
 
 
@@ -194,21 +194,21 @@ def full_name(name: str) -> str:
         ConfigInvalid: there is no such shape.
     """
     found = ALIASES.get(name, name)
-    if found != TINY and found not in SHAPES:
-        known = ", ".join([TINY, *ALIASES])
+    if found not in BUNDLED and found not in SHAPES:
+        known = ", ".join([*BUNDLED, *ALIASES])
         raise ConfigInvalid(f"--shape {name}: there are {known}", keys=["shape"])
     return found
 
 
 def write_shape(name: str, directory: Path, **changes: Any) -> Path:
-    """Write `directory`/config.json of a shape (`tiny` is the bundled model's), with some keys changed.
+    """Write `directory`/config.json of a shape (a bundled model's by its name), with some keys changed.
 
     Returns:
         `directory`, which is made if it is not there.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if name == TINY:
-        values = json.loads((resources.files("baton.assets") / TINY / "config.json").read_text(encoding="utf-8"))
+    if name in BUNDLED:
+        values = json.loads((resources.files("baton.assets") / name / "config.json").read_text(encoding="utf-8"))
     else:
         values = SHAPES[name]
     (directory / "config.json").write_text(json.dumps(values | changes, indent=2) + "\n")

@@ -42,7 +42,7 @@ def bench_kv(
 @app.command("decode")
 def bench_decode(
     shape: Annotated[
-        Text, _option("8b, 32b, llama-3.1-8b, ... or tiny, with random weights  [8b; tiny on a CPU]")
+        Text, _option("8b, 32b, llama-3.1-8b, ... or a bundled model, with random weights  [8b; tiny on a CPU]")
     ] = None,
     layers: Annotated[Count, _option("so many layers of the shape  [all]")] = None,
     scheduling: Annotated[str, typer.Option(help="comma-separated: sync, async")] = "sync,async",

@@ -16,7 +16,7 @@ from baton.bench.decode_bench import floor as decode_floor
 from baton.bench.decode_bench import tp_group as decode_tp_group
 from baton.bench.decode_bench.cell import DecodeCell, DecodeCells, StampedExecutor
 from baton.bench.decode_bench.options import read_options
-from baton.bench.model_shapes import write_shape
+from baton.bench.model_shapes import BUNDLED, full_name, write_shape
 from baton.cluster.commands.bench import format_decode
 from baton.core.errors import ConfigInvalid
 from baton.engine.step.executor import ThreadExecutor
@@ -24,6 +24,7 @@ from baton.engine.step.runner import Runner
 from baton.kvcache.layout import Keep, KVLayout, LayerLayout
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
+from baton.tests.e2e.conftest import TINY
 from baton.tests.engine.graphs import graphed
 
 CPU = torch.device("cpu")
@@ -138,6 +139,14 @@ def test_stamps_tell_steps_from_what_lies_between(monkeypatch):
     assert executor.take() == ([], [])
     executor.close()
     assert target.item() == 1.0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_model_is_a_shape_by_its_name(name, tmp_path):
+    assert full_name(name) == name
+    written = json.loads((write_shape(name, tmp_path, vocab_size=999) / "config.json").read_text())
+    assert written == json.loads((TINY.with_name(name) / "config.json").read_text()) | {"vocab_size": 999}
 
 
 @pytest.mark.fast
