@@ -29,7 +29,6 @@ class PlanOptions:
         max_part_len: positions of a part, at most.
         pdl: programmatic dependent launch of the second kernel.
         hopper: by `decode_hopper_triton`, whose tiles, rows, stages and warps are always the same.
-        ahead: of that form; a tile's scores begin before the sums of the one before it end.
     """
 
     tile: int
@@ -41,7 +40,6 @@ class PlanOptions:
     max_part_len: int = 4096
     pdl: bool = True
     hopper: bool = False
-    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
