@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from baton.kernels.attention.block_tables import in_words
 from baton.kernels.attention.merge_triton import merge_parts
 from baton.kernels.launcher import Constants, Launcher
-from baton.kernels.mla.decode_plan import Launch
+from baton.kernels.mla.decode_plan import MLALaunch
 from baton.kernels.mla.decode_triton import STRIDE_UNIT
 from baton.kernels.variant import Variant
 
@@ -274,7 +274,7 @@ def launch(
     rows_NSX: torch.Tensor,
     block_tables_BM: torch.Tensor,
     positions_BQ: torch.Tensor,
-    how: Launch,
+    how: MLALaunch,
 ) -> torch.Tensor:
     """Attention -> [B, Q, A, C]; everything was checked before, and fits."""
     num_sequences, num_queries, num_heads, row_len = query_BQAX.shape

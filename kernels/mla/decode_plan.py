@@ -16,7 +16,7 @@ _SLOTS = 132  # programs that an H200 holds at once: one for each multiprocessor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class MLAPlanOptions:
     """What is tuned; the fields of a row of the committed table.
 
     Attributes:
@@ -43,7 +43,7 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class MLALaunch:
     """What one call needs beside its tensors.
 
     Attributes:
@@ -58,10 +58,10 @@ class Launch:
     latent_dim: int
     max_context_len: int
     num_parts: int
-    options: PlanOptions
+    options: MLAPlanOptions
 
 
-def default_options(num_rows: int, *, on_hopper: bool = False) -> PlanOptions:
+def default_options(num_rows: int, *, on_hopper: bool = False) -> MLAPlanOptions:
     """The rule where no table knows better.
 
     The form for Hopper is the fastest for few rows too: such a step waits for latents, which TMA brings sooner.
@@ -72,13 +72,13 @@ def default_options(num_rows: int, *, on_hopper: bool = False) -> PlanOptions:
     """
     rows = min(MAX_ROWS, attention_plan.rows_of_program(num_rows))
     if on_hopper or rows == MAX_ROWS:
-        return PlanOptions(tile=64, rows=MAX_ROWS, swap=False, stages=2, warps=8, hopper=on_hopper)
-    return PlanOptions(tile=64, rows=rows, swap=True, stages=2, warps=4)
+        return MLAPlanOptions(tile=64, rows=MAX_ROWS, swap=False, stages=2, warps=8, hopper=on_hopper)
+    return MLAPlanOptions(tile=64, rows=rows, swap=True, stages=2, warps=4)
 
 
-def options_of_row(row: Mapping[str, Any]) -> PlanOptions:
+def options_of_row(row: Mapping[str, Any]) -> MLAPlanOptions:
     """A row of the committed table."""
-    return PlanOptions(**row)
+    return MLAPlanOptions(**row)
 
 
 def table_shape(num_rows: int, latent_dim: int) -> str:
@@ -87,7 +87,7 @@ def table_shape(num_rows: int, latent_dim: int) -> str:
 
 
 def num_parts(
-    num_sequences: int, num_rows: int, max_context_len: int, row_bytes: int, latent_dim: int, options: PlanOptions
+    num_sequences: int, num_rows: int, max_context_len: int, row_bytes: int, latent_dim: int, options: MLAPlanOptions
 ) -> int:
     """Parts of a sequence of `num_rows` rows of queries, over rows of `row_bytes`."""
     num_programs = num_sequences * -(-num_rows // options.rows)

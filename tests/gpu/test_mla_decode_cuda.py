@@ -5,7 +5,7 @@ import torch
 
 from baton.kernels.implementation import Implementation
 from baton.kernels.mla.decode import mla_decode
-from baton.kernels.mla.decode_plan import PlanOptions, default_options
+from baton.kernels.mla.decode_plan import MLAPlanOptions, default_options
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -59,17 +59,17 @@ def test_ragged_sequences(num_heads, num_queries, block_size):
 
 
 FORMS = {
-    "swapped": PlanOptions(tile=64, rows=16, swap=True, stages=2, warps=4),
-    "swapped by 8 warps": PlanOptions(tile=64, rows=16, swap=True, stages=2, warps=8),
-    "swapped, 32 rows": PlanOptions(tile=64, rows=32, swap=True, stages=2, warps=4),
-    "swapped, 32 rows by 8 warps": PlanOptions(tile=64, rows=32, swap=True, stages=2, warps=8),
-    "short tiles": PlanOptions(tile=32, rows=64, swap=False, stages=3, warps=8),
-    "plain": PlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8),
-    "for Hopper": PlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8, hopper=True),
-    "for Hopper, many parts": PlanOptions(
+    "swapped": MLAPlanOptions(tile=64, rows=16, swap=True, stages=2, warps=4),
+    "swapped by 8 warps": MLAPlanOptions(tile=64, rows=16, swap=True, stages=2, warps=8),
+    "swapped, 32 rows": MLAPlanOptions(tile=64, rows=32, swap=True, stages=2, warps=4),
+    "swapped, 32 rows by 8 warps": MLAPlanOptions(tile=64, rows=32, swap=True, stages=2, warps=8),
+    "short tiles": MLAPlanOptions(tile=32, rows=64, swap=False, stages=3, warps=8),
+    "plain": MLAPlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8),
+    "for Hopper": MLAPlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8, hopper=True),
+    "for Hopper, many parts": MLAPlanOptions(
         tile=64, rows=64, swap=False, stages=2, warps=8, hopper=True, max_part_len=128
     ),
-    "no early start": PlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8, pdl=False, max_part_len=256),
+    "no early start": MLAPlanOptions(tile=64, rows=64, swap=False, stages=2, warps=8, pdl=False, max_part_len=256),
 }
 
 
