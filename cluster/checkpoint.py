@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from baton.model.config import ModelConfig
     from baton.model.eagle_config import EagleConfig
     from baton.model.fp8_tensors import Fp8Tensors
+    from baton.model.latent_sizes import LatentSizes
     from baton.model.tensor_spec import TensorSpec
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -250,7 +251,7 @@ def _judge_pool(
     found.facts |= {"state_bytes_per_sequence": layout.bytes_per_state_slot, "state_checkpoints": None}
     if device != "cpu":
         if sizes.latent is not None:
-            found.notes.append("no kernel is made for attention over latents: torch computes the model, which is slow")
+            _collect(found, _judge_latents, sizes.latent, config.numerics)
         return
     num_slots = layout.num_state_slots(config.max_num_seqs or CPU_NUM_SEQS) + layout.has_state  # one is scratch
     room_bytes = (config.kv_memory_mib << 20) - num_slots * layout.bytes_per_state_slot
@@ -339,6 +340,15 @@ def _judge_tokenizer(config: ServeConfig, model: ModelDirectory) -> None:
 
     if not config.is_dummy or (model.path / "tokenizer.json").exists():
         Tokenizer.from_directory(model.path)
+
+
+def _judge_latents(latent: "LatentSizes", numerics: Numerics) -> str | None:
+    from baton.kernels.mla.sizes import unfit_latent_sizes
+
+    unfit = unfit_latent_sizes(latent.latent_dim, latent.rope_dim, latent.nope_dim, latent.value_dim)
+    if numerics is Numerics.INVARIANT:
+        unfit = "attention over latents in invariant numerics"
+    return f"no kernel is made for {unfit}: torch computes the model, which is slow" if unfit else None
 
 
 def _judge_template(config: ServeConfig, model: ModelDirectory) -> str | None:

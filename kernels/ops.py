@@ -33,9 +33,9 @@ from baton.kernels.gemm.linear import linear_ordered
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as float8_kv
 from baton.kernels.kv.write import kv_write
-from baton.kernels.mla.decode import mla_decode, unfit_latents
+from baton.kernels.mla.decode import mla_decode
 from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
-from baton.kernels.mla.prefill import mla_prefill, unfit_heads
+from baton.kernels.mla.prefill import mla_prefill
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
 from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, Scoring, select_topk, select_topk_reference
@@ -64,11 +64,6 @@ def unfit_sizes(head_dim: int, hidden_size: int, num_experts: int = 0, num_chose
     if num_experts > MAX_EXPERTS or num_chosen > MAX_CHOSEN:
         return f"{num_chosen} of {num_experts} experts"
     return ""
-
-
-def unfit_latent_sizes(latent_dim: int, turned_dim: int, nope_dim: int, value_dim: int) -> str:
-    """The same of attention over latents."""
-    return unfit_latents(latent_dim, turned_dim) or unfit_heads(nope_dim, value_dim)
 
 
 class Ops:

@@ -12,7 +12,8 @@ from baton.core.errors import ModelUnsupported
 from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.kernels.delta_net.layer import unfit_delta_sizes
 from baton.kernels.implementation import Implementation
-from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_latent_sizes, unfit_sizes
+from baton.kernels.mla.sizes import unfit_latent_sizes
+from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T

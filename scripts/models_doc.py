@@ -129,10 +129,10 @@ CUDA graphs; the log and `baton check` say so. Of a multimodal directory the tex
 
 DeepSeek-V3 and Kimi-K2 keep one row of latents a position, whole at every rank (`kernels/mla/latent_rows.py`). Decode
 rows attend to latents as they lie (`kernels/mla/decode.py`), prompts to keys and values that each layer makes of them
-(`kernels/mla/prefill.py`). `--kv-cache-dtype fp8` is refused, and `--batch-invariant` is computed by torch, as for
-GLM-4.5. The kernels of both are held to torch in the interpreter, and were not run on a GPU. Logits of both are held to
-transformers' at 1 and 2 ranks. An MTP head's copies of embedding and LM head are not read, once samples of them were
-found to be the trunk's.
+(`kernels/mla/prefill.py`), on a GPU by Triton and Gluon kernels, and CUDA graphs replay decode steps; sizes that no
+kernel is made for are torch's, and `baton check` says so. `--kv-cache-dtype fp8` is refused, and `--batch-invariant` is
+computed by torch, as for GLM-4.5. Logits of both are held to transformers' at 1 and 2 ranks. An MTP head's copies of
+embedding and LM head are not read, once samples of them were found to be the trunk's.
 
 ## What is refused
 In the sentence that `baton check` and `baton serve` give, before anything is loaded.

@@ -15,7 +15,7 @@ from baton.bench.kernel_bench.baselines import PagedLatents, fa3_latents, flash_
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
 from baton.kernels.implementation import Implementation
 from baton.kernels.mla.decode import NAME, mla_decode
-from baton.kernels.mla.decode_plan import PlanOptions, table_shape
+from baton.kernels.mla.decode_plan import MLAPlanOptions, table_shape
 
 BLOCK_SIZE = 16
 LATENT_DIM, TURNED_DIM = 512, 64
@@ -65,7 +65,7 @@ class MLADecodeShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class MLADecodeBuffers:
     """One set: what `mla_decode` takes."""
 
     query_BQAX: torch.Tensor
@@ -96,13 +96,13 @@ class Buffers:
         )
 
 
-def make(shape: MLADecodeShape, device: torch.device) -> Buffers:
+def make(shape: MLADecodeShape, device: torch.device) -> MLADecodeBuffers:
     """A layer of a pool with random rows, blocks of each sequence scattered over it."""
     num_blocks = -(-shape.context_len // BLOCK_SIZE)
     total, row_len = num_blocks * shape.num_sequences, shape.latent_dim + shape.turned_dim
     ends_B1 = torch.tensor(shape.lengths, device=device)[:, None]
     query_shape = (shape.num_sequences, shape.num_queries, shape.num_heads, row_len)
-    return Buffers(
+    return MLADecodeBuffers(
         query_BQAX=torch.randn(query_shape, dtype=torch.bfloat16, device=device),
         rows_NSX=torch.empty(total + 1, BLOCK_SIZE, row_len, dtype=torch.bfloat16, device=device).normal_(),
         block_tables_BM=torch.randperm(total, device=device).view(shape.num_sequences, num_blocks),
@@ -159,7 +159,7 @@ def _candidates(num_rows: int) -> list[Mapping[str, object]]:
     forms = _FORMS[16 if num_rows <= 16 else 32 if num_rows <= 32 else 64]
     return [
         asdict(
-            PlanOptions(
+            MLAPlanOptions(
                 tile=tile,
                 rows=rows,
                 swap=swap,

@@ -62,7 +62,7 @@ class MLAPrefillShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class MLAPrefillBuffers:
     """One set: what `mla_prefill` takes."""
 
     query_TAE: torch.Tensor
@@ -95,13 +95,13 @@ class Buffers:
         )
 
 
-def make(shape: MLAPrefillShape, device: torch.device) -> Buffers:
+def make(shape: MLAPrefillShape, device: torch.device) -> MLAPrefillBuffers:
     """A layer of a pool with random rows, blocks of each sequence scattered over it."""
     num_blocks = -(-shape.context_len // BLOCK_SIZE)
     total, row_len = num_blocks * shape.num_sequences, shape.latent_dim + shape.turned_dim
     num_tokens, query_dim = shape.num_sequences * shape.query_len, shape.nope_dim + shape.turned_dim
     expand_shape = (shape.num_heads, shape.num_columns, shape.latent_dim)
-    made = Buffers(
+    made = MLAPrefillBuffers(
         query_TAE=torch.randn(num_tokens, shape.num_heads, query_dim, dtype=torch.bfloat16, device=device),
         rows_KSX=torch.empty(total, BLOCK_SIZE, row_len, dtype=torch.bfloat16, device=device).normal_(),
         expand_AYC=torch.randn(expand_shape, dtype=torch.bfloat16, device=device) / shape.latent_dim**0.5,

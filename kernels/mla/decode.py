@@ -22,23 +22,15 @@ from baton.kernels.attention.block_tables import within
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.mla import decode_hopper_triton, decode_plan, decode_triton
-from baton.kernels.mla.decode_plan import Launch
+from baton.kernels.mla.decode_plan import MLALaunch
+from baton.kernels.mla.sizes import unfit_latents
 
 NAME = "mla_decode"  # in the tuned table
 MAX_QUERIES = 32  # of a sequence
-LATENT_DIMS = (16, 32, 64, 128, 256, 512)
-TURNED_DIMS = (16, 32, 64)
 BLOCK_SIZES = (16, 32, 64)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int64, torch.int32)
-
-
-def unfit_latents(latent_dim: int, turned_dim: int) -> str:
-    """Which size of rows the Triton kernel is not made for, in words; "" if they fit."""
-    if latent_dim not in LATENT_DIMS:
-        return f"latents of {latent_dim}"
-    return "" if turned_dim in TURNED_DIMS else f"latents beside {turned_dim} turned columns"
 
 
 def mla_decode(
@@ -90,7 +82,7 @@ def mla_decode(
         _FORMS.keep(key, how)
     if query_BQAX.numel() == 0:
         return query_BQAX.new_empty(*query_BQAX.shape[:3], latent_dim)
-    if isinstance(how, Launch):
+    if isinstance(how, MLALaunch):
         launch = decode_hopper_triton.launch if how.options.hopper else decode_triton.launch
         out_BQAC: torch.Tensor = launch(query_BQAX, rows_NSX, block_tables_BM, positions_BQ, how)
         return out_BQAC
@@ -106,7 +98,7 @@ class _Reference:
     max_context_len: int
 
 
-_FORMS: Memo[_Reference | Launch] = Memo()  # how calls that were checked are computed
+_FORMS: Memo[_Reference | MLALaunch] = Memo()  # how calls that were checked are computed
 
 
 def mla_decode_reference(
@@ -176,7 +168,7 @@ def _launch(
     latent_dim: int,
     scale: float,
     given: Mapping[str, Any] | None,
-) -> Launch:
+) -> MLALaunch:
     """By options that are given, or of the committed table, or by rule."""
     num_sequences, num_queries, num_heads, row_len = query_BQAX.shape
     num_rows = max(1, num_queries * num_heads)
@@ -193,4 +185,4 @@ def _launch(
     )
     row_bytes = row_len * rows_NSX.element_size()
     count = decode_plan.num_parts(max(1, num_sequences), num_rows, bound, row_bytes, latent_dim, chosen)
-    return Launch(scale=scale, latent_dim=latent_dim, max_context_len=bound, num_parts=count, options=chosen)
+    return MLALaunch(scale=scale, latent_dim=latent_dim, max_context_len=bound, num_parts=count, options=chosen)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from baton.kernels.attention.block_tables import in_words
 from baton.kernels.attention.merge_triton import merge_parts
 from baton.kernels.launcher import Constants, Launcher
-from baton.kernels.mla.decode_plan import Launch
+from baton.kernels.mla.decode_plan import MLALaunch
 from baton.kernels.mla.decode_triton import STRIDE_UNIT
 from baton.kernels.variant import Variant
 
@@ -88,122 +88,11 @@ def _clear(latent_panels, stage, num_left, TILE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(score_RT, most_R, total_RT, position_R, place_T, factor, scores: gl.constexpr):
-    """A step of the softmax: weights of a tile, the new maxima and sums, and how much earlier sums fade."""
-    score_RT = gl.where(place_T[None, :] <= position_R[:, None], score_RT, float("-inf"))
-    new_R = gl.maximum(most_R, gl.max(score_RT, axis=1))
-    base_R = gl.where(new_R == float("-inf"), 0.0, new_R * factor)
-    factor_RT = gl.full(score_RT.shape, factor, gl.float32, scores)
-    weight_RT = gl.exp2(gl.fma(score_RT, factor_RT, -base_R[:, None]))
-    fade_R = gl.exp2(most_R * factor - base_R)
-    return weight_RT, new_R, total_RT * fade_R[:, None] + weight_RT, fade_R
-
-
-@gluon.jit
-def _score(query_latent, query_turned, latent_tiles, turned_tiles, stage, zero_RT):
-    """Begin the scores of a tile: two groups of products."""
-    latent_CT = latent_tiles.index(stage).permute((1, 0))
-    score_RT = warpgroup_mma(query_latent, latent_CT, zero_RT, use_acc=False, is_async=True)
-    return warpgroup_mma(query_turned, turned_tiles.index(stage).permute((1, 0)), score_RT, is_async=True)
-
-
-@gluon.jit
-def _walk(
-    query_latent, query_turned, latent_tiles, turned_tiles, latent_panels, weights, full, empty, position_R, first, end,
-    context_len, factor, C: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    scores: gl.constexpr, mixture: gl.constexpr,
-):  # fmt: skip
-    """Attention over tiles [first, end), each done before the next one begins: maxima, sums of weights and latents."""
-    place_T = gl.arange(0, TILE, gl.SliceLayout(0, scores))
-    most_R = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-    total_RT = gl.zeros([ROWS, TILE], gl.float32, scores)
-    mixed_RC = gl.zeros([ROWS, C], gl.float32, mixture)
-    for at in range(first, end):
-        count = at - first
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        if (at + 1) * TILE > context_len:
-            _clear(latent_panels, stage, context_len - at * TILE, TILE, C)
-            _barrier()
-        zero_RT = gl.zeros([ROWS, TILE], gl.float32, scores)
-        score_RT = _score(query_latent, query_turned, latent_tiles, turned_tiles, stage, zero_RT)
-        score_RT = warpgroup_mma_wait(0, deps=[score_RT])
-        weight_RT, most_R, total_RT, fade_R = _weigh(
-            score_RT, most_R, total_RT, position_R, at * TILE + place_T, factor, scores
-        )
-        weights.store(weight_RT.to(weights.dtype))
-        mixed_RC = mixed_RC * gl.convert_layout(fade_R, gl.SliceLayout(1, mixture))[:, None]
-        fence_async_shared()
-        _barrier()
-        mixed_RC = warpgroup_mma(weights, latent_tiles.index(stage), mixed_RC, is_async=True)
-        mixed_RC = warpgroup_mma_wait(0, deps=[mixed_RC])
-        _barrier()  # for both warpgroups: their memory is one
-        mbarrier.arrive(empty.index(stage), count=1)
-    return most_R, total_RT, mixed_RC
-
-
-@gluon.jit
-def _walk_ahead(
-    query_latent, query_turned, latent_tiles, turned_tiles, latent_panels, weights, full, empty, position_R, first, end,
-    context_len, factor, C: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    scores: gl.constexpr, mixture: gl.constexpr,
-):  # fmt: skip
-    """The same, the next tile's scores begun behind this one's sums: the tensor cores go from one to the other.
-
-    For walks that wait for products. One that waits for memory would ask for a tile later than `_walk` does.
-    """
-    place_T = gl.arange(0, TILE, gl.SliceLayout(0, scores))
-    most_R = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
-    total_RT = gl.zeros([ROWS, TILE], gl.float32, scores)
-    mixed_RC = gl.zeros([ROWS, C], gl.float32, mixture)
-    if first < end:
-        mbarrier.wait(full.index(0), 0)
-        if (first + 1) * TILE > context_len:
-            _clear(latent_panels, 0, context_len - first * TILE, TILE, C)
-            _barrier()
-        zero_RT = gl.zeros([ROWS, TILE], gl.float32, scores)
-        score_RT = _score(query_latent, query_turned, latent_tiles, turned_tiles, 0, zero_RT)
-        score_RT = warpgroup_mma_wait(0, deps=[score_RT])
-        for at in range(first, end - 1):
-            stage = (at - first) % STAGES
-            weight_RT, most_R, total_RT, fade_R = _weigh(
-                score_RT, most_R, total_RT, position_R, at * TILE + place_T, factor, scores
-            )
-            weights.store(weight_RT.to(weights.dtype))
-            mixed_RC = mixed_RC * gl.convert_layout(fade_R, gl.SliceLayout(1, mixture))[:, None]
-            count = at + 1 - first
-            next_stage = count % STAGES
-            mbarrier.wait(full.index(next_stage), (count // STAGES) & 1)
-            if (at + 2) * TILE > context_len:
-                _clear(latent_panels, next_stage, context_len - (at + 1) * TILE, TILE, C)
-            fence_async_shared()
-            _barrier()
-            mixed_RC = warpgroup_mma(weights, latent_tiles.index(stage), mixed_RC, is_async=True)
-            zero_RT = gl.zeros([ROWS, TILE], gl.float32, scores)
-            score_RT = _score(query_latent, query_turned, latent_tiles, turned_tiles, next_stage, zero_RT)
-            mixed_RC = warpgroup_mma_wait(2, deps=[mixed_RC])  # all but the scores
-            _barrier()  # for both warpgroups: their memory is one
-            mbarrier.arrive(empty.index(stage), count=1)
-            score_RT = warpgroup_mma_wait(0, deps=[score_RT])
-        weight_RT, most_R, total_RT, fade_R = _weigh(
-            score_RT, most_R, total_RT, position_R, (end - 1) * TILE + place_T, factor, scores
-        )
-        weights.store(weight_RT.to(weights.dtype))
-        mixed_RC = mixed_RC * gl.convert_layout(fade_R, gl.SliceLayout(1, mixture))[:, None]
-        fence_async_shared()
-        _barrier()
-        mixed_RC = warpgroup_mma(weights, latent_tiles.index((end - 1 - first) % STAGES), mixed_RC, is_async=True)
-        mixed_RC = warpgroup_mma_wait(0, deps=[mixed_RC])
-        _barrier()
-    return most_R, total_RT, mixed_RC
-
-
-@gluon.jit
 def _consume(
     query, query_latent, query_turned, latent_tiles, turned_tiles, latent_panels, weights, full, empty,
     positions, out, parts, part_logs, first, end, context_len, first_row, first_out, num_rows, num_heads, num_parts,
     part, query_stride_q, query_stride_a, position_stride_q, factor,
-    C: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    C: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The two warpgroups that multiply and weigh."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
@@ -225,11 +114,38 @@ def _consume(
     row_R = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores))
     position_at = positions + row_R // num_heads * position_stride_q
     position_R = gl.load(position_at, mask=row_R < num_rows, other=-1).to(gl.int32)
-    walk: gl.constexpr = _walk_ahead if AHEAD else _walk
-    most_R, total_RT, mixed_RC = walk(
-        query_latent, query_turned, latent_tiles, turned_tiles, latent_panels, weights, full, empty, position_R, first,
-        end, context_len, factor, C, TILE, ROWS, STAGES, scores, mixture,
-    )  # fmt: skip
+    place_T = gl.arange(0, TILE, gl.SliceLayout(0, scores))
+    most_R = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total_RT = gl.zeros([ROWS, TILE], gl.float32, scores)
+    mixed_RC = gl.zeros([ROWS, C], gl.float32, mixture)
+    for at in range(first, end):
+        count = at - first
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        if (at + 1) * TILE > context_len:
+            _clear(latent_panels, stage, context_len - at * TILE, TILE, C)
+            _barrier()
+        zero_RT = gl.zeros([ROWS, TILE], gl.float32, scores)
+        latent_CT = latent_tiles.index(stage).permute((1, 0))
+        score_RT = warpgroup_mma(query_latent, latent_CT, zero_RT, use_acc=False, is_async=True)
+        score_RT = warpgroup_mma(query_turned, turned_tiles.index(stage).permute((1, 0)), score_RT, is_async=True)
+        score_RT = warpgroup_mma_wait(0, deps=[score_RT])
+        is_seen_RT = (at * TILE + place_T)[None, :] <= position_R[:, None]
+        score_RT = gl.where(is_seen_RT, score_RT, float("-inf"))
+        new_R = gl.maximum(most_R, gl.max(score_RT, axis=1))
+        base_R = gl.where(new_R == float("-inf"), 0.0, new_R * factor)
+        weight_RT = gl.exp2(gl.fma(score_RT, gl.full([ROWS, TILE], factor, gl.float32, scores), -base_R[:, None]))
+        fade_R = gl.exp2(most_R * factor - base_R)
+        most_R = new_R
+        total_RT = total_RT * fade_R[:, None] + weight_RT
+        weights.store(weight_RT.to(kind))
+        mixed_RC = mixed_RC * gl.convert_layout(fade_R, gl.SliceLayout(1, mixture))[:, None]
+        fence_async_shared()
+        _barrier()
+        mixed_RC = warpgroup_mma(weights, latent_tiles.index(stage), mixed_RC, is_async=True)
+        mixed_RC = warpgroup_mma_wait(0, deps=[mixed_RC])
+        _barrier()  # for both warpgroups: their memory is one
+        mbarrier.arrive(empty.index(stage), count=1)
     total_R = gl.sum(total_RT, axis=1)
     is_seen_R = total_R > 0
     total_R = gl.where(is_seen_R, total_R, 1.0)
@@ -264,7 +180,7 @@ def mla_hopper_kernel(
     query_stride_b: gl.int32, query_stride_q: gl.int32, query_stride_a: gl.int32, block_rows: gl.int32,
     num_queries: gl.int32, num_heads: gl.int32, num_parts: gl.int32, max_context_len: gl.int32,
     C: gl.constexpr, S: gl.constexpr, WORDS: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, parts, sequences); what goes where is as of `mla_attend_kernel`."""
     kind: gl.constexpr = query.dtype.element_ty
@@ -318,7 +234,7 @@ def mla_hopper_kernel(
                 query, query_latent, query_turned, latent_tiles, turned_tiles, latent_panels, weights, full, empty,
                 positions, out, parts, part_logs, first, end, context_len, first_row, first_out, num_rows, num_heads,
                 num_parts, part, query_stride_q * _UNIT, query_stride_a * _UNIT, position_stride_q, factor,
-                C, TILE, ROWS, STAGES, AHEAD,
+                C, TILE, ROWS, STAGES,
             )),
             (_produce, (
                 box, latent_pieces, turned_pieces, full, empty, table, first, end, last_block, block_rows,
@@ -358,7 +274,7 @@ def launch(
     rows_NSX: torch.Tensor,
     block_tables_BM: torch.Tensor,
     positions_BQ: torch.Tensor,
-    how: Launch,
+    how: MLALaunch,
 ) -> torch.Tensor:
     """Attention -> [B, Q, A, C]; everything was checked before, and fits."""
     num_sequences, num_queries, num_heads, row_len = query_BQAX.shape
@@ -382,7 +298,7 @@ def launch(
     )  # fmt: skip
     grid = (-(-num_queries * num_heads // ROWS), how.num_parts, num_sequences)
     with torch.cuda.device_of(query_BQAX):
-        _launch_attend(grid, arguments, _constants(how.latent_dim, block_size, words, how.options.ahead))
+        _launch_attend(grid, arguments, _constants(how.latent_dim, block_size, words))
         if how.num_parts > 1:
             merge_parts(parts, part_logs, out_BQAC, how.num_parts, fixed_len=False, pdl=False)
     return out_BQAC
@@ -392,10 +308,9 @@ _launch_attend = Launcher(mla_hopper_kernel)
 
 
 @functools.cache
-def _constants(latent_dim: int, block_size: int, words: int, ahead: bool) -> Constants:
+def _constants(latent_dim: int, block_size: int, words: int) -> Constants:
     return Constants({
-        "C": latent_dim, "S": block_size, "WORDS": words, "TILE": TILE, "ROWS": ROWS, "STAGES": _STAGES, "AHEAD": ahead,
-        "num_warps": 8,
+        "C": latent_dim, "S": block_size, "WORDS": words, "TILE": TILE, "ROWS": ROWS, "STAGES": _STAGES, "num_warps": 8,
     })  # fmt: skip
 
 
@@ -409,7 +324,7 @@ def variants() -> list[Variant]:
     """What serving launches, in blocks of 16 and of 64."""
     return [
         Variant(
-            name=f"mla_decode hopper{' ahead' if ahead else ''} S={block_size}",
+            name=f"mla_decode hopper S={block_size}",
             kernel=mla_hopper_kernel,
             types={
                 **dict.fromkeys(("query", "out"), "*bf16"),
@@ -422,7 +337,6 @@ def variants() -> list[Variant]:
             },
             constants={
                 "C": LATENT_DIM, "S": block_size, "WORDS": 2, "TILE": TILE, "ROWS": ROWS, "STAGES": _STAGES,
-                "AHEAD": ahead,
             },
             aligned=("query", "out", "parts", "part_logs"),
             num_warps=8,
@@ -433,5 +347,4 @@ def variants() -> list[Variant]:
             on_amd=False,
         )
         for block_size in (16, 64)
-        for ahead in (False, True)
     ]  # fmt: skip

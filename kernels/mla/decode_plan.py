@@ -16,7 +16,7 @@ _SLOTS = 132  # programs that an H200 holds at once: one for each multiprocessor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class MLAPlanOptions:
     """What is tuned; the fields of a row of the committed table.
 
     Attributes:
@@ -29,7 +29,6 @@ class PlanOptions:
         max_part_len: positions of a part, at most.
         pdl: programmatic dependent launch of the second kernel.
         hopper: by `decode_hopper_triton`, whose tiles, rows, stages and warps are always the same.
-        ahead: of that form; a tile's scores begin before the sums of the one before it end.
     """
 
     tile: int
@@ -41,11 +40,10 @@ class PlanOptions:
     max_part_len: int = 4096
     pdl: bool = True
     hopper: bool = False
-    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class MLALaunch:
     """What one call needs beside its tensors.
 
     Attributes:
@@ -60,10 +58,10 @@ class Launch:
     latent_dim: int
     max_context_len: int
     num_parts: int
-    options: PlanOptions
+    options: MLAPlanOptions
 
 
-def default_options(num_rows: int, *, on_hopper: bool = False) -> PlanOptions:
+def default_options(num_rows: int, *, on_hopper: bool = False) -> MLAPlanOptions:
     """The rule where no table knows better.
 
     The form for Hopper is the fastest for few rows too: such a step waits for latents, which TMA brings sooner.
@@ -74,13 +72,13 @@ def default_options(num_rows: int, *, on_hopper: bool = False) -> PlanOptions:
     """
     rows = min(MAX_ROWS, attention_plan.rows_of_program(num_rows))
     if on_hopper or rows == MAX_ROWS:
-        return PlanOptions(tile=64, rows=MAX_ROWS, swap=False, stages=2, warps=8, hopper=on_hopper)
-    return PlanOptions(tile=64, rows=rows, swap=True, stages=2, warps=4)
+        return MLAPlanOptions(tile=64, rows=MAX_ROWS, swap=False, stages=2, warps=8, hopper=on_hopper)
+    return MLAPlanOptions(tile=64, rows=rows, swap=True, stages=2, warps=4)
 
 
-def options_of_row(row: Mapping[str, Any]) -> PlanOptions:
+def options_of_row(row: Mapping[str, Any]) -> MLAPlanOptions:
     """A row of the committed table."""
-    return PlanOptions(**row)
+    return MLAPlanOptions(**row)
 
 
 def table_shape(num_rows: int, latent_dim: int) -> str:
@@ -89,7 +87,7 @@ def table_shape(num_rows: int, latent_dim: int) -> str:
 
 
 def num_parts(
-    num_sequences: int, num_rows: int, max_context_len: int, row_bytes: int, latent_dim: int, options: PlanOptions
+    num_sequences: int, num_rows: int, max_context_len: int, row_bytes: int, latent_dim: int, options: MLAPlanOptions
 ) -> int:
     """Parts of a sequence of `num_rows` rows of queries, over rows of `row_bytes`."""
     num_programs = num_sequences * -(-num_rows // options.rows)

@@ -25,7 +25,7 @@ from baton.kernels.attention.decode_triton import sequence_bound, sequence_part,
 from baton.kernels.attention.merge_triton import merge_parts
 from baton.kernels.attention.softmax_triton import softmax_step
 from baton.kernels.launcher import Constants, Launcher
-from baton.kernels.mla.decode_plan import Launch, PlanOptions, default_options
+from baton.kernels.mla.decode_plan import MLALaunch, MLAPlanOptions, default_options
 from baton.kernels.variant import Variant
 
 STRIDE_UNIT = 16  # strides are told in these, so that the compiler knows rows to begin at 16 bytes
@@ -152,7 +152,7 @@ def launch(
     rows_NSX: torch.Tensor,
     block_tables_BM: torch.Tensor,
     positions_BQ: torch.Tensor,
-    how: Launch,
+    how: MLALaunch,
 ) -> torch.Tensor:
     """Attention -> [B, Q, A, C]; everything was checked before."""
     num_sequences, num_queries, num_heads, row_len = query_BQAX.shape
@@ -184,7 +184,7 @@ def launch(
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    latent_dim: int, turned_dim: int, block_size: int, words: int, on_cuda: bool, options: PlanOptions
+    latent_dim: int, turned_dim: int, block_size: int, words: int, on_cuda: bool, options: MLAPlanOptions
 ) -> Constants:
     """Of what changes from step to step, the number of parts and the bound, nothing is a constant."""
     pdl = options.pdl and on_cuda and torch.version.hip is None
@@ -206,7 +206,7 @@ def variants() -> list[Variant]:
     return [_variant(default_options(num_rows)) for num_rows in (16, 32, 64)]
 
 
-def _variant(options: PlanOptions) -> Variant:
+def _variant(options: MLAPlanOptions) -> Variant:
     return Variant(
         name=f"mla_decode rows={options.rows} {'swapped' if options.swap else 'plain'} tile={options.tile} "
         f"stages={options.stages} warps={options.warps}",

@@ -23,20 +23,14 @@ from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.mla import prefill_triton
-from baton.kernels.mla.decode import BLOCK_SIZES, unfit_latents
+from baton.kernels.mla.decode import BLOCK_SIZES
 from baton.kernels.mla.latent_rows import absorbed_queries, absorbed_values
+from baton.kernels.mla.sizes import unfit_heads, unfit_latents
 
-HEAD_DIMS = (16, 32, 64, 128)  # of what no position turns, and of values
 MAX_EXPANDED_BYTES = 1 << 28  # of keys and values of one window
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int64, torch.int32)
-
-
-def unfit_heads(nope_dim: int, value_dim: int) -> str:
-    """Which size of heads the Triton kernel is not made for, in words; "" if they fit."""
-    wrong = next((dim for dim in (nope_dim, value_dim) if dim not in HEAD_DIMS), 0)
-    return f"heads of {wrong} over latents" if wrong else ""
 
 
 def most_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int, int, int]) -> int:
@@ -54,7 +48,7 @@ def most_bytes(num_tokens: int, num_heads: int, sizes: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class LatentWindow:
     """Positions that are expanded together.
 
     Attributes:
@@ -181,7 +175,7 @@ def _by_windows(
 
 def make_windows(
     query_lens: Sequence[int], context_lens: Sequence[int], most_positions: int, device: torch.device
-) -> tuple[Window, ...]:
+) -> tuple[LatentWindow, ...]:
     """All contexts laid one after the other and cut into windows of `most_positions`; those without rows have none."""
     lens = [context if rows else 0 for rows, context in zip(query_lens, context_lens, strict=True)]
     starts = [0]
@@ -200,7 +194,7 @@ def make_windows(
         made.append((numbers, end - first, max(row[4] for row in numbers)))
     together = to_device(torch.tensor([numbers for numbers, _, _ in made], dtype=torch.int32), device)
     return tuple(
-        Window(numbers_6B=numbers_B6.t().contiguous(), num_positions=count, most_positions=most)
+        LatentWindow(numbers_6B=numbers_B6.t().contiguous(), num_positions=count, most_positions=most)
         for numbers_B6, (_, count, most) in zip(together.unbind(0), made, strict=True)
     )
 

@@ -13,6 +13,7 @@ from baton.core.config import ServeConfig
 from baton.core.errors import ModelUnsupported
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
+from baton.tests.model.deepseek_checkpoints import deepseek_config
 
 pytestmark = pytest.mark.fast
 QWEN3 = {
@@ -290,6 +291,29 @@ def test_serve_refuses_before_anything_starts(tmp_path, capsys, monkeypatch):
     code, _, err = run(["serve", "--model", str(path)], capsys, monkeypatch)
     assert code == 3
     assert "GemmaForCausalLM" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "note"),
+    [
+        ({}, {}, None),
+        ({"kv_lora_rank": 48}, {}, "no kernel is made for latents of 48: torch computes the model, which is slow"),
+        ({"v_head_dim": 96}, {}, "no kernel is made for heads of 96 over latents: "),
+        ({"qk_rope_head_dim": 24}, {}, "no kernel is made for latents beside 24 turned columns: "),
+        ({}, {"batch_invariant": True}, "no kernel is made for attention over latents in invariant numerics: "),
+        ({"kv_lora_rank": 48}, {"device": "cpu"}, None),
+    ],
+)
+def test_latents_that_torch_computes_on_a_gpu_are_noted(changes, asked, note, tmp_path):
+    latents = deepseek_config("deepseek_v3", 4) | {
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "head_dim": None
+    }  # fmt: skip
+    values = other("DeepseekV3ForCausalLM", model_type="deepseek_v3") | latents | changes
+    found = judged(write_model(tmp_path / "m", **values), **{"device": "cuda"} | asked)
+    assert not found.errors
+    notes = [said for said in found.notes if "no kernel" in said]
+    assert len(notes) == (note is not None)
+    assert note is None or notes[0].startswith(note)
 
 
 def test_a_check_imports_no_torch_and_no_ray():
