@@ -297,3 +297,32 @@ def test_what_does_not_fit_is_refused_by_name():
         layer.run([*inputs[:3], inputs[3][:8], *inputs[4:]], [rows_of([0], [9], [0], 9, start=0)])
     assert unfit_delta_sizes(128, 128) == ""
     assert "24" in unfit_delta_sizes(128, 24)
+
+
+@pytest.mark.fast
+def test_a_kept_decision_lets_no_wrong_argument_pass():
+    """A right call of the same sizes came before each."""
+    layer, rows = Layer(TRITON), rows_of([0], [1], [0], 1, start=0)
+    inputs = layer.inputs(1)
+    layer.run(inputs, [rows])
+    weights, kept = layer.weights, layer.kept
+    wrong = [
+        (replace(weights, **{name: bent}), kept, rows)
+        for name in ("conv_HXW", "a_log_HG", "dt_bias_HG", "norm_V")
+        for right in [getattr(weights, name)]
+        for bent in (right.bfloat16(), right[:1], torch.stack([right, right], dim=-1)[..., 0])
+    ]
+    for bent in (kept.conv_NHRX.bfloat16(), kept.conv_NHRX[:, :, ::2], kept.conv_NHRX[1:]):
+        wrong.append((weights, replace(kept, conv_NHRX=bent), rows))
+    for name in ("tail_NHRY", "state_NHZ"):
+        right = getattr(kept.state, name)
+        for bent in (right.bfloat16(), right[:, :1], right[..., :-8], torch.stack([right, right], dim=-1)[..., 0]):
+            wrong.append((weights, replace(kept, state=replace(kept.state, **{name: bent})), rows))
+    for name in ("positions_B", "counts_B", "slots_B"):
+        wrong += [(weights, kept, replace(rows, **{name: bent})) for bent in (torch.tensor([0.0]), torch.tensor([[0]]))]
+    for number, (layer.weights, layer.kept, bent_rows) in enumerate(wrong):
+        try:
+            layer.run(inputs, [bent_rows])
+        except KernelArgumentInvalid:
+            continue
+        pytest.fail(f"call {number} passed")
