@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -213,7 +214,7 @@ def _delta_nets(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     from baton.kernels.delta_net.sizes import CONV_RING, RING, conv_len, state_len, tail_len
     from baton.kernels.implementation import Implementation
 
-    sizes, float32 = (128, 128, 2), {"device": device}
+    sizes = 128, 128, 2
     x = DeltaProjected(
         query_THK=_bfloat16(device, 64, 2, 128),
         key_THK=_bfloat16(device, 64, 2, 128),
@@ -223,14 +224,14 @@ def _delta_nets(device: torch.device) -> Iterator[tuple[str, str, Call]]:
         a_THG=_bfloat16(device, 64, 2, 2),
     )
     weights = DeltaWeights(
-        conv_HXW=torch.ones(2, conv_len(*sizes), 4, **float32),
-        a_log_HG=torch.ones(2, 2, **float32),
-        dt_bias_HG=torch.ones(2, 2, **float32),
-        norm_V=torch.ones(128, **float32),
+        conv_HXW=torch.ones(2, conv_len(*sizes), 4, device=device),
+        a_log_HG=torch.ones(2, 2, device=device),
+        dt_bias_HG=torch.ones(2, 2, device=device),
+        norm_V=torch.ones(128, device=device),
         eps=1e-6,
     )
     state = DeltaState(
-        torch.zeros(65, 2, RING, tail_len(*sizes), **float32), torch.zeros(65, 2, state_len(*sizes), **float32)
+        torch.zeros(65, 2, RING, tail_len(*sizes), device=device), torch.zeros(65, 2, state_len(*sizes), device=device)
     )
     kept = DeltaKept(_bfloat16(device, 65, 2, CONV_RING, conv_len(*sizes)), state)
     slots_B = torch.arange(64, device=device)
@@ -252,11 +253,8 @@ def _delta_nets(device: torch.device) -> Iterator[tuple[str, str, Call]]:
         start=0,
     )
     for name, rows in (("64 decode rows", decode), ("a chunk of 64", chunk)):
-        yield (
-            "delta_layer",
-            name,
-            lambda rows=rows: delta_layer(x, weights, kept, [rows], implementation=Implementation.TRITON),
-        )
+        call = partial(delta_layer, x, weights, kept, [rows], implementation=Implementation.TRITON)
+        yield "delta_layer", name, call
 
 
 def measure(call: Call, num_calls: int, device: torch.device) -> float:

@@ -10,6 +10,7 @@ of the ring and of a state.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,7 +104,7 @@ def delta_layer(
         return _reference(x, weights, kept, rows, invariant)
     _, num_heads, key_dim = x.query_THK.shape
     num_values, value_dim = x.z_THGV.shape[2:]
-    float32 = {"dtype": torch.float32, "device": x.query_THK.device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": x.query_THK.device}
     made_THX = torch.empty(num_tokens, num_heads, 2 * key_dim + num_values * value_dim, **float32)
     factors_THGF = torch.empty(num_tokens, num_heads, num_values, causal_conv_triton.FACTORS, **float32)
     out_THGV = torch.empty(num_tokens, num_heads, num_values, value_dim, **float32)
