@@ -16,12 +16,16 @@ import torch
 
 from baton.core.errors import NumericsUnsupported
 from baton.core.numerics import Numerics, Quantization
+from baton.kernels.delta_net.delta_net import DeltaState
+from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights
+from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.sizes import CONV_RING, RING, conv_len, state_len, tail_len
 from baton.kernels.gemm.fp8_weight import quantize_weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv.write import kv_write
 from baton.kernels.ops import Ops
-from baton.kernels.tiles import OUTPUT_TILE
+from baton.kernels.tiles import OUTPUT_TILE, wide_dtype
 
 _NUM_ROWS = 512
 _BATCHES = ((0, 1), (3, 17), (0, 48), (7, 135), (60, 300), (0, _NUM_ROWS))  # first row, rows
@@ -40,12 +44,14 @@ def check_invariance(
     attention: tuple[int, int, int] = _ATTENTION,
     implementation: Implementation = Implementation.REFERENCE,
     quantization: Quantization = Quantization.NONE,
+    delta_net: tuple[int, int, int] | None = None,
 ) -> None:
     """Compare rows across batch shapes, positions and threads for products of these (outputs, inputs).
 
     With several ranks, which share the outputs of most products, every rank's outputs are compared with those of all.
     `attention` is how many query and KV heads, and their size, it is tried with; `implementation` is what computes the
-    model, Triton or the reference, and `quantization` its weights'.
+    model, Triton or the reference, and `quantization` its weights'. `delta_net` is the sizes of a key and of a value
+    head of its gated delta nets, and how many value heads a key head has; None: it has none.
 
     Raises:
         NumericsUnsupported: rows differ, or TF32 is switched on; the operation and shape are named.
@@ -72,6 +78,8 @@ def check_invariance(
             if size % 2 == 0:
                 _check_rows("silu_mul", (size,), ops.silu_mul, size, dtype, device)
         _check_attention(ops, attention, dtype, device)
+        if delta_net is not None:
+            _check_delta_net(ops, delta_net, dtype, device)
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -148,6 +156,58 @@ def _check_attention(ops: Ops, shape: tuple[int, int, int], dtype: torch.dtype, 
             )
             if not torch.equal(decoded_2QAD[0], wanted_TAD[-3:]):
                 raise _refusal("attention_decode", shape, dtype, device, "3 rows of 2 sequences")
+
+
+def _check_delta_net(ops: Ops, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """One key head: a text whole, in two chunks, and its last rows as decode beside another sequence."""
+    key_dim, value_dim, num_values = sizes
+    length, split, num_decoded, num_taps, wide = 37, 21, 3, 4, wide_dtype(dtype)
+    shapes = (
+        (1, key_dim),
+        (1, key_dim),
+        (1, num_values * value_dim),
+        (1, num_values, value_dim),
+        *[(1, num_values)] * 2,
+    )
+    parts = [_values((length, *shape), dtype, device) for shape in shapes]
+    weights = DeltaWeights(
+        conv_HXW=_values((1, conv_len(*sizes), num_taps), wide, device),
+        a_log_HG=_values((1, num_values), wide, device),
+        dt_bias_HG=_values((1, num_values), wide, device),
+        norm_V=_values((value_dim,), wide, device),
+        eps=1e-6,
+    )
+    conv_NHRX = torch.zeros(3, 1, CONV_RING, conv_len(*sizes), dtype=dtype, device=device)
+    tail_NHRY = torch.zeros(3, 1, RING, tail_len(*sizes), dtype=wide, device=device)
+    state_NHZ = torch.zeros(3, 1, state_len(*sizes), dtype=wide, device=device)
+    kept = DeltaKept(conv_NHRX, DeltaState(tail_NHRY, state_NHZ))
+
+    def compute(start: int, end: int, slots: Sequence[int], *, is_chunk: bool) -> torch.Tensor:
+        num_sequences = len(slots)
+        rows = StateRows(
+            first_row=0,
+            num_rows=end - start,
+            positions_B=torch.full((num_sequences,), start, device=device),
+            counts_B=torch.full((num_sequences,), end - start, device=device),
+            slots_B=torch.tensor(slots, device=device),
+            scratch_slot=2,
+            start=start if is_chunk else None,
+        )
+        query, key, value, z, b, a = (torch.cat([part[start:end]] * num_sequences) for part in parts)
+        x = DeltaProjected(query_THK=query, key_THK=key, value_THX=value, z_THGV=z, b_THG=b, a_THG=a)
+        return ops.delta_layer(x, weights, kept, [rows])
+
+    wanted_TX = compute(0, length, [0], is_chunk=True)
+    for num_threads in _thread_counts(device):
+        with _threads(num_threads):
+            stop = length - num_decoded
+            for slot in (0, 1):
+                found_TX = torch.cat([compute(*ends, [slot], is_chunk=True) for ends in ((0, split), (split, stop))])
+                if not torch.equal(found_TX, wanted_TX[:stop]):
+                    raise _refusal("delta_layer", sizes, dtype, device, f"chunks of {split} and {stop - split}")
+            decoded_TX = compute(stop, length, [0, 1], is_chunk=False)
+            if not torch.equal(decoded_TX, torch.cat([wanted_TX[stop:]] * 2)):
+                raise _refusal("delta_layer", sizes, dtype, device, f"{num_decoded} rows of 2 sequences")
 
 
 def _refusal(

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -85,6 +86,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     yield from _attention(device)
     yield from _products(device)
     yield from _experts(device)
+    yield from _delta_nets(device)
 
 
 def _bfloat16(device: torch.device, *shape: int) -> torch.Tensor:
@@ -203,6 +205,56 @@ def _experts(device: torch.device) -> Iterator[tuple[str, str, Call]]:
         "64 tokens, 4 of 16, 256 x 128",
         lambda: experts_grouped(x_TD, weight_TK, expert_TK, weights, implementation=how),
     )
+
+
+def _delta_nets(device: torch.device) -> Iterator[tuple[str, str, Call]]:
+    from baton.kernels.delta_net.delta_net import DeltaState
+    from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer
+    from baton.kernels.delta_net.rows import StateRows
+    from baton.kernels.delta_net.sizes import CONV_RING, RING, conv_len, state_len, tail_len
+    from baton.kernels.implementation import Implementation
+
+    sizes = 128, 128, 2
+    x = DeltaProjected(
+        query_THK=_bfloat16(device, 64, 2, 128),
+        key_THK=_bfloat16(device, 64, 2, 128),
+        value_THX=_bfloat16(device, 64, 2, 256),
+        z_THGV=_bfloat16(device, 64, 2, 2, 128),
+        b_THG=_bfloat16(device, 64, 2, 2),
+        a_THG=_bfloat16(device, 64, 2, 2),
+    )
+    weights = DeltaWeights(
+        conv_HXW=torch.ones(2, conv_len(*sizes), 4, device=device),
+        a_log_HG=torch.ones(2, 2, device=device),
+        dt_bias_HG=torch.ones(2, 2, device=device),
+        norm_V=torch.ones(128, device=device),
+        eps=1e-6,
+    )
+    state = DeltaState(
+        torch.zeros(65, 2, RING, tail_len(*sizes), device=device), torch.zeros(65, 2, state_len(*sizes), device=device)
+    )
+    kept = DeltaKept(_bfloat16(device, 65, 2, CONV_RING, conv_len(*sizes)), state)
+    slots_B = torch.arange(64, device=device)
+    decode = StateRows(
+        first_row=0,
+        num_rows=1,
+        positions_B=torch.full_like(slots_B, 20),
+        counts_B=torch.ones_like(slots_B),
+        slots_B=slots_B,
+        scratch_slot=64,
+    )
+    chunk = StateRows(
+        first_row=0,
+        num_rows=64,
+        positions_B=slots_B[:1],
+        counts_B=torch.full_like(slots_B[:1], 64),
+        slots_B=slots_B[:1],
+        scratch_slot=64,
+        start=0,
+    )
+    for name, rows in (("64 decode rows", decode), ("a chunk of 64", chunk)):
+        call = partial(delta_layer, x, weights, kept, [rows], implementation=Implementation.TRITON)
+        yield "delta_layer", name, call
 
 
 def measure(call: Call, num_calls: int, device: torch.device) -> float:

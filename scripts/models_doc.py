@@ -123,9 +123,9 @@ the family: [openai.md](openai.md). `CONTRIBUTING.md` says which files another f
 
 Qwen3.5 and Qwen3-Next keep a recurrent state for each sequence (gated delta nets). It is handed over, digested and
 preempted like KV, and drafts need no undo. Their logits are held to transformers' at 1 and 2 ranks; the number of ranks
-divides `linear_num_key_heads`. Cached prefixes are those with a checkpoint of that state. What of them is slow or off
-until its kernels are there: torch computes the model on a GPU too (`--kernels triton` is refused), and there are no
-CUDA graphs; the log and `baton check` say so. Of a multimodal directory the text is served.
+divides `linear_num_key_heads`. Cached prefixes are those with a checkpoint of that state. On a GPU Triton kernels
+compute them (`kernels/delta_net/`), and CUDA graphs replay steps that decode; steps with chunks are launched kernel by
+kernel. Of a multimodal directory the text is served.
 
 DeepSeek-V3 and Kimi-K2 keep one row of latents a position, whole at every rank (`kernels/mla/latent_rows.py`). Decode
 rows attend to latents as they lie (`kernels/mla/decode.py`), prompts to keys and values that each layer makes of them

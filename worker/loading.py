@@ -332,6 +332,7 @@ def _usable(device: torch.device) -> torch.device:
 def _check_invariance(model: Model, config: WorkerConfig, group: Communicator) -> None:
     """Of what will serve: products of these shapes, and attention with as many query heads to a KV head."""
     heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
+    delta = model.config.delta_net
     check_invariance(
         model.linear_shapes(),
         model.dtype,
@@ -340,6 +341,7 @@ def _check_invariance(model: Model, config: WorkerConfig, group: Communicator) -
         attention=(2 * heads // kv_heads, 2, model.config.head_dim),
         implementation=model.implementation,
         quantization=config.quantization,
+        delta_net=None if delta is None else (delta.key_dim, delta.value_dim, delta.num_values),
     )
 
 

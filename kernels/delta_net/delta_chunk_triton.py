@@ -34,7 +34,7 @@ from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 _COLUMNS, _NUM_WARPS = 32, 4  # of a program of the walk
-_TILE_NUM_WARPS = 4
+_TILE_NUM_WARPS = 2  # measured: more wait for each other in each row of T
 _L2_EPS = tl.constexpr(1e-6)
 
 

@@ -89,7 +89,9 @@ def delta_layer(
     num_missing = num_tokens - sum(len(some.positions_B) * some.num_rows for some in rows)
     key = (
         *(open_signature(part) for part in parts), all(len(part) == num_tokens for part in parts), num_missing,
-        signature(kept.conv_NHRX), kept.state.tail_NHRY.shape,
+        *(signature(weight) for weight in (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG, weights.norm_V)),
+        *(signature(kept_part) for kept_part in (kept.conv_NHRX, kept.state.tail_NHRY, kept.state.state_NHZ)),
+        frozenset(_form(some) for some in rows),
         max((some.num_rows for some in rows if some.start is None), default=0), implementation,
     )  # fmt: skip
     in_triton = _FORMS.find(key)
@@ -156,6 +158,14 @@ def _reference(
 
 def _parts(x: DeltaProjected) -> tuple[torch.Tensor, ...]:
     return x.query_THK, x.key_THK, x.value_THX, x.z_THGV, x.b_THG, x.a_THG
+
+
+def _form(rows: StateRows) -> tuple[object, ...]:
+    """What checks read of where rows stand, but how many there are."""
+    shape = (len(rows.positions_B),)
+    return tuple(
+        (some.dtype, some.device, some.shape == shape) for some in (rows.positions_B, rows.counts_B, rows.slots_B)
+    )
 
 
 def _check(

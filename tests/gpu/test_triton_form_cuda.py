@@ -93,6 +93,25 @@ def test_latents_are_attended_to_as_near_as_by_the_reference(num_heads, tmp_path
     assert between < 1.5 * usual
 
 
+HYBRID = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_experts": 4,
+    "num_experts_per_tok": 4,
+}  # fmt: skip
+
+
+def test_delta_nets_are_as_near_as_the_references(tmp_path):
+    """Qwen3.5-35B-A3B's layers, chunks and a decode step that is computed twice; all experts are chosen."""
+    path = write_shape("qwen3.5-35b-a3b", tmp_path, **(SIZES | HYBRID))
+    exact = run(load(path, Implementation.REFERENCE, dtype=torch.float32), is_checked=False)
+    found = run(load(path, Implementation.TRITON), is_checked=True)
+    wanted = run(load(path, Implementation.REFERENCE), is_checked=False)
+    assert found.isfinite().all()
+    error, usual, between = (relative_error(*pair) for pair in ((found, exact), (wanted, exact), (found, wanted)))
+    print(f"{error:.4f} from float32, the reference {usual:.4f}; {between:.4f} between them")
+    assert error < 1.1 * usual + 0.002
+    assert between < 1.5 * usual
+
+
 def test_float8_kv_is_as_near_as_the_references(tmp_path):
     shape, sizes = KINDS["8b"]
     path, kv = write_shape(shape, tmp_path, **sizes), {"kv_dtype": KVDtype.FP8}

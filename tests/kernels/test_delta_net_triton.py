@@ -19,6 +19,7 @@ from baton.tests.kernels.harness import Guards, same_bits, strided
 
 HEADS, KEY, NUM_SLOTS = 2, 16, 4
 REFERENCE, TRITON = Implementation.REFERENCE, Implementation.TRITON
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
 
 
@@ -104,9 +105,10 @@ SHAPES = [
     {"num_values": 3, "num_taps": 5},
     {"num_values": 4, "value_dim": 64, "dtype": torch.bfloat16},
 ]
+LENGTHS = ((1, 50, 16), (16, 17, 3), (33, 15, 32))  # of chunks one after the other
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], pytest.param(SHAPES[3], marks=SLOW)])
 def test_one_position_after_the_other_is_the_reference(shape):
     reference, triton = Layer(REFERENCE, **shape), Layer(TRITON, **shape)
     inputs = reference.inputs(18)
@@ -114,8 +116,15 @@ def test_one_position_after_the_other_is_the_reference(shape):
     triton.guards.check()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("length", [1, 16, 17])
+@pytest.mark.parametrize(
+    ("length", "shape"),
+    [
+        *((17, shape) for shape in SHAPES[:3]),
+        (1, SHAPES[3]),
+        *(pytest.param(length, shape, marks=SLOW) for length in (1, 16) for shape in SHAPES[:3]),
+        *(pytest.param(length, SHAPES[3], marks=SLOW) for length in (16, 17)),
+    ],
+)
 def test_a_chunk_is_the_reference_and_leaves_what_the_reference_goes_on_with(shape, length):
     """And the other way round: pools of both forms are one."""
     layers = [Layer(form, **shape) for form in (REFERENCE, TRITON)]
@@ -132,9 +141,10 @@ def test_a_chunk_is_the_reference_and_leaves_what_the_reference_goes_on_with(sha
         layer.guards.check()
 
 
-def test_a_prompt_cut_anywhere_has_the_bits_of_one_position_after_the_other():
+@pytest.mark.parametrize("seeds", [(0, 1), pytest.param((2, 3, 4, 5), marks=SLOW)])
+def test_a_prompt_cut_anywhere_has_the_bits_of_one_position_after_the_other(seeds):
     wanted, length = None, 36
-    for seed in range(4):
+    for seed in seeds:
         rng, layer, at, found = random.Random(seed), Layer(TRITON, num_values=1), 0, []
         inputs = layer.inputs(length)
         if wanted is None:
@@ -150,12 +160,13 @@ def test_a_prompt_cut_anywhere_has_the_bits_of_one_position_after_the_other():
     assert_near(wanted, Layer(REFERENCE, num_values=1).chunk(inputs, 0))
 
 
-def test_speculation_of_any_depth_and_luck_has_the_bits_of_one_position_after_the_other():
+@pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2, 3), marks=SLOW)])
+def test_speculation_of_any_depth_and_luck_has_the_bits_of_one_position_after_the_other(seeds):
     """Three sequences in one step, whose drafts are right or wrong by chance, and rows without room."""
     length = 24
     texts = [Layer(TRITON, num_values=1).inputs(length, seed) for seed in range(3)]
     wanted = [plain(Layer(TRITON, num_values=1), inputs) for inputs in texts]
-    for seed in range(3):
+    for seed in seeds:
         rng, layer = random.Random(f"trace {seed}"), Layer(TRITON, num_values=1)
         found, ats = [], []
         for slot, inputs in enumerate(texts):
@@ -182,8 +193,15 @@ def test_speculation_of_any_depth_and_luck_has_the_bits_of_one_position_after_th
             assert same_bits(torch.cat(found[slot]), wanted[slot]), (seed, slot)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lengths", [(1, 50, 16), (16, 17, 3), (33, 15, 32)])
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        *((LENGTHS[0], shape) for shape in SHAPES[:2]),
+        *((lengths, SHAPES[1]) for lengths in LENGTHS[1:]),
+        *(pytest.param(LENGTHS[0], shape, marks=SLOW) for shape in SHAPES[2:]),
+        *(pytest.param(lengths, SHAPES[at], marks=SLOW) for lengths in LENGTHS[1:] for at in (0, 2, 3)),
+    ],
+)
 def test_chunks_by_tiles_are_the_reference_with_decode_steps_between(shape, lengths):
     """Default numerics; a decode step before each chunk may leave a tile that is behind, and ends within one."""
     layers = [Layer(form, invariant=False, **shape) for form in (REFERENCE, TRITON)]
@@ -201,7 +219,7 @@ def test_chunks_by_tiles_are_the_reference_with_decode_steps_between(shape, leng
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("num_rows", [1, 2, 8])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(2, marks=LONG), pytest.param(8, marks=LONG)])
 @pytest.mark.parametrize(("places", "is_behind"), [((0, 3, 6, 7), True), ((0, 8, 12, 15), False)])
 def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
     """Every number of the pool is random. The tile before the step's may be behind where a step of 8 rows at most can
@@ -226,7 +244,7 @@ def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("length", [1, 15, 16, 33])
+@pytest.mark.parametrize("length", [1, pytest.param(15, marks=LONG), 16, pytest.param(33, marks=LONG)])
 def test_the_image_of_a_slot_is_that_of_the_layout(length):
     """What the layout says a prompt keeps is enough: all else of a slot may be lost, and the text goes on as it was."""
     kept, copied = Layer(TRITON), Layer(TRITON)
@@ -256,6 +274,7 @@ def test_rows_that_are_not_real_write_nothing_and_read_nothing():
 
 
 @pytest.mark.fast
+@LONG
 def test_a_pass_of_chunks_and_decode_rows_with_strided_views():
     """As a layer has them: columns of one product, numbers that are columns of a table."""
     found = []
@@ -297,3 +316,32 @@ def test_what_does_not_fit_is_refused_by_name():
         layer.run([*inputs[:3], inputs[3][:8], *inputs[4:]], [rows_of([0], [9], [0], 9, start=0)])
     assert unfit_delta_sizes(128, 128) == ""
     assert "24" in unfit_delta_sizes(128, 24)
+
+
+@pytest.mark.fast
+def test_a_kept_decision_lets_no_wrong_argument_pass():
+    """A right call of the same sizes came before each."""
+    layer, rows = Layer(TRITON), rows_of([0], [1], [0], 1, start=0)
+    inputs = layer.inputs(1)
+    layer.run(inputs, [rows])
+    weights, kept = layer.weights, layer.kept
+    wrong = [
+        (replace(weights, **{name: bent}), kept, rows)
+        for name in ("conv_HXW", "a_log_HG", "dt_bias_HG", "norm_V")
+        for right in [getattr(weights, name)]
+        for bent in (right.bfloat16(), right[:1], torch.stack([right, right], dim=-1)[..., 0])
+    ]
+    for bent in (kept.conv_NHRX.bfloat16(), kept.conv_NHRX[:, :, ::2], kept.conv_NHRX[1:]):
+        wrong.append((weights, replace(kept, conv_NHRX=bent), rows))
+    for name in ("tail_NHRY", "state_NHZ"):
+        right = getattr(kept.state, name)
+        for bent in (right.bfloat16(), right[:, :1], right[..., :-8], torch.stack([right, right], dim=-1)[..., 0]):
+            wrong.append((weights, replace(kept, state=replace(kept.state, **{name: bent})), rows))
+    for name in ("positions_B", "counts_B", "slots_B"):
+        wrong += [(weights, kept, replace(rows, **{name: bent})) for bent in (torch.tensor([0.0]), torch.tensor([[0]]))]
+    for number, (layer.weights, layer.kept, bent_rows) in enumerate(wrong):
+        try:
+            layer.run(inputs, [bent_rows])
+        except KernelArgumentInvalid:
+            continue
+        pytest.fail(f"call {number} passed")

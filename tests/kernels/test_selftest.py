@@ -66,6 +66,39 @@ def test_attention_that_depends_on_its_chunk_is_named(monkeypatch):
         check_invariance([(16, 16)], torch.float32, CPU)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_delta_net_that_depends_on_its_chunk_is_named(dtype, monkeypatch):
+    from baton.kernels.delta_net import layer
+
+    check = partial(check_invariance, [(16, 16)], dtype, CPU, delta_net=(16, 32, 2))
+    check()
+    right = layer.causal_conv
+
+    def careless(mixed, weight, ring, rows):
+        return right(mixed, weight, ring, rows) * (1 + 1e-3 * rows.num_rows)
+
+    monkeypatch.setattr(layer, "causal_conv", careless)
+    with pytest.raises(NumericsUnsupported, match="chunks of 21 and 13"):
+        check()
+
+
+@pytest.mark.slow
+def test_it_checks_a_delta_nets_kernels_where_they_compute(monkeypatch):
+    """The form by tiles depends on where a prompt is cut."""
+    import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
+    from baton.core.numerics import Numerics
+    from baton.kernels import ops, selftest
+
+    of_triton = ops.Ops(Numerics.INVARIANT, implementation=Implementation.TRITON)
+    check = partial(selftest._check_delta_net, of_triton, (16, 16, 2), torch.float32, CPU)
+    check()
+    right = ops.delta_layer
+    monkeypatch.setattr(ops, "delta_layer", lambda *args, invariant, **named: right(*args, invariant=False, **named))
+    with pytest.raises(NumericsUnsupported, match="delta_layer"):
+        check()
+
+
 @pytest.mark.slow
 def test_it_checks_the_kernels_where_they_compute(monkeypatch):
     import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)

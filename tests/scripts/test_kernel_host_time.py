@@ -13,7 +13,7 @@ import baton
 ROOT = Path(baton.__file__).resolve().parent
 FUNCTIONS = {
     "rms_norm_fused", "silu_mul_fused", "qk_norm_rope_write", "attention_decode", "attention_prefill", "linear_fp8",
-    "select_topk", "experts_grouped",
+    "select_topk", "experts_grouped", "delta_layer",
 }  # fmt: skip
 
 

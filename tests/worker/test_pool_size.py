@@ -29,6 +29,7 @@ SIZES = SimpleNamespace(
     shared_expert_size=0,
     vocab_size=32_000,
     max_model_len=131_072,
+    latent=None,
 )
 
 
