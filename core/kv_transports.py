@@ -145,6 +145,17 @@ KV_TRANSPORTS: Final = {
             sender_environment=COPY_ENVIRONMENT,
         ),
         KVTransport(
+            name="pwrite",
+            text="writer threads write the file of D's pool, which they do not map; CPUs of one host",
+            data_path="pwrite",
+            is_one_sided=True,
+            is_same_host=True,
+            memory="host",
+            sender="baton.kvtransfer.transports.pwrite:sender_data_path",
+            receiver="baton.kvtransfer.transports.pwrite:receiver_data_path",
+            problem_here=_no_shared_memory,
+        ),
+        KVTransport(
             name="nixl",
             text="NIXL writes into D's pool over UCX (RDMA or TCP); the extra `baton-pd[nixl]`",
             data_path="nixl",
