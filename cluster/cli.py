@@ -193,6 +193,7 @@ def generate(
     top_p: Annotated[float | None, _option("keep the likeliest tokens up to this probability  [1]")] = None,
     top_k: Annotated[Count, _option("keep the k likeliest tokens; 0 keeps all  [0]")] = None,
     min_p: Annotated[float | None, _option("keep tokens this likely relative to the likeliest  [0]")] = None,
+    top_a: Annotated[float | None, _option("keep tokens this likely relative to the likeliest, squared  [0]")] = None,
     seed: Annotated[Count, _option("equal seeds give equal tokens  [random]")] = None,
     stop: Annotated[list[str] | None, _option("end before this text; may be given several times")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end token")] = False,

@@ -54,6 +54,7 @@ RANGES: Final[Mapping[str, NumberRange]] = {
     "top_k": NumberRange(0),
     "top_p": NumberRange(0, 1, above_low=True),
     "min_p": NumberRange(0, 1),
+    "top_a": NumberRange(0, 1),
     "seed": NumberRange(0, SEED_LIMIT - 1),
     "min_tokens": NumberRange(0),
     "repetition_penalty": NumberRange(0.01, 100),  # beyond, a float32 logit may overflow
@@ -84,7 +85,8 @@ class SamplingParams:
 
     The logits of a position are changed in this order: grammar, `allowed_token_ids`, `min_tokens`, `bad_words` (each
     removes tokens; one that would leave none is ignored there), `logit_bias`, repetition, frequency and presence
-    penalty, temperature, min-p, top-k, top-p. What has been generated includes drafts that come before the position.
+    penalty, top-a, temperature, min-p, top-k, top-p. What has been generated includes drafts that come before the
+    position.
 
     Attributes:
         max_tokens: at most this many tokens are generated, >= 1.
@@ -92,6 +94,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
         min_p: keep tokens at least this likely relative to the likeliest, in [0, 1].
+        top_a: keep tokens at least as likely as this times the square of the likeliest one's probability, in [0, 1];
+            of probabilities at temperature 1.
         seed: 63-bit key of every draw of this request; equal seeds give equal tokens.
         stop: generation ends when one of these strings is complete in the text, which ends before it. The first that is
             complete counts (`core.requests.stop_matcher`).
@@ -119,6 +123,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_a: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

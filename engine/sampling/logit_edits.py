@@ -1,4 +1,4 @@
-"""What requests do to the model's logits before anything is chosen: masks, then bias, then penalties.
+"""What requests do to the model's logits before anything is chosen: masks, then bias, penalties and top-a.
 
 Greedy and sampled sequences alike. Only sequences that ask for something are touched, each row with its own history:
 what the tables have counted, and the tokens ahead of that (drafts before the row). Each kind of edit has a table by
@@ -24,6 +24,7 @@ from baton.core.requests.sampling import (
 )
 from baton.engine.sampling.history import HistoryLookahead, SampledSequence
 from baton.kernels.copies import to_device
+from baton.kernels.sampling.kept_tokens import masses
 from baton.model.vocab import WHOLE, Vocab
 
 
@@ -383,6 +384,58 @@ class BadWordsTable:
         self._tail_NT[slots_B] = _ends(seen_BX, num_emitted_B[:, None], _PREFIX_LEN)[:, 0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopA:
+    """That of some sequences.
+
+    Attributes:
+        values_P: float64, above 0.
+        whole_size: tokens of the whole vocabulary.
+    """
+
+    values_P: torch.Tensor
+    whole_size: int
+    vocab: Vocab = WHOLE
+
+    def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
+        """Logits without the tokens less likely than a p^2, where p is the probability of the likeliest.
+
+        With w = exp(logit - largest) and their sum W, a probability is w / W and p is 1 / W: w W < a is left out. W is
+        counted in whole numbers, so it is the same however a row is cut, and w is 1 for the likeliest, which stays.
+        """
+        shifted_PQV = logits_PQV.double() - self.vocab.amax(logits_PQV).double()
+        masses_PQV = masses(shifted_PQV, self.whole_size)
+        sum_PQ1 = self.vocab.add(masses_PQV.sum(dim=-1, keepdim=True)).double()
+        unit = masses(shifted_PQV.new_zeros(()), self.whole_size).double()
+        bound_PQ1 = self.values_P[:, None, None] * unit / sum_PQ1
+        return logits_PQV.masked_fill(shifted_PQV.exp() < bound_PQ1, -torch.inf)
+
+
+class TopATable:
+    """Values by slot."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, vocab: Vocab = WHOLE) -> None:
+        self._vocab = vocab
+        self._whole_size = vocab_size
+        self._values_N = torch.zeros(num_slots, dtype=torch.float64, device=device)
+
+    @staticmethod
+    def is_for(params: SamplingParams) -> bool:
+        """Whether a request needs this table."""
+        return params.top_a > 0.0
+
+    def place(self, slot: int, sequence: SampledSequence) -> None:
+        """Begin a slot anew."""
+        self._values_N[slot] = sequence.params.top_a
+
+    def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> TopA:
+        """Those of some slots."""
+        return TopA(values_P=self._values_N[slots_P], whole_size=self._whole_size, vocab=self._vocab)
+
+    def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:
+        """It does not depend on the output."""
+
+
 class Edit(Protocol):
     """One kind of edit, of P sequences."""
 
@@ -464,6 +517,7 @@ class LogitEditTables:
             lambda: BadWordsTable(num_slots, device, vocab),
             lambda: BiasTable(num_slots, device, vocab),
             lambda: PenaltyTable(num_slots, vocab_size, device, vocab),
+            lambda: TopATable(num_slots, vocab_size, device, vocab),
         )
         self._tables: list[EditTable | None] = [None] * len(self._makers)
         self._users: list[set[int]] = [set() for _ in self._makers]
@@ -527,4 +581,5 @@ def _kinds(params: SamplingParams) -> tuple[bool, ...]:
         BadWordsTable.is_for(params),
         BiasTable.is_for(params),
         PenaltyTable.is_for(params),
+        TopATable.is_for(params),
     )

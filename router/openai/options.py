@@ -135,6 +135,7 @@ class CommonOptions(Wire):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    top_a: float | None = None
     seed: int | None = Field(None, ge=LOW_INT64, le=HIGH_INT64)
     stop: Annotated[str, Field(max_length=MAX_STOP_STRING_LEN)] | StopStrings | None = None
     stop_token_ids: StopTokenIds | None = None

@@ -40,6 +40,7 @@ PEER = worker_pb2.Peer(worker_id="d", kv_address="tcp://h:1", epoch=2)
     stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
     min_p=st.floats(allow_nan=False),
+    top_a=st.floats(allow_nan=False),
     min_tokens=st.integers(-(2**31), 2**31 - 1),
     logit_bias=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(allow_nan=False)), max_size=3).map(tuple),
     repetition_penalty=st.floats(allow_nan=False),
@@ -64,7 +65,15 @@ def test_sampling_goes_round_as_it_is(**values):
 
 
 def test_nan_reaches_validation():
-    for field in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for field in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_a",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
         message = wire.sampling_to_proto(SamplingParams(**{field: math.nan}))
         with pytest.raises(InvalidSampling) as caught:
             wire.sampling_from_client(message, room_len=5, draw_seed=lambda: 9).validate(10)

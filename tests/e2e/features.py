@@ -36,6 +36,7 @@ FEATURES = {
     "presence penalty": {"presence_penalty": 1.5},
     "frequency penalty": {"frequency_penalty": 1.5},
     "min-p": {"min_p": 0.1},
+    "top-a": {"top_a": 0.3},
     "bias": {},
     "bad words": {},
     "allowed tokens": {"allowed_token_ids": tuple(range(0, 600, 3))},

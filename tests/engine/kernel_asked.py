@@ -15,5 +15,6 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 1.1, "allowed_token_ids": tuple(range(40, 90)), "logprobs": 0},
     {"temperature": 0.0, "logprobs": 20, "prompt_logprobs": 5},
     {"temperature": 0.0, "min_tokens": 3},
+    {"temperature": 1.0, "top_a": 0.3, "top_p": 0.9},
     {"temperature": 1.0, "presence_penalty": 0.5, "logit_bias": ((3, 2.0),)},
 ]

@@ -14,7 +14,7 @@ def without(logits, banned):
 
 
 def edited(logits, params, prompt, output, eos=()):
-    """What masks, bias and penalties make of raw logits, where `output` has been generated after `prompt`."""
+    """What masks, bias, penalties and top-a make of raw logits, where `output` has been generated after `prompt`."""
     vocab = range(len(logits))
     if params.allowed_token_ids is not None:
         logits = without(logits, set(vocab) - set(params.allowed_token_ids))
@@ -36,6 +36,11 @@ def edited(logits, params, prompt, output, eos=()):
         if count:
             logit -= params.presence_penalty
         result.append(logit)
+    if params.top_a:
+        best = max(result)
+        total = sum(math.exp(logit - best) for logit in result)
+        bound = params.top_a * (1 / total) ** 2
+        result = [logit if math.exp(logit - best) / total >= bound else NEVER for logit in result]
     return result
 
 

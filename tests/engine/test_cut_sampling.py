@@ -266,6 +266,7 @@ def test_every_mode_of_verification(config, size, num_drafts):
         ([{"temperature": 0.0, "presence_penalty": 1.0}], 1),
         ([{"temperature": 0.0, "logit_bias": ((3, 1.0),)}], 1),
         ([{"temperature": 0.0, "bad_words": ((3,),)}], 2),
+        ([{"temperature": 0.0, "top_a": 0.1}], 3),
         ([{}], 2),
         ([{}, {"temperature": 0.0}, {"min_p": 0.1, "frequency_penalty": 1.0}], 2),
         ([{"top_k": 3}], 2 + 1),

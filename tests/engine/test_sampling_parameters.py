@@ -36,6 +36,7 @@ any_params = st.builds(
     top_k=st.sampled_from([0, 0, 2, 5]),
     top_p=st.sampled_from([1.0, 1.0, 0.7]),
     min_p=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
+    top_a=st.sampled_from([0.0, 0.0, 0.07, 0.3, 1.0]),
     seed=st.integers(0, 2**63 - 1),
     stop_token_ids=st.sampled_from([(), (1,), (5, 6)]),
     min_tokens=st.sampled_from([0, 0, 1, 3, 9]),
@@ -159,6 +160,12 @@ def test_by_hand():
     assert edits_of([0.0] * 3, drafts=[1, 1], min_tokens=2, stop_token_ids=(2,)) == [[no, 0, no]] * 2 + [[0, 0, 0]]
     assert edits_of([1.0, 2.0, 3.0], allowed_token_ids=(0, 0, 2)) == [[1, no, 3]]
     assert edits_of([1.0, 2.0, 3.0], allowed_token_ids=(2,), bad_words=((2,),)) == [[no, no, 3]], "one must be left"
+    halves = [math.log(weight) for weight in (8, 4, 3, 1)]  # p: 1/2, 1/4, 3/16, 1/16
+    assert edits_of(halves, top_a=0.99) == [[*halves[:2], no, no]]
+    assert edits_of(halves, top_a=0.7) == [[*halves[:3], no]]
+    assert edits_of(halves, top_a=0.2) == [halves]
+    assert edits_of([9.0, 0.0], top_a=1.0) == [[9.0, no]]
+    assert edits_of([no, 1.0, 1.0], top_a=1.0) == [[no, 1.0, 1.0]]
 
 
 def test_plain_batches_pay_nothing(monkeypatch):
@@ -215,6 +222,7 @@ MODEL = ToyModel()
 KINDS = {
     "plain": {},
     "min_p": {"min_p": 0.3},
+    "top_a": {"top_a": 0.4},
     "bias": {"logit_bias": ((3, 2.5), (7, -100.0), (9, 1.0))},
     "repetition": {"repetition_penalty": 1.6},
     "presence": {"presence_penalty": 1.8},
@@ -281,8 +289,8 @@ def test_parameters_change_the_answer(temperature, expected):
     answers = [tuple(expected[request.sampling][0]) for request in kinds_requests(0, temperature)]
     plain, *others = answers
     unchanged = [kind for answer, kind in zip(others, list(KINDS)[1:], strict=True) if answer == plain]
-    assert unchanged == (["min_p"] if temperature == 0 else []), "min-p leaves the likeliest token alone"
-    assert len(set(others)) >= len(others) - 1
+    assert unchanged == (["min_p", "top_a"] if temperature == 0 else []), "these leave the likeliest token alone"
+    assert len(set(others)) >= len(others) - 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

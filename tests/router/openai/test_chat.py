@@ -94,14 +94,27 @@ async def test_a_stream_with_its_usage():
 
 async def test_sampling_values_reach_the_workers():
     values = {"temperature": 0.5, "top_p": 0.25, "presence_penalty": 1.0, "frequency_penalty": -1.0, "seed": 7}
-    more = {"top_k": 5, "min_p": 0.125, "repetition_penalty": 1.5, "stop_token_ids": [3], "min_tokens": 2}
+    more = {
+        "top_k": 5,
+        "min_p": 0.125,
+        "top_a": 0.25,
+        "repetition_penalty": 1.5,
+        "stop_token_ids": [3],
+        "min_tokens": 2,
+    }
     more |= {"ignore_eos": True, "allowed_token_ids": [1, 2], "bad_words": ["ab"]}
     async with served() as (running, client):
         await chat(client, **values, stop=["zz", "yy"], logit_bias={"5": -2.5}, max_tokens=9, extra_body=more)
         sent = sent_to(running)[0].sampling
         for name, value in values.items():
             assert getattr(sent, name) == value, name
-        assert (sent.top_k, sent.min_p, sent.repetition_penalty, sent.min_tokens) == (5, 0.125, 1.5, 2)
+        assert (sent.top_k, sent.min_p, sent.top_a, sent.repetition_penalty, sent.min_tokens) == (
+            5,
+            0.125,
+            0.25,
+            1.5,
+            2,
+        )
         assert (sent.ignore_eos, sent.max_tokens) == (True, 9)
         assert (list(sent.stop), list(sent.stop_token_ids), list(sent.allowed_token_ids.ids)) == (
             ["zz", "yy"],
