@@ -39,7 +39,7 @@ from baton.kernels.mla.prefill import mla_prefill, unfit_heads
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
 from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, Scoring, select_topk, select_topk_reference
-from baton.kernels.pointwise import rms_norm, silu_mul
+from baton.kernels.pointwise import gelu_mul, rms_norm, silu_mul
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rope import rope
 
@@ -149,6 +149,13 @@ class Ops:
         if self._is_fused and gate_up.dim() == 2:
             return silu_mul.silu_mul_fused(gate_up, implementation=self.implementation).rows
         gate = silu_mul.silu_mul_invariant if self._is_invariant else silu_mul.silu_mul
+        return gate(gate_up)
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The gate of GeGLU, by tanh."""
+        if self._is_fused and gate_up.dim() == 2:
+            return gelu_mul.gelu_mul_fused(gate_up, implementation=self.implementation)
+        gate = gelu_mul.gelu_mul_invariant if self._is_invariant else gelu_mul.gelu_mul
         return gate(gate_up)
 
     def qk_norm_rope_write(
