@@ -51,6 +51,7 @@ EDITED = [
     {"temperature": 0.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.25},
     {"temperature": 1.0, "logit_bias": ((3, 2.0), (5, -4.0)), "logprobs": 3},
     {"temperature": 0.9, "bad_words": ((4,), (7, 1)), "min_tokens": 4, "top_p": 0.9},
+    {"temperature": 1.3, "top_a": 0.2, "top_p": 0.95, "logit_bias": ((3, 2.0),)},
     {"temperature": 1.1, "allowed_token_ids": (2, 3, 5, 7, 11, 13), "logprobs": 0, "prompt_logprobs": 2},
     {"temperature": 0.0},
 ]
