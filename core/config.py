@@ -130,7 +130,7 @@ class ServeConfig(BaseModel):
     )
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(
         None,
-        "draft tokens per step, 0 to 6, or auto: as measured; at most so many with the method auto",
+        "draft tokens per step, 0 to 6, or auto: as measured",
         unset="2; 4 by ngram; 0 without a head",
         metavar="tokens",
         vllm="--speculative-config (num_speculative_tokens)",
@@ -272,7 +272,7 @@ class ServeConfig(BaseModel):
     )
     tool_call_parser: ToolCallParserName = _ports(
         "auto",
-        "form in which the model writes tool calls; auto: the one its chat template shows",
+        "form of tool calls; auto: the one its chat template shows",
         vllm="--tool-call-parser",
         router=True,
     )
