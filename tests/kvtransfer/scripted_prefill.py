@@ -145,7 +145,7 @@ class ScriptedPrefill:
             self.any_frame(grant, layer, own.first, own.count, heads, **options)
 
     def any_frame(self, grant, layer, first, count, heads, *, data_path="inline", damage=False, is_written=False):
-        """Push positions, whoever should."""
+        """Push positions, whether or not they are this rank's."""
         span = KVRange(layer, first, count, heads.first, heads.count)
         order = self.layout.rows_per_block(layer)
         payload = self.whole.read(self.blocks, span, order)
