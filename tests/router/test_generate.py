@@ -399,6 +399,8 @@ async def test_one_failed_answer_ends_all():
     async with cluster(migration=OFF) as running:
         running.script.decode_error = Overloaded("no")
         running.script.decode_error_after = 3
+        running.script.decode_ends_when = at_once = asyncio.Event()
+        at_once.set()
         with pytest.raises(Overloaded):
             await chunks_of(running, sampling=SamplingParams(max_tokens=64, temperature=0.0, n=4))
         await running.idle(5.0)

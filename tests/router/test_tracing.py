@@ -137,6 +137,8 @@ async def test_a_trace_goes_on_over_http_and_ends_with_its_request(kept):
 async def test_an_answer_that_moves_is_attempts_of_one_request(kept):
     async with cluster(num_decode=2) as running:
         running.script.decode_error, running.script.decode_error_after = WorkerLost("died"), 4
+        running.script.decode_ends_when = at_once = asyncio.Event()
+        at_once.set()
         with pytest.raises(WorkerLost):
             await ask(running)
         await running.idle()

@@ -20,8 +20,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 FAR = "/v1/chat/completions"
 
 
-async def raw(url, head, body=b"", *, is_partial=False):
-    """One request by hand: (status, headers, body)."""
+async def raw(url, head, body=b"", *, is_partial=False, at_text=None):
+    """One request by hand: (status, headers, body). `at_text` is called as soon as a stream brings the first text."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -34,7 +34,11 @@ async def raw(url, head, body=b"", *, is_partial=False):
             "",
         ]
         writer.write("\r\n".join(lines).encode() + body)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = b""
+        if at_text is not None:
+            answer = await asyncio.wait_for(reader.readuntil(b"delta"), 10)
+            at_text()
+        answer += await asyncio.wait_for(reader.read(), 10)
     finally:
         writer.close()
     top, _, rest = answer.partition(b"\r\n\r\n")
@@ -42,9 +46,10 @@ async def raw(url, head, body=b"", *, is_partial=False):
     return int(status.split()[1]), dict(field.lower().split(": ", 1) for field in fields), rest
 
 
-async def post(url, path, data, *headers):
+async def post(url, path, data, *headers, at_text=None):
     body = data if isinstance(data, bytes) else json.dumps(data).encode()
-    status, fields, body = await raw(url, [f"POST {path} HTTP/1.1", "Content-Type: application/json", *headers], body)
+    head = [f"POST {path} HTTP/1.1", "Content-Type: application/json", *headers]
+    status, fields, body = await raw(url, head, body, at_text=at_text)
     is_stream = fields.get("content-type", "").startswith("text/event-stream")
     return status, fields, body if is_stream else json.loads(body)
 

@@ -1,5 +1,6 @@
 """Anthropic's messages: the chats that they become, and the messages and events that answers become."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -26,10 +27,14 @@ WEATHER = {"name": "weather", "description": "of a city", "input_schema": {"type
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 
 
-async def ask(running, path=PATH, **more):
-    status, _, data = await post(running.url, path, ASKED | more)
+async def ask(running, path=PATH, at_text=None, **more):
+    status, _, data = await post(running.url, path, ASKED | more, at_text=at_text)
     assert status == 200, data
     return data if isinstance(data, dict) else events_of(data)
+
+
+def newest(running):
+    return running.of("decode")[0].seen[-1]
 
 
 def events_of(data):
@@ -91,10 +96,11 @@ async def test_a_message_and_its_stream():
             "cache_read_input_tokens": cached,
             "output_tokens": 11,
         }
-        events = await ask(running, system="be brief", stream=True)
+        running.script.decode_hangs_after = 4
+        events = await ask(running, system="be brief", stream=True, at_text=lambda: newest(running).hang.set())
         assert events[0]["message"]["usage"]["input_tokens"] == len(prompt)
         assert events[0]["message"]["stop_reason"] is None
-        assert len(events) > 6, "text comes as it is made"
+        assert len(events) > 6, "text comes as it is made: the client had some before the rest was made"
         assert alike(assembled(events)) == alike(message)
 
 
@@ -333,7 +339,8 @@ async def test_an_error_in_mid_stream_is_an_event():
     off = MigrationConfig(max_migrations=0)
     async with served(migration=off) as (running, _):
         running.script.decode_error, running.script.decode_error_after = WorkerLost("gone", worker_id="w"), 4
-        events = await ask(running, stream=True)
+        running.script.decode_ends_when = asyncio.Event()
+        events = await ask(running, stream=True, at_text=running.script.decode_ends_when.set)
         assert events[0]["type"] == "message_start"
         assert events[-1]["type"] == "error"
         assert events[-1]["error"]["type"] == "overloaded_error"

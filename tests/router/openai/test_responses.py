@@ -1,5 +1,6 @@
 """OpenAI's responses, through its own client: the chats that they become, and the items that answers become."""
 
+import asyncio
 import itertools
 import json
 
@@ -253,10 +254,12 @@ async def test_what_a_client_can_do_wrong_with_responses():
 async def test_an_error_in_mid_stream_of_a_response_is_numbered():
     async with served(migration=MigrationConfig(max_migrations=0)) as (running, client):
         running.script.decode_error, running.script.decode_error_after = WorkerLost("gone", worker_id="w"), 4
+        ends = running.script.decode_ends_when = asyncio.Event()
         with pytest.raises(openai.APIError, match="gone"):
             async for _ in await ask(client, stream=True):
-                pass
-        _, _, data = await post(running.url, PATH, {"input": "hi", "stream": True})
+                ends.set()  # the answer has begun
+        ends.clear()
+        _, _, data = await post(running.url, PATH, {"input": "hi", "stream": True}, at_text=ends.set)
         lines = [line.removeprefix("data: ") for line in data.decode().splitlines() if line.startswith("data: ")]
         events = [json.loads(line) for line in lines]  # tokens that wait at the router share an event
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
