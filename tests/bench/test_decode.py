@@ -75,7 +75,7 @@ def test_steps_are_measured_with_graphs_and_without(monkeypatch):
     assert format_decode(data).count("graphs") == 8
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_a_drafter_beside_the_model_is_measured_and_counted():
     """Drafts stand as its chances say: 1 of the first, none of the second."""
     asked = QUICK | {"layers": 3}

@@ -367,6 +367,7 @@ class Rank:
     all_gather = all_sum
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SERVED)
 def test_what_it_would_run_as_is_what_the_loader_makes(name, told):
     directory, said = SERVED[name], told[name]

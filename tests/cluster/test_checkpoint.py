@@ -112,6 +112,7 @@ def judged(path, **asked):
     return checkpoint.judge(ServeConfig.from_mapping({"model": str(path), "device": "cpu", **asked}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "changes", "asked", "sentence"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_what_cannot_be_served_says_so_in_one_sentence(tmp_path, name, changes, asked, sentence):
     found = judged(write_model(tmp_path / name.replace(" ", "-"), **changes), **asked)

@@ -102,7 +102,7 @@ def test_every_command_exists_and_has_json(command):
     assert "--json" in flags_of(command)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
@@ -240,7 +240,7 @@ def test_keys_of_a_file_are_checked_and_flags_override_them(tmp_path, capsys, mo
     assert (data["error"], data["fields"]["keys"]) == ("ConfigInvalid", ["prefil"])
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_allowed_origins_come_from_the_flag_to_the_replies(monkeypatch):
     """The router that `baton serve` would start, without workers: what a browser is told of two pages."""
     from baton.cluster.commands import serve

@@ -388,6 +388,7 @@ def drawn(faults):
     return [pytest.param(fault, seed, id=f"{fault.__name__}-{seed}") for fault in faults for seed in range(NUM_DRAWS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "seed"), drawn(SEEN_IN_HEADERS))
 def test_what_headers_tell_is_refused_before_a_tensor_is_read_and_checked_alike(fault, seed, sound, tmp_path):
     path = shutil.copytree(sound, tmp_path / "model")

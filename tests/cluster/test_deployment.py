@@ -67,7 +67,7 @@ def directory_of(processes):
     raise AssertionError("no private Ray is running")
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ray_address", "device", "expected"), [("local", "cuda", 0), ("local", "cpu", 1), ("auto", "cuda", 1)]
 )

@@ -123,6 +123,7 @@ def test_an_authority_that_cannot_be_used_is_named(cluster, tmp_path, damage):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 def test_the_command_makes_and_issues_and_says_what_is_wrong(tmp_path):
     command = [sys.executable, "-P", "-m", "baton.cluster.ray.certificates"]
     subprocess.run([*command, "make", tmp_path / "secrets"], check=True)

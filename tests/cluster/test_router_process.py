@@ -92,6 +92,7 @@ def test_it_comes_back_at_once_and_then_ever_later(make):
     assert waits[0] < 0.3, "a first death is nobody's loop"
 
 
+@pytest.mark.long
 def test_one_that_keeps_dying_is_given_up_with_its_last_words(make):
     process = make(LISTENS + "print('out of luck', file=sys.stderr); os._exit(7)")
     with pytest.raises(RouterLost, match=r"ended 9 times within 60 s.*code 7: out of luck") as lost:

@@ -45,6 +45,7 @@ def test_no_page_is_without_its_runbook():
     assert {path.stem for path in ROOM.glob("*.md")} == {name.replace("-", "_") for name in runbook_names()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

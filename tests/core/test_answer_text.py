@@ -129,6 +129,7 @@ def test_an_answer_ends_where_vllm_ends_it(token_ids, stop, stop_ids, min_tokens
     assert all(expected.text.startswith("".join(shown[:at])) for at in range(len(shown))), "nothing is taken back"
 
 
+@pytest.mark.long
 @settings(max_examples=400)
 @given(
     st.text("abx", max_size=14),
@@ -153,6 +154,7 @@ def test_a_stop_string_is_found_however_its_text_is_cut(text, stop, sizes, inclu
     assert ("".join(shown) + matcher.flush(), matcher.matched) == (expected, matched)
 
 
+@pytest.mark.long
 @settings(max_examples=300)
 @given(TOKENS, st.booleans())
 def test_a_stream_is_the_librarys_text_whole_and_says_it_at_once(token_ids, skip):

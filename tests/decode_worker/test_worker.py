@@ -651,6 +651,7 @@ def test_closing_ends_what_is_here():
 # Migration
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("num_forced", [1, 3])
 def test_an_answer_goes_on_where_another_worker_left_it(num_forced, local):
@@ -677,6 +678,7 @@ def overcommitted(num_host_blocks=0, **options):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_host_blocks", [0, 3, 40])
 @pytest.mark.parametrize("scheduling", ["async", "sync"])
 def test_blocks_that_run_out_cost_time_and_no_token(num_host_blocks, scheduling):
@@ -704,6 +706,7 @@ def test_blocks_that_run_out_cost_time_and_no_token(num_host_blocks, scheduling)
     decode.check_nothing_left()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("after", [1, 4])

@@ -78,6 +78,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("with_mtp", [True, False])
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("order", ORDERS)
@@ -144,6 +145,7 @@ def toy():
     return ToyHybrid(config=ToyConfig(max_model_len=512))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("k", "scheduling"), [(0, "sync"), (2, "async"), (4, "async")])
 def test_a_toy_that_keeps_all_kinds_of_state_finds_the_state_of_its_prefix(toy, k, scheduling):
     """It asserts the boundary of each state; tokens and accepted drafts are those without checkpoints.

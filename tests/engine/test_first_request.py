@@ -30,6 +30,7 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
+@pytest.mark.long
 def test_nothing_is_imported_after_the_start():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == []

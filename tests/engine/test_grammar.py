@@ -148,6 +148,7 @@ def test_masks_of_finite_languages_are_exact_after_every_prefix(spec, language, 
     assert num_rows >= 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [spec for spec, _ in LANGUAGES], ids=lambda spec: spec.text[:20])
 def test_looking_ahead_equals_having_accepted(spec, compiler):
     rng = random.Random(0)
@@ -353,6 +354,7 @@ HARD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", HARD.values(), ids=HARD)
 def test_hard_grammars_take_bounded_time_and_end_by_type(spec, tiny):
     rng = random.Random(0)
@@ -367,6 +369,7 @@ def test_hard_grammars_take_bounded_time_and_end_by_type(spec, tiny):
     assert time.process_time() - start_s < 15, "of processors' time: others may have them meanwhile"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [{"max_lexer_states": 60}, {"step_lexer_fuel": 500}])
 def test_a_spent_budget_is_nobodys_error(limit):
     """Masks, and what may follow them, are the same however little the sequences may share, and none fails."""

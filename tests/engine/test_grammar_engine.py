@@ -183,7 +183,7 @@ def test_apply_bitmask_against_python(vocab_size, dtype):
         assert masked_RQV[r, q, v] == (logits_RQV[r, q, v] if is_allowed else -torch.inf)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_the_first_token_may_complete_the_answer(tiny_model, tiny_tokenizer, tiny_prompts):
     word = tiny_tokenizer.decode([300])
     for spec, texts in ((GrammarSpec("regex", "x?"), ("", "x")), (GrammarSpec("regex", re.escape(word)), (word,))):

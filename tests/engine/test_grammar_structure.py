@@ -186,6 +186,7 @@ def mutant(draw, text):
     return text[:at] + more + text[to:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_grammar_takes_what_the_judge_takes(compiler, name):
     structure, draw = STRUCTURES[name], random.Random(name)
@@ -220,6 +221,7 @@ def walk(compiler, structure, draw):
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in STRUCTURES if "many" not in name])
 def test_random_tokens_end_in_the_language(compiler, name):
     structure = STRUCTURES[name]
@@ -342,6 +344,7 @@ def many_parameters(values):
     return STRUCTURE, AnswerStructure(calls=Calls.REQUIRED, tools=tools, form=CallForm.QWEN3_CODER).to_json()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

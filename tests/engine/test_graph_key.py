@@ -29,6 +29,7 @@ all_sizes = st.builds(
 )
 
 
+@pytest.mark.long
 @given(all_sizes)
 def test_every_graph_once_and_the_largest_first(sizes):
     keys = list(sizes.keys())

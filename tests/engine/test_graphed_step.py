@@ -118,6 +118,7 @@ def test_every_way_to_verify(verification, d2t):
     assert_all_replayed(replayed)
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("k", [1, 2, 4, 6])
 def test_a_perfect_head_stays_right(k):
@@ -306,6 +307,7 @@ def test_nothing_is_captured_where_there_is_no_gpu(caplog):
     assert not caplog.records
 
 
+@pytest.mark.long
 @fast
 def test_steps_with_chunks_of_prompts_are_launched_and_those_that_only_decode_replayed():
     """A step with chunks is no step that no graph fits: it is not counted among those."""

@@ -129,6 +129,7 @@ def test_no_verification_waits(way, is_pruned, tiny_model, tiny_tokenizer, tiny_
     assert steps_guarded
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_step_that_looks_is_caught(graphs, tiny_model, tiny_tokenizer, tiny_prompts, steps_guarded, monkeypatch):

@@ -111,7 +111,7 @@ def assert_same(found, wanted):
                 assert said.logprob == pytest.approx(known.logprob, abs=1e-5)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("k", [0, 3])
 def test_tokens_and_accepted_drafts_are_those_of_torch(k, scheduling):

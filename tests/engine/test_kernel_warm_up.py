@@ -79,7 +79,7 @@ def test_no_step_launches_what_the_warm_up_did_not():
     assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_products_in_order_have_no_form_between_the_sizes_that_are_warmed_up():
     """A worker of one sequence has passes of these sizes alone, and chunks of any."""
     met = classes(600)

@@ -158,7 +158,7 @@ def test_drafts_that_share_the_targets_noise_are_accepted_more_often(
     assert coupled > argmax
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_stop_string_and_streaming(tiny_model, tiny_tokenizer, tiny_prompts):
     engine = engine_of(tiny_model, tiny_tokenizer, k=2)
     [whole] = engine.generate(requests_for(tiny_prompts[-2:-1], 2, temperature=0.0, max_tokens=24))

@@ -93,7 +93,7 @@ def test_tokens_in_many_arrangements(**arrangement):
     check_arrangement(**arrangement)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("model", [ToyModel(with_mtp=True), ToyModel(with_mtp=False)])
 @pytest.mark.parametrize("k", [*range(5), 6])

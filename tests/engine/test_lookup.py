@@ -74,6 +74,7 @@ def replayed(request, result, k):
     return steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preempted", PREEMPTED)
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("k", [1, 2, 4, 6])
@@ -93,6 +94,7 @@ def test_every_step_proposes_what_followed_before(k, scheduling, preempted, monk
     )
 
 
+@pytest.mark.long
 def test_k_may_change_at_every_step():
     asked = requests(7, 4, count=20)
     plain = toy_engine(model(), k=0, num_blocks=120).generate(asked)
@@ -101,6 +103,7 @@ def test_k_may_change_at_every_step():
     assert [result.token_ids for result in engine.generate(asked)] == [result.token_ids for result in plain]
 
 
+@pytest.mark.long
 def test_rejection_takes_what_was_looked_up_for_point_masses(monkeypatch):
     """Greedy requests have the tokens of no drafts; sampled ones finish, and some of their drafts stand."""
     verification = VerificationConfig(mode=VerificationMode.REJECTION)

@@ -106,6 +106,7 @@ def replayed(request, result, script):
     return steps
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("verification", [None, REJECTION, POINTS], ids=["coupled", "rejection", "point masses"])
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["launched", "replayed"])
@@ -268,6 +269,7 @@ def test_ranks_agree_on_what_drafts(ranks, verification, tiny_tokenizer, monkeyp
     assert {method for method, _ in mine} == {None, HEAD, NGRAM}
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_auto_drives_an_engine(scheduling):
@@ -297,6 +299,7 @@ def test_auto_drives_an_engine(scheduling):
     assert engine.step_report().by_method["head"].num_accepted_tokens > 100
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("num_drafts", [None, LIMIT])
 @pytest.mark.parametrize(("good", "other"), [(HEAD, NGRAM), (NGRAM, HEAD)])

@@ -99,6 +99,7 @@ def run_turns(driver, prompts, k, *, is_mixed):
     return turns
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [pytest.param(0, marks=fast), 2])
 def test_one_step_gives_the_bits_of_two(k, tiny_model_invariant, tiny_prompts):
     prompts = [tiny_prompts[at] for at in (3, 5, 6, 4)]
@@ -241,6 +242,7 @@ def test_requests_beside_each_other_say_what_each_says_alone(
     assert sum(bool(step.chunks and step.slots) for step in steps) > 3
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("seed", range(3))
 def test_random_arrivals_give_the_tokens_of_the_reference(seed):

@@ -101,6 +101,7 @@ def check(got, wanted, tolerance):
 
 
 # Python of the invariant reference looks at what experts were chosen, so it cannot be recorded; nor is it, on a GPU.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "numerics"),
     [(RecorderBackend, Numerics.DEFAULT), (CallBackend, Numerics.DEFAULT), (CallBackend, Numerics.INVARIANT)],
@@ -185,6 +186,7 @@ def test_ranks_compute_their_parts(tiny_checkpoint):
         check((hidden, [], heard), (wanted[0], [], wanted[2]), 1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [0, 2])
 def test_an_engine_says_the_same(k, tiny_model, tiny_tokenizer, tiny_prompts):
     def engine():

@@ -85,6 +85,7 @@ def reseal(frame, **changes):
     return head + struct.pack("<I", crc32c(payload, crc32c(head))) + payload
 
 
+@pytest.mark.long
 @given(EVERYTHING, st.integers(0, (1 << 64) - 1))
 def test_what_comes_out_is_what_went_in(message, count):
     frame = ALL.encode(message, count)
@@ -118,6 +119,7 @@ def test_any_flipped_bits_are_an_error(message, data):
         ALL.decode(frame, 1)
 
 
+@pytest.mark.long
 @given(EVERYTHING, st.data())
 def test_a_payload_that_lacks_a_field_is_an_error_even_if_its_checksum_is_right(message, data):
     frame = ALL.encode(message, 1)

@@ -54,6 +54,7 @@ def test_what_requests_forbid_is_never_emitted(method, d2t):
         assert top.token_ids == greedy[0].token_ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, 3, 6])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_a_perfect_head_that_is_sampled_is_always_right(k, temperature):
@@ -98,6 +99,7 @@ def test_forced_and_synthetic_lengths():
     assert share == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.long
 def test_seeds_decide():
     def once(seed):
         requests = [request_of([1, 2], max_tokens=30, k=3, seed=seed, ignore_eos=True)]

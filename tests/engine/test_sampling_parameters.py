@@ -285,6 +285,7 @@ def test_parameters_change_the_answer(temperature, expected):
     assert len(set(others)) >= len(others) - 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_obey_too(kind):
     """Drafts are made by the same rules, so that they are not refused for them: a head that is right stays right."""
@@ -340,6 +341,7 @@ def test_prompt_logprobs(chunk_len):
         assert [token for token, _ in report.top] == [token for token, _ in top]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_len", [2, 64])
 @pytest.mark.parametrize("knows_next", [False, True])
 @pytest.mark.parametrize("output_len", [1, 4])

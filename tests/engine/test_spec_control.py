@@ -76,7 +76,7 @@ def test_finds_the_best(times, accept, best):
     assert chosen[60:].count(best) >= 0.95 * 240
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 @pytest.mark.parametrize(("before", "after"), [((CHEAP, GOOD, 4), (DEAR, BAD, 0)), ((DEAR, BAD, 0), (CHEAP, GOOD, 4))])
 def test_follows_a_change_within_400_steps(before, after, batch_size):
@@ -230,7 +230,7 @@ def on_text(control, accept, num_steps, seed=0, batch_size=8, by_head=0.06, row=
     return chosen, total_s / tokens
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 @pytest.mark.parametrize("text", TEXTS)
 def test_finds_the_best_method(text, batch_size):
@@ -247,7 +247,7 @@ def test_of_two_that_are_right_as_often_the_cheaper_one_is_used():
     assert sum(arm in arms_of(control, "ngram") for arm in chosen[700:]) >= 450
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_a_machine_that_becomes_slower_changes_no_method():
     """What is not in use was measured when it was fast: beside no drafts of then, not beside what is in use now."""
     control = chooser()
@@ -289,7 +289,7 @@ def test_text_without_repetition_costs_nothing(has_head, batch_size, row):
         assert token_s <= 1.02 * best_s
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(st.sets(st.integers(1, 12)), st.sampled_from(sorted(TEXTS)), st.integers(0, 99))
 def test_an_arm_that_is_not_allowed_is_never_chosen(allowed, text, seed):
@@ -299,7 +299,7 @@ def test_an_arm_that_is_not_allowed_is_never_chosen(allowed, text, seed):
     assert set(chosen) <= allowed | {0}
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.data())
 def test_whatever_it_is_told_of_methods(max_drafts, data):

@@ -37,7 +37,7 @@ def model_of(tiny_checkpoint):
     return load
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS)
 def test_replayed_bits_are_those_launched(kind, num_rows, model_of):
     check_kind(model_of(), RecorderBackend(), kind, num_rows, num_sequences=(1, 3, 4), prefixes=(0, 15, LARGE))

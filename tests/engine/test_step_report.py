@@ -170,6 +170,7 @@ def run_workload(seed, k, scheduling, *, is_long=False, **options):
     return engine, streams
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("k", [*range(5), 6])
@@ -207,6 +208,7 @@ def test_nothing_is_lost_in_many_workloads(seed, scheduling, steps):
     check(engine, steps, streams, seed % 5)
 
 
+@pytest.mark.long
 @fast
 @pytest.mark.parametrize("forgotten", Fate)
 def test_a_reader_that_forgets_a_fate_is_noticed(forgotten, steps, in_turn, monkeypatch):

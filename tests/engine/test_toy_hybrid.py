@@ -67,7 +67,7 @@ def same_tokens(results, wanted, lens=LENS):
         assert list(result.token_ids) == wanted[length], length
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 6])
 def test_drafts_that_are_rejected_leave_nothing_behind(k, scheduling, wanted):
@@ -79,7 +79,7 @@ def test_drafts_that_are_rejected_leave_nothing_behind(k, scheduling, wanted):
         assert 0 < sum(one.num_accepted_tokens for one in counts) < sum(one.num_draft_tokens for one in counts)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_len", [1, 5, 16, 64])
 def test_a_prompt_may_be_cut_anywhere(chunk_len, wanted):
     engine = toy_engine(ToyHybrid(), k=2, chunk_len=max(chunk_len, 12), num_blocks=80)
@@ -87,7 +87,7 @@ def test_a_prompt_may_be_cut_anywhere(chunk_len, wanted):
     same_tokens(engine.generate(requests(2)), wanted)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_slots_change_hands_without_being_zeroed(wanted):
     engine = toy_engine(ToyHybrid(), k=3, num_blocks=80, max_num_sequences=2)
     lens = [length for _ in range(4) for length in LENS]
@@ -105,7 +105,7 @@ WAYS = {
 }
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("way", WAYS)
 def test_state_is_preempted_and_comes_back_with_its_blocks(way, scheduling, wanted):

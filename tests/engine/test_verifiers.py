@@ -148,6 +148,7 @@ class Batch:
         return [*drafts[:accepted], rejection.inverse(residuals[accepted], u)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 6])
 @pytest.mark.parametrize("config", MODES, ids=lambda config: f"{config.mode.value}-{config.block}")
 def test_a_mixed_batch_against_plain_python(config, num_drafts):

@@ -48,6 +48,7 @@ class Sequences:
         self.wanted = [naive(q, *kv, 0) for q, kv in zip(self.query, self.kv, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), GROUPS)
@@ -60,6 +61,7 @@ def test_prefill(num_heads, num_kv_heads, block_size, numerics):
         assert (Ops(numerics).attention_prefill(query, *args) - wanted).abs().max() < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), GROUPS)

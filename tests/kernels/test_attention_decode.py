@@ -175,7 +175,6 @@ def test_numbers_of_rows_of_a_head(num_rows):
 
 
 @pytest.mark.long
-@pytest.mark.fast
 @pytest.mark.parametrize("max_part_len", [16, 32, 48, 8192])
 def test_any_number_of_parts(max_part_len):
     problem = Problem((100, 3, 66), 2, 3, 1)
@@ -282,7 +281,7 @@ def test_two_runs_agree_and_write_no_input():
         )
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_block_sizes_and_orders_of_blocks_give_the_same_bits():
     outs = []
     for block_size, seed in ((16, 1), (32, 1), (64, 1)):

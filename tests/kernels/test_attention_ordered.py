@@ -47,7 +47,7 @@ class Context:
         )[0]  # fmt: skip
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_chunks_are_softmax_written_out():
     sequences = Sequences(MIXED)
     found = attention_ordered_prefill_lens(
@@ -130,7 +130,7 @@ def test_what_parts_leave_is_kept_of_few_sequences_at_once(at_once, monkeypatch)
     assert taken == max(1, at_once) * row_bytes, "of a single sequence there is no less"
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("is_split", [False, True])
 def test_rows_that_see_nothing_are_zero(is_split):
     context = Context(40, dtype=torch.float16)

@@ -63,7 +63,7 @@ def check_division(lens, shares, tile, num_shares):
         assert taken == line[share * each : (share + 1) * each]
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_of_drawn_lengths(seed):
     draw = random.Random(seed)

@@ -254,7 +254,7 @@ def test_a_token_is_the_same_beside_rows_that_are_cut_otherwise():
         assert alone.tolist() == [whole[place]]
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["equal", "infinite", "rounded", "drawn"])
 def test_reports_of_many_equals_are_in_order_of_ids(monkeypatch, kind):
     for name, value in (("CHUNK", 64), ("GROUP", 4), ("REREAD", 8), ("LISTED", 16)):

@@ -174,7 +174,7 @@ def test_speculation_of_any_depth_and_luck_has_the_bits_of_one_position_after_th
     assert num_traces >= 200
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_a_slot_that_changes_hands_says_nothing_of_who_had_it(plain):
     layer = Layer()
     for seed in range(4):
@@ -184,7 +184,7 @@ def test_a_slot_that_changes_hands_says_nothing_of_who_had_it(plain):
         assert torch.equal(torch.cat(found), plain(inputs)), seed
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 40])
 def test_the_image_of_a_slot_is_that_of_the_layout(length):
     """What the layout says a prompt keeps is enough: all else of a slot may be lost, and the text goes on as it was."""

@@ -218,7 +218,7 @@ def test_chunks_by_tiles_are_the_reference_with_decode_steps_between(shape, leng
         layer.guards.check()
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("num_rows", [1, pytest.param(2, marks=LONG), pytest.param(8, marks=LONG)])
 @pytest.mark.parametrize(("places", "is_behind"), [((0, 3, 6, 7), True), ((0, 8, 12, 15), False)])
 def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
@@ -243,7 +243,7 @@ def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
     assert_near(found[1], found[0])
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("length", [1, pytest.param(15, marks=LONG), 16, pytest.param(33, marks=LONG)])
 def test_the_image_of_a_slot_is_that_of_the_layout(length):
     """What the layout says a prompt keeps is enough: all else of a slot may be lost, and the text goes on as it was."""
@@ -261,7 +261,7 @@ def test_the_image_of_a_slot_is_that_of_the_layout(length):
     assert same_bits(kept.decode([(rows, length, 0)], 4), copied.decode([(rows, length, 1)], 4))
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_rows_that_are_not_real_write_nothing_and_read_nothing():
     layer = Layer(TRITON)
     inputs = layer.inputs(30)

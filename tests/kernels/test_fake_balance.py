@@ -26,6 +26,7 @@ def balanced(num_tokens, num_chosen, implementation=REFERENCE, dtype=torch.int64
     return expert_TK
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_experts", [128, 256])
 @pytest.mark.parametrize("num_chosen", [4, 8])
 def test_choices_are_distinct_and_every_expert_and_rank_gets_its_share(num_experts, num_chosen):

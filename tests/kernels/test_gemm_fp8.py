@@ -110,7 +110,7 @@ def test_every_form_of_the_kernel_between_guards(plan, num_sms):
     assert not workspace.counters.any(), "the next launch finds zeros"
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_call_has_the_bits_of_two(fused, ue8m0):

@@ -45,7 +45,7 @@ def test_rows(num_rows):
             assert same_bits(product(x_TK[first:end], weight_NK), whole_TN[first:end])
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("slices", [1, 2, 4, 8])
 def test_slices_are_a_tree_however_many_a_program_has(slices):
     """Whole numbers, so that a slice's sum is exact; slices of unlike sizes, so that the order of their sum shows."""

@@ -20,6 +20,7 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(logprobs_triton, name, value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(200, 5), (64, 0), (3, 20), (1, 1), (130, 20)])
 def test_a_report_is_the_engines(vocab_size, num_top):
     generator = torch.Generator().manual_seed(vocab_size)

@@ -75,7 +75,7 @@ class Problem:
         self.guards.check()
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("options", [None, SWAPPED, PLAIN], ids=["rule", "swapped", "plain"])
 @pytest.mark.parametrize("num_queries", [1, 4])
 def test_rows_of_ragged_sequences(num_queries, options):
@@ -90,7 +90,7 @@ def test_the_sizes_that_are_served():
     problem.check(problem.run())
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("num_queries", range(1, 8))
 def test_rows_of_a_verify_step_see_up_to_themselves(num_queries):
     """Each row against the same one alone: what later ones stand at is no concern of its."""
@@ -133,7 +133,7 @@ def test_many_drawn_shapes(seed):
     problem.check(problem.run(options))
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("max_part_len", [16, 32, 48, 8192])
 def test_any_number_of_parts(max_part_len):
     problem = Problem((100, 3, 66), 2, 3)
@@ -187,7 +187,7 @@ def test_a_table_of_one_column_with_any_stride():
     assert same_bits(problem.run(), plain)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_two_runs_agree_and_write_no_input():
     problem = Problem((50, 20), 2)
     for options in (SWAPPED | {"tile": 16, "max_part_len": 32}, None):

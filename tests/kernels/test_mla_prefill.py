@@ -86,14 +86,14 @@ class Problem:
 MIXED = ((20, 20), (7, 75), (1, 33), (70, 90))
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("chunks", [((75, 75),), ((1, 1),), ((65, 200),), MIXED], ids=str)
 def test_chunks_with_and_without_prefixes(chunks):
     problem = Problem(chunks)
     problem.check(problem.run())
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("most", [5, 16, 30, 75, 100, 218])
 def test_windows_of_any_length_give_what_one_gives(most):
     """A window may end within a prefix, within a chunk, between sequences, and before any row sees anything of it."""
@@ -137,7 +137,7 @@ def test_sequences_without_rows_are_not_read():
     assert same_bits(found, wanted)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_queries_tables_and_blocks_that_lie_apart():
     problem = Problem(MIXED)
     plain = problem.run()
@@ -145,7 +145,7 @@ def test_queries_tables_and_blocks_that_lie_apart():
     assert same_bits(problem.run(), plain)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_two_runs_agree_and_write_no_input():
     problem = Problem(MIXED)
     for most in (None, 40):
@@ -162,7 +162,7 @@ def test_the_reference_is_what_float64_says():
         problem.check(problem.run(implementation=Implementation.REFERENCE))
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_layers_of_a_pass_share_their_windows(monkeypatch):
     from baton.kernels.mla import prefill
 

@@ -34,7 +34,7 @@ def check(expert_TK, num_experts, block_len, implementation):
     assert rows == [part for _, part in wanted]
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 15, 16, 63, 64, 65, 128])
 def test_every_row_is_in_its_experts_blocks(num_tokens, implementation, guarded_empty):  # noqa: F811

@@ -42,7 +42,7 @@ def naive(x_TD, weight_TK, expert_TK, weights):
     return out_TD
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_formula(kind, implementation, guarded_empty):  # noqa: F811

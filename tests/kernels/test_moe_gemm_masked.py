@@ -43,7 +43,7 @@ def check(out_EMN, before_EMN, a_EMK, counts, weights):
             assert relative_error(out_EMN[expert, :count], wanted) < 4e-3
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("swap_ab", [True, False])

@@ -45,6 +45,7 @@ def check(kind, sequences, num_drafts, shortest, longest, width=40):
     assert found.tolist() == [by_rule(tokens, num_drafts, shortest, longest) for tokens in sequences]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(

@@ -96,6 +96,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert self.log._names == {checkpoint_name(name) for name, _ in self.kept}, "readers hear of each"
 
 
+@pytest.mark.long
 def test_any_order_of_events():
     run_state_machine_as_test(
         CheckpointMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -173,6 +173,7 @@ class AnyIncoming:
             self.obey(self.protocol.peer_is_dead(P_EPOCH, now_s), now_s)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("digests_layers", [False, True])
 def test_a_decode_worker_survives_any_message(seed, digests_layers):

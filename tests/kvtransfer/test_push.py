@@ -535,7 +535,7 @@ def test_a_gate_lets_nobody_in_after_it_was_shut_or_its_time_is_over():
     assert fence.is_shut
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_slow_decode_workers_never_take_all_the_memory_for_payloads():
     kept = KeptBytes(1 << 20)
     for slow in range(5):

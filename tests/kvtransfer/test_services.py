@@ -33,7 +33,7 @@ def test_content_arrives_and_is_verified(make_pair, kind, dtype):
     pair.assert_clean()
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_abort_on_either_side_frees_both(make_pair, kind):
     pair = make_pair(kind)

@@ -144,6 +144,7 @@ def config_of(path):
     return dataclasses.replace(ModelConfig.from_directory(path, made_weights="none"), model_hash="")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_every_key_of_transformers_class_is_judged(kind):
     for key in keys_of(kind):

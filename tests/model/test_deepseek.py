@@ -105,7 +105,7 @@ def test_logits_are_transformers(kind, shape, tmp_path, check_logits):
         check_logits(kind, run(load(path, dtype=torch.float32), ids, cuts), narrow)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", DEEPSEEKS)
 def test_mtp_entries_are_transformers_to_the_fourth_draft(kind, dtype, tmp_path, check_logits):
@@ -475,7 +475,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_have_as_many_weights_as_published_and_in_transformers(name, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM

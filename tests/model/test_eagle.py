@@ -101,6 +101,7 @@ def same(found, wanted, most):
     assert float((found - wanted).nan_to_num(0.0).abs().max()) <= most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", DRAWN)
 def test_drafts_are_those_of_the_equations(kind, ranks, target, reference, tmp_path):

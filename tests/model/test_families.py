@@ -52,6 +52,7 @@ def run(model, ids, group=None):
     return paged.logits(torch.cat([hidden, decoded]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_logits_are_transformers_at_any_number_of_ranks(kind, tie, tmp_path, reference, check_logits):
@@ -84,6 +85,7 @@ def test_options_of_qwen2_moe(overrides, tmp_path, reference, check_logits):
         check_logits("qwen2_moe", logits, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_every_rope_type_beyond_the_original_length(kind, name, tmp_path, reference, check_logits):
@@ -184,6 +186,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_have_as_many_weights_as_published_and_in_transformers(name, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM

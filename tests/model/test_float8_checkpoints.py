@@ -142,6 +142,7 @@ OTHERS += [("compressed tensor", "mistral"), ("compressed block", "qwen2"), ("mo
 CASES += [pytest.param(*other, size) for other in OTHERS for size in (1, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "kind", "size"), CASES)
 def test_weights_are_values_times_scales_and_products_round_activations(layout, kind, size, float8):
     path, plain = float8(layout, kind)
@@ -263,7 +264,7 @@ def test_what_is_dequantized_is_counted_in_one_line(layout, why, count, float8, 
     assert lines[0].startswith(count)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2_moe", "mixtral"])
@@ -325,7 +326,7 @@ def test_rows_that_are_stacked_inside_a_block_are_dequantized(tmp_path, caplog):
 LAYERS = ("model.layers.0", "model.layers.1", "mtp.layers.0")
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "name"),
     [

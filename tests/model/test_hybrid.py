@@ -155,7 +155,7 @@ def stepped(model, texts, seed, group=None):
     return [paged.logits(torch.cat(rows)) for rows in found]
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_mtp_entries_are_transformers_to_the_fourth_draft(kind, dtype, tmp_path, check_logits):
@@ -174,7 +174,7 @@ def test_mtp_entries_are_transformers_to_the_fourth_draft(kind, dtype, tmp_path,
         out = paged.mtp(token, out[-1:], paged.decode_batch([0], [29 + draft], 1, bound=100))
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_next"])
 @pytest.mark.parametrize(("fused", "mtp_fused"), [(True, True), (False, False), (False, True)])
 def test_experts_may_be_stacked_or_single_in_trunk_and_head(kind, fused, mtp_fused, tmp_path):

@@ -114,7 +114,7 @@ def test_default_numerics_do_move_with_the_number_of_ranks(tiny_checkpoint):
     assert (logits - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_cutting_the_outputs_of_a_product_moves_no_bit_in_invariant_numerics(dtype):
     generator = torch.Generator().manual_seed(3)
@@ -128,7 +128,7 @@ def test_cutting_the_outputs_of_a_product_moves_no_bit_in_invariant_numerics(dty
     check_invariance([(1003, 700)], dtype, torch.device("cpu"), num_ranks=4)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "own"])
 @pytest.mark.parametrize("numerics", Numerics)
 def test_columns_of_no_token_are_never_likely(tie, numerics, tiny_checkpoint):

@@ -128,7 +128,7 @@ def test_a_head_is_made_for_a_model_published_without_one_but_never_for_several(
         load(shape_of(tmp_path / "two", "dense", mtp_num_hidden_layers=2))
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHAPES)
 def test_published_shapes_are_served(tmp_path, name):
     from baton.model.config import ModelConfig

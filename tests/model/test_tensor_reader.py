@@ -60,6 +60,7 @@ def drawn(dtype, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 20], ids="{} bytes a chunk".format)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,6 +154,7 @@ def test_a_file_that_ends_too_soon_is_no_tensor_of_zeros(tmp_path):
             read_bytes(file.fileno(), tensor.start, memoryview(bytearray(tensor.end - tensor.start)), tensor.file)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("layout", "dtype"),
@@ -192,6 +194,7 @@ def host_bytes():
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
 def test_the_host_needs_a_chunk_for_each_thread_beside_the_tensors(size, dtype, tmp_path, monkeypatch):
     """By the kernel's own count of the process's memory. Whole tensors on their way would be 64 MiB and more."""

@@ -60,7 +60,7 @@ def test_greedy_texts_are_transformers(kind, tie, dtype, tmp_path, record_proper
     check_texts(kind, tie, dtype, tmp_path, record_property)
 
 
-@pytest.mark.fast
+@pytest.mark.long
 def test_greedy_texts_of_one_family_are_transformers(tmp_path, record_property):
     check_texts("llama", False, torch.float64, tmp_path, record_property)
 

@@ -309,7 +309,7 @@ class _Noted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.fast
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
 def test_a_layer_of_every_family_is_as_few_operations_of_torch_as_qwen3s(kind, tmp_path):
     """A part of a layer that falls back to torch made steps a seventh longer, and nothing said so."""

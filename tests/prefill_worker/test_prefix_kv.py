@@ -59,6 +59,7 @@ class Bench(Prefill):
 BASE = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("with_mtp", [False, True])
 @pytest.mark.parametrize("kind", [ToyModel, PerfectToyModel])
 @pytest.mark.parametrize("shared_len", [1, 4, 7, 8, 9, 16, 17, 20])

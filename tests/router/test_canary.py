@@ -290,6 +290,7 @@ OPS = st.one_of(
 )
 
 
+@pytest.mark.long
 @given(st.lists(OPS, max_size=80))
 @settings(max_examples=100, deadline=None)
 def test_whatever_happens(ops):

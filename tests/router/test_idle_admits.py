@@ -39,6 +39,7 @@ def overload(seed):
     return simulation, rng
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=long) for seed in range(40, 200))])
 def test_the_first_request_after_a_second_of_idleness_is_admitted(seed):
     simulation, rng = overload(seed)
@@ -107,6 +108,7 @@ def test_the_rate_of_canaries_and_a_wait_of_30_s_is_what_refused_88_of_96():
     assert "would be 2." in simulation.errors[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rate", [pytest.param(37_000.0, marks=long), 3_000.0])
 @pytest.mark.parametrize("reported", [pytest.param(0.0, marks=long), 1.0])
 def test_a_thousand_clients_at_once_are_all_answered_by_default(rate, reported):

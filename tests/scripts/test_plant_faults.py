@@ -16,6 +16,7 @@ def test_faults_have_names_of_their_own():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_it_can_be_planted_and_its_tests_exist(fault):
     assert plant_faults.problem_of(fault) == ""

@@ -27,6 +27,7 @@ async def test_choices_are_in_the_order_of_conversations():
         assert data["usage"]["completion_tokens"] == 44
 
 
+@pytest.mark.long
 async def test_a_long_batch_is_read_elsewhere_and_answered_the_same():
     async with served() as (running, _):
         more = {"tools": [WEATHER], "unknown": "x" * limits.LIGHT_BYTES, "seed": 7}
@@ -35,6 +36,7 @@ async def test_a_long_batch_is_read_elsewhere_and_answered_the_same():
         assert len(sent_to(running)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "field"),
     [

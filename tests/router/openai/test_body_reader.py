@@ -253,6 +253,7 @@ async def test_a_process_that_ended_while_idle_costs_no_request():
         assert await ask() == (200, None)
 
 
+@pytest.mark.long
 async def test_the_first_body_finds_a_process(monkeypatch):
     async with reading() as (reader, ask):
         await reader.warm_up()
@@ -318,6 +319,7 @@ async def test_a_process_that_says_nothing_is_ended_and_the_next_body_is_read():
         assert await ask() == (200, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command", [("false",), ("head", "-c", "3"), ("no-such-program",)], ids=["ends", "ends in its answer", "is missing"]
 )
@@ -365,6 +367,7 @@ async def test_whatever_is_raised_over_a_body_is_its_answer(monkeypatch):
     assert isinstance(from_wire(error.decode()), InternalError)
 
 
+@pytest.mark.long
 async def test_a_process_is_told_no_secret(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, "ab" * 32)
     async with reading() as (reader, ask):

@@ -27,6 +27,7 @@ def written(bos):
     return f"{{% set bos_token = '{bos}' %}}" + WRITES_BOS
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_bos_is_there_once(family):

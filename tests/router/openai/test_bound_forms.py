@@ -210,6 +210,7 @@ def mutant(draw, text):
     return text[:at] + more + text[to:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "kind"), list(itertools.product(FORMS, KINDS)))
 def test_what_the_grammar_takes_reads_back(name, kind):
     structure, draw = structure_of(name, **KINDS[kind]), random.Random(f"{name} {kind}")
@@ -244,6 +245,7 @@ def test_what_the_grammar_takes_reads_back(name, kind):
     assert num_taken > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "kind"), list(itertools.product(FORMS, KINDS)))
 def test_random_tokens_read_back(name, kind):
     structure, draw = structure_of(name, **KINDS[kind]), random.Random(f"{name} {kind} walk")
@@ -278,6 +280,7 @@ def tokens_of(make, *forms):
     return {mark: at for mark, at in make().added_tokens.items() if mark in marks}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["mistral", "mistral args", "mistral args, text", "llama", "hermes", "deepseek v3", "kimi"]
 )
@@ -384,6 +387,7 @@ def test_no_thought_spells_its_end():
     assert not accepts("mistral", structure, spelled(tokenizer, "hm [/THINK] so") + call)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_compact", [True, False])
 @pytest.mark.parametrize("name", ["llama", "llama, no tag"])
 def test_a_format_that_begins_as_a_call_does_goes_with_calls(name, is_compact):

@@ -116,6 +116,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_calls_of_each_form(name):
@@ -146,6 +147,7 @@ async def test_calls_of_each_form(name):
         assert [block["name"] for block in said["content"] if block["type"] == "tool_use"] == ["weather", "tree"]
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("template", "make", "text"),
@@ -286,6 +288,7 @@ BOUND = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("template", "make", "form", "marks", "are_special"),
@@ -338,6 +341,7 @@ THOUGHTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", THOUGHTS)
 async def test_thoughts_of_each_form(name):
@@ -424,6 +428,7 @@ def test_a_parser_that_is_named_overrules_the_template(tmp_path, parser, text, f
     assert ChatTemplate.load(tmp_path, str(tmp_path / "own.jinja"), parser).call_form == form
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_parser_holds_for_light_and_heavy_bodies():
     for more in ({}, {"logit_bias": {str(token): 1.0 for token in range(260)}}):

@@ -258,6 +258,7 @@ BOUND = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", [CHATML, CHATML + "{# <function= #}"])
 async def test_what_tools_and_formats_bind(template):
     async with served(template) as (running, client):

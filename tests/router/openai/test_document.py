@@ -106,6 +106,7 @@ def test_numbers_of_the_table_are_those_of_the_code(name):
         assert value in said, row
 
 
+@pytest.mark.long
 def test_the_document_has_the_paths_that_are_served():
     model = SimpleNamespace(name="toy", tokenizer=TOKENIZER, tokenizer_config={})
     front = SimpleNamespace(

@@ -86,6 +86,7 @@ async def test_without_a_good_key_nothing_but_health_is_shown(inside, keys):
         assert not sent_to(running)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("roles", "may_ask", "may_read_metrics"),
     [

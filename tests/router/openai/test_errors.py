@@ -110,6 +110,7 @@ BAD = [
 ]
 
 
+@pytest.mark.long
 async def test_what_a_client_can_do_wrong():
     async with served() as (running, _):
         for body, param, code in BAD:

@@ -158,6 +158,7 @@ WHAT = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "text", "content", "calls"), WHAT)
 def test_what_is_a_call(form, text, content, calls):
     assert split(form, text) == (content, calls)
@@ -202,6 +203,7 @@ TEXTS = st.lists(BITS, max_size=10).map("".join)
 FORMS = st.sampled_from((CODER, GLM45, V3, V31, K2))
 
 
+@pytest.mark.long
 @given(TEXTS, FORMS, st.data())
 def test_calls_do_not_depend_on_the_cuts(text, form, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
@@ -301,6 +303,7 @@ def history(calls):
     return data_of([Message.model_validate(one) for one in asked], "messages")
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(MADE, st.sampled_from(sorted(TEMPLATES)), st.integers(1, 9))
 @example([("f", {"s": "\n"})], "glm", 3)

@@ -356,6 +356,7 @@ async def test_tokens_are_counted_as_a_prompt_has_them():
         assert counted == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_long_body_is_read_elsewhere_and_asks_the_same():
     long = {

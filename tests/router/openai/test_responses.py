@@ -266,6 +266,7 @@ async def test_an_error_in_mid_stream_of_a_response_is_numbered():
         assert (events[-1]["type"], events[-1]["error"]["code"]) == ("error", "worker_lost")
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_long_response_is_read_elsewhere_and_asks_the_same():
     long = {"instructions": "x" * 40, "tools": [WEATHER], "tool_choice": "required", "metadata": {"a": "b"}}
@@ -292,6 +293,7 @@ ANSWERS = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @given(ANSWERS, st.sets(st.integers(1, 24)), st.integers(0, 3), st.booleans())
 def test_items_do_not_depend_on_where_an_answer_is_cut(answer, cuts, num_late, is_open):
     assert items_of(answer, cuts, num_late, is_open=is_open) == items_of(answer, (), 0, is_open=is_open)

@@ -101,6 +101,7 @@ def mistral(*pieces):
     return calls_of(MistralCalls(), pieces)
 
 
+@pytest.mark.long
 @given(cut_texts(), st.booleans(), st.sampled_from(ThoughtForm))
 def test_thinking_does_not_depend_on_the_cuts(cut, is_open, form):
     text, pieces = cut
