@@ -30,11 +30,11 @@ import torch
 from baton.bench.model_shapes import write_shape
 from baton.bench.result import result, spread
 from baton.core.numerics import Numerics
+from baton.model.checkpoint.weights import read_headers
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.model.parallel import Communicator
 from baton.model.tensor_spec import tensor_spec
-from baton.model.weights import read_headers
 
 SHAPE = "qwen3-8b"
 VOCAB_SIZE = 32_768
@@ -120,7 +120,10 @@ def read_plain(files: Sequence[Path]) -> float:
 
 def read_kept(path: Path) -> dict[str, float]:
     """The reader over all tensors, each into the same memory of the CPU, which was touched before."""
-    from baton.model.tensor_reader import TensorRead, TensorReader  # which a tree to compare with may not have
+    from baton.model.checkpoint.tensor_reader import (  # which a tree to compare with may not have
+        TensorRead,
+        TensorReader,
+    )
 
     headers = read_headers(path).values()
     kept = torch.zeros(max(stored.end - stored.start for stored in headers), dtype=torch.uint8)

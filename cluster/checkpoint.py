@@ -29,9 +29,9 @@ from baton.core.numerics import Numerics
 from baton.kvcache.layout import ITEM_BYTES, NO_PREFIX_CACHE, KVLayout
 
 if TYPE_CHECKING:
+    from baton.model.checkpoint.fp8_tensors import Fp8Tensors
     from baton.model.config import ModelConfig
     from baton.model.eagle_config import EagleConfig
-    from baton.model.fp8_tensors import Fp8Tensors
     from baton.model.latent_sizes import LatentSizes
     from baton.model.tensor_spec import TensorSpec
 
@@ -140,9 +140,9 @@ def _unsupported(message: str, kind: str) -> ModelUnsupported:
 
 
 def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> "EagleConfig":
+    from baton.model.checkpoint.weights import read_headers
     from baton.model.eagle_config import EagleConfig, by_one_name
     from baton.model.tensor_spec import check_tensors
-    from baton.model.weights import read_headers
 
     path = find_drafter(config.draft_path)
     made = "dummy" if config.is_dummy else None
@@ -155,8 +155,8 @@ def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> "EagleConfig":
 
 
 def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -> None:
+    from baton.model.checkpoint.mtp_fit import require_mtp
     from baton.model.config import ModelConfig
-    from baton.model.mtp_fit import require_mtp
     from baton.model.tensor_spec import tensor_spec
     from baton.model.tp_fit import require_cut
 
@@ -236,8 +236,8 @@ def _judge_pool(
 
     Where it is known, what no worker could start with is an error here, as it is there (`worker.loading`).
     """
+    from baton.model.checkpoint.fp8_scheme import kv_refusal
     from baton.model.delta_sizes import with_delta_nets
-    from baton.model.fp8_scheme import kv_refusal
 
     kv_dtype = config.kv_cache_dtype.of(dtype)
     for head_dim in {sizes.head_dim} if drafter is None else {sizes.head_dim, drafter.sizes.head_dim}:
@@ -280,11 +280,11 @@ def _judge_tensors(
     config: ServeConfig, sizes: "ModelConfig", model: ModelDirectory, spec: "TensorSpec", dtype: str, found: Judgement
 ) -> Collection[str]:
     """Compare the files' headers with what the model needs; names of weights that stay float8."""
-    from baton.model.mtp_fit import require_copies
-    from baton.model.published_names import by_published_names
+    from baton.model.checkpoint.mtp_fit import require_copies
+    from baton.model.checkpoint.published_names import by_published_names
+    from baton.model.checkpoint.weights import read_headers
     from baton.model.tensor_spec import check_tensors
     from baton.model.tp_fit import require_cut_float8
-    from baton.model.weights import read_headers
 
     headers = by_published_names(sizes, read_headers(model.path))
     float8 = check_tensors(spec, headers, sizes.fp8)
@@ -301,7 +301,7 @@ def _judge_float8(
     config: ServeConfig, sizes: "ModelConfig", float8: "Fp8Tensors", spec: "TensorSpec", dtype: str, found: Judgement
 ) -> Collection[str]:
     """Which float8 weights stay as they are stored, at every rank; the others are noted."""
-    from baton.model.fp8_fit import dequantized_weights
+    from baton.model.checkpoint.fp8_fit import dequantized_weights
 
     kept = {name for name in float8.scales if name in spec.required}
     num_float8 = len(kept)
@@ -317,8 +317,8 @@ def _judge_float8(
 
 def _judge_quantization(config: ServeConfig, sizes: "ModelConfig", dtype: str, device: str, found: Judgement) -> None:
     """How weights are quantized, and what is not computed as the checkpoint's scheme would have it."""
-    from baton.model.fp8_scheme import invariant_refusal, made_refusal
-    from baton.model.fp8_tensors import PRODUCT_DTYPES
+    from baton.model.checkpoint.fp8_scheme import invariant_refusal, made_refusal
+    from baton.model.checkpoint.fp8_tensors import PRODUCT_DTYPES
 
     scheme, asked = sizes.fp8, config.quantization.value
     found.facts["weights"] = str(scheme) if scheme else None if asked == "none" else f"{asked}, made at load"

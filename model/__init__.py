@@ -1,1 +1,1 @@
-"""Llama, Mistral and Qwen models and the MTP head, readable for one device, cut over ranks from outside; loading."""
+"""Models and their drafters: what layers compute, readable for one device; which ranks have which part of a tensor."""

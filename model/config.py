@@ -12,12 +12,12 @@ from typing import Any
 
 from baton.core.errors import ModelFileDamaged, ModelMissing, ModelUnsupported
 from baton.kvcache.layout import LayerLayout, attention_layer
+from baton.model.checkpoint.fp8_scheme import Fp8Scheme, read_scheme
+from baton.model.checkpoint.weights import checkpoint_identity, shape_identity
 from baton.model.delta_sizes import POOL_LAYERS, DeltaSizes, read_delta_layers, read_delta_sizes
 from baton.model.draft_names import MTPNames
-from baton.model.fp8_scheme import Fp8Scheme, read_scheme
 from baton.model.latent_sizes import LatentSizes, read_latent_sizes
 from baton.model.rope_scaling import RopeScaling, read_scaling, rope_parameters
-from baton.model.weights import checkpoint_identity, shape_identity
 
 _MAX_LAYERS = 1000
 _MAX_SIZE = 1 << 20  # of any dimension that has no limit of its own

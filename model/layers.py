@@ -18,12 +18,12 @@ from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.ops import Experts, Ops, Weight
 from baton.kernels.tiles import wide_dtype
-from baton.model.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
-from baton.model.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
-from baton.model.random_weights import RandomTensor
-from baton.model.tensor_reader import TensorRead, TensorReader
+from baton.model.checkpoint.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
+from baton.model.checkpoint.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
+from baton.model.checkpoint.random_weights import RandomTensor
+from baton.model.checkpoint.tensor_reader import TensorRead, TensorReader
+from baton.model.checkpoint.weights import Cut, StoredTensor
 from baton.model.tensor_spec import KV_SCALES, mlp_names
-from baton.model.weights import Cut, StoredTensor
 
 _NUM_WIDE = 8  # experts that are read before they are quantized
 

@@ -14,22 +14,22 @@ from baton.kernels.delta_net.layer import unfit_delta_sizes
 from baton.kernels.implementation import Implementation
 from baton.kernels.mla.sizes import unfit_latent_sizes
 from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
+from baton.model.checkpoint.fp8_scheme import invariant_refusal, kv_refusal, made_refusal
+from baton.model.checkpoint.fp8_tensors import NO_FLOAT8, PRODUCT_DTYPES
+from baton.model.checkpoint.mtp_fit import require_copies, require_mtp
+from baton.model.checkpoint.published_names import by_published_names
+from baton.model.checkpoint.random_weights import RandomTensor, random_identity, random_tensors
+from baton.model.checkpoint.tensor_reader import TensorReader
+from baton.model.checkpoint.weights import Cut, StoredTensor, read_headers
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
 from baton.model.draft_names import D2T
 from baton.model.eagle_config import EAGLE_D2T, EagleConfig, by_one_name
-from baton.model.fp8_scheme import invariant_refusal, kv_refusal, made_refusal
-from baton.model.fp8_tensors import NO_FLOAT8, PRODUCT_DTYPES
 from baton.model.layers import WeightSource
 from baton.model.model import Model
-from baton.model.mtp_fit import require_copies, require_mtp
 from baton.model.parallel import Alone, Communicator, ShardPlan
-from baton.model.published_names import by_published_names
-from baton.model.random_weights import RandomTensor, random_identity, random_tensors
-from baton.model.tensor_reader import TensorReader
 from baton.model.tensor_spec import TensorSpec, check_tensors, tensor_spec
 from baton.model.tp_fit import require_cut, require_cut_float8
-from baton.model.weights import Cut, StoredTensor, read_headers
 
 log = logging.getLogger(__name__)
 

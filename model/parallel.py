@@ -19,11 +19,11 @@ import torch
 from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.inner_sum import InnerSum
+from baton.model.checkpoint.weights import Cut
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
 from baton.model.tp_fit import require_cut
 from baton.model.vocab import WHOLE, CutVocab, Vocab
-from baton.model.weights import Cut
 
 
 class Communicator(Protocol):

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected
+from baton.model.checkpoint.fp8_scheme import Fp8Scheme
+from baton.model.checkpoint.fp8_tensors import NO_FLOAT8, Fp8Tensors, match_scales
+from baton.model.checkpoint.weights import Cut, StoredTensor
 from baton.model.config import ModelConfig
 from baton.model.draft_names import D2T, DRAFT_HEAD, T2D, MTPNames
-from baton.model.fp8_scheme import Fp8Scheme
-from baton.model.fp8_tensors import NO_FLOAT8, Fp8Tensors, match_scales
-from baton.model.weights import Cut, StoredTensor
 
 Shape = tuple[int, ...]
 # Of an attention layer, read for KV in float8 alone. ModelOpt writes them beside the projections, AutoFP8 one for both.
 KV_SCALES = (("k_scale", "k_proj.k_scale", "kv_scale"), ("v_scale", "v_proj.v_scale", "kv_scale"))
 _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 
-# How random weights are spread, see `model.random_weights`.
+# How random weights are spread, see `model.checkpoint.random_weights`.
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.1  # a larger one moves every token alike
 _HEAD_NORM_MEAN = 1.5  # of queries and keys: attention that is neither uniform nor fixed on one token
@@ -199,7 +199,7 @@ def latent_products(config: ModelConfig, prefix: str) -> tuple[tuple[str, str], 
 
 
 def _delta_net(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
-    """Of a gated delta net, cut into key heads; `model.published_names` takes apart what has several ranges."""
+    """Of a gated delta net, cut into key heads; `checkpoint.published_names` takes apart what has several ranges."""
     sizes, hidden = config.delta_net, config.hidden_size
     assert sizes is not None
     groups = {"q": sizes.key_dim, "k": sizes.key_dim, "v": sizes.values_len}

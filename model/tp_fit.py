@@ -3,8 +3,8 @@
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.slices import num_slices
+from baton.model.checkpoint.fp8_tensors import Fp8Tensors, require_whole_blocks
 from baton.model.config import ModelConfig
-from baton.model.fp8_tensors import Fp8Tensors, require_whole_blocks
 from baton.model.tensor_spec import TensorSpec
 
 

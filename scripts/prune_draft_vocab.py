@@ -24,9 +24,9 @@ from safetensors.torch import save
 
 from baton.core.errors import BatonError
 from baton.core.requests.tokenizer import Tokenizer
+from baton.model.checkpoint.weights import read_headers
 from baton.model.config import ModelConfig
 from baton.model.draft_names import D2T, DRAFT_HEAD
-from baton.model.weights import read_headers
 
 _HEAD_FILE = "draft_head.safetensors"
 _SINGLE_FILE = "model.safetensors"

@@ -17,7 +17,7 @@ from baton.kvcache.state_checkpoints import StateCheckpoints
 from baton.kvtransfer.protocol.transfer_times import EXPOSED, TRANSFER, distribution_of
 from baton.kvtransfer.sender.data_path_choice import DataPathChoice
 from baton.kvtransfer.sender.table import PathCounts
-from baton.model.fp8_tensors import PRODUCT_DTYPES
+from baton.model.checkpoint.fp8_tensors import PRODUCT_DTYPES
 from baton.model.model import Model
 from baton.proto import worker_pb2
 from baton.proto.wire import distribution_to_proto, waiting_to_proto

@@ -26,10 +26,10 @@ from baton.kernels.selftest import check_invariance
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import TORCH_DTYPES, KVPool, num_blocks_for_memory
+from baton.model.checkpoint.random_weights import RANDOM_SEED
 from baton.model.loader import load_model
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
-from baton.model.random_weights import RANDOM_SEED
 
 CONTEXT_BYTES = 1 << 30  # of a process: the CUDA context, libraries' workspaces, loaded kernels, captured graphs
 _ACTIVATION_BYTES = 2  # of an element; kernels compute bfloat16

@@ -301,7 +301,7 @@ PROGRAM = """
 import json, sys
 from baton.cluster.checkpoint import judge
 from baton.core.config import ServeConfig
-from baton.model import weights
+from baton.model.checkpoint import weights
 
 def no_bytes(*arguments):
     raise AssertionError("a tensor was read")

@@ -17,9 +17,9 @@ from baton.core.kv_transports import TRANSPORT_NAMES, control_channel
 from baton.core.numerics import Numerics
 from baton.core.telemetry.telemetry import TelemetryConfig
 from baton.core.tls_files import TlsFiles
+from baton.model.checkpoint.fp8_scheme import read_scheme
+from baton.model.checkpoint.weights import read_headers
 from baton.model.config import ModelConfig
-from baton.model.fp8_scheme import read_scheme
-from baton.model.weights import read_headers
 from baton.router.__main__ import parse
 
 pytestmark = pytest.mark.fast

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.model import tensor_reader
-from baton.model.tensor_reader import TensorRead, TensorReader
-from baton.model.weights import Cut, read_headers
+from baton.model.checkpoint import tensor_reader
+from baton.model.checkpoint.tensor_reader import TensorRead, TensorReader
+from baton.model.checkpoint.weights import Cut, read_headers
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

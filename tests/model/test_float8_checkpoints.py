@@ -23,13 +23,13 @@ from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.implementation import Implementation
 from baton.kernels.moe.gemm import Fp8ExpertWeights, dequantize
 from baton.kernels.moe.moe import ExpertWeights
+from baton.model.checkpoint.fp8_fit import dequantized_weights
+from baton.model.checkpoint.fp8_scheme import BLOCK_LEN, ScaleKind
+from baton.model.checkpoint.weights import read_headers
 from baton.model.config import ModelConfig
-from baton.model.fp8_fit import dequantized_weights
-from baton.model.fp8_scheme import BLOCK_LEN, ScaleKind
 from baton.model.loader import load_model
 from baton.model.tensor_spec import check_tensors, tensor_spec
 from baton.model.tp_fit import require_cut_float8
-from baton.model.weights import read_headers
 from baton.tests.kernels.harness import relative_error
 from baton.tests.model.fp8_checkpoints import (
     BLOCKS,

@@ -12,10 +12,10 @@ from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.core.requests.tokenizer import Tokenizer
 from baton.engine.local import LocalEngine
+from baton.model.checkpoint.random_weights import RandomTensor, random_tensors
+from baton.model.checkpoint.weights import Cut
 from baton.model.loader import load_model
-from baton.model.random_weights import RandomTensor, random_tensors
 from baton.model.tensor_spec import WeightSpec
-from baton.model.weights import Cut
 from baton.scripts.model_shape import SHAPES, write_shape
 
 CPU = torch.device("cpu")

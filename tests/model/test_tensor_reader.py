@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 
 from baton.core.errors import ModelFileDamaged
 from baton.core.numerics import Numerics
-from baton.model import tensor_reader
+from baton.model.checkpoint import tensor_reader
+from baton.model.checkpoint.tensor_reader import CHUNK_BYTES, NUM_READERS, TensorRead, TensorReader
+from baton.model.checkpoint.weights import Cut, read_bytes, read_headers
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.model.parallel import ShardPlan
-from baton.model.tensor_reader import CHUNK_BYTES, NUM_READERS, TensorRead, TensorReader
 from baton.model.tensor_spec import tensor_spec
-from baton.model.weights import Cut, read_bytes, read_headers
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.fp8_checkpoints import LAYOUTS, SIZES, write_float8
 from baton.tests.model.test_float8_checkpoints import plain_of, weights_of

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected, ModelUnsupported
-from baton.model.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
-from baton.model.weights import Cut, StoredTensor
+from baton.model.checkpoint.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
+from baton.model.checkpoint.weights import Cut, StoredTensor
 
 Shape = tuple[int, ...]
 _SCALE_DTYPES = ("F32", "BF16", "F16")

@@ -2,8 +2,8 @@
 
 Three writers: "fp8" (Qwen3-FP8, DeepSeek; AutoFP8, which scales whole tensors), "compressed-tensors" (llm-compressor)
 and "modelopt" (also by itself in hf_quant_config.json). What is read is how weights are scaled, and whether activations
-are quantized too. Which modules are float8 is not: their tensors say it (`model.fp8_tensors`), so lists of modules that
-are left alone need not be interpreted. Every key that is not known to change nothing is refused by name.
+are quantized too. Which modules are float8 is not: their tensors say it (`fp8_tensors`), so lists of modules that are
+left alone need not be interpreted. Every key that is not known to change nothing is refused by name.
 """
 
 import json

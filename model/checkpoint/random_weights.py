@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.model.checkpoint.weights import Cut, ReadBuffer
 from baton.model.tensor_spec import WeightSpec
-from baton.model.weights import Cut, ReadBuffer
 
 RANDOM_SEED = 0
 

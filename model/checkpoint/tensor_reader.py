@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from baton.kernels.copies import to_device
-from baton.model.weights import Cut, ReadBuffer, StoredTensor, open_unchanged, read_bytes
+from baton.model.checkpoint.weights import Cut, ReadBuffer, StoredTensor, open_unchanged, read_bytes
 
 NUM_READERS = 4
 CHUNK_BYTES = 16 << 20

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from baton.model.checkpoint.fp8_tensors import NO_PRODUCT, Fp8Tensors, why_wide
 from baton.model.config import ModelConfig
-from baton.model.fp8_tensors import NO_PRODUCT, Fp8Tensors, why_wide
 from baton.model.tensor_spec import TensorSpec, delta_products, latent_products, mlp_names
 
 

@@ -105,7 +105,7 @@ class StoredTensor:
         return self._read(self.index_dtype).long()
 
     def read(self) -> "torch.Tensor":
-        """The whole tensor, on the CPU, as stored: for those that are small. `model.tensor_reader` reads weights."""
+        """The whole tensor, on the CPU, as stored: for those that are small. `tensor_reader` reads weights."""
         assert self.dtype is not None
         return self._read(self.dtype)
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from math import prod
 
 from baton.core.errors import ModelTensorMisshapen
+from baton.model.checkpoint.fp8_scheme import BLOCK_LEN
+from baton.model.checkpoint.weights import StoredTensor
 from baton.model.config import ModelConfig
-from baton.model.fp8_scheme import BLOCK_LEN
-from baton.model.weights import StoredTensor
 
 _LANGUAGE = "model.language_model."
 _OTHER_MODES = ("model.visual.", "visual.")

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from baton.core.errors import ModelTensorMissing, ModelUnsupported
+from baton.model.checkpoint.weights import StoredTensor, are_alike
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import TensorSpec
-from baton.model.weights import StoredTensor, are_alike
 
 
 def require_mtp(config: ModelConfig, path: Path) -> None:
