@@ -14,24 +14,24 @@ GPU_PYTHON := $(if $(wildcard .venv/.done),$(BIN)/python,$(PYTHON))
 demo: dev
 	$(BIN)/baton demo
 
-# Lint, types and the tests marked fast: for every commit. Pyright takes one core for half a minute: beside the tests.
-# With COVERAGE=1, as CI runs it, the fast tests alone must reach most of every room; that makes them half as long again.
+# Lint, types and the tests marked fast: for every commit. With COVERAGE=1, as CI runs it, the fast tests alone must reach
+# most of every room; that makes them half as long again.
 check: COVERED := $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=80)
 check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	types=$$(mktemp); $(BIN)/pyright >"$$types" 2>&1 & \
-	$(PYTEST) $(COVERED) -m "fast and not long and not slow and not gpu"; tests=$$?; \
-	wait $$!; found=$$?; cat "$$types"; rm "$$types"; exit $$((tests | found))
+	$(PYTEST) $(COVERED) -m "fast and not long and not slow and not gpu"
 
 # The whole default suite (neither slow nor gpu).
 test: dev
 	$(PYTEST)
 
-# What of it `check` has left out: CI runs each test once.
+# What `check` has left out: CI runs each test once. Pyright takes one core for half a minute: beside the tests.
 rest: dev
-	$(PYTEST) -m "not slow and not gpu and not (fast and not long)"
+	types=$$(mktemp); $(BIN)/pyright >"$$types" 2>&1 & \
+	$(PYTEST) -m "not slow and not gpu and not (fast and not long)"; tests=$$?; \
+	wait $$!; found=$$?; cat "$$types"; rm "$$types"; exit $$((tests | found))
 
 # With coverage of every room, of which the tests marked fast alone must reach most: half as long again as without.
 coverage: dev
