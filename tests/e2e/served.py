@@ -269,8 +269,11 @@ def _is_idle(inventory):
 
 @asynccontextmanager
 async def served(model, tokenizer, num_prefill=2, num_decode=2, *, num_drafts=2, transfer=None, **config):
-    """A running deployment: workers "prefill-0" ... and "decode-0" ..."""
-    values = {"host": "127.0.0.1", "port": 0, "max_queue_len": 256, "request_timeout_s": 60.0} | config
+    """A running deployment: workers "prefill-0" ... and "decode-0" ...
+
+    All share one process: where that is busy for long, none is lost, unless a test sets `alive_s`.
+    """
+    values = {"host": "127.0.0.1", "port": 0, "max_queue_len": 256, "request_timeout_s": 60.0, "alive_s": 30.0} | config
     router = RouterServer(RouterConfig(**values), ServedModel(MODEL, tokenizer, model.config.vocab_size))
     await router.start()
     running = Served(router, model, tokenizer, num_drafts, transfer or KVTransferConfig())

@@ -57,7 +57,12 @@ def worker_config(worker_id, router_address, **changes):
 async def deployment(routing, num_prefill=2, num_decode=1, *, path=TINY, **changes):
     """A router and workers that report to it."""
     config = RouterConfig(
-        host="127.0.0.1", port=0, max_queue_len=64, request_timeout_s=60.0, routing=routing, **changes
+        host="127.0.0.1",
+        port=0,
+        max_queue_len=64,
+        request_timeout_s=60.0,
+        routing=routing,
+        **{"alive_s": 30.0} | changes,  # one process has all: where it is busy, no worker is lost
     )
     router = RouterServer(config, ServedModel.from_directory("tiny", path, weights="checkpoint"))
     await router.start()
@@ -166,7 +171,7 @@ async def test_requests_follow_their_prefix_and_say_so():
 
 
 async def test_a_worker_that_is_gone_leaves_nothing_in_the_index():
-    async with deployment("prefix") as (router, nodes, address):
+    async with deployment("prefix", alive_s=3.0) as (router, nodes, address):
         stats = [await ask(address, prompt) for prompt in GROUPS[:2]]
         await heard(router, nodes)
         gone = next(node for node in nodes if node.state().worker_id == stats[0].prefill_worker)
@@ -234,7 +239,7 @@ async def test_another_life_of_a_decode_worker_holds_nothing(equal_workers):
 
 
 async def test_what_a_decode_worker_received_is_found_when_the_prefill_worker_is_gone():
-    async with deployment("prefix", 1, 1, local_prefill=AUTO) as (router, nodes, address):
+    async with deployment("prefix", 1, 1, local_prefill=AUTO, alive_s=3.0) as (router, nodes, address):
         stats = await ask(address, (*GROUPS[0], 7), tenant="a", split_only=True)
         assert (stats.path, stats.num_cached_tokens) == ("split", 0)
         told = await heard(router, nodes)

@@ -440,8 +440,8 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(num_prefill=1, num_decode=1, tokenizer=TOKENIZER, **config):
-    """A running cluster of fakes."""
-    values = {"host": "127.0.0.1", "port": 0, "max_queue_len": 64, "request_timeout_s": 20.0, "alive_s": 1.5} | config
+    """A running cluster of fakes. A test in which a worker falls silent says with `alive_s` how soon that counts."""
+    values = {"host": "127.0.0.1", "port": 0, "max_queue_len": 64, "request_timeout_s": 20.0, "alive_s": 30.0} | config
     router = RouterServer(RouterConfig(**values), ServedModel(MODEL, tokenizer, tokenizer.vocab_size))
     await router.start()
     running = Cluster(router)

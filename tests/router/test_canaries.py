@@ -192,7 +192,7 @@ async def test_decode_workers_that_do_it_all_are_asked_alone():
 
 @pytest.mark.long
 async def test_a_death_under_a_canary_is_no_failure_and_blames_no_request():
-    async with cluster(1, 1, canary=PATIENT) as running:
+    async with cluster(1, 1, canary=PATIENT, alive_s=1.5) as running:
         running.script.hung = {"decode-0"}
         decode = worker_of(running, "decode-0")
         await until(lambda: canaries_at(decode))

@@ -240,7 +240,7 @@ async def test_a_worker_that_is_killed(role):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_silent_worker_ends_its_requests_within_two_seconds(role):
-    async with cluster(migration=OFF) as running:
+    async with cluster(migration=OFF, alive_s=1.5) as running:
         hang(running, "before the first token")
         failing = asyncio.create_task(fails(running, WorkerLost, timeout_s=20.0))
         await under_way(running, 0)

@@ -222,7 +222,7 @@ async def test_the_wait_is_bounded_by_itself_and_by_the_deadline():
 
 
 async def test_a_request_that_has_not_begun_is_refused_at_once_where_nobody_is():
-    async with cluster() as running:
+    async with cluster(alive_s=1.5) as running:
         await kill(running, "decode-0")
         async with asyncio.timeout(10.0):
             while running.router.members.live("decode"):

@@ -105,7 +105,7 @@ async def test_admin_and_model():
 
 @pytest.mark.asyncio
 async def test_inventory_tells_who_does_not_answer_and_leaves_out_the_dead():
-    async with cluster() as running, AsyncBatonClient(running.address) as client:
+    async with cluster(alive_s=0.6) as running, AsyncBatonClient(running.address) as client:
         running.silent.add("decode-0")
         await running.of("decode")[0].server.stop(None)
         alive = {worker.state.worker_id: worker.alive for worker in (await client.inventory()).workers}
