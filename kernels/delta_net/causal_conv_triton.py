@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.delta_net.delta_net import DeltaState
-from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.rows import UNSPECIALIZED, StateRows
 from baton.kernels.delta_net.sizes import CONV_RING, RING, TILE, tail_len
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
@@ -84,7 +84,7 @@ def _l2_normed(x_K):
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, axis=0) + _L2_EPS)
 
 
-@triton.jit(do_not_specialize=["num_rows", "is_chunk"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk"])
 def _conv_kernel(
     query, key, value, b, a,
     weight, a_log, dt_bias,
@@ -93,7 +93,7 @@ def _conv_kernel(
     made, factors, begun,
     query_row, query_head, key_row, key_head, value_row, value_head, b_row, b_head, a_row, a_head,
     ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
-    position_stride, count_stride, slot_stride,
+    position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, is_chunk: tl.int32,
     K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
@@ -180,11 +180,11 @@ def _conv_kernel(
             tl.store(folded, after.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_kernel(
     query, key, value, ring, tail, positions, counts, slots, made, factors,
     query_row, query_head, key_row, key_head, value_row, value_head, ring_slot, ring_head, tail_slot, tail_head,
-    position_stride, count_stride, slot_stride, num_rows: tl.int32,
+    position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32, num_rows: tl.int32,
     K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip

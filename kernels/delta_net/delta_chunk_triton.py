@@ -27,7 +27,7 @@ import triton.language as tl
 from baton.kernels.delta_net import causal_conv_triton, delta_net_triton
 from baton.kernels.delta_net.causal_conv_triton import BEHIND, NONE, STORED, softplus
 from baton.kernels.delta_net.delta_net import DeltaState
-from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.rows import UNSPECIALIZED, StateRows
 from baton.kernels.delta_net.sizes import CONV_RING, RING, TILE, tail_len
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
@@ -60,7 +60,7 @@ def _l2_normed(x_CK):
     return x_CK * tl.rsqrt(tl.sum(x_CK * x_CK, axis=1) + _L2_EPS)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_rows", "is_chunk"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk"])
 def _tile_kernel(
     query, key, value, b, a,
     weight, a_log, dt_bias,
@@ -69,7 +69,7 @@ def _tile_kernel(
     made, factors, begun,
     query_row, query_head, key_row, key_head, value_row, value_head, b_row, b_head, a_row, a_head,
     ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
-    position_stride, count_stride, slot_stride,
+    position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, is_chunk: tl.int32,
     K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, PRECISION: tl.constexpr,
@@ -200,10 +200,11 @@ def _walked(
     return tl.where(is_whole, state_KB * tl.exp(last) + added_KB, state_KB)
 
 
-@triton.jit(do_not_specialize=["num_rows", "is_chunk"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk"])
 def _walk_kernel(
     made, factors, begun, tail, state, positions, counts, slots, out,
-    tail_slot, tail_head, state_slot, state_head, position_stride, count_stride, slot_stride,
+    tail_slot, tail_head, state_slot, state_head,
+    position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, is_chunk: tl.int32,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,

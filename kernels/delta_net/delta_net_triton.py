@@ -23,7 +23,7 @@ import triton.language as tl
 
 from baton.kernels.delta_net.causal_conv_triton import BEHIND, FACTORS, STORED
 from baton.kernels.delta_net.delta_net import DeltaState
-from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.delta_net.rows import UNSPECIALIZED, StateRows
 from baton.kernels.delta_net.sizes import RING, TILE, tail_len
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
@@ -42,10 +42,11 @@ def _stored(tail_u, tile, first, its_C, its_B, C: tl.constexpr, RING: tl.constex
     return tl.load(at_C[:, None] + its_B[None, :], mask=is_there_C[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "is_chunk"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk"])
 def _delta_kernel(
     made, factors, begun, tail, state, positions, counts, slots, out,
-    tail_slot, tail_head, state_slot, state_head, position_stride, count_stride, slot_stride,
+    tail_slot, tail_head, state_slot, state_head,
+    position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, is_chunk: tl.int32,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+# What kernels are told of rows. Batches slice and stride these tensors in many ways; none is a kernel of its own.
+UNSPECIALIZED = ["positions", "counts", "slots", "position_stride", "count_stride", "slot_stride", "num_rows"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRows:

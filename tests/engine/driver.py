@@ -54,6 +54,7 @@ class Driver:
                 choice=choice,
                 resume=resume,
                 knows_next=knows_next,
+                state_slot=self.tables[slot].state_slot,
             )
         )
 

@@ -51,12 +51,22 @@ from baton.tests.engine.kernel_asked import ASKED
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
+NUM_CHECKPOINTS = 1
 SIZES = {
     "num_hidden_layers": 1, "vocab_size": 1024, "eos_token_id": 500, "hidden_size": 256, "intermediate_size": 256,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 16_384,
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 384}
+HYBRID = EXPERTS | {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 256,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+LATENT = {
+    "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 128,
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 128,
+}  # fmt: skip
 FP8 = {"quantization": Quantization.FP8}
 FP8_KV = {"kv_dtype": KVDtype.FP8}
 REJECTION = VerificationConfig(mode=VerificationMode.REJECTION)
@@ -71,6 +81,8 @@ MODELS = {
     "seven": ("qwen3-8b", {"num_attention_heads": 14}, FP8_KV, 1, None),
     "five": ("qwen3-8b", {"num_attention_heads": 5, "num_key_value_heads": 1}, {}, 2, None),
     "odd": ("qwen3-8b", {"vocab_size": 1001}, FP8, 1, None),
+    "hybrid": ("qwen3.5-35b-a3b", HYBRID, {}, 2, None),
+    "latent": ("deepseek-v3", LATENT, {}, 2, None),
     "not warmed": ("qwen3-8b", {}, FP8, 1, None),
     "ordered": ("qwen3-8b", {"vocab_size": 40_000}, INVARIANT, 1, None),  # of a head that is like no other product
     "ordered pruned": ("qwen3-8b", {"draft_vocab_size": 300}, INVARIANT | FP8, 2, REJECTION),
@@ -193,7 +205,11 @@ class Server(Driver):
     def __init__(self, model, num_drafts, verification, seed, limits):
         self.random = random.Random(seed)
         self.limits = limits
-        pool = KVPool(model.kv_layout(limits.block_size), NUM_BLOCKS, CPU)
+        layout = model.kv_layout(limits.block_size)
+        self.has_state = layout.has_state
+        num_state_slots = limits.seqs + NUM_CHECKPOINTS if self.has_state else 0
+        num_checkpoints = NUM_CHECKPOINTS if self.has_state else 0
+        pool = KVPool(layout, NUM_BLOCKS, CPU, num_state_slots=num_state_slots, num_checkpoints=num_checkpoints)
         options = {"num_draft_tokens": num_drafts, "verification": verification}
         super().__init__(Runner(model, pool, max_num_seqs=limits.seqs, **options), pool)
         self.hidden = bytes(model.config.hidden_size * model.dtype.itemsize)
@@ -202,7 +218,8 @@ class Server(Driver):
         """A sequence of so many tokens; its blocks may be others', too."""
         size = self.limits.block_size
         capacity = min(length + 64, self.limits.context_len)
-        table = BlockTable(tuple(self.random.randrange(NUM_BLOCKS) for _ in range(-(-capacity // size))), size)
+        blocks = tuple(self.random.randrange(NUM_BLOCKS) for _ in range(-(-capacity // size)))
+        table = BlockTable(blocks, size, slot if self.has_state else None)
         params = SamplingParams(**self.random.choice(ASKED), max_tokens=64)
         self.place(slot, (1,) * length, params, table=table, **options)
 
@@ -223,8 +240,14 @@ class Server(Driver):
             start = min(start, context_len - length)
             rest = min(draw.choice([0, 0, 5]), context_len - start - length)
             self.put(slot, start + length + rest, draft_cap=2)
-            chunks.append(Chunk(slot=slot, start=start, length=length))
+            chunks.append(Chunk(slot=slot, start=start, length=length, **self.copies(start)))
         return chunks
+
+    def copies(self, start):
+        """A checkpoint that a chunk begins with, and one that it leaves."""
+        checkpoint, draw = self.limits.seqs, self.random
+        begins, keeps = self.has_state and start > 0 and draw.random() < 0.5, self.has_state and draw.random() < 0.5
+        return {"begin_with": checkpoint if begins else None, "keep_in": checkpoint if keeps else None}
 
     def prompts(self):
         chunks = self.chunks(range(self.random.randint(1, self.limits.seqs)), self.limits.chunk_len)

@@ -68,10 +68,10 @@ def test_decode_shapes_reach_every_limit():
 
 
 def test_no_step_launches_what_the_warm_up_did_not():
-    found = launches(2, "dense", "moe", "ordered", "ordered pruned", "not warmed")
+    found = launches(2, "dense", "moe", "hybrid", "latent", "ordered", "ordered pruned", "not warmed")
     for name in ("ordered", "ordered pruned"):
         assert not found[name]["late"], name
-    for name in ("dense", "moe"):
+    for name in ("dense", "moe", "hybrid", "latent"):
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
     assert found["dense"]["warm"]["gemm_kernel"] >= 3, "products in the form for Hopper, which the stub says there is"
