@@ -87,6 +87,13 @@ class Attention:
         pairs_TA2E = qkv_TQ[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))
         return query_TAE, pairs_TA2E[:, :, 1].flatten(1)
 
+    def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> torch.Tensor:
+        """Queries ([T, A, E],), whose K and V are written -> what they see, [T, A * E]."""
+        inputs.on_layer(self.layer)
+        parts = self.attend(read[0], inputs.batch, self.stored(inputs.pool), inputs.plans)
+        mixed_TAE = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return mixed_TAE.flatten(1)
+
     def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
         """K and V of the layer, each [N, H, S, E], and their scales, float32 [1], if its KV is float8."""
         return *pool.layer(self.layer), *(self._scales or ())

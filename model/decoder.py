@@ -1,9 +1,10 @@
 """One decoder layer and the trunk of them.
 
-Both are generators that stop where a layer attends: they yield its attention and the queries, and are sent what came of
-it. So a pass can be computed as one (`computed`), or piece by piece, where CUDA graphs replay what lies between them.
+Both are generators that stop where a layer mixes rows of a sequence, by attention or by a gated delta net: they yield
+what mixes and what it reads of each row, and are sent what it made. So a pass can be computed as one (`computed`), or
+piece by piece, where CUDA graphs replay what lies between two mixers.
 
-Legend: T tokens, D hidden size, V vocabulary, A query heads, E head size.
+Legend: T tokens, D hidden size, V vocabulary, A query heads, E head size, M columns of what a mixer makes.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -20,19 +21,17 @@ from baton.model.layers import MLP, RMSNorm, WeightSource
 from baton.model.moe import SparseMLP
 
 R = TypeVar("R")
-Pieces = Generator[tuple[Attention, torch.Tensor], torch.Tensor, R]
-"""Yields an attention and its queries [T, A, E], is sent [T, A * E], and returns what all pieces made."""
+Mixer = Attention | DeltaNet
+Pieces = Generator[tuple[Mixer, tuple[torch.Tensor, ...]], torch.Tensor, R]
+"""Yields a mixer and what it reads of each row, is sent what it made, [T, M], and returns what all pieces made."""
 
 
 def computed(pieces: Pieces[R], inputs: AttentionInputs) -> R:
-    """Run all pieces, and attend in between. `inputs.on_layer` hears of each layer whose KV was written."""
+    """Run all pieces, and mix in between. `inputs.on_layer` is called for each pool layer once it is written."""
     try:
-        attention, query_TAE = next(pieces)
+        mixer, read = next(pieces)
         while True:
-            inputs.on_layer(attention.layer)
-            parts = attention.attend(query_TAE, inputs.batch, attention.stored(inputs.pool), inputs.plans)
-            mixed_TAE = parts[0] if len(parts) == 1 else torch.cat(parts)
-            attention, query_TAE = pieces.send(mixed_TAE.flatten(1))
+            mixer, read = pieces.send(mixer.mix(read, inputs))
     except StopIteration as end:
         result: R = end.value
         return result
@@ -48,7 +47,7 @@ class DecoderLayer:
         eps = config.rms_norm_eps
         plus_one, pool_layer = config.has_plus_one_norms, config.pool_layer(layer)
         self.attention_norm = RMSNorm(source, f"{prefix}.input_layernorm", eps, ops, plus_one=plus_one)
-        self.attention: Attention | DeltaNet = (
+        self.attention: Mixer = (
             DeltaNet(source, f"{prefix}.linear_attn", pool_layer, config, ops)
             if layer in config.delta_layers
             else (Attention if config.latent is None else LatentAttention)(
@@ -66,10 +65,11 @@ class DecoderLayer:
         """Rows x + added (x alone if None) -> rows and what is to be added to them, all [T, D]."""
         normed_TD, x_TD = self.attention_norm.of_sum(x_TD, added_TD)
         if isinstance(self.attention, DeltaNet):
-            mixed_TD = self.attention(normed_TD, inputs)
+            out_TX = yield self.attention, self.attention.project(normed_TD)
+            mixed_TD = self.attention.join(out_TX)
         else:
             query_TAE, gate_TQ = self.attention.project(normed_TD, inputs)
-            mixed_TQ = yield self.attention, query_TAE
+            mixed_TQ = yield self.attention, (query_TAE,)
             mixed_TD = self.attention.join(mixed_TQ, gate_TQ)
         normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, mixed_TD)
         return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait)

@@ -93,21 +93,47 @@ class DeltaNet:
         self._ops = ops
         self.layer = layer
 
-    def __call__(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """[T, D] -> [T, D]; reads and writes the sequences' state slots. Never waits for the device."""
-        conv_NHRX, tail_NHRY, state_NHRZ = (
-            inputs.pool.blocks(self.layer + part)[:, :, 0] for part in range(POOL_LAYERS)
+    def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What it reads of each row: queries, keys, values and what gates outputs [T, X], and gates of the state."""
+        return self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
+
+    def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> torch.Tensor:
+        """What `project` made -> outputs of the value heads [T, H G V]; writes the state, then tells of its layers."""
+        out_TX = self.carry(read, self.stored(inputs.pool), inputs.state_rows)
+        for layer in self.pool_layers:
+            inputs.on_layer(layer)
+        return out_TX
+
+    @property
+    def pool_layers(self) -> range:
+        """Of its convolution's inputs, its open tile, and its state."""
+        return range(self.layer, self.layer + POOL_LAYERS)
+
+    def stored(self, pool: KVPool) -> tuple[torch.Tensor, ...]:
+        """What `carry` has of this layer alone: what its sequences keep, of all slots, and its weights."""
+        conv_NHRX, tail_NHRY, state_NHRZ = (pool.blocks(layer)[:, :, 0] for layer in self.pool_layers)
+        weights = self.weights
+        own = weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG, weights.norm_V
+        return conv_NHRX, tail_NHRY, state_NHRZ[:, :, 0], *own
+
+    def carry(
+        self, read: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], rows: tuple[StateRows, ...]
+    ) -> torch.Tensor:
+        """Take the rows into their sequences' states -> [T, H G V]. Never waits for the device."""
+        conv_NHRX, tail_NHRY, state_NHZ, conv_HXW, a_log_HG, dt_bias_HG, norm_V = stored
+        weights = DeltaWeights(
+            conv_HXW=conv_HXW, a_log_HG=a_log_HG, dt_bias_HG=dt_bias_HG, norm_V=norm_V, eps=self.weights.eps
         )
-        kept = DeltaKept(conv_NHRX, DeltaState(tail_NHRY, state_NHRZ[:, :, 0]))
-        out_TX = self._ops.delta_layer(self._projected(x_TD), self.weights, kept, inputs.state_rows)
-        for part in range(POOL_LAYERS):
-            inputs.on_layer(self.layer + part)
+        kept = DeltaKept(conv_NHRX, DeltaState(tail_NHRY, state_NHZ))
+        return self._ops.delta_layer(self._projected(*read), weights, kept, rows)
+
+    def join(self, out_TX: torch.Tensor) -> torch.Tensor:
+        """The output projection, [T, H G V] -> [T, D]."""
         return self._ops.linear_inner(out_TX, self.out_DX)
 
-    def _projected(self, x_TD: torch.Tensor) -> DeltaProjected:
+    def _projected(self, mixed_TX: torch.Tensor, gates_TX: torch.Tensor) -> DeltaProjected:
         """Views of the products' rows."""
         sizes, num_heads = self._sizes, len(self.weights.a_log_HG)
-        mixed_TX, gates_TX = self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
         lengths = [sizes.key_dim, sizes.key_dim, sizes.values_len, sizes.values_len]
         if self._is_interleaved:
             query_THK, key_THK, value_THX, z_THX = mixed_TX.unflatten(1, (num_heads, -1)).split(lengths, dim=2)

@@ -121,7 +121,7 @@ class Model:
     def trunk_pieces(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, pool: KVPool
     ) -> Pieces[torch.Tensor]:
-        """The trunk of T tokens of any sequences, but for its attentions: see `decoder.Pieces`. Never waits.
+        """The trunk of T tokens of any sequences, but for what mixes them: see `decoder.Pieces`. Never waits.
 
         Args:
             token_ids_T: int64.
@@ -135,7 +135,9 @@ class Model:
             block_tables_BM=slots_T[:, None],
             max_context_len=1,
         )
-        return self._decoder.pieces(token_ids_T, self._inputs(self._turns, rows, pool, _ignore_layer))
+        angles = self._turns.angles(positions_T)
+        inputs = AttentionInputs(rows, slots_T, pool, *angles, _ignore_layer)
+        return self._decoder.pieces(token_ids_T, inputs)
 
     def mtp(
         self,

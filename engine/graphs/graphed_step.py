@@ -523,8 +523,7 @@ def graphed_step(
     """The step of a runner with these limits, its graphs captured; None where there are to be none.
 
     Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched. So are those of
-    several ranks: hundreds of graphs, each with operations of the group, have not been tried on GPUs. And those of
-    layers that keep state, which tell chunks apart as attention does.
+    several ranks: hundreds of graphs, each with operations of the group, have not been tried on GPUs.
 
     Raises:
         ConfigInvalid: sizes that do not fit the device or the runner.
@@ -544,7 +543,7 @@ def graphed_step(
         max_num_sequences=max_num_sequences,
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len,
-        max_num_tokens=max_num_tokens if is_alone and not pool.layout.has_state else 0,
+        max_num_tokens=max_num_tokens if is_alone else 0,
         sizes=config.sizes,
     )
     step = GraphedStep(model, pool, sizes, CudaBackend(pool.device, communicator or Alone()), communicator)

@@ -1,12 +1,12 @@
-"""The trunk of a step with chunks of prompts, replayed in pieces: the host launches its attentions alone.
+"""The trunk of a step with chunks of prompts, replayed in pieces: the host launches its mixers alone.
 
-What lies between two attentions depends on how many rows there are, not on whose they are. So it is captured for some
-numbers of rows, and a step is padded to the next of them; attention, which depends on lengths that differ from step to
-step, is launched between the pieces, by a tape of one layer's launches (`kernels.launch_tape`). The idea of pieces is
-vLLM's (V1, piecewise CUDA graphs).
+What lies between two mixers, which are attentions and gated delta nets, depends on how many rows there are, not on
+whose they are. So it is captured for some numbers of rows, and a step is padded to the next of them; mixers, which
+depend on lengths that differ from step to step, are launched between the pieces, by a tape of one layer's launches
+(`kernels.launch_tape`). The idea of pieces is vLLM's (V1, piecewise CUDA graphs).
 
-Legend: N rows of a graph, T those of a step, D hidden size, A query heads, E columns of a query, V of what a head makes
-of values (E but of heads over latents).
+Legend: N rows of a graph, T those of a step, A query heads, E columns of a query, V of what a head makes of values (E
+but of heads over latents), X and Y columns that a delta net reads.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,13 @@ from baton.kernels.launch_tape import LaunchTape, record
 from baton.kernels.memo import signature
 from baton.kvcache.pool import KVPool
 from baton.model.attention import Attention
-from baton.model.decoder import Pieces
+from baton.model.decoder import Mixer, Pieces
+from baton.model.delta_net import DeltaNet, state_rows
 from baton.model.inputs import AttentionBatch, positions_of, slots_of
 from baton.model.model import Model
 
 MAX_ROWS: Final = 2048  # with more of them an H200 computes an 8B for far longer than its host launches
-_RECORDED: Final = 2  # attention of a step, from which the later ones are launched
+_RECORDED: Final = 2  # mixer of a kind in a step, from which the later ones are launched
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
@@ -39,32 +40,68 @@ def row_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class MixerRows:
+    """Between the pieces and the mixers of a kind.
+
+    Attributes:
+        read: what the next mixer reads of each row: queries [N, A, E], or a delta net's [N, X] and [N, Y].
+        made_NM: what it made.
+    """
+
+    read: tuple[torch.Tensor, ...]
+    made_NM: torch.Tensor
+
+    def first(self, num_rows: int) -> "MixerRows":
+        """Of so many rows."""
+        return MixerRows(tuple(read[:num_rows] for read in self.read), self.made_NM[:num_rows])
+
+
+@dataclass(frozen=True, slots=True)
 class RowBuffers:
     """What all graphs of a runner share, for the most rows of any.
 
     Attributes:
         numbers_3N: int64 token ids, positions and slots.
-        query_NAE: what the next attention reads.
-        mixed_NQ: what it made, [N, A * V].
+        attention: of every attention.
+        delta_net: of every gated delta net; None if the model has none.
         output_ND: hidden states after the final norm.
     """
 
     numbers_3N: torch.Tensor
-    query_NAE: torch.Tensor
-    mixed_NQ: torch.Tensor
+    attention: MixerRows
+    delta_net: MixerRows | None
     output_ND: torch.Tensor
 
     @classmethod
     def of(cls, max_rows: int, model: Model, pool: KVPool, tp_size: int) -> "RowBuffers":
         """Full of padding, for one of `tp_size` ranks."""
-        config, device, dtype = model.config, pool.device, model.dtype
-        num_heads = config.num_heads // tp_size
+        config, device = model.config, pool.device
+
+        def zeros(*lens: int) -> torch.Tensor:
+            return torch.zeros(max_rows, *lens, dtype=model.dtype, device=device)
+
         numbers_3N = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         numbers_3N[2] = pool.scratch_slot
-        query_NAE = torch.zeros(max_rows, num_heads, config.query_dim, dtype=dtype, device=device)
-        mixed_NQ = torch.zeros(max_rows, num_heads * config.value_dim, dtype=dtype, device=device)
-        output_ND = torch.zeros(max_rows, model.trunk_width, dtype=dtype, device=device)
-        return cls(numbers_3N, query_NAE, mixed_NQ, output_ND)
+        num_heads, sizes = config.num_heads // tp_size, config.delta_net
+        attention = MixerRows((zeros(num_heads, config.query_dim),), zeros(num_heads * config.value_dim))
+        delta_net = None
+        if sizes is not None:
+            num_heads = sizes.num_key_heads // tp_size
+            read = zeros(num_heads * 2 * (sizes.key_dim + sizes.values_len)), zeros(num_heads * 2 * sizes.num_values)
+            delta_net = MixerRows(read, zeros(num_heads * sizes.values_len))
+        return cls(numbers_3N, attention, delta_net, zeros(model.trunk_width))
+
+    def first(self, num_rows: int) -> "RowBuffers":
+        """Of so many rows."""
+        delta_net = None if self.delta_net is None else self.delta_net.first(num_rows)
+        attention, output_ND = self.attention.first(num_rows), self.output_ND[:num_rows]
+        return RowBuffers(self.numbers_3N[:, :num_rows], attention, delta_net, output_ND)
+
+    def of_mixer(self, mixer: Mixer) -> MixerRows:
+        """Those of its kind."""
+        rows = self.delta_net if isinstance(mixer, DeltaNet) else self.attention
+        assert rows is not None
+        return rows
 
 
 class PiecewiseTrunk:
@@ -79,16 +116,13 @@ class PiecewiseTrunk:
 
     def __init__(self, num_rows: int, buffers: RowBuffers, model: Model, pool: KVPool) -> None:
         self.num_rows = num_rows
-        self._numbers_3N = buffers.numbers_3N[:, :num_rows]
-        self._query_NAE = buffers.query_NAE[:num_rows]
-        self._mixed_NQ = buffers.mixed_NQ[:num_rows]
-        self._output_ND = buffers.output_ND[:num_rows]
+        self._buffers = buffers.first(num_rows)
         self._model = model
         self._pool = pool
         self._pieces: Pieces[torch.Tensor] | None = None
-        self._attentions: list[Attention] = []  # before which a piece ends
+        self._mixers: list[Mixer] = []  # before which a piece ends
         self._replays: list[Replay] = []
-        self.num_taped = 0  # layers whose attention a tape has launched
+        self.num_taped = 0  # layers whose mixer a tape has launched
 
     @property
     def num_bytes(self) -> int:
@@ -119,30 +153,36 @@ class PiecewiseTrunk:
         Raises:
             Exception: what capturing it raised.
         """
-        num_attentions = len(self._attentions)
-        self._replays = backend.capture([self._begin, *[self._go_on] * num_attentions])
+        num_mixers = len(self._mixers)
+        self._replays = backend.capture([self._begin, *[self._go_on] * num_mixers])
         self._pieces = None
 
     def replay(self, token_ids_T: torch.Tensor, batch: AttentionBatch, on_layer: Callable[[int], None]) -> torch.Tensor:
         """The trunk over not more rows -> [T, D]; valid until the next replay of any."""
         num_rows = len(token_ids_T)
         assert num_rows <= self.num_rows
+        numbers_3N = self._buffers.numbers_3N
         for row, values_T in enumerate((token_ids_T, positions_of(batch), slots_of(batch))):
-            self._numbers_3N[row, :num_rows].copy_(values_T)
-        self._numbers_3N[2, num_rows:].fill_(self._pool.scratch_slot)  # other numbers of padding do not matter
-        attend = _Attend(self._query_NAE[:num_rows], self._mixed_NQ[:num_rows], batch, self._pool)
-        for replay, attention in zip(self._replays, self._attentions, strict=False):
+            numbers_3N[row, :num_rows].copy_(values_T)
+        numbers_3N[2, num_rows:].fill_(self._pool.scratch_slot)  # other numbers of padding do not matter
+        mixing = _Mixing(self._buffers.first(num_rows), batch, self._pool)
+        for replay, mixer in zip(self._replays, self._mixers, strict=False):
             replay()
-            on_layer(attention.layer)
-            attend(attention)
+            if isinstance(mixer, DeltaNet):
+                mixing.carry(mixer)
+                for layer in mixer.pool_layers:
+                    on_layer(layer)
+            else:
+                on_layer(mixer.layer)
+                mixing.attend(mixer)
         self._replays[-1]()
-        self.num_taped += attend.num_taped
-        return self._output_ND[:num_rows]
+        self.num_taped += mixing.num_taped
+        return self._buffers.output_ND[:num_rows]
 
     def _begin(self) -> None:
         """The first piece."""
-        self._attentions = []
-        token_ids_N, positions_N, slots_N = self._numbers_3N
+        self._mixers = []
+        token_ids_N, positions_N, slots_N = self._buffers.numbers_3N
         self._pieces = self._model.trunk_pieces(token_ids_N, positions_N, slots_N, self._pool)
         self._take(*next(self._pieces))
 
@@ -150,58 +190,80 @@ class PiecewiseTrunk:
         """The next one."""
         assert self._pieces is not None
         try:
-            self._take(*self._pieces.send(self._mixed_NQ))
+            self._take(*self._pieces.send(self._buffers.of_mixer(self._mixers[-1]).made_NM))
         except StopIteration as end:
-            self._output_ND.copy_(end.value)
+            self._buffers.output_ND.copy_(end.value)
             self._pieces = None
 
-    def _take(self, attention: Attention, query_NAE: torch.Tensor) -> None:
-        self._attentions.append(attention)
-        self._query_NAE.copy_(query_NAE)
+    def _take(self, mixer: Mixer, read: tuple[torch.Tensor, ...]) -> None:
+        self._mixers.append(mixer)
+        for target, source in zip(self._buffers.of_mixer(mixer).read, read, strict=True):
+            target.copy_(source)
 
 
-class _Attend:
-    """The attentions of one step: the first makes what all share, the second is recorded, the others replay that.
+class _Mixing:
+    """The mixers of one step.
 
     Args:
-        query_TAE: what each reads.
-        mixed_TQ: what each writes, [T, A * V].
+        rows: what they read and write, of the step's rows.
         batch: of the step.
         pool: of the runner.
     """
 
-    def __init__(self, query_TAE: torch.Tensor, mixed_TQ: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> None:
-        self.num_taped = 0
-        self._query_TAE, self._batch, self._pool = query_TAE, batch, pool
-        self._mixed_TAV = mixed_TQ.view(*query_TAE.shape[:2], -1)
+    def __init__(self, rows: RowBuffers, batch: AttentionBatch, pool: KVPool) -> None:
+        self._rows, self._batch, self._pool = rows, batch, pool
         self._plans = SplitKVPlans()
+        self._state_rows = () if rows.delta_net is None else state_rows(batch, pool)
+        stream = torch.cuda.current_stream(pool.device).cuda_stream if pool.device.type == "cuda" else 0
+        self._attentions, self._delta_nets = _Layers(stream), _Layers(stream)
+
+    @property
+    def num_taped(self) -> int:
+        """Layers that a tape has launched."""
+        return self._attentions.num_taped + self._delta_nets.num_taped
+
+    def attend(self, attention: Attention) -> None:
+        """Queries to what they see."""
+        (query_TAE,), made_TM = self._rows.attention.read, self._rows.attention.made_NM
+        stored = attention.stored(self._pool)
+        parts = self._attentions.run(lambda: attention.attend(query_TAE, self._batch, stored, self._plans), stored)
+        made_TAV, first = made_TM.view(*query_TAE.shape[:2], -1), 0
+        for part_XAV in parts:
+            made_TAV[first : first + len(part_XAV)].copy_(part_XAV)
+            first += len(part_XAV)
+
+    def carry(self, net: DeltaNet) -> None:
+        """Rows into their sequences' states."""
+        rows, stored = self._rows.of_mixer(net), net.stored(self._pool)
+        (out_TM,) = self._delta_nets.run(lambda: (net.carry(rows.read, stored, self._state_rows),), stored)
+        rows.made_NM.copy_(out_TM)
+
+
+class _Layers:
+    """Mixers of one kind in a step: the first makes what all share, the second is recorded, the others replay that.
+
+    Args:
+        stream: CUDA's.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self.num_taped = 0
+        self._stream = stream
         self._num_done = 0
         self._tape: LaunchTape[tuple[torch.Tensor, ...]] | None = None
         self._shape: tuple[object, ...] = ()
-        self._stream = torch.cuda.current_stream(pool.device).cuda_stream if pool.device.type == "cuda" else 0
 
-    def __call__(self, attention: Attention) -> None:
-        """Of one layer."""
-        stored = attention.stored(self._pool)
+    def run(
+        self, work: Callable[[], tuple[torch.Tensor, ...]], own: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """What a layer makes, by its `work`, which has the tensors `own` of this layer alone."""
         tape, self._num_done = self._tape, self._num_done + 1
-        if tape is not None and self._shape == tuple(map(signature, stored)):
-            tape.replay(self._stream, stored)
+        if tape is not None and self._shape == tuple(map(signature, own)):
+            tape.replay(self._stream, own)
             self.num_taped += 1
-            self._hand_on(tape.made)
-            return
-
-        def attend() -> tuple[torch.Tensor, ...]:
-            return attention.attend(self._query_TAE, self._batch, stored, self._plans)
-
-        if self._num_done == _RECORDED:
-            made, self._tape = record(attend, stored)
-            self._shape = tuple(map(signature, stored))
-        else:
-            made = attend()
-        self._hand_on(made)
-
-    def _hand_on(self, parts: tuple[torch.Tensor, ...]) -> None:
-        first = 0
-        for part_XAV in parts:
-            self._mixed_TAV[first : first + len(part_XAV)].copy_(part_XAV)
-            first += len(part_XAV)
+            return tape.made
+        if self._num_done != _RECORDED:
+            return work()
+        made, self._tape = record(work, own)
+        self._shape = tuple(map(signature, own))
+        return made

@@ -1,6 +1,10 @@
 """The trunk in pieces: the hidden states and KV of the trunk as one, whatever rows it is padded with."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +17,8 @@ from baton.engine.graphs.key import EagerReason
 from baton.engine.graphs.piecewise import PiecewiseTrunk, RowBuffers, row_sizes
 from baton.engine.step.batch import ChunkRows, DecodeRows, decode_batch, prefill_inputs
 from baton.kvcache.pool import KVPool
+from baton.model.attention import Attention
+from baton.model.delta_net import DeltaNet
 from baton.model.inputs import MixedBatch
 from baton.model.loader import load_model
 from baton.tests.engine.graphs import bundled_engine, with_graphs
@@ -32,7 +38,10 @@ class Setting:
 
     def __init__(self, model, rank=0, size=1):
         self.model = model
-        self.pool = KVPool(model.kv_layout(16), 12, model.device, rank=rank, size=size)
+        layout = model.kv_layout(16)
+        self.has_state = layout.has_state
+        num_state_slots = 3 if self.has_state else 0
+        self.pool = KVPool(layout, 12, model.device, rank=rank, size=size, num_state_slots=num_state_slots)
         self.tokens = np.arange(64) * 7 % model.config.vocab_size
         batch = self.batch([(0, 20, [0, 1, 2]), (0, 20, [3, 4, 5])], [])
         model.trunk(batch[0], batch[1], self.pool, lambda layer: None)
@@ -42,7 +51,9 @@ class Setting:
         ids, prompts, decode = [], None, None
         if chunks:
             rows = [
-                ChunkRows(token_ids=self.tokens, start=start, length=length, blocks=blocks)
+                ChunkRows(
+                    token_ids=self.tokens, start=start, length=length, blocks=blocks, state_slot=self.slot(blocks)
+                )
                 for start, length, blocks in chunks
             ]
             inputs = prefill_inputs(rows, self.pool)
@@ -52,13 +63,21 @@ class Setting:
             device = self.model.device
             first_B = torch.tensor([first for first, _ in decodes], device=device)
             tables_BM = torch.tensor([blocks for _, blocks in decodes], device=device)
+            slots = [self.slot(blocks) for _, blocks in decodes]
             decode_rows = DecodeRows(
-                block_tables_BM=tables_BM, limit_B=torch.full_like(first_B, 48), draft_cap_B=torch.zeros_like(first_B)
+                block_tables_BM=tables_BM,
+                limit_B=torch.full_like(first_B, 48),
+                draft_cap_B=torch.zeros_like(first_B),
+                state_slots_B=torch.tensor(slots, device=device) if self.has_state else None,
             )
             decode = decode_batch(first_B, num_rows, decode_rows, 48, self.pool)
             ids.append(torch.arange(len(decodes) * num_rows, device=device) % self.model.config.vocab_size)
         batch = prompts if decode is None else decode if prompts is None else MixedBatch(prompts=prompts, decode=decode)
         return torch.cat(ids), batch
+
+    def slot(self, blocks):
+        """The state slot of the sequence that has them."""
+        return blocks[0] // 3 if self.has_state else None
 
     def steps(self):
         """Chunks alone, with decode rows, fewer and more rows than before."""
@@ -69,7 +88,12 @@ class Setting:
 
     def kv(self):
         """All but scratch, which padding writes."""
-        return [self.pool.blocks(layer)[: self.pool.num_blocks].clone() for layer in range(self.pool.layout.num_layers)]
+        return [self.kept(layer) for layer in range(self.pool.layout.num_layers)]
+
+    def kept(self, layer):
+        """A copy of one layer's."""
+        is_state = self.pool.layout.layers[layer].is_state
+        return self.pool.blocks(layer)[: self.pool.num_state_slots if is_state else self.pool.num_blocks].clone()
 
 
 def trunks_of(setting, backend, tp_size=1):
@@ -83,14 +107,21 @@ def trunks_of(setting, backend, tp_size=1):
 
 def hidden_of(setting, trunks=None):
     """Of each step, by pieces if there are any; and what was in the pool at the end."""
-    found, heard = [], []
+    found, heard, told = [], [], {}
+
+    def on_layer(layer):
+        heard.append(layer)
+        told[layer] = setting.kept(layer)
+
     with torch.inference_mode():
         for ids_T, batch in setting.steps():
             if trunks is None:
-                found.append(setting.model.trunk(ids_T, batch, setting.pool, heard.append))
-                continue
-            trunk = next(trunk for trunk in trunks if trunk.num_rows >= len(ids_T))
-            found.append(trunk.replay(ids_T, batch, heard.append).clone())
+                found.append(setting.model.trunk(ids_T, batch, setting.pool, on_layer))
+            else:
+                trunk = next(trunk for trunk in trunks if trunk.num_rows >= len(ids_T))
+                found.append(trunk.replay(ids_T, batch, on_layer).clone())
+            for layer, kept in told.items():
+                assert torch.equal(kept, setting.kept(layer)), f"layer {layer} is written after it is told of"
     return found, setting.kv(), heard
 
 
@@ -125,6 +156,32 @@ def test_latents_are_attended_to_between_pieces(backend, numerics, tmp_path):
     check(got, wanted, 0.0 if numerics is Numerics.INVARIANT else 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("backend", "numerics"), [(RecorderBackend, Numerics.DEFAULT), (CallBackend, Numerics.INVARIANT)]
+)
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_states_are_carried_on_between_pieces(kind, backend, numerics, tmp_path):
+    """By two kinds of mixers in turn, each of which reads and makes what the other does not."""
+    path = write_checkpoint(tmp_path / "model", kind=kind, layers=4)
+    model = load_model(path, dtype=torch.float64, device=torch.device("cpu"), numerics=numerics, with_mtp=True)
+    split, whole = Setting(model), Setting(model)
+    trunks = trunks_of(split, backend())
+    kinds = {type(mixer) for trunk in trunks for mixer in trunk._mixers}
+    assert kinds == {Attention, DeltaNet}
+    got, wanted = hidden_of(split, trunks), hidden_of(whole)
+    check(got, wanted, 0.0 if numerics is Numerics.INVARIANT else 1e-12)
+
+
+@pytest.mark.long
+def test_a_tape_launches_the_delta_nets_behind_the_second():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", "-m", "baton.tests.engine.layer_tapes"]
+    text = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+    taped, num_nets = json.loads(text)
+    assert num_nets == 6
+    assert taped == [num_nets - 2] * 4
+
+
 def padding_that_is_not_scratch(patch):
     """Rows past a step write the KV of the step before again."""
     replay = PiecewiseTrunk.replay
@@ -142,17 +199,10 @@ def padding_that_is_not_scratch(patch):
 
 def attention_that_is_not_handed_on(patch):
     """The next piece reads what the attention of an earlier layer made."""
-    init = PiecewiseTrunk.__init__
-
-    def init_apart(self, *arguments):
-        init(self, *arguments)
-        self._query_NAE = self._query_NAE.clone()
-
-    patch.setattr(PiecewiseTrunk, "__init__", init_apart)
     take = PiecewiseTrunk._take
 
-    def take_first(self, attention, query_NAE):
-        take(self, attention, query_NAE if len(self._attentions) == 0 else self._query_NAE)
+    def take_first(self, mixer, read):
+        take(self, mixer, read if len(self._mixers) == 0 else self._buffers.of_mixer(mixer).read)
 
     patch.setattr(PiecewiseTrunk, "_take", take_first)
 

@@ -51,6 +51,27 @@ def test_latents_are_replayed_around_kernels(tmp_path):
     check(hidden_of(captured, trunks_of(captured, CudaBackend(DEVICE, Alone()))), wanted, 0.0)
 
 
+def test_states_are_carried_on_around_kernels(tmp_path):
+    """Delta nets between pieces, the third and later of a step by a tape; decode rows beside chunks, and alone."""
+    layers = ["linear_attention"] * 3 + ["full_attention"]
+    sizes = {"hidden_size": 256, "vocab_size": 512, "num_hidden_layers": 8, "layer_types": layers * 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 500}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    path = write_shape("qwen3.5-35b-a3b", tmp_path, **sizes)
+    model = load_model(
+        path, dtype=torch.bfloat16, device=DEVICE, numerics=Numerics.DEFAULT, with_mtp=True, random_seed=3
+    )
+    assert model.implementation is Implementation.TRITON
+    captured, called = Setting(model), Setting(model)
+    trunks, eager = trunks_of(captured, CudaBackend(DEVICE, Alone())), trunks_of(called, CallBackend())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(piecewise, "record", lambda work, own: (work(), None))
+        wanted = hidden_of(called, eager)
+    check(hidden_of(captured, trunks), wanted, 0.0)
+    assert any(trunk.num_taped for trunk in trunks)
+
+
 def test_bits_at_head_sizes_that_hopper_has_forms_for(tmp_path):
     """Those of an 8B: keys and values come through tensor descriptors, which a tape moves to the next layer's."""
     sizes = {"kind": "qwen3", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 256}
