@@ -153,7 +153,7 @@ def _warm_up(group: Communicator, candidate: Candidate) -> str | None:
 def _problem_of(action: Callable[[], None]) -> str | None:
     try:
         action()
-    except (CaptureRefused, RuntimeError) as error:  # all that torch raises; a programmer's error is nobody's vote
+    except (CaptureRefused, RuntimeError) as error:  # all that torch raises; a programmer's error is no rank's vote
         assert not isinstance(error, BatonError)
         return f"{type(error).__name__}: {error}"
     return None

@@ -152,7 +152,7 @@ def _nothing() -> None:
 
 
 def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
-    """Nobody has the executor any more, or the interpreter ends."""
+    """Nothing refers to the executor any more, or the interpreter ends."""
     tasks.put(None)
     for thread in threads:
         if thread is not threading.current_thread():

@@ -135,7 +135,7 @@ class TPGroupLink:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reports: deque[tuple[int, Any]] = deque()
         self._ready: set[int] = set()
-        self._progress = threading.Event()  # somebody became ready, or failed
+        self._progress = threading.Event()  # a rank became ready, or failed
         self._failure: WorkerLost | None = None
         self._failed = threading.Event()
         self._is_ending = False
@@ -163,7 +163,7 @@ class TPGroupLink:
         """Send to every other end; returns at once. One order for all that this rank tells.
 
         Raises:
-            WorkerLost: the TP group has failed, or somebody takes nothing any more.
+            WorkerLost: the TP group has failed, or a rank takes nothing any more.
         """
         if self._failure is not None:
             raise self._failure
