@@ -85,7 +85,7 @@ class RankThread:
             self._on_fatal(error)
 
     def _lost(self, failure: WorkerLost) -> None:
-        """Rank 0 died or hangs. If it hangs, nobody else can end it."""
+        """Rank 0 died or hangs. If it hangs, only the other ranks can end it."""
         if failure.fields.get("how") == "hangs":
             self._channel.link.kill_peers()
         self._on_fatal(failure)
