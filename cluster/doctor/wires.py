@@ -123,7 +123,7 @@ class PairPath:
     Attributes:
         name: of whom.
         address: HOST:PORT.
-        is_encrypted: None if nobody answered.
+        is_encrypted: None if there was no answer.
         detail: how.
         fingerprint: SHA-256 of the certificate that was shown, in hex; empty if there is none.
         expires_s: Unix time of its end, if it could be checked.
