@@ -52,7 +52,7 @@ VOCAB_SIZE = 151_936
 CALIBRATION_LOOPS = 100_000
 
 
-_NO_SOURCE = cast(DraftSource, None)  # of drafts that nobody draws
+_NO_SOURCE = cast(DraftSource, None)  # of drafts that are never drawn
 
 
 class _FakeModel:
