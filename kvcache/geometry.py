@@ -3,8 +3,8 @@
 A pool is one piece of memory, layer after layer; a layer is [blocks, H heads, P parts, S positions, row], so a head
 range of a block is one contiguous piece. The last block is scratch (see `pool`).
 
-A layer that lies in state slots has blocks, too: those of a ring, one after the other, for each slot. So whoever knows
-a sequence's blocks by logical index (`blocks_of`) reads and writes both kinds of layers in one way.
+A layer that lies in state slots has blocks, too: those of a ring, one after the other, for each slot. So a caller that
+knows a sequence's blocks by logical index (`blocks_of`) reads and writes both kinds of layers in one way.
 """
 
 import functools
