@@ -247,19 +247,19 @@ WORKER_METRICS: Final = (
     WorkerMetric(
         _Gauge,
         "kv_transfer_quarantined_blocks",
-        "Blocks that somebody might still write",
+        "Blocks that a peer might still write",
         lambda its: its.held.transfer.quarantined_blocks,
     ),
     WorkerMetric(
         _Histogram,
         "kv_transfer_seconds",
-        "From the first frame to the seal",
+        "From the first frame until the transfer is complete",
         lambda its: _times(its.held.transfer, "transfer_times"),
     ),
     WorkerMetric(
         _Histogram,
         "kv_transfer_exposed_seconds",
-        "From the end of the prefill to the seal",
+        "From the end of the prefill until the transfer is complete",
         lambda its: _times(its.held.transfer, "exposed_times"),
     ),
     WorkerMetric(

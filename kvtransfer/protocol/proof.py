@@ -45,7 +45,7 @@ class KvProofs:
     # The prefill side
 
     def number(self, address: str, epoch: int, sent_ns: int) -> bytes:
-        """The number of one HELLO: nobody else can tell it before, and no other HELLO has it."""
+        """The number of one HELLO: no other process can tell it before, and no other HELLO has it."""
         return self._mac(b"number", _U64.pack(epoch), _U64.pack(sent_ns), address.encode())[:NUMBER_BYTES]
 
     def prove_hello(self, hello: kv_pb2.Hello) -> None:

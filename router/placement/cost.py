@@ -62,7 +62,7 @@ class WorkerLoad:
         num_running: sequences that decode, or compute, then.
         pace: of prompts that it computes; None not measured.
         local_chunk_len: of a prompt between two decode steps; 0 not said.
-        exposed_s: from the end of a prefill to the seal, lately; 0 not measured.
+        exposed_s: from the end of a prefill until the transfer is complete, lately; 0 not measured.
         bytes_per_position: of KV.
         edges: by address and incarnation of the decode worker's incoming transfer.
         sent: since then.
