@@ -252,7 +252,7 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     pm, pn, split, first, last = _place(num_rows, K, num_splits, BM)
     if EARLY:
-        gdc_wait()  # nobody may write before
+        gdc_wait()  # nothing may be written before
     x_pieces = w_pieces if SWAP else a_pieces
     y_pieces = a_pieces if SWAP else w_pieces
     acc = _sum(
