@@ -119,7 +119,7 @@ class Authenticator:
             Overloaded: the tenant or the connection has as many as it may.
         """
         quota = self.quota_of(principal)
-        # Without keys a caller's name for itself is nobody's: all are one.
+        # Without keys a caller's name for itself proves nothing: all are one.
         owner = tenant if self.keys is not None or principal is None else principal.tenant
         account = self._accounts.setdefault(owner, Account())
         try:
