@@ -1,4 +1,4 @@
-"""KV of sequences that give way, copied to host memory and back, with their state and the draft that each had in hand.
+"""KV of preempted sequences, copied to host memory and back, with their state and the draft that each had in hand.
 
 Copies are work of the executor, so they lie between the steps launched before and after them; a step that comes later
 may write the blocks that were copied, and a range of host blocks may be used again as soon as its `load` was given.

@@ -184,7 +184,7 @@ class BlockAllocator:
         """Give a block in use its name, unless another has it.
 
         With state, a sequence that found rows without a checkpoint computes them again, in blocks of its own: one that
-        rests under the name gives way to them, so that a prefix ages as a whole.
+        rests under the name is replaced by them, so that a prefix ages as a whole.
         """
         if self.index.add(name, block) or self.index.checkpoints is None or block in self.index:
             return

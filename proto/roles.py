@@ -60,7 +60,7 @@ class RequireRole(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses callers whose certificates name other roles than a service is for.
 
     Args:
-        allowed_of: the roles that may call a service; None: it is for everybody.
+        allowed_of: the roles that may call a service; None: any role may.
         on_refused: called at each refusal.
     """
 

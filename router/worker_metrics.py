@@ -174,7 +174,7 @@ WORKER_METRICS: Final = (
     WorkerMetric(
         _Counter,
         "state_checkpoints_evicted",
-        "Those that gave way to others, or went with their blocks",
+        "Those evicted for others, or with their blocks",
         _of_checkpoints(lambda its: its.num_state_checkpoints_evicted),
     ),
     WorkerMetric(

@@ -70,7 +70,7 @@ class RankThread:
     def start(self) -> None:
         """Begin to follow."""
         self._channel.link.on_fail = self._lost
-        if self._channel.link.failure is not None:  # it came before anybody listened
+        if self._channel.link.failure is not None:  # it came before this listened
             self._lost(self._channel.link.failure)
         self._thread.start()
 

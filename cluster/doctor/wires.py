@@ -111,7 +111,7 @@ TIMEOUT_S = 2.0
 GRACE_S = 0.3  # within which a server without a certificate would have said so
 _GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
-_IN_CLEAR = {b"NULL": "in clear, takes everybody", b"PLAIN": "in clear, asks for the deployment's secret"}
+_IN_CLEAR = {b"NULL": "in clear, takes any peer", b"PLAIN": "in clear, asks for the deployment's secret"}
 _ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # signature and version
 _H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 

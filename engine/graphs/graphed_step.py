@@ -278,7 +278,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GraphCounts:
-    """What was replayed and what was not; written by the executor, read by anybody.
+    """What was replayed and what was not; written by the executor, read by any thread.
 
     Attributes:
         num_captured: graphs.

@@ -141,7 +141,7 @@ class TPGroupWatch:
         self._deadlines.pop(step, None)
 
     def verdict(self, num_operations: int, now_s: float) -> WorkerLost | None:
-        """Who is to blame, if anybody is; ask several times a second.
+        """Which rank is to blame, if any; ask several times a second.
 
         Args:
             num_operations: collectives that this rank has begun.

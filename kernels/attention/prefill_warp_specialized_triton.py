@@ -315,7 +315,7 @@ def prefill_kernel(
         mbarrier.init(value_full.index(stage), count=1)
         mbarrier.init(key_empty.index(stage), count=GROUPS)
         mbarrier.init(value_empty.index(stage), count=GROUPS)
-    if TURNS:  # else its memory is anybody's, who must not find a barrier there
+    if TURNS:  # else its memory has other uses, which must not find a barrier there
         for which in gl.static_range(GROUPS):
             mbarrier.init(turns.index(which), count=1)
     fence_async_shared()

@@ -300,7 +300,7 @@ def gemm_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=1 if SHARED else GROUPS)
-    if SHARED:  # else its memory is anybody's, who must not find a barrier there
+    if SHARED:  # else its memory has other uses, which must not find a barrier there
         mbarrier.init(joined, count=1)
     fence_async_shared()
     if GROUPS == 2:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The race of logits and noise in a chunk of a row: who may win it, and how well anybody else may do at most.
+"""The race of logits and noise in a chunk of a row: who may win it, and how well any other may do at most.
 
 The scan does not compute scores but bounds of them (`noise_triton.log2_count`), as whole numbers that are in order and
 end with a block's place. A chunk has W groups of blocks, each of which lies in one warp, so that no warp waits for

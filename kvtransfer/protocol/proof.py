@@ -3,8 +3,8 @@
 A HELLO holds a number of its own, and the challenge that the decode worker gave to this connection; its proof is a
 digest of all of it, keyed by what the workers of a deployment share. The HELLO_REPLY holds the same of itself and of
 that number. The first HELLO has no challenge: the answer is one, and nothing else, and nothing is kept for it. So
-neither an epoch, nor an address, nor anything that was heard before on another connection lets anybody in; and a proof
-of one side is none of the other. A challenge grows old, and a HELLO that was taken is not taken again.
+neither an epoch, nor an address, nor anything that was heard before on another connection lets a stranger in; and a
+proof of one side is none of the other. A challenge grows old, and a HELLO that was taken is not taken again.
 """
 
 import hashlib

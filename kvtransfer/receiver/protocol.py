@@ -46,7 +46,7 @@ class ReceiverInbox:
     """Takes control messages for one decode worker.
 
     Args:
-        rules: its landings.
+        rules: its incoming transfers.
         max_capacity_len: positions of the whole pool.
         has_digest: frames are verified by digest if their sender can.
     """
@@ -339,7 +339,7 @@ class ReceiverFrames:
     """Takes frames for one decode worker.
 
     Args:
-        rules: its landings.
+        rules: its incoming transfers.
         shape: what its layout says about frames.
         digests_layers: the engine digests whole layers, because this process cannot read the pool.
     """

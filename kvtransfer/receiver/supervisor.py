@@ -248,7 +248,7 @@ class ReceiverSupervisor:
         """From a start to a death that the worker knows of, or to `close`."""
         inherited = {"notify": self._notify, "nudge": self._nudge}
         self._condemned = ""
-        # Before this incarnation can say or offer anything to anybody.
+        # Before this incarnation can say or offer anything to any peer.
         self._region.epoch = self.epoch = self._setup.epoch
         child = ReceiverChild(self._setup.to_json(parent=os.getpid(), **inherited), tuple(inherited.values()))
         reason = ""

@@ -366,7 +366,7 @@ class WriterThreads:
                     self._has_looker = False
                     self._wake_for_tasks(num_tasks - 1)
                     return
-                while not self._tokens.empty():  # there is no task that anybody would be woken for
+                while not self._tokens.empty():  # there is no task that a thread would be woken for
                     with contextlib.suppress(queue.Empty):
                         self._tokens.get_nowait()
             self._look.wait(LOOK_S)

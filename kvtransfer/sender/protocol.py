@@ -144,7 +144,7 @@ class PushInbox:
         return [self._rules.hello(address, now_s)]
 
     def _doubt(self, peer: PushPeer, reply: kv_pb2.HelloReply) -> Actions:
-        """It may be anybody: what it says has no consequence, and is said once."""
+        """It may be any process: what it says has no consequence, and is said once."""
         self.num_refused += 1
         if peer.is_doubted:
             return []

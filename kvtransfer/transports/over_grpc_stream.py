@@ -297,7 +297,7 @@ MAX_NAME_LEN = 64
 MAX_STREAMS = 256  # two for each peer
 MAX_QUEUED = 4096  # messages that wait to be sent to a peer
 MAX_MESSAGE_BYTES = PART_BYTES + (64 << 10)  # controls fit, too (messages.MAX_STATE_BYTES)
-LOOKAHEAD_BYTES = 4 << 20  # that a stream may send before anybody asked for it
+LOOKAHEAD_BYTES = 4 << 20  # that a stream may send before the receiver asked for it
 
 Options = list[tuple[str, int | str]]
 

@@ -36,7 +36,7 @@ class Authenticator:
     """One kind of callers' way in.
 
     Args:
-        keys: the keys file; None: everybody may come in, as whichever tenant they say.
+        keys: the keys file; None: every caller may come in, as whichever tenant they say.
         limits: of streams.
         metrics: where refusals are counted.
         now_s: for what is said no more often than every few seconds.

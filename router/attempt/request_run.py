@@ -209,7 +209,7 @@ class RequestRun:
 
         Args:
             guest: the client's request; not kept, since it leads back to its attempts, and what refers to itself
-                waits for the garbage collector, which stops everybody.
+                waits for the garbage collector, which stops every thread.
         """
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s

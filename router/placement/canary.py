@@ -124,7 +124,7 @@ class CanaryWatch:
         return self._under_way
 
     def is_unfit(self, incarnation: Incarnation) -> bool:
-        """Whether it has not answered its last canaries, nor anybody since."""
+        """Whether it has answered neither its last canaries nor any client since."""
         return incarnation in self._unfit
 
     def why_unfit(self, incarnation: Incarnation) -> str:

@@ -4,7 +4,7 @@
          + decode's blocks and batch
          + the part of the transfer that the prefill does not hide
 
-Rates are the workers' own measurements. Someone who has not been measured yet is taken as the mean of those who have.
+Rates are the workers' own measurements. A worker that was not measured yet is taken as the mean of those that were.
 """
 
 from collections import deque
@@ -150,7 +150,7 @@ class Loads:
         return load
 
     def keep(self, members: list[Member]) -> None:
-        """Forget everybody else."""
+        """Forget all other workers."""
         if len(self._loads) > len(members):
             incarnations = {member.incarnation for member in members}
             self._loads = {

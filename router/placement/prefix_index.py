@@ -49,7 +49,7 @@ class FleetPrefixIndex:
 
     Args:
         max_names: that are remembered, of all incarnations together; others are counted in `num_ignored`.
-        max_expected: names that are expected; the oldest expectation gives way.
+        max_expected: names that are expected; the oldest expectation is dropped.
     """
 
     def __init__(self, max_names: int = MAX_NAMES, max_expected: int = MAX_EXPECTED) -> None:
