@@ -1,9 +1,9 @@
 """What workers report in their heartbeats, as metrics by worker: one declaration of each, over the message itself.
 
 Counters of a worker begin at 0 again with each of its incarnations, as those of any restarted process do. Names keep
-vLLM's
-meanings under `baton_`: a draft is a row of a step that had draft tokens, and drafts that were accepted behind the end
-of a sequence count as accepted. Lost workers are shown until the router forgets them, but what they hold is unknown.
+vLLM's meanings under `baton_`: a draft is a row of a step that had draft tokens, and drafts that were accepted behind
+the end of a sequence count as accepted. Lost workers are shown until the router forgets them, but what they hold is
+unknown.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What a transfer asks of the engine where pools are on GPUs, which the incoming transfer's process cannot touch.
+"""What a transfer asks of the engine where pools are on GPUs, which the KV receiver process cannot touch.
 
 Payloads of two-sided data paths lie in *staging* blocks of host memory first. Each complete layer becomes a job
 (`DigestWanted`, one for each rank's pool): bring it from staging into the pool, if it is there, and digest it in the

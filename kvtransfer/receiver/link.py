@@ -1,7 +1,7 @@
 """What joins a decode worker's loop to its KV receiver: rings, completion words, counts, a heartbeat: one buffer.
 
 The buffer may be private (both sides are threads) or lie in a `SharedRegion`. Each word has one writer. Only `reset`
-breaks that rule, and only when the incoming transfer's side is known to be dead.
+breaks that rule, and only when the receiver's side is known to be dead.
 """
 
 from collections.abc import Mapping

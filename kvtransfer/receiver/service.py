@@ -1,8 +1,8 @@
 """The decode worker's end of the hand-off: every incoming transfer, wherever it runs.
 
-Worker and transfer share a `ReceiverLink` and the pools' memory, nothing else, so that the transfer has a process, and
+Worker and receiver share a `ReceiverLink` and the pools' memory, nothing else, so that the receiver has a process, and
 an interpreter lock, of its own. The worker's calls never wait. This side knows what it was asked for and what it
-granted; so it can say what became of it when the transfer's process dies: nothing is lost silently, and blocks come
+granted; so it can say what became of it when the receiver's process dies: nothing is lost silently, and blocks come
 back only with evidence that no process writes them.
 """
 
