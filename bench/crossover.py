@@ -37,7 +37,7 @@ ANSWER_LEN: Final = 4
 STREAM_LEN: Final = 600  # tokens of a stream beside; then the next one begins
 UNCACHED_LEN: Final = 16
 FLOAT32_BYTES: Final = 4
-AUTO_LIMIT: Final = 1.25  # of `auto` to the better of the others, where nobody else is there to be spared
+AUTO_LIMIT: Final = 1.25  # of `auto` to the better of the others, where no other stream is there to be spared
 NUM_WARM: Final = 3
 
 

@@ -29,7 +29,7 @@ CLOSED: Final = "the client is closed"
 class AsyncBatonClient:
     """A connection to a deployment, made when first needed; belongs to one event loop.
 
-    Every method raises the typed error of `baton.core.errors` that the server sent, WorkerLost if nobody answers at
+    Every method raises the typed error of `baton.core.errors` that the server sent, WorkerLost if no server answers at
     the address, and RequestCancelled if the client is closed, before or meanwhile.
 
     Args:

@@ -26,7 +26,7 @@ from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_
 class BatonClient:
     """A connection to a deployment, made when first needed. Threads may share it.
 
-    Every method raises the typed error of `baton.core.errors` that the server sent, WorkerLost if nobody answers at
+    Every method raises the typed error of `baton.core.errors` that the server sent, WorkerLost if no server answers at
     the address, and RequestCancelled if the client is closed, before or meanwhile.
 
     Args:

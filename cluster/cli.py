@@ -248,7 +248,7 @@ def status(
     address: Address = "127.0.0.1:50051",
     json: Json = False,
 ) -> int:
-    """Show a deployment's workers: lives, blocks, requests, and what decode steps did."""
+    """Show a deployment's workers: incarnations, blocks, requests, and what decode steps did."""
 
     def body(output: Output) -> ExitCode:
         from baton.cluster.commands.status import status

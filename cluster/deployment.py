@@ -255,7 +255,7 @@ class Deployment:
             started = set(processes.started_with(str(self._dir)))
             lost = set(self._ray.lost().values()) if self._ray is not None else set()
             if self._crew is not None:
-                if not lost:  # else nobody hears it
+                if not lost:  # else the call reaches no actor
                     self._crew.end()
                 self._crew = None
                 started.update(processes.started_with(str(self._dir)))

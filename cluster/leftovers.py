@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 def claim(directory: Path) -> int:
     """Make `directory` this process's, until it ends or closes the descriptor that is returned.
 
-    The file is locked before it gets its name, so that nobody ever finds it unlocked.
+    The file is locked before it gets its name, so that no process ever finds it unlocked.
     """
     draft = directory / f".{OWNER}.{os.getpid()}"
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -178,7 +178,7 @@ class Output:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether somebody looks at stdout."""
+        """Whether stdout is a terminal."""
         return self.stdout.isatty()
 
     def emit(self, data: dict[str, Any], text: str = "") -> None:

@@ -194,7 +194,7 @@ def kv_tls(config: ServeConfig) -> TlsFiles:
     """Certificates of the hand-off over gRPC: its own, or else the workers' (all of them or none).
 
     Raises:
-        ConfigInvalid: there are certificates, and KV would go in clear without anybody having said so; or what is to
+        ConfigInvalid: there are certificates, and KV would go in clear and this was not asked for; or what is to
             encrypt KV is nothing that its transport takes.
     """
     own = TlsFiles(

@@ -45,7 +45,7 @@ def router_command(config: ServeConfig, model: ModelDirectory) -> list[str]:
 
 
 class RouterProcess:
-    """One router, in as many lives as it takes. It ends with this process, whatever ends that: its stdin closes then.
+    """One router, restarted as often as it takes. It ends with this process, whatever ends that: its stdin closes then.
 
     Args:
         command_of: how it is started, given the ports that it had before; none the first time.

@@ -108,7 +108,7 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def _beat(self) -> None:
-        """It is not stuck: whoever watches sees the file's time change."""
+        """Show that it is not stuck: the process that watches it sees the file's time change."""
         os.utime(self._beat_path)
 
     def _wait_for_end(self) -> None:

@@ -1,7 +1,7 @@
 """The supervisor of a deployment in a cluster as a child: started, heard, started again when it dies, ended.
 
 That it dies ends no worker and no stream; until the next one has adopted the workers, their number cannot change and
-nobody is revived. It is started again as long as it takes, ever later up to a bound.
+no worker is revived. It is started again as long as it takes, ever later up to a bound.
 """
 
 import json

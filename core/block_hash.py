@@ -3,7 +3,7 @@
 A block's name covers everything its KV depends on: the model, every token up to the block's end, and, with an MTP
 head, one token more, because MTP entry i joins position i with token i + 1. So a block whose last MTP entry would
 depend on a token that is not part of the prompt has no name, and is never shared. Names of different tenants differ:
-nobody can find out by timing what another tenant has asked.
+no tenant can find out by timing what another has asked.
 
 Where layers keep a recurrent state, blocks are of use only up to a *checkpoint*: the state at a block's end, which has
 a name made of the block's. Where a prompt leaves checkpoints is said here, so that a router knows it as a worker does.

@@ -461,7 +461,7 @@ class ServeConfig(BaseModel):
             message = "verification: rejection is asked for, and speculative_method none makes no drafts to verify"
             raise ConfigInvalid(message, keys=["verification", "speculative_method"])
         if config.prefill == 0 and config.local_prefill == "never":
-            message = "prefill is 0, and local_prefill never lets decode workers compute prompts: nobody would"
+            message = "prefill is 0, and local_prefill never lets decode workers compute prompts: no worker would"
             raise ConfigInvalid(message, keys=["prefill", "local_prefill"])
         config.graph_config()
         config.telemetry_config().check()

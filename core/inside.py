@@ -2,10 +2,9 @@
 
 A deployment has one secret. The router knows it; a worker is given two keys made from it: one of its own, for what it
 and the router say to each other, and one that all workers share, for the hand-off of KV
-(`baton.kvtransfer.protocol.proof`). So
-a worker cannot speak for another one, nor for the router. A proof names the method, the server that is meant in the
-incarnation it is in, the moment and a number used once, and holds no key: a server that is not the one that was meant
-can do nothing with it. Nothing here reads a clock or a socket.
+(`baton.kvtransfer.protocol.proof`). So a worker cannot speak for another one, nor for the router. A proof names the
+method, the server that is meant in the incarnation it is in, the moment and a number used once, and holds no key: a
+server that is not the one that was meant can do nothing with it. Nothing here reads a clock or a socket.
 """
 
 import hashlib

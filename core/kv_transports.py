@@ -23,7 +23,7 @@ RAW: Final = "raw"  # payloads over sockets beside it
 AUTO: Final = "auto"  # the best data path that each pair of workers proves
 
 # For processes that copy KV blocks into other pools, at their start: copies of this size on are written past the cache,
-# as nobody reads them there. glibc does that only for copies of the size of the last-level cache; for 64 KiB blocks at
+# as they are not read there. glibc does that only for copies of the size of the last-level cache; for 64 KiB blocks at
 # random places it is 1.2 to 1.4 times the rate (`docs/log.md`). Other C libraries and processors ignore it.
 PAST_CACHE_BYTES: Final = 32 << 10
 COPY_ENVIRONMENT: Final = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}"}

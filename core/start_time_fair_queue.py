@@ -1,8 +1,8 @@
 """Turns by what was spent: of those that wait, the one that was served least comes next. Pure, not thread-safe.
 
 Virtual time, as in start-time fair queueing (Goyal, Vin and Cheng, 1996): an owner that was away comes back with what
-it had spent, but at least with what the one had spent that was served last. So nobody saves turns up by waiting, nobody
-gets rid of a debt by leaving, and one that is new does not push aside those before it for as long as they took.
+it had spent, but at least with what the one had spent that was served last. So no owner saves turns up by waiting, none
+gets rid of a debt by leaving, and a new one does not push aside those before it for as long as they took.
 """
 
 import itertools

@@ -27,7 +27,7 @@ class TlsFiles:
     Attributes:
         cert_file: own certificate, with what leads to the CA behind it.
         key_file: its private key, not encrypted.
-        ca_file: who signed the others' certificates. A server that has one admits nobody without such a certificate.
+        ca_file: who signed the others' certificates. A server that has one admits no caller without such a certificate.
         server_name: the name in a server's certificate, if it is not its address.
     """
 

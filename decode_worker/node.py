@@ -218,7 +218,7 @@ class DecodeNode:
         )
 
     def about(self) -> dict[str, object]:
-        """Identity for whoever started it."""
+        """Identity, for the process that started it."""
         return {
             "worker_id": self.config.worker_id,
             "address": self.host.address,

@@ -38,7 +38,7 @@ class RequestTimes:
 
 
 def landed_s(complete: Completed) -> float:
-    """When everything that the seal rests on was there; the seal itself where an incoming transfer does not say."""
+    """When all that completeness rests on was there; when it was complete where an incoming transfer does not say."""
     return complete.complete_s or complete.completed_s
 
 

@@ -568,7 +568,7 @@ class Engine:
             published.append(item)
         if flight.planned is not None:
             self._count_drafts(flight.planned, published, proposed_lens, accepted_lens)
-        if flight.decode:  # counted before anybody hears of it
+        if flight.decode:  # counted before it is published
             self.tally.add_step(proposed_lens, accepted_lens, num_emitted, dropped)
         return published
 

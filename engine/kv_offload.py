@@ -1,4 +1,4 @@
-"""KV of sequences that give way, copied to host memory and back, with their state and the draft that each had in hand.
+"""KV of preempted sequences, copied to host memory and back, with their state and the draft that each had in hand.
 
 Copies are work of the executor, so they lie between the steps launched before and after them; a step that comes later
 may write the blocks that were copied, and a range of host blocks may be used again as soon as its `load` was given.
@@ -121,7 +121,7 @@ class KVOffload:
         return self._executor.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
     def load(self, plan: Load) -> HostFuture:
-        """Copy it back, to where nobody uses the pool, and the draft to the slot where its sequence was admitted.
+        """Copy it back, into blocks that nothing else uses, and the draft to the slot where its sequence was admitted.
 
         Returns:
             Done when every rank of the group has written the blocks.
@@ -145,7 +145,7 @@ class KVOffload:
         return self._executor.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
     def _all_have_come(self) -> torch.Tensor:
-        """Nobody's sum is there before everybody's part of it."""
+        """A barrier: no rank gets the sum before every rank has added its part."""
         return self._communicator.all_sum(torch.ones(1, dtype=torch.float32, device=self._pool.device))
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:

@@ -44,7 +44,7 @@ class _Reports:
 
 
 class _Caller:
-    """The engine's role in one process: tokens go to whoever called."""
+    """The engine's role in one process: tokens go to the caller."""
 
     def __init__(self) -> None:
         self.unread: dict[AttemptKey, list[TokenEvent]] = {}

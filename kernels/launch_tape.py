@@ -54,7 +54,7 @@ class _Local(threading.local):
 
 
 local = _Local()
-"""Where launchers look whether anybody records."""
+"""Where launchers look whether their calls are recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,8 @@
 A layer calls with the same shapes as the one before it, and a step with those of the step before. Two calls are alike
 if everything that checks and decisions may read is equal: of each tensor its shape, strides, dtype, device and place
 within 16 bytes (`signature`; `open_signature` where any number of rows is decided alike), and the other arguments
-themselves. What a key leaves out nobody may decide by; what is
-in the memory of a tensor is never read. Only calls that were found right are kept, so a wrong one is checked, and
-refused, each time it comes.
+themselves. Nothing may be decided by what a key leaves out; what is in the memory of a tensor is never read. Only calls
+that were found right are kept, so a wrong one is checked, and refused, each time it comes.
 
 It refuses to grow: a memo that is full begins anew.
 """

@@ -51,7 +51,7 @@ TRITON_DTYPES = (torch.bfloat16,)
 
 
 def has_triton_form(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a model is computed by Triton kernels, in either numerics, if nobody says otherwise."""
+    """Whether a model is computed by Triton kernels, in either numerics, unless another implementation is asked for."""
     return device.type == "cuda" and dtype in TRITON_DTYPES
 
 

@@ -1,7 +1,7 @@
 """Tuned configurations of kernels: one committed table per kind of GPU, filled by `scripts/tune_kernels.py`.
 
 Nothing is tuned while serving. A table maps kernel -> shape -> size -> options; a size stands for all up to it that
-are above the one before. Shapes that no table has get the kernel's own rule, not somebody else's numbers.
+are above the one before. Shapes that no table has get the kernel's own rule, not those of another shape.
 """
 
 import functools

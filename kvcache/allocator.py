@@ -4,9 +4,9 @@ A block holds `block_size` consecutive positions of one sequence, for every laye
 *indices*; the tensors they index live in `kvcache.pool`. Only the worker's scheduling loop calls it, so it takes no
 lock. A block is free, resting, reserved or quarantined: never two of these, never none.
 
-With a prefix index, full blocks get names and are shared: a reserved block may be in several tables, and whoever
-shares it only reads it. A named block that leaves its last table rests: it keeps its content, and is given up only
-when a reservation finds no free block.
+With a prefix index, full blocks get names and are shared: a reserved block may be in several tables, and
+sequences that share it only read it. A named block that leaves its last table rests: it keeps its content, and is given
+up only when a reservation finds no free block.
 
 Where sequences keep state, a table also has a state slot: both or neither.
 """
@@ -89,7 +89,7 @@ class BlockAllocator:
 
     @property
     def num_reserved(self) -> int:
-        """Blocks held by sequences and landings."""
+        """Blocks held by sequences and incoming transfers."""
         return len(self._num_tables)
 
     @property
@@ -184,7 +184,7 @@ class BlockAllocator:
         """Give a block in use its name, unless another has it.
 
         With state, a sequence that found rows without a checkpoint computes them again, in blocks of its own: one that
-        rests under the name gives way to them, so that a prefix ages as a whole.
+        rests under the name is replaced by them, so that a prefix ages as a whole.
         """
         if self.index.add(name, block) or self.index.checkpoints is None or block in self.index:
             return
@@ -194,7 +194,7 @@ class BlockAllocator:
         self._check()
 
     def quarantine(self, table: BlockTable) -> None:
-        """Set reserved blocks apart until it is proved that nobody writes them any more. Shared ones nobody writes."""
+        """Set reserved blocks apart until it is proved that no process writes them. Shared ones are never written."""
         assert all(self._num_tables.get(block) == 1 and block not in self.index for block in table.blocks)
         for block in table.blocks:
             del self._num_tables[block]

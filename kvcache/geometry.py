@@ -1,10 +1,10 @@
-"""Where the rows of a layout lie in one rank's pool: plain offsets, so that anybody who maps the memory can find them.
+"""Where the rows of a layout lie in one rank's pool: plain offsets, so that any process that maps it can find them.
 
 A pool is one piece of memory, layer after layer; a layer is [blocks, H heads, P parts, S positions, row], so a head
 range of a block is one contiguous piece. The last block is scratch (see `pool`).
 
-A layer that lies in state slots has blocks, too: those of a ring, one after the other, for each slot. So whoever knows
-a sequence's blocks by logical index (`blocks_of`) reads and writes both kinds of layers in one way.
+A layer that lies in state slots has blocks, too: those of a ring, one after the other, for each slot. So a caller that
+knows a sequence's blocks by logical index (`blocks_of`) reads and writes both kinds of layers in one way.
 """
 
 import functools

@@ -42,7 +42,7 @@ class HostRanges:
         return None
 
     def give_back(self, taken: HostRange) -> None:
-        """Nobody needs what is there any more. Giving a range back twice is a bug in the caller."""
+        """What is there is no longer needed. Giving a range back twice is a bug in the caller."""
         place = bisect.bisect(self._free, taken)
         before = self._free[place - 1] if place else None
         after = self._free[place] if place < len(self._free) else None

@@ -2,7 +2,7 @@
 
 A layer keeps rows. Of `ROWS` it keeps every position, in blocks. Of the other kinds it keeps a bounded number, whatever
 the sequence's length, in the sequence's *state slot*: a ring in which position p lies in row p mod ring, so that a step
-which was rejected is overwritten before anybody reads it.
+which was rejected is overwritten before it is read.
 
 No tensors and no torch here: the KV receiver process and the protocol know layouts, not tensors.
 """

@@ -1,7 +1,7 @@
 """Which blocks hold KV that has a name, and which of them may be given up first.
 
 It knows names and block indices, not tokens or tensors, and counts no references: the allocator does, and tells it
-when a block is in use by nobody (`rest`) or by somebody again (`wake`). Only blocks that rest may be given up, the one
+when a block is no longer in use (`rest`), or is again (`wake`). Only blocks that rest may be given up, the one
 that has rested longest first.
 
 Where layers keep a recurrent state, blocks alone are of no use: what a prompt may share ends at a checkpoint
@@ -43,11 +43,11 @@ class PrefixIndex:
 
     @property
     def num_resting(self) -> int:
-        """Named blocks that nobody uses."""
+        """Named blocks that are not in use."""
         return len(self._resting)
 
     def is_resting(self, block: int) -> bool:
-        """Whether it is named and nobody uses it."""
+        """Whether it is named and not in use."""
         return block in self._resting
 
     def match(self, names: Sequence[bytes]) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class PrefixIndex:
         return old
 
     def rest(self, block: int) -> bool:
-        """Nobody uses the block any more. False if it has no name, so that nothing is worth keeping."""
+        """The block is no longer in use. False if it has no name, so that nothing is worth keeping."""
         if block not in self._names:
             return False
         assert block not in self._resting
@@ -103,7 +103,7 @@ class PrefixIndex:
         return True
 
     def wake(self, block: int) -> None:
-        """Somebody uses a resting block again."""
+        """A resting block is in use again."""
         del self._resting[block]
 
     def evict(self) -> int:

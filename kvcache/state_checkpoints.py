@@ -1,9 +1,9 @@
-"""Which state slots hold copies of a sequence's state at the end of a named block, and which copy gives way first.
+"""Which state slots hold copies of a sequence's state at the end of a named block, and which copy is evicted first.
 
 A *checkpoint* is the state of a prefix: all that its layers keep beside blocks, as it is when exactly the positions of
 the prefix are computed. It has the name of the prefix's last block, and is dropped with that block. Its slot is one of
 the pool's, none of a sequence's: free, filling (a step copies state into it), or kept under a name. What was used least
-recently gives way to a new one, but for those that a sequence is about to begin with.
+recently is evicted for a new one, but for those that a sequence is about to begin with.
 
 Steps alone read and write these slots, in the order in which they are launched. So one may be given away as soon as
 the step that copies from it is planned: the step that overwrites it comes later, and copies at its end.
@@ -51,7 +51,7 @@ class StateCheckpoints:
         return len(self._num_users)
 
     def use(self, name: bytes) -> None:
-        """A sequence is about to begin with a checkpoint that is there; it does not give way until `leave`."""
+        """A sequence is about to begin with a checkpoint that is there; it is not evicted until `leave`."""
         self._kept.move_to_end(name)
         self._num_users[name] += 1
 

@@ -20,7 +20,7 @@ class StateSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
+        """Slots that are free."""
         return len(self._free)
 
     @property
@@ -41,13 +41,13 @@ class StateSlots:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Nobody uses a slot any more. Giving it back twice is a bug in the caller."""
+        """A slot is no longer in use. Giving it back twice is a bug in the caller."""
         self._held.remove(slot)
         self._free.append(slot)
         self._check()
 
     def quarantine(self, slot: int) -> None:
-        """Set a slot apart until it is proved that nobody writes it any more."""
+        """Set a slot apart until it is proved that no process writes it any more."""
         self._held.remove(slot)
         self._quarantined.add(slot)
         self._check()

@@ -2,7 +2,7 @@
 
 A peer's memory is opened *on the opener's own device*, with peer access as needed, so that this device's kernels write
 it over NVLink; what `torch.multiprocessing` does, opening it on the owner's device, does not allow that. It refuses to
-know what is in the memory. Whoever opens something closes it, and only when nothing posted uses it any more.
+know what is in the memory. The opener closes it, and only when nothing posted uses it any more.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Words in host memory by which kernels say that they are done: a sequence number each, and digests behind it.
 
 One side of a page claims a slot for each launch, and looks; a device writes, once, the digests first and the number
-last. So whoever maps the memory, CUDA or not, sees that a launch has ended. A slot is given back only when its launch
-is over: a word that comes late must never be taken for another launch's.
+last. So any process that maps the memory, CUDA or not, sees that a launch has ended. A slot is given back only when its
+launch is over: a word that comes late must never be taken for another launch's.
 """
 
 import threading
@@ -91,7 +91,7 @@ class FlagPage:
 
     @staticmethod
     def raise_flag(buffer: Buffer, slot_words: int, slot: int, sequence: int, digests: Sequence[int]) -> None:
-        """Say so from the CPU, as a kernel does, in a page that somebody else holds."""
+        """Say so from the CPU, as a kernel does, in a page that another `FlagPage` owns."""
         words = memoryview(buffer).cast("B").cast("Q")
         start = slot * slot_words
         for index, digest in enumerate(digests):

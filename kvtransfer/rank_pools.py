@@ -54,7 +54,7 @@ def share_pool(pool: KVPool, gather: Gather) -> tuple[DevicePool, ...]:
     for rank, data in enumerate(gather(json.dumps(said).encode())):
         said = json.loads(data)
         if "problem" in said:
-            message = f"the KV pool of rank {rank} cannot be shared with rank 0, which lands in it: {said['problem']}"
+            message = f"the KV pool of rank {rank} cannot be shared with rank 0, which writes it: {said['problem']}"
             raise WorkerStartFailed(message, rank=rank)
         found.append(DevicePool(**said["pool"]))
     return tuple(found)

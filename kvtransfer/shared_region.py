@@ -47,7 +47,7 @@ class SharedRegion:
 
     Attributes:
         path: of the file.
-        nonce: random, in the header too: whoever maps a path knows by it that this is the file that was meant.
+        nonce: random, in the header too: a process that maps a path knows by it that this is the file that was meant.
         pools: places of the ranks' pools.
     """
 
@@ -149,7 +149,7 @@ class SharedRegion:
         self._memory[_EPOCH_AT : _EPOCH_AT + 8].cast("Q")[0] = epoch
 
     def unlink(self) -> None:
-        """Take the name away; mappings live on. Whoever knows that the owner is gone may call it, too."""
+        """Take the name away; mappings live on. A process that knows that the owner is gone may call it, too."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -163,13 +163,13 @@ class SharedRegion:
 def sweep() -> list[Path]:
     """Remove the files of owners that are dead; returns what was removed.
 
-    A file whose lock can be taken has no owner: whoever makes one takes the lock before it counts.
+    A file whose lock can be taken has no owner: its maker takes the lock before it counts.
     """
     swept = []
     for path in DIRECTORY.glob(f"{PREFIX}*"):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or somebody else's
+        except OSError:  # gone meanwhile, or another user's
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

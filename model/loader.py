@@ -256,7 +256,7 @@ def _unfit(
 ) -> str:
     """What the Triton kernels are not made for, in words; "" if they are."""
     if numerics is Numerics.INVARIANT and config.num_experts:
-        # A rank does not sum them by slices. Where nobody asked, one rank computes them as several would: the other
+        # A rank does not sum them by slices. With AUTO, one rank computes them as several would: the other
         # side of the hand-off may be cut otherwise, and would not be paired with the kernels' bits.
         if communicator.size > 1:
             return f"experts over {communicator.size} ranks in invariant numerics"

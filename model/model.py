@@ -47,7 +47,7 @@ class Model:
         sampling_implementation: which form of the kernels may choose tokens from its logits, as they come; None: torch
             chooses.
         kv_dtype: how a pool for it keeps K and V.
-        why_no_triton: why it is not the former, in words; "" if it is, or if nobody said.
+        why_no_triton: why it is not the former, in words; "" if it is, or if it was not given.
         vocab: the tokens of this rank.
         d2t_C: the tokens of a pruned draft head, ascending; None if it has all.
         draft_columns_C: where the logits of `draft_logits` stand among this rank's W; None likewise.
@@ -280,4 +280,4 @@ class _Turns:
 
 
 def _ignore_layer(layer: int) -> None:
-    """Whoever attends knows which layers were written."""
+    """The caller attends between the pieces, and so knows which layers were written."""

@@ -133,7 +133,7 @@ class PrefillNode:
         return [os.getpid(), *([] if self._channel is None else self._channel.link.pids.values())]
 
     def about(self) -> dict[str, object]:
-        """Identity for whoever started it."""
+        """Identity, for the process that started it."""
         return {
             "worker_id": self.config.worker_id,
             "address": self.host.address,

@@ -75,7 +75,7 @@ class PushLine:
             if not num_missing:
                 self._scheduler.hold(request.sequence, shared)
                 return request
-            # Blocks held by those that get on come back soon, and nobody may take them away before this one's turn.
+            # Blocks held by those that get on come back soon, and no other request may take them before this one.
             if num_missing <= allocator.num_reserved - num_stalled:
                 return None
         return None

@@ -1,9 +1,8 @@
 """The hand-off of a tensor-parallel prefill worker: each rank pushes its own KV heads into one incoming transfer.
 
 To the worker's loop, which exists at rank 0 alone, `TPGroupPush` is a `PushService`: it reserves for all ranks, hands
-the
-grant on, and says that a transfer has ended when it has ended at every rank, because all of them read the same blocks.
-What happens at other ranks comes back by itself, and wakes the loop. The other ranks run `PrefillRankPush`.
+the grant on, and says that a transfer has ended when it has ended at every rank, because all of them read the same
+blocks. What happens at other ranks comes back by itself, and wakes the loop. The other ranks run `PrefillRankPush`.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Calls inside a deployment over gRPC: channels that prove who calls, and servers that ask for it.
 
 Every call carries a proof in its metadata (`baton.core.inside`). A server looks at it before it reads the message, for
-every service that is not named open: one that is added is closed until somebody says otherwise.
+every service that is not named open: one that is added is closed until it is named there.
 """
 
 import contextvars

@@ -20,7 +20,7 @@ PREFIX: Final = "baton://role/"
 ROLES: Final = ("router", "prefill", "decode", "operator", "client")
 SAY_EVERY_S: Final = 10.0
 _NAMES_KEY: Final = "x509_subject_alternative_name"
-# Whoever runs the router starts it and asks it, too; so its role does for what operators and clients do.
+# The operator of a router starts it and calls it, too; so its role does for what operators and clients do.
 ALLOWED: Final[Mapping[str, frozenset[str]]] = {
     "baton.v1.Inference": frozenset(("client", "operator", "router")),
     "baton.v1.Admin": frozenset(("operator", "router")),
@@ -60,7 +60,7 @@ class RequireRole(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses callers whose certificates name other roles than a service is for.
 
     Args:
-        allowed_of: the roles that may call a service; None: it is for everybody.
+        allowed_of: the roles that may call a service; None: any role may.
         on_refused: called at each refusal.
     """
 

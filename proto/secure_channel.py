@@ -30,7 +30,7 @@ def server_credentials(watch: TlsWatch, on_handshake: Callable[[], None] = lambd
     """
     first = watch.current()
     if first.chain is None:
-        message = "tls_ca_file without tls_cert_file: whoever listens needs a certificate"
+        message = "tls_ca_file without tls_cert_file: a listener needs a certificate"
         raise ConfigInvalid(message, keys=["tls_cert_file"])
     version = first.version
 

@@ -382,7 +382,7 @@ def prefill_request(request: GenerationRequest, decode: worker_pb2.Peer, now_s: 
 def attend_request(request: GenerationRequest, now_s: float, *, prefill_here: bool = False) -> worker_pb2.AttendRequest:
     """What the router sends to a decode worker; `now_s` is the clock that `request.deadline_s` is read from.
 
-    With `prefill_here` nobody else computes the prompt.
+    With `prefill_here` no other worker computes the prompt.
     """
     return worker_pb2.AttendRequest(
         attempt=attempt_to_proto(request.key),

@@ -197,7 +197,7 @@ class AdminService(Operations):
     async def Scale(
         self, request: admin_pb2.ScaleRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.ScaleReply:
-        """Keep it for whoever starts workers to read."""
+        """Keep it for the process that starts workers to read."""
         if not request.num_decode or request.num_prefill + request.num_decode > MAX_WORKERS:
             message = f"at least one decode worker, and at most {MAX_WORKERS} workers in all"
             await wire.abort_with(context, InvalidRequest(message, field="num_decode"))

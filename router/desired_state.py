@@ -1,10 +1,9 @@
 """What operators asked of this router, and whom it refuses: kept by its workers for the router that comes after it.
 
-Workers hold one message, which only routers read. Its version counts changes through the lives of routers. A router
+Workers hold one message, which only routers read. Its version counts changes over the incarnations of routers. A router
 that hears of a message of another incarnation, newer than any that it has gone on with, has been started again: it asks
-for
-the message and goes on with it, but for what an operator has asked of it since, which wins. Nothing is on a disk, which
-might not outlive its host; wishes are lost only if all workers end together with the router.
+for the message and goes on with it, but for what an operator has asked of it since, which wins. Nothing is on a disk,
+which might not outlive its host; desired state is lost only if all workers end together with the router.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ class DesiredSpeculation:
         self.mode: worker_pb2.SpeculationMode | None = None
 
     def set_mode(self, mode: worker_pb2.SpeculationMode, limits: Sequence[int]) -> None:
-        """Wish for `mode`.
+        """Ask for `mode`.
 
         Args:
             mode: a number of drafts, or auto.
@@ -83,7 +82,7 @@ class DesiredState:
         clock: Clock,
         incarnation: int,
     ) -> None:
-        assert incarnation, "0 is nobody's"
+        assert incarnation, "0 is no incarnation"
         self._incarnation = incarnation
         self._adopted_version = 0  # the newest of other incarnations that was gone on with
         self._migration = migration

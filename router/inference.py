@@ -66,7 +66,7 @@ class CheckedSampling:
 
 
 def check_sampling(asked: inference_pb2.Sampling, vocab_size: int, default_max_tokens: int) -> CheckedSampling:
-    """Check values without the workers: a bad one is named even when nobody is there to serve a good one.
+    """Check values without the workers: a bad one is named even when no worker is there to serve a good one.
 
     Raises:
         InvalidRequest: too many of something, or a value out of range.
@@ -108,7 +108,7 @@ def log_request(shown_id: str, tenant: str, times: str, error: BaseException | N
 
     Args:
         shown_id: its name to the client.
-        tenant: who asked; empty if nobody said.
+        tenant: who asked; empty if it was not given.
         times: counts and times, as `StreamStats.line` writes them.
         error: None if it ended well.
     """
@@ -313,7 +313,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         Raises:
             InvalidRequest: it can never be served as it is.
-            NoWorker: there is nobody to serve it.
+            NoWorker: there is no worker to serve it.
         """
         self.check_model(asked.model)
         check_message(asked)
@@ -438,7 +438,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         Raises:
             PromptTooLong: more bytes than the longest prompt and its sampling values take.
-            NoWorker: it is not small, and there is nobody to say how long a prompt may be.
+            NoWorker: it is not small, and there is no worker to say how long a prompt may be.
         """
         self.check_num_bytes(asked.ByteSize())
 
@@ -447,7 +447,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         Raises:
             PromptTooLong: see `max_request_bytes`.
-            NoWorker: it is not small, and there is nobody to say how long a prompt may be.
+            NoWorker: it is not small, and there is no worker to say how long a prompt may be.
         """
         if num_bytes <= BASE_BYTES:
             return

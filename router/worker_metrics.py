@@ -1,9 +1,9 @@
 """What workers report in their heartbeats, as metrics by worker: one declaration of each, over the message itself.
 
 Counters of a worker begin at 0 again with each of its incarnations, as those of any restarted process do. Names keep
-vLLM's
-meanings under `baton_`: a draft is a row of a step that had draft tokens, and drafts that were accepted behind the end
-of a sequence count as accepted. Lost workers are shown until the router forgets them, but what they hold is unknown.
+vLLM's meanings under `baton_`: a draft is a row of a step that had draft tokens, and drafts that were accepted behind
+the end of a sequence count as accepted. Lost workers are shown until the router forgets them, but what they hold is
+unknown.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -174,7 +174,7 @@ WORKER_METRICS: Final = (
     WorkerMetric(
         _Counter,
         "state_checkpoints_evicted",
-        "Those that gave way to others, or went with their blocks",
+        "Those evicted for others, or with their blocks",
         _of_checkpoints(lambda its: its.num_state_checkpoints_evicted),
     ),
     WorkerMetric(
@@ -247,19 +247,19 @@ WORKER_METRICS: Final = (
     WorkerMetric(
         _Gauge,
         "kv_transfer_quarantined_blocks",
-        "Blocks that somebody might still write",
+        "Blocks that a peer might still write",
         lambda its: its.held.transfer.quarantined_blocks,
     ),
     WorkerMetric(
         _Histogram,
         "kv_transfer_seconds",
-        "From the first frame to the seal",
+        "From the first frame until the transfer is complete",
         lambda its: _times(its.held.transfer, "transfer_times"),
     ),
     WorkerMetric(
         _Histogram,
         "kv_transfer_exposed_seconds",
-        "From the end of the prefill to the seal",
+        "From the end of the prefill until the transfer is complete",
         lambda its: _times(its.held.transfer, "exposed_times"),
     ),
     WorkerMetric(

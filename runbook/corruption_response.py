@@ -76,7 +76,7 @@ class Response:
         self._suspects = _suspects(corrupt, decode, prefill)
         self._site.found["suspects"] = self._suspects
         if not corrupt:
-            return "no corrupt frame in the present lives of the decode workers"
+            return "no corrupt frame in the present incarnations of the decode workers"
         facts = ", ".join(f"{name} {count}" for name, count in corrupt.items())
         require(bool(self._suspects), f"corrupt frames at every worker, with nothing to tell whose they are: {facts}")
         drained = {worker.state.worker_id for worker in live if worker.draining}

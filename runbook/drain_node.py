@@ -18,7 +18,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", help="all workers with this host in their address")
     workers.add_grace(parser)
     parser.add_argument("--undo", action="store_true", help="put them back into routing instead")
-    parser.add_argument("--force", action="store_true", help="even if nobody else of a role is left")
+    parser.add_argument("--force", action="store_true", help="even if no other worker of a role is left")
 
 
 def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:

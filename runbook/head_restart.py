@@ -196,7 +196,7 @@ class _HeadRestart:
                 name="start Ray's head again",
                 do=lambda: carry_out(self._site, self._command),
                 is_done=lambda: not self._is_forced and self._is_up(),
-                next="run the command by hand; the deployment serves on meanwhile, but nobody is started again",
+                next="run the command by hand; the deployment serves on meanwhile, but no worker is started again",
             ),
             Verification(
                 name="the head has found every worker again",
@@ -260,7 +260,7 @@ class _HeadRestart:
             return False
 
     def _is_whole(self, table: Table) -> bool:
-        """Its table may answer where its node has not come up, and then nobody can join there."""
+        """Its table may answer where its node has not come up, and then no node can join there."""
         host = self._ray_address.rpartition(":")[0]
         return bool(table.nodes) if host in LOOPBACK else host in table.nodes
 
@@ -269,7 +269,7 @@ class _HeadRestart:
         changed = sorted(name for name, epoch in self._incarnations.items() if now.get(name) != epoch)
         if changed:
             raise StepFailed(f"{', '.join(changed)} are in another incarnation, or silent", worker_ids=changed)
-        return "all in the lives they were in"
+        return "all in the incarnations they were in"
 
 
 RUNBOOK = Runbook(

@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -P
-"""Compare what every worker holds with the streams that are alive, for a while; what nobody needs is a leak."""
+"""Compare what every worker holds with the streams that are alive, for a while; what no stream needs is a leak."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ MIN_IDLE_LOOKS = 3  # one may fall between the end of a stream and what it gives
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--watch", type=positive, default=10.0, help="seconds that something must be held for nobody to be a leak  [10]"
+        "--watch", type=positive, default=10.0, help="seconds without a stream after which anything held leaks  [10]"
     )
 
 
@@ -68,7 +68,7 @@ class Audit:
             Check(name="the router answers", look=self._answers, next="see `baton doctor`"),
             Verification(name="inventories are read", look=self._watch),
             Verification(
-                name="nothing is held for nobody",
+                name="nothing is held without a stream",
                 look=self._judge,
                 next="quarantined blocks wait for a peer that may still write: see which worker is silent, and run "
                 "`baton runbook hung-tp-group` for it; anything else goes with another incarnation: `baton runbook "
@@ -129,7 +129,7 @@ class Audit:
             if facts["attends_without_stream"] and not facts["leaked"]
         ]
         if leaks:
-            raise StepFailed(f"for {self._watch_s:g} s and for nobody: {'; '.join(leaks)}", leaks=leaks)
+            raise StepFailed(f"held for {self._watch_s:g} s without a stream: {'; '.join(leaks)}", leaks=leaks)
         return f"{len(found)} workers hold nothing without a stream"
 
     def _complete(self) -> str:

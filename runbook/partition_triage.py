@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -P
-"""Which workers reach which: try every pair, take those out of routing that nobody reaches, say what is left to do."""
+"""Which workers reach which: try every pair, take those out of routing that none reaches, say what is left to do."""
 
 import argparse
 import socket
@@ -49,7 +49,7 @@ class Triage:
             Verification(
                 name="canaries are answered, with the same tokens",
                 look=self._answered,
-                next="all are routed to as before; give the pairs that do not work to whoever runs the network",
+                next="all are routed to as before; give the pairs that do not work to the network's operators",
             ),
             Verification(
                 name="every pair works",
@@ -130,7 +130,7 @@ class Triage:
         left += [f"{' to '.join(edge)}: {why}" for edge, why in sorted(self._edges.items()) if why]
         if left:
             raise partial("; ".join(left), left=left)
-        return f"{len(self._edges)} pairs, and nobody is silent"
+        return f"{len(self._edges)} pairs, and no worker is silent"
 
 
 def _port_state(address: str) -> str:

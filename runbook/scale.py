@@ -78,7 +78,7 @@ def _format(size: Size) -> str:
 
 
 def _check_settled(site: Site, before: Size) -> Check:
-    """No earlier wish is still being followed, and nobody is away."""
+    """No earlier change of size is still under way, and no worker is out of routing."""
 
     def look() -> str:
         status = site.status()
@@ -92,8 +92,8 @@ def _check_settled(site: Site, before: Size) -> Check:
     return Check(
         name="the deployment has the size that was asked for last",
         look=look,
-        next="wait, or put workers back with `baton runbook drain-node --undo`; a worker that died for good is started "
-        "by no one",
+        next="wait, or put workers back with `baton runbook drain-node --undo`; a worker that died for good is not "
+        "started again",
     )
 
 

@@ -4,7 +4,7 @@
     python scripts/check_proto.py --accept                 # additions become part of the baseline, at each release
     python scripts/check_proto.py --accept --reason WHY    # so does a deliberate break; the reason stays in the file
 
-The baseline, `proto/baseline.txt`, has a line for each fact that somebody may rely on. A fact that is gone or differs
+The baseline, `proto/baseline.txt`, has a line for each fact that others may rely on. A fact that is gone or differs
 is a break: a field that was removed, renumbered, renamed or retyped, has another cardinality or presence, or came into
 or out of a oneof; an enum's value or an RPC that was removed, an RPC of other types. New facts are none. It reads the
 descriptors of the generated code, which `tests/test_proto.py` holds against the `.proto` files.

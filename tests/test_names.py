@@ -1,7 +1,8 @@
 """One word, one meaning: names that the glossary (docs/concepts.md) has retired do not come back.
 
-Identifiers, file names, keys and flags, metrics, messages of the protocol and error texts are compared; prose is
-reviewed. A word that is good English is tested as the whole identifiers that it stood for.
+Identifiers, file names, keys and flags, metrics, messages of the protocol and error texts are compared, and prose for
+the words that have no other sense in it. A word that is good English is tested as the whole identifiers that it stood
+for.
 """
 
 import ast
@@ -89,7 +90,20 @@ ALLOWED = {
     "lane_bound": "the lanes of a warp",
     "lane_L": "the same",
 }
+# Words of prose, and what is said instead: in comments, docstrings, texts and docs. `lives` as a verb is fine.
+WORDS = {
+    r"whoever|whomever|somebody|nobody|anybody|everybody": "the component: the caller, no rank, every worker",
+    r"landings?": "incoming transfer",
+    r"(?:un)?sealed|seals?": "complete",
+    r"wish(?:es)?": "desired state, request",
+    r"newcomers?": "new requests",
+    r"(?:gives?|gave|giving) way": "is preempted, is evicted",
+    r"(?:a|the|their|its|whose|\w+'s?|in|of|through|former|past|present|new|all|both|many|live|prefill|decode) lives"
+    r"|lives (?:of|lost|begun|gone|ended|that)": "incarnations",
+}
+PAST = ("CHANGELOG.md", "docs/log.md", "docs/renames.md")  # they say what was, in the words of its time
 COMP = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+GENERATED = ("_pb2", "_pb2_grpc")
 SENTENCE_NAMES = ("test_",)  # of tests: they are prose
 
 
@@ -125,7 +139,7 @@ def test_no_identifier_has_a_retired_name():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}: {retired(name)}"
         for path in files("*.py")
-        if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")) and path != Path(__file__)
+        if not path.stem.endswith(GENERATED) and path != Path(__file__)
         for name, line in names_in(path)
         if retired(name)
     ]
@@ -168,8 +182,8 @@ def texts_in(path):
 
 
 # What a text that says such a word has in its source, however the text is put together.
-HINT = re.compile("gang|landing|outbox|cork|doorman|life|lane")
-PROSE = re.compile(r"\b(gangs?|landings?|outbox|cork|doorman|lanes?|(?:another|one|this|a|its) life of)\b")
+HINT = re.compile("gang|outbox|cork|doorman|life|lane")
+PROSE = re.compile(r"\b(gangs?|outbox|cork|doorman|lanes?|(?:another|one|this|a|its) life of)\b")
 
 
 def test_no_text_of_the_product_says_a_retired_word():
@@ -182,6 +196,83 @@ def test_no_text_of_the_product_says_a_retired_word():
         for word in PROSE.finditer(text)
     ]
     assert found == []
+
+
+RETIRED_WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"[\s#]+"))  # of small letters, which is faster
+
+
+def instead_of(word):
+    word = re.sub(r"[\s#]+", " ", word.lower())
+    return next(better for words, better in WORDS.items() if re.fullmatch(words, word))
+
+
+def retired_words(text):
+    """(line, word) of each; it may go on in the next line. A constant that prose names is code."""
+    found = [(each.start(), text[slice(*each.span())]) for each in RETIRED_WORD.finditer(text.lower())]
+    return [(1 + text.count("\n", 0, start), word) for start, word in found if not word.isupper()]
+
+
+SAID = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+
+
+def prose_of(source):
+    """Comments, docstrings and texts of a Python file where they stand; names and numbers are left out."""
+    lines = [[" "] * len(line) for line in source.split("\n")]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in SAID:
+            column = token.start[1]
+            for number, text in enumerate(token.string.split("\n"), token.start[0] - 1):
+                lines[number][column : column + len(text)] = text
+                column = 0
+    return "\n".join(map("".join, lines))
+
+
+def test_no_prose_of_the_product_says_a_retired_word():
+    """Comments, docstrings and texts of Python, comments of the protocol, docs, runbooks, the dashboard and alerts."""
+    found = []
+    for path in files("*.py", "*.md", "*.proto", "*.yaml", "deploy/*"):
+        name = str(path.relative_to(ROOT))
+        if name in PAST or name.startswith(("tests/", "assets/", "benchmarks/")) or path.stem.endswith(GENERATED):
+            continue
+        words = retired_words(text := path.read_text())
+        if words and path.suffix == ".py":  # else no tokenizer's time is spent on it
+            words = retired_words(prose_of(text))
+        found += [f"{name}:{line}: {word}: {instead_of(word)}" for line, word in words]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Whoever holds it frees it.",
+        "read by nobody",
+        "the workers' lives",
+        "Lives of a worker",
+        "of earlier and present\n    # lives",
+        "the transfer was not sealed",
+        "it gives way",
+    ],
+)
+def test_a_retired_word_of_prose_is_seen(said):
+    [(_, word)] = retired_words(said)
+    assert instead_of(word)
+
+
+@pytest.mark.parametrize(
+    "said", ["as long as it lives", "no worker lives", "the store lives in memory", "NOBODY, as before"]
+)
+def test_a_word_that_is_good_english_is_not(said):
+    assert retired_words(said) == []
+
+
+def test_prose_is_comments_docstrings_and_texts():
+    source = '"""Nobody."""\nnobody = wish = f"whoever"  # sealed\nlanding = """\n  everybody\n"""\n'
+    assert retired_words(prose_of(source)) == [
+        (1, "Nobody"),
+        (2, "whoever"),
+        (2, "sealed"),
+        (4, "everybody"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["GangLink", "num_landings", "_wishes", "LIFE_S", "Door", "open_outbox", "PushLane"])
@@ -198,9 +289,7 @@ def test_no_two_classes_share_a_name():
     """Private ones aside, and what tests and scripts have for themselves."""
     found = {}
     for path in files("*.py"):
-        if path.relative_to(ROOT).parts[0] not in ("tests", "scripts") and not path.stem.endswith(
-            ("_pb2", "_pb2_grpc")
-        ):
+        if path.relative_to(ROOT).parts[0] not in ("tests", "scripts") and not path.stem.endswith(GENERATED):
             for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.MULTILINE):
                 found.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

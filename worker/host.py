@@ -66,7 +66,7 @@ class WorkerHost:
         router_address: where heartbeats go; empty sends none (tests that need no router).
         set_speculation: changes how many drafts its steps make, if it makes any; any thread.
         tls: certificate, key and the CA that callers must have one of; without, nothing is encrypted.
-        on_fatal: told, on the host's thread, what ended it: a worker that nobody can reach must not live on.
+        on_fatal: told, on the host's thread, what ended it: a worker that cannot be reached must not live on.
         identity: what it proves to the router, and asks of callers; not given: as `state` says, with the key that this
             process makes.
     """
@@ -124,7 +124,7 @@ class WorkerHost:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
-        # The boundary of the thread: whoever waits for the start gets the error, and later the worker ends.
+        # The boundary of the thread: the caller that waits for the start gets the error, and later the worker ends.
         except BaseException as error:
             if not self._started.is_set():
                 self._error = error
@@ -211,7 +211,7 @@ class WorkerHost:
         return f"does not answer{perhaps}: {error.code()}"
 
     def _end(self) -> None:
-        """End this incarnation, a moment from now: whoever asked for it should hear that it will."""
+        """End this incarnation, a moment from now: the operator who asked for it gets an answer first."""
         error = WorkerLost("an operator ended this incarnation of the worker")
         self._loop.call_later(END_DELAY_S, self._on_fatal, error)
 

@@ -70,7 +70,7 @@ class RankThread:
     def start(self) -> None:
         """Begin to follow."""
         self._channel.link.on_fail = self._lost
-        if self._channel.link.failure is not None:  # it came before anybody listened
+        if self._channel.link.failure is not None:  # it came before this listened
             self._lost(self._channel.link.failure)
         self._thread.start()
 
@@ -85,7 +85,7 @@ class RankThread:
             self._on_fatal(error)
 
     def _lost(self, failure: WorkerLost) -> None:
-        """Rank 0 died or hangs. If it hangs, nobody else can end it."""
+        """Rank 0 died or hangs. If it hangs, only the other ranks can end it."""
         if failure.fields.get("how") == "hangs":
             self._channel.link.kill_peers()
         self._on_fatal(failure)

@@ -1,7 +1,7 @@
 """The worker's end of a stream mux: one call that carries all the streams of one router.
 
-A stream that ends badly is one item of a frame, and the others go on. When the call ends, for whatever reason, nobody
-reads any of them any more, and all are cancelled.
+A stream that ends badly is one item of a frame, and the others go on. When the call ends, for whatever reason, the
+router no longer reads any of them, and all are cancelled.
 """
 
 import asyncio
@@ -177,7 +177,7 @@ class StreamRole(Protocol[MessageIn, Event]):
         ...
 
     def cancel(self, key: AttemptKey, stream: MuxedStream[Event]) -> None:
-        """Nobody reads it any more."""
+        """The router no longer reads it."""
         ...
 
 

@@ -1,9 +1,8 @@
 """How the ranks of one worker become a group: rank 0 opens the places, has the others started, and they all meet there.
 
-A group has one incarnation: when a rank ends, all end, and whoever started rank 0 starts the whole group again, under a
-new
-epoch. Nothing is left behind by it: the link is an abstract socket, the store is rank 0's. Owns the order of meeting;
-how ranks are started is the caller's (`RankStarter`), what they do then is the roles'.
+A group has one incarnation: when a rank ends, all end, and the process that started rank 0 starts the whole group
+again, under a new epoch. Nothing is left behind by it: the link is an abstract socket, the store is rank 0's. Owns the
+order of meeting; how ranks are started is the caller's (`RankStarter`), what they do then is the roles'.
 """
 
 import logging
@@ -76,7 +75,7 @@ def prefill_runner(
     return runner
 
 
-JOIN_TIMEOUT_S: Final = 600.0  # whoever waits for the worker has a deadline of its own
+JOIN_TIMEOUT_S: Final = 600.0  # the caller that waits for the worker has a deadline of its own
 LOAD_TIMEOUT_S: Final = 3600.0  # and a large model takes its time
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,10 @@
 """What a decode step costs the host: the worker's loop and the runner with a forward pass that costs nothing.
 
 `python -m baton.bench.decode_bench.host --json` runs the loop of a decode worker (plan, launch, read one step late,
-finish
-checks, counts, one event a sequence) over a batch that stays, with a step that answers at once with fixed accepted
-lengths. Everything else is the product's. Counted is CPU time of the whole process, so that no thread hides any of it.
-A calibration loop in plain Python says how fast the machine was. The sockets that the events go to are not part of it.
+finish checks, counts, one event a sequence) over a batch that stays, with a step that answers at once with fixed
+accepted lengths. Everything else is the product's. Counted is CPU time of the whole process, so that no thread hides
+any of it. A calibration loop in plain Python says how fast the machine was. The sockets that the events go to are not
+part of it.
 """
 
 import argparse
@@ -52,7 +52,7 @@ VOCAB_SIZE = 151_936
 CALIBRATION_LOOPS = 100_000
 
 
-_NO_SOURCE = cast(DraftSource, None)  # of drafts that nobody draws
+_NO_SOURCE = cast(DraftSource, None)  # of drafts that are never drawn
 
 
 class _FakeModel:

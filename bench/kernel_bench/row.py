@@ -83,7 +83,7 @@ def measure_row(task: RowTask, step: Step) -> Measured:
 
 
 def release(device: torch.device) -> None:
-    """Give memory back that nobody holds any longer."""
+    """Give memory back that nothing refers to any longer."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -28,7 +28,7 @@ SHOWN = ("num_sms", "verify_sms", "gbps", "of_copy_engine", "exposed_p50_ms", "e
 
 
 def note(text: str) -> None:
-    """Tell whoever watches."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

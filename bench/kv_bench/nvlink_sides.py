@@ -146,7 +146,7 @@ class DecodeSide:
         return found
 
     def clear_words(self) -> None:
-        """Forget all landings."""
+        """Clear the words of all writes."""
         self._words.memory[:] = 0
 
     def _launch(self, ids: torch.Tensor, slot: int, sequence: int, tuning: Tuning) -> None:

@@ -108,7 +108,7 @@ class EchoPrefill(worker_pb2_grpc.PrefillServicer):
         self._next()
 
     def cancel(self, key: AttemptKey, stream: EventSink[worker_pb2.PrefillEvent]) -> None:
-        """Nobody waits for it."""
+        """The router no longer waits for it."""
         job = self._jobs.get(key)
         if job is not None and job.stream is stream:
             job.given_up = True
@@ -208,7 +208,7 @@ async def _connect(kv_address: str) -> asyncio.StreamWriter:
 
 
 STEP_BOUNDS: Final = (0.001, 0.01, 0.1, 1.0)
-MAX_LANDED: Final = 8192  # prompts that landed and nobody has attended yet
+MAX_LANDED: Final = 8192  # prompts that arrived before the router subscribed
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ class EchoDecode(worker_pb2_grpc.DecodeServicer):
             self._land(attempt.key)
 
     def cancel(self, key: AttemptKey, stream: EventSink[worker_pb2.DecodeEvent]) -> None:
-        """Nobody reads it."""
+        """The router no longer reads it."""
         sequence = self._sequences.get(key)
         if sequence is not None and sequence.stream is stream:
             self._forget(sequence)

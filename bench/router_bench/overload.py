@@ -1,4 +1,4 @@
-"""`baton bench overload`: several times more than the workers can do, offered by clients that wait for nobody.
+"""`baton bench overload`: several times more than the workers can do, offered by open-loop clients.
 
 Echo prefill workers compute so many prompt tokens a second, which is the capacity; it is measured first, by clients
 that always have another request. Then Poisson arrivals at a multiple of it, on a timetable: times count from when a

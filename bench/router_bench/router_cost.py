@@ -2,9 +2,8 @@
 
 The router is the real one, in a process of its own; so are echo workers, which compute nothing, and the clients. A bare
 relay (`bench.router_bench.relay`), which passes the same messages on and does nothing else, is measured in the same
-run; so is a
-second router, which traces every request. CPU is that of one process, read from outside. The parts of a request and
-of a token are told apart by answers of different lengths:
+run; so is a second router, which traces every request. CPU is that of one process, read from outside. The parts of a
+request and of a token are told apart by answers of different lengths:
 
     CPU seconds = requests x a + tokens x b + what the idle process takes
 """

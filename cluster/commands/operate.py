@@ -39,7 +39,7 @@ def restart(address: str, worker_id: str, epoch: int, timeout_s: float = TIMEOUT
     """End this incarnation of a worker, with everything it is serving; Ray starts another.
 
     Raises:
-        BatonError: nothing answers there, nobody knows the worker, or it is silent.
+        BatonError: nothing answers there, the router does not know the worker, or it is silent.
     """
     request = admin_pb2.RestartRequest(worker_id=worker_id, epoch=epoch)
     reply: admin_pb2.RestartReply = _call(address, "Restart", request, timeout_s)

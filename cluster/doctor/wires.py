@@ -111,7 +111,7 @@ TIMEOUT_S = 2.0
 GRACE_S = 0.3  # within which a server without a certificate would have said so
 _GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
-_IN_CLEAR = {b"NULL": "in clear, takes everybody", b"PLAIN": "in clear, asks for the deployment's secret"}
+_IN_CLEAR = {b"NULL": "in clear, takes any peer", b"PLAIN": "in clear, asks for the deployment's secret"}
 _ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # signature and version
 _H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 
@@ -123,7 +123,7 @@ class PairPath:
     Attributes:
         name: of whom.
         address: HOST:PORT.
-        is_encrypted: None if nobody answered.
+        is_encrypted: None if there was no answer.
         detail: how.
         fingerprint: SHA-256 of the certificate that was shown, in hex; empty if there is none.
         expires_s: Unix time of its end, if it could be checked.

@@ -226,7 +226,7 @@ class WorkerActor:
         config = prepare_process(config)
         try:
             shell = load_shell()
-            # Held as long as this actor lives: Ray ends actors that nobody has a handle of.
+            # Held as long as this actor lives: Ray ends actors that no process has a handle of.
             self._ranks = None if tp_group is None else RayRanks(config, tp_group)
             self._shell = shell(config) if self._ranks is None else shell(config, self._ranks)
             freeze_heap()

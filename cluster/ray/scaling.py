@@ -1,7 +1,7 @@
 """Following what operators ask of a deployment's size: one worker at a time, added first, drained before it ends.
 
-The router keeps the wish; whoever started the workers looks at it now and then, and is the only one to start and end
-them. A worker that does not start is given up, and not tried again until the wish changes.
+The router keeps the desired size; the process that started the workers reads it now and then, and alone starts and ends
+them. A worker that does not start is given up, and not tried again until the desired size changes.
 """
 
 import logging

@@ -260,7 +260,7 @@ def require_token_taken(address: str) -> None:
 
 
 def require_token_there(address: str) -> None:
-    """Refuse a cluster that asks nobody for a token, unless the environment says that this is meant.
+    """Refuse a cluster that asks callers for no token, unless the environment says that this is meant.
 
     Raises:
         RayUnavailable: it asks for none.

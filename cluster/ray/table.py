@@ -18,7 +18,7 @@ def read_table(address: str) -> dict[str, Any]:
     """Live nodes by their address, and state and node of each named actor.
 
     Raises:
-        BatonError: there is no token to ask with, nobody answers there, or it is another Ray.
+        BatonError: there is no token to ask with, nothing answers there, or it is another Ray.
     """
     prepare_environment()
     import_ray()

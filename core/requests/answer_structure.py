@@ -246,7 +246,7 @@ GRAMMAR_KINDS: Final = ("json_schema", "regex", "grammar", JSON_OBJECT, STRUCTUR
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 # Compiling an object's optional properties takes time that grows with the square of their number.
 MAX_OBJECT_KEYS: Final = 512
-INLINE_JSON: Final = "%json"  # by which a grammar holds a schema, whose keys nobody counts
+INLINE_JSON: Final = "%json"  # by which a grammar holds a schema, whose keys are not counted
 MAX_INLINE_JSON_BYTES: Final = 8 << 10
 LIBRARY_KEY: Final = "x-guidance"  # by which a schema would set options of the library behind it
 

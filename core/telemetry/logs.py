@@ -174,7 +174,7 @@ def configure_logging(
 
     With `rotates` stderr is a file of Baton's own, which must not grow for ever.
 
-    Called once, by whoever owns the process; a later call replaces what it had set.
+    Called once in a process, where it starts; a later call replaces what it had set.
     """
     about = dict(about or {})
     handler: logging.Handler
@@ -208,7 +208,7 @@ def configure_inherited(role: str, *, rotates: bool = True) -> logging.Handler:
 
 
 def know(**about: object) -> None:
-    """Say more with every line from here on; nothing happens where nobody has configured the process's log."""
+    """Say more with every line from here on; nothing happens where the process's log is not configured."""
     for handler in logging.getLogger().handlers:
         if getattr(handler, "is_batons", False):
             known = json.loads(os.environ.get(ABOUT_VARIABLE, "{}")) | about

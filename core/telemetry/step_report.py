@@ -1,7 +1,7 @@
 """What decode steps did: rows, drafts and tokens with their fates, and times; of an engine, or of a worker.
 
 A *row* is one sequence in one step. What a step computes is counted twice: by counters on the device, from the tensors
-that also make the result (`computed`), and by whoever reads results, by what became of each row. Nothing is lost
+that also make the result (`computed`), and on the host as results are read, by what became of each row. Nothing is lost
 between the two, so of rows, tokens and drafts at every place
 
     computed = kept + cut + late + failed

@@ -47,7 +47,7 @@ class DecodeTimes:
         draft_s: from there to the hand-over.
         transfer_s: from there to `landed_s`, by an estimate of the difference of two clocks.
         landed_s: all of the KV and the COMMIT were there, on the decode worker's clock.
-        verification_s: from there to the seal.
+        verification_s: from there until it is complete.
         admission_s: to a slot.
         step_s: to the first step's tokens.
     """

@@ -392,7 +392,7 @@ class GrammarCompiler:
         return compiled
 
     def prepare(self) -> None:
-        """Build what all grammars need, which keeps the GIL, a second for 150,000 tokens: before anybody streams."""
+        """Build what all grammars need, which keeps the GIL, a second for 150,000 tokens: before any answer streams."""
         if self._eos_token_ids:
             with contextlib.suppress(InvalidGrammar):  # said to each request that needs it
                 self._tokens()

@@ -153,7 +153,7 @@ def _warm_up(group: Communicator, candidate: Candidate) -> str | None:
 def _problem_of(action: Callable[[], None]) -> str | None:
     try:
         action()
-    except (CaptureRefused, RuntimeError) as error:  # all that torch raises; a programmer's error is nobody's vote
+    except (CaptureRefused, RuntimeError) as error:  # all that torch raises; a programmer's error is no rank's vote
         assert not isinstance(error, BatonError)
         return f"{type(error).__name__}: {error}"
     return None
@@ -278,7 +278,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GraphCounts:
-    """What was replayed and what was not; written by the executor, read by anybody.
+    """What was replayed and what was not; written by the executor, read by any thread.
 
     Attributes:
         num_captured: graphs.

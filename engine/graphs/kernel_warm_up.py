@@ -182,7 +182,7 @@ def warm_up_decode(
 
 
 def _place(device: torch.device) -> None:
-    """As a sequence comes to its slot, which is by a kernel on every GPU, whoever computes the model."""
+    """As a sequence comes to its slot: on every GPU by a kernel, also where torch computes the model."""
     number = torch.zeros(1, dtype=torch.int64, device=device)
     running = fused_copy([(number, torch.zeros_like(number))], device)
     running.wait(_COPY_LIMIT_S)
@@ -323,7 +323,7 @@ class _AnyToken(GrammarRows):
         self._bitmask_GQW = torch.full(shape, -1, dtype=torch.int32, device=model.device)
 
     def take(self, drafts_BK: torch.Tensor) -> None:
-        """Nobody asks."""
+        """No grammar reads them."""
 
     def masks(self) -> GrammarMasks:
         """Every bit set."""

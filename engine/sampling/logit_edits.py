@@ -469,7 +469,7 @@ class LogitEditTables:
         self._users: list[set[int]] = [set() for _ in self._makers]
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """A sequence begins in a slot, which nobody uses."""
+        """A sequence begins in a free slot."""
         self.release(slot)
         needs = _kinds(sequence.params)
         for kind, make in enumerate(self._makers):

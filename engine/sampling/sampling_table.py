@@ -51,7 +51,7 @@ class SamplingTable:
         self._ints_3N = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """A sequence begins in a slot, which nobody uses."""
+        """A sequence begins in a free slot."""
         params = sequence.params
         floats = (max(params.temperature, MIN_TEMPERATURE), params.top_p, params.min_p)
         self._floats_3N[:, slot] = to_device(torch.tensor(floats, dtype=torch.float64), self._device)

@@ -71,7 +71,7 @@ class RejectionVerifier:
         sampling, logits_BQV, vocab = inputs.sampling, inputs.target_logits_BQV, inputs.vocab
         if sampling is not None:
             logits_BQV = edit_logits(logits_BQV, sampling, inputs.drafts.valid_ids())
-        # The verdict on every sequence as if it were greedy; that on sampled ones is for nobody.
+        # The verdict on every sequence as if it were greedy; that on sampled ones is not used.
         best_BQ1, likeliest_BQ = vocab.best(logits_BQV)
         greedy = accept(inputs.drafts, TargetIds(likeliest_BQ), inputs.draft_cap_B)
         if sampling is None or sampling.num_sampled == 0:

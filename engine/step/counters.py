@@ -59,7 +59,7 @@ class StepCounters:
             draft_cap_B: int64, drafts each sequence may accept.
             num_drafts: made in this step.
             result_BC: int64, of each sequence first the number of drafts that stand, `IDLE` if it emitted nothing and
-                is not counted; nobody may change it afterwards.
+                is not counted; it must not be changed afterwards.
             tells_proposed: its last column says how many drafts each sequence had; else each had all it may accept.
         """
         if self._slots_B is not slots_B or self._num_drafts != num_drafts or self._tells_proposed != tells_proposed:

@@ -152,7 +152,7 @@ def _nothing() -> None:
 
 
 def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
-    """Nobody has the executor any more, or the interpreter ends."""
+    """Nothing refers to the executor any more, or the interpreter ends."""
     tasks.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
@@ -167,7 +167,7 @@ def _serve(tasks: _Tasks) -> None:
             work, target, done = task
             if failure is None:
                 failure = _do(work, target)
-            # What the work captured is gone before anybody hears that it is over.
+            # What the work captured is gone before any thread sees that it is over.
             del task, work, target
             done.set(failure)
             del done

@@ -58,7 +58,7 @@ class ResultBuffers:
         self._free: list[torch.Tensor] = []
 
     def take(self, num_values: int) -> torch.Tensor:
-        """A buffer of so many values or more that nobody else has; what it holds is left over."""
+        """A buffer of so many values or more, for the caller alone; what it holds is left over."""
         if num_values > self._num_values:
             self._num_values = num_values
             self._free.clear()

@@ -3,8 +3,8 @@
 Times are marks that the executor sets around each step (`engine.step.marks`), read when the step's result is. The *host
 gap* is the time from the end of a step to the begin of the next one, if a sequence goes on from one to the other: then
 there was work, and the device waited for the host. Placing new sequences falls into it; a prefill, or copies of KV, in
-between on the same device do not (`interrupt`). Counters (`engine.step.counters`) are copied to the host when somebody
-has asked for them, behind the steps launched until then; whoever asks gets the copy before.
+between on the same device do not (`interrupt`). Counters (`engine.step.counters`) are copied to the host on request,
+behind the steps launched until then; the request returns the copy before.
 """
 
 import threading
@@ -211,7 +211,7 @@ class StepMeter:
             return self._computed
 
     def copy_if_wanted(self) -> None:
-        """Set off the copy that somebody has asked for."""
+        """Set off the copy that was asked for."""
         if self._is_wanted:
             self._submit_copy()
 

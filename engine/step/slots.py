@@ -96,12 +96,12 @@ class SlotTable:
             limit: positions that it has room for.
             null_block: what unused entries of its table are.
             draft_cap: drafts that it may accept in a step.
-            state_slot: its own; where the layout has no state, nobody reads it.
+            state_slot: its own; not read where the layout has no state.
             last_token: its newest token, if it decodes next.
             length: its tokens; likewise.
             draft_token: its draft; likewise.
             hidden_D: what made the draft, on any device; likewise.
-            token_ids: its tokens; where no history is kept, nobody reads them.
+            token_ids: its tokens; not read where no history is kept.
         """
         width = self._tables_NM.shape[1]
         table = [*blocks[:width]]

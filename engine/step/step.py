@@ -67,7 +67,7 @@ class DecodeInputs:
         sampling: what sequences ask beyond the likeliest token; None if all are greedy and plain.
         grammar: the sequences that have a grammar; None if none has. It sees the drafts on the host and masks logits.
         history: where drafts are looked up, and the slots of the sequences in it; None: the head makes all of them.
-        is_looked_up_B: bool, whose drafts are; None: everybody's, if there is a history.
+        is_looked_up_B: bool, whose drafts are; None: every sequence's, if there is a history.
         num_by_head: K of those that the head makes; None: K.
         redraws: no draft in hand is used, as some sequence has none: the head draws the first one, too.
         drafts_next: the head chooses the next draft in hand; else it leaves its hidden state, from which it can.

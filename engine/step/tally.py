@@ -1,8 +1,8 @@
 """What became of the rows that steps computed, counted by who reads them: the other half of `engine.step.counters`.
 
 A row is *kept*, or dropped whole because its sequence had ended (*late*) or ends with an error (*failed*). Of a row
-that is kept, what lies behind the end of its sequence is *cut*. Whoever reads a step says so of every row, in one call,
-before anybody hears of the tokens; what it forgets is missing beside the counters of the device.
+that is kept, what lies behind the end of its sequence is *cut*. The reader of a step reports every row's fate in one
+call, before it hands out the tokens; a row that it forgets is missing beside the counters of the device.
 """
 
 import threading
@@ -24,7 +24,7 @@ _MAX_STEPS: Final = 64  # sorted at once, which is cheaper than one by one
 
 
 class Fate(Enum):
-    """Why something that was computed is given to nobody."""
+    """Why something that was computed is not handed out."""
 
     LATE = auto()
     FAILED = auto()

@@ -108,7 +108,7 @@ class GlooGroup:
 
 
 def nobody() -> WorkerLost | None:
-    """Nobody watches: it is not known who is at fault."""
+    """Without a watch: it is not known which rank is at fault."""
     return None
 
 

@@ -4,7 +4,7 @@ It holds the number of the decision, a digest of what was decided upon, and what
 the next draft). Every rank computes all of it by itself; they must be the same, and a rank whose differ must not go on:
 it would decode from KV that does not belong together. The digest covers what ranks know and do not exchange: slots,
 lengths, last tokens, drafts and block tables. It crosses with the communicator, so on a GPU nothing waits for the host
-until somebody reads the decision; there two kernels (`kernels.sampling.decision`) make it and compare it.
+until the decision is read; there two kernels (`kernels.sampling.decision`) make it and compare it.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Decisions:
         """Decide on `values`, and return them.
 
         On a GPU nothing waits for the host: there a rank that has decided something else gets `DIVERGED` in every
-        place, and whoever reads the values calls `check`.
+        place, and the reader of the values calls `check`.
 
         Args:
             values: int64 that fit in 31 bits, the same at every rank.

@@ -1,6 +1,6 @@
 """How the ends of a group's link meet: rank 0 listens, the others come, and each end knows whose process the other is.
 
-Sockets are abstract Unix ones: there is no file to leak, and nobody from another host comes. Only processes of the same
+Sockets are abstract Unix ones: there is no file to leak, and no other host can connect. Only processes of the same
 user that know the TP group's token join. A stranger costs a moment, never the TP group.
 """
 
@@ -76,11 +76,11 @@ class RankListener:
         return TPGroupLink(self._codec, 0, self._size, list(peers.values()))
 
     def close(self) -> None:
-        """Nobody joins any more."""
+        """Take no more ranks."""
         self._socket.close()
 
     def _admit(self, connection: socket.socket) -> TPGroupPeer | None:
-        """Whoever connected, if it is a rank of this TP group."""
+        """The process that connected, if it is a rank of this TP group."""
         try:
             pid, uid = _credentials(connection)
             if uid != os.getuid():

@@ -89,7 +89,7 @@ def _open_pid(pid: int) -> int:
 
 
 BEAT_S: Final = 0.1
-START_SILENCE_S: Final = 60.0  # until everybody is loaded
+START_SILENCE_S: Final = 60.0  # until every rank is loaded
 BLAME_S: Final = 0.7  # who is at fault is known by then, or is not
 FLUSH_S: Final = 2.0
 MAX_UNSENT_BYTES: Final = 1 << 30
@@ -135,7 +135,7 @@ class TPGroupLink:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reports: deque[tuple[int, Any]] = deque()
         self._ready: set[int] = set()
-        self._progress = threading.Event()  # somebody became ready, or failed
+        self._progress = threading.Event()  # a rank became ready, or failed
         self._failure: WorkerLost | None = None
         self._failed = threading.Event()
         self._is_ending = False
@@ -163,7 +163,7 @@ class TPGroupLink:
         """Send to every other end; returns at once. One order for all that this rank tells.
 
         Raises:
-            WorkerLost: the TP group has failed, or somebody takes nothing any more.
+            WorkerLost: the TP group has failed, or a rank takes nothing any more.
         """
         if self._failure is not None:
             raise self._failure
@@ -222,7 +222,7 @@ class TPGroupLink:
                 self._progress.wait(min(left_s, 1.0))
 
     def judge_silence(self, silence_s: float = SILENCE_S) -> None:
-        """Everybody is loaded: from now on silence is a hang."""
+        """Every rank is loaded: from now on silence is a hang."""
         with self._lock:
             self._watch.silence_s = silence_s
 

@@ -2,8 +2,8 @@
 
 A plan is told before the work it is about, because that work adds over ranks; it goes over a socket of the host
 (`tp_group_link`), so rank 0 never waits until it is taken. `PlanChannel` is one rank's way to tell or hear plans, and
-puts
-the deadline of a step on the collectives in it. Owns neither form (`plan_codec`) nor meaning (`tp_group`) of a message.
+puts the deadline of a step on the collectives in it. Owns neither form (`plan_codec`) nor meaning (`tp_group`) of a
+message.
 """
 
 import time

@@ -29,7 +29,7 @@ class Join:
 
     Attributes:
         rank: its own.
-        token: of the TP group; whoever does not know it is nobody's rank.
+        token: of the TP group; a process that does not know it is none of its ranks.
     """
 
     rank: int

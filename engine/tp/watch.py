@@ -1,7 +1,7 @@
 """Which rank of a TP group is at fault: one that died, said that it failed, fell silent, or keeps a step from ending.
 
 Pure bookkeeping: it is told what happened and when, and asked for a verdict. Rank 0 watches all others, each of them
-watches rank 0. A rank that ends because it lost another is a victim: it is named only when nobody else is to blame.
+watches rank 0. A rank that ends because it lost another is a victim: it is named only when no other rank is to blame.
 """
 
 import os
@@ -141,7 +141,7 @@ class TPGroupWatch:
         self._deadlines.pop(step, None)
 
     def verdict(self, num_operations: int, now_s: float) -> WorkerLost | None:
-        """Who is to blame, if anybody is; ask several times a second.
+        """Which rank is to blame, if any; ask several times a second.
 
         Args:
             num_operations: collectives that this rank has begun.
@@ -180,7 +180,7 @@ class TPGroupWatch:
         return silence_s > max(STARVED_S, self.silence_s) or not is_runnable(self._pids.get(rank, 0))
 
     def _late(self, num_operations: int, now_s: float) -> WorkerLost | None:
-        """If a step did not end in time: whoever has begun the fewest collectives is who all others wait for."""
+        """If a step did not end in time: all others wait for the rank that has begun the fewest collectives."""
         step = min(self._deadlines)
         if self._sampled[0] != step:
             self._sampled = (step, {rank: CpuWatch(pid) for rank, pid in self._pids.items()})

@@ -33,7 +33,7 @@ def add_parts(parts, part_logs, num_parts, stride, D: tl.constexpr, PARTS: tl.co
         base = tl.where(new == float("-inf"), 0.0, new)
         weight_C = tl.exp2(log_C - base)
         fade = tl.exp2(most - base)
-        # Nobody wrote parts of weight 0.
+        # Parts of weight 0 were never written.
         share_CD = tl.where(weight_C[:, None] > 0, weight_C[:, None] * part_CD, 0.0)
         mixed_D = mixed_D * fade + tl.sum(share_CD, axis=0)
         total = total * fade + tl.sum(weight_C)

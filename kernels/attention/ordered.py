@@ -44,7 +44,7 @@ def attention_ordered_prefill(
     """Attention of chunks laid one after the other -> [T, A, D]; never waits for the device on a GPU.
 
     Args:
-        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to nobody, and what is returned
+        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to none, and what is returned
             for them is not defined.
         key_NHSD: K of a layer in the dtype of the queries, the last two dimensions contiguous.
         value_NHSD: V, the same in shape, strides and dtype.

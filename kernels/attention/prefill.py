@@ -65,7 +65,7 @@ def attention_prefill(
     """Attention of chunks laid one after the other -> [T, A, D]; never waits for the device on a GPU.
 
     Args:
-        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to nobody, and what is returned
+        query_TAD: rows of all chunks, contiguous in D; rows past the last start belong to none, and what is returned
             for them is not defined. Over float8 the kernels make float16 of it (magnitudes up to 65,504).
         key_NHSD: K of a layer, contiguous in D, in the dtype of the queries or float8_e4m3fn.
         value_NHSD: V, the same in shape, strides and dtype.

@@ -6,7 +6,7 @@ trades: one warp copies blocks of K and V to shared memory by TMA, two or three 
 weigh. While one weighs, the tensor cores work for another; and in each the product of a tile's weights runs while the
 next tile is weighed (PIN: see `_pin`). With TURNS they issue their products strictly by turns, so that they do not fall
 into step. PERSISTENT programs are as many as multiprocessors and do one tile of rows after another; of a single chunk
-alone, whose tiles grow evenly: those of several are better given to whoever is free.
+alone, whose tiles grow evenly: those of several are better given to whichever is free.
 
 A block of a head is S rows of D numbers. A box of TMA takes 64 columns of it, which is a swizzle's width, and is put
 where a tile of BN rows has them: a tile lies as D // 64 pieces of [BN, 64], so the boxes of its blocks lie one after

@@ -156,7 +156,7 @@ def _walk_overlapped(
         next_key_N = _blocks(table, tl.maximum(high - 1, 0), index_N, BN, S, WORDS)
     for step in tl.range(0, high + 1):
         tile = high - step
-        # The first step has no weights yet and multiplies zeros by V; the last step's scores are nobody's.
+        # The first step has no weights yet and multiplies zeros by V; the last step's scores are not used.
         if AHEAD:
             value_N = next_value_N
             key_N = next_key_N

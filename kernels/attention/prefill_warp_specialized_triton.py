@@ -193,7 +193,7 @@ def _store(
     mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride, output_head_stride,
     WHICH: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Results, through the place of the queries, which nobody reads any more, to rows of whole sectors."""
+    """Results, through the place of the queries, which are not read any more, to rows of whole sectors."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     query_tile.store(mixed_RD.to(query_tile.dtype))
     result_RD = query_tile.load(wide)
@@ -315,7 +315,7 @@ def prefill_kernel(
         mbarrier.init(value_full.index(stage), count=1)
         mbarrier.init(key_empty.index(stage), count=GROUPS)
         mbarrier.init(value_empty.index(stage), count=GROUPS)
-    if TURNS:  # else its memory is anybody's, who must not find a barrier there
+    if TURNS:  # else its memory has other uses, which must not find a barrier there
         for which in gl.static_range(GROUPS):
             mbarrier.init(turns.index(which), count=1)
     fence_async_shared()

@@ -2,7 +2,7 @@
 
 Row q of sequence b stands at position first[b] + q and writes to the slot of that position in the sequence's blocks.
 Rows past a sequence's room (drafts beyond its last possible token) stand at its last position instead and write to the
-scratch slot; what they compute is nobody's.
+scratch slot; what they compute is not used.
 
 It refuses to know what is computed. Legend: B sequences, Q rows of each, M entries of a block table.
 """

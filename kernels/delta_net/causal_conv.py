@@ -1,7 +1,7 @@
 """A causal convolution of a few positions over each channel, then SiLU, with the last inputs kept by position.
 
 Source: transformers `Qwen3NextGatedDeltaNet`; Dao 2024 (causal-conv1d). Inputs lie in a ring, position p in row p mod
-ring, so what a rejected row left is overwritten before anybody reads it. Before position 0 there are zeros.
+ring, so what a rejected row left is overwritten before it is read. Before position 0 there are zeros.
 
 Legend: B sequences, L rows of each, H key heads, X channels of one, W positions that an output sees, N slots, R ring.
 """

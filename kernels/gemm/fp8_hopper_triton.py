@@ -4,7 +4,7 @@
 Here the warps of a program have trades: one warp copies tiles to shared memory by TMA, another brings scales, and one
 or two warpgroups do nothing but multiply and add. So a tile of few rows of the weight needs no more than a tile's
 warps, all that a multiprocessor has of shared memory is stages on their way, and where the weight has rows enough for
-every multiprocessor nothing need be split. Tokens past the last are zeros that TMA fills in and nobody reads.
+every multiprocessor nothing need be split. Tokens past the last are zeros, filled in by TMA and never read.
 
 The copying warp fills all stages with the weight before it waits for the launch before (`kernels.dependent_launch`).
 Two warpgroups have 64 rows of the tile each, or, if the tile has no more, take turns with groups of 128 columns, and

@@ -252,7 +252,7 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     pm, pn, split, first, last = _place(num_rows, K, num_splits, BM)
     if EARLY:
-        gdc_wait()  # nobody may write before
+        gdc_wait()  # nothing may be written before
     x_pieces = w_pieces if SWAP else a_pieces
     y_pieces = a_pieces if SWAP else w_pieces
     acc = _sum(
@@ -300,7 +300,7 @@ def gemm_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=1 if SHARED else GROUPS)
-    if SHARED:  # else its memory is anybody's, who must not find a barrier there
+    if SHARED:  # else its memory has other uses, which must not find a barrier there
         mbarrier.init(joined, count=1)
     fence_async_shared()
     if GROUPS == 2:

@@ -5,7 +5,7 @@ set of words is the sum, modulo 2**64, of `(word + 1) * weight` over them; the `
 `weight` is the product of four odd numbers: of the layer, of position // 64, of position % 64, and of (head, part, word
 in its row). So the sum over a whole block is one dot product with a table, any single change shows, and a swap of two
 words, positions, heads, parts or layers shows for all but a vanishing share of content. It guards against mistakes and
-broken hardware, not against somebody who wants a collision.
+broken hardware, not against an attacker who wants a collision.
 
 This is the definition and the form for memory on the CPU (NumPy: the KV receiver process has no torch). `kv_digest` and
 `kv_scatter` hold the forms for devices. It refuses to know about pools or frames.

@@ -190,8 +190,8 @@ def move_kernel(
 @triton.jit
 def complete(sums, completion, sequence, num_layers) -> None:
     """Count this program as done; the last one hands the digests out, says so, and leaves the sums at zero."""
-    # The stores of all threads come before the barrier, the release of one thread after it: so whoever acquires the
-    # count, and whoever reads the word that is written then, sees them; "sys", because it may be the host or a peer.
+    # The stores of all threads come before the barrier, the release of one thread after it: so the program that
+    # acquires the count, and any reader of the word written then, see them; "sys", as that may be the host or a peer.
     tl.debug_barrier()
     num_done = tl.atomic_add(sums, 1, sem="acq_rel", scope="sys")
     if num_done == tl.num_programs(0) - 1:

@@ -2,7 +2,7 @@
 
 A row is a choice, numbered token * K + choice. Every expert's rows keep their order and are padded to whole blocks, so
 that a program of a product has one expert's weights and a fixed number of rows. The number of blocks is a bound from
-the lengths alone: nobody waits for the device, and a captured graph serves any choice. Ids of no expert (negative, or
+the lengths alone: nothing waits for the device, and a captured graph serves any choice. Ids of no expert (negative, or
 too large) have no row: that is how padded tokens, and experts that others hold, are left out.
 
 It refuses to know what is multiplied. Legend: T tokens, K choices of each, E experts, R rows of a block.

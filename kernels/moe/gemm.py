@@ -227,7 +227,7 @@ def experts_grouped_reference(
     weights: ExpertWeights | Fp8ExpertWeights,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """In torch, expert after expert; on a GPU every expert for every token, so that nobody waits."""
+    """In torch, expert after expert; on a GPU every expert for every token, so that the host never waits."""
     wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     num_experts = weights.down_EDI.shape[0]
     is_cpu = x_TD.device.type == "cpu"

@@ -204,7 +204,7 @@ def _silu_mul_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * N
     if MASK:
-        # What nobody reads is not written either.
+        # What is never read is not written either.
         expert = tl.program_id(1).to(tl.int64)
         num_real = tl.minimum(tl.load(counts + expert).to(tl.int32), num_rows)
         gate_up += expert * expert_stride

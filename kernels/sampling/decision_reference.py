@@ -3,7 +3,7 @@
 A message is int32: the number of the decision, the digest's low and high word, and the values. The digest is the sum,
 modulo 2**64, of the words of all tensors, one after the other, each times an odd number that depends on its place
 alone; so any single change shows, and a swap for all but a vanishing share of content. It guards against mistakes, not
-against somebody who wants a collision.
+against an attacker who wants a collision.
 
 Shapes: N words.
 """

@@ -73,7 +73,7 @@ class DraftRows:
         cap_B: int64, drafts that may be accepted; nothing of rows past them is read.
         law_B: int32, `choice.Law`.
         by_chance: whether any law may be REJECT or BLOCK.
-        probs_NKC: float32, what drafts were drawn from; what nobody may read can be anything.
+        probs_NKC: float32, what drafts were drawn from; what must not be read can be anything.
         probs_row_B: int32, each sequence's row of it, -1 where the drafts are point masses.
         t2d_V: int32 or int64, the column of each token, -1 for none; None if columns are tokens.
         rates_K: float64, SYNTHETIC's chance of each draft once all before it stand.

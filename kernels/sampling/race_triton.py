@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""The race of logits and noise in a chunk of a row: who may win it, and how well anybody else may do at most.
+"""The race of logits and noise in a chunk of a row: who may win it, and how well any other may do at most.
 
 The scan does not compute scores but bounds of them (`noise_triton.log2_count`), as whole numbers that are in order and
 end with a block's place. A chunk has W groups of blocks, each of which lies in one warp, so that no warp waits for
-another: of each group it leaves the two blocks whose bounds are largest, and the largest bound of all others. Whoever
-decides computes the scores of the best two blocks of a chunk as the reference does, and knows from the bounds of what
-is left whether a better one might be there.
+another: of each group it leaves the two blocks whose bounds are largest, and the largest bound of all others. The
+kernel that decides computes the scores of the best two blocks of a chunk as the reference does, and knows from the
+bounds of what is left whether a better one might be there.
 
 A bound, as it is stored, is log2(e) times the score, counted from the chunk's largest logit, plus 32, or more, all in
 parts of 128; what would be negative is 0, which only adds to it. The bits that a place takes are filled with ones where
@@ -97,7 +97,7 @@ def store_race(raw_XT, best, scale, first_block, seed, choice, position, words, 
 
 @triton.jit
 def store_winner(words, row, num_chunks, token, M: tl.constexpr, N: tl.constexpr):
-    """Nominate one token of a row; whoever else is nominated does worse, and the others' bounds are the least."""
+    """Nominate one token of a row; every other nominee does worse, and the bounds of the rest are the least."""
     W: tl.constexpr = 8 if N >= 32 else N // 4
     S: tl.constexpr = 32 if N // 4 >= 32 * W else N // 4 // W
     chunk_M1, word_1W = tl.arange(0, M)[:, None], tl.arange(0, 4 * W)[None, :]

@@ -148,7 +148,7 @@ def cut_flags(rows):
 
 @triton.jit
 def made_up(law, forced_len, rates, sequence, position, usable, P: tl.constexpr):
-    """Drafts that stand because somebody wants it so."""
+    """How many drafts FORCE or SYNTHETIC lets stand."""
     accepted = tl.minimum(forced_len, usable)
     if law == SYNTHETIC:
         place_P = tl.arange(0, P)
@@ -206,7 +206,7 @@ def scan_kernel(  # noqa: C901
     law = 0
     if not EDITED:
         # Under way before anything is known of the row: to wait for that first would cost as much time again. But where
-        # drafts may stand because somebody wants it so, most of their rows are not read: there the law comes first.
+        # FORCE or SYNTHETIC may decide, most of their rows are not read: there the law comes first.
         first_limit = limit
         if LAWS:
             if may_skip > 0:

@@ -99,7 +99,7 @@ def _own_choice(
     ids, rates, forced_len, sequence, usable, V, num_chunks,
     Q: tl.constexpr, EDITED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Drafts that are the target's own choice, or stand because somebody wants it so, and the choice after them."""
+    """Drafts that are the target's own choice, or that FORCE or SYNTHETIC lets stand, and the choice after them."""
     is_made_up = (law == FORCE) | (law == SYNTHETIC)
     first, stop = 0, usable
     if is_made_up:  # no other row was read

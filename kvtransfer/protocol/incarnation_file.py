@@ -31,7 +31,7 @@ class IncarnationFile:
 
     def __init__(self, p_epoch: int, rank: int = 0) -> None:
         self.path = incarnation_path(p_epoch, rank)
-        # Written and locked under another name first, so that nobody ever finds it without its lock.
+        # Written and locked under another name first, so that no process ever finds it without its lock.
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         self._file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -77,7 +77,7 @@ def sweep_incarnations() -> list[Path]:
     swept = []
     for path in DIRECTORY.glob(f"{PREFIX}*"):
         if is_over(path):
-            with contextlib.suppress(OSError):  # somebody else's
+            with contextlib.suppress(OSError):  # another user's
                 path.unlink(missing_ok=True)
                 swept.append(path)
     return swept
@@ -112,10 +112,10 @@ def host_id() -> str:
 
 
 class Evidence:
-    """Looks for proof that lives are over.
+    """Looks for proof that incarnations are over.
 
     Args:
-        legacies: what former lives of this transfer left: their prefill workers may never say HELLO to this one.
+        legacies: what former incarnations of this receiver left: their prefill workers may never say HELLO to this one.
     """
 
     def __init__(self, legacies: Iterable[Legacy]) -> None:

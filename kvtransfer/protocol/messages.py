@@ -28,7 +28,7 @@ Message = (
     | kv_pb2.Resume
     | kv_pb2.Have
 )
-# What a peer may make this side keep. A record of it fits the transfer's rings (landing.MIN_RING_BYTES) many times.
+# What a peer may make this side keep. A record of it fits the transfer's rings (link.MIN_RING_BYTES) many times.
 MAX_REQUEST_ID_BYTES = 512  # every id the router lets in: 128 characters
 MAX_TEXT_BYTES = 1024
 MAX_STATE_BYTES = 256 << 10

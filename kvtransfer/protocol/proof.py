@@ -3,8 +3,8 @@
 A HELLO holds a number of its own, and the challenge that the decode worker gave to this connection; its proof is a
 digest of all of it, keyed by what the workers of a deployment share. The HELLO_REPLY holds the same of itself and of
 that number. The first HELLO has no challenge: the answer is one, and nothing else, and nothing is kept for it. So
-neither an epoch, nor an address, nor anything that was heard before on another connection lets anybody in; and a proof
-of one side is none of the other. A challenge grows old, and a HELLO that was taken is not taken again.
+neither an epoch, nor an address, nor anything that was heard before on another connection lets a stranger in; and a
+proof of one side is none of the other. A challenge grows old, and a HELLO that was taken is not taken again.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class KvProofs:
     # The prefill side
 
     def number(self, address: str, epoch: int, sent_ns: int) -> bytes:
-        """The number of one HELLO: nobody else can tell it before, and no other HELLO has it."""
+        """The number of one HELLO: no other process can tell it before, and no other HELLO has it."""
         return self._mac(b"number", _U64.pack(epoch), _U64.pack(sent_ns), address.encode())[:NUMBER_BYTES]
 
     def prove_hello(self, hello: kv_pb2.Hello) -> None:

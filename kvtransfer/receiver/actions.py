@@ -62,7 +62,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class IncomingFailed:
-    """Stop the request. If blocks were granted and the transfer was not sealed, they stay taken until `Drained`.
+    """Stop the request. If blocks were granted and the transfer was not complete, they stay taken until `Drained`.
 
     Attributes:
         attempt: whose.

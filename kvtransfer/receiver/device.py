@@ -2,7 +2,7 @@
 
 Runs in the decode worker, at rank 0, on the loop's thread; nothing waits for the device. One GPU launches for the pools
 of all ranks, each on a stream of its own, on few multiprocessors: a decode step goes on meanwhile. The memory that it
-shares with the transfer's process - staging blocks, and the flags by which its kernels answer - is page-locked here.
+shares with the KV receiver process - staging blocks, and the flags by which its kernels answer - is page-locked here.
 """
 
 import mmap

@@ -1,12 +1,12 @@
-"""What a transfer asks of the engine where pools are on GPUs, which the incoming transfer's process cannot touch.
+"""What a transfer asks of the engine where pools are on GPUs, which the KV receiver process cannot touch.
 
-Payloads of two-sided data paths lie in *staging* blocks of host memory first. Each complete layer becomes a wish
+Payloads of two-sided data paths lie in *staging* blocks of host memory first. Each complete layer becomes a job
 (`DigestWanted`, one for each rank's pool): bring it from staging into the pool, if it is there, and digest it in the
-pool. The engine's kernels answer through flag words, one flag for each rank; a wish is fulfilled when all of them are
-up, and their digests are put together (`rank_digests`). One wish of a transfer is open at a time, so that layers gather
-while the engine is at a step; once all have landed, the rest is asked for at once.
+pool. The engine's kernels answer through flag words, one flag for each rank; a job is done when all of them are
+up, and their digests are put together (`rank_digests`). One job of a transfer is open at a time, so that layers gather
+while the engine is at a step; once all have arrived, the rest is asked for at once.
 
-A wish that was made is waited for: until then its staging is not used again, and its transfer has not drained, because
+A job once asked for is waited for: until then its staging is not used again, and its transfer has not drained, because
 a kernel may still read the one and write the other.
 """
 
@@ -68,8 +68,8 @@ class RankDigests:
 FLAGS_POOL = 1  # of the shared region; staging memory is pool 0
 SLOT_WORDS = 264  # MAX_LAYERS of a launch, and the number
 MAX_LAYERS = 256
-NUM_SLOTS = 256  # wishes at a time, times the ranks
-SCRATCH_SLOT = NUM_SLOTS  # where launches report that nobody asks about
+NUM_SLOTS = 256  # jobs at a time, times the ranks
+SCRATCH_SLOT = NUM_SLOTS  # where launches report that are not asked about
 
 
 def flag_bytes() -> int:
@@ -91,7 +91,7 @@ class _Filling:
         staging: its blocks there; empty on a one-sided data path.
         has_digest: its layers are to be digested.
         ready: complete layers that were not asked for yet.
-        num_open: wishes that were made and not answered.
+        num_open: jobs that were asked for and not answered.
         is_over: it was fenced, or has drained: nothing more is asked for.
     """
 
@@ -105,7 +105,7 @@ class _Filling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """A wish that was made.
+    """What was asked of the engine.
 
     Attributes:
         filling: for which.
@@ -187,7 +187,7 @@ class DeviceJobs:
         return found
 
     def answers(self) -> list[tuple[int, int, int]]:
-        """(incoming transfer id, layer, digest) of every wish that was fulfilled since the last call."""
+        """(incoming transfer id, layer, digest) of every job that was done since the last call."""
         found = []
         for _ in range(len(self._jobs)):
             job = self._jobs.popleft()

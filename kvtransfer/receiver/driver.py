@@ -1,7 +1,7 @@
 """What runs beside the decode loop: takes messages from the transport, has payloads written into the pools, verifies.
 
 It drives one transport and one `ReceiverProtocol`, and shares a `ReceiverLink` and the pools' memory with the worker's
-side (`incoming`), nothing else: whoever calls `turn`, a thread or a process, decides what the two have in common. No
+side (`incoming`), nothing else: the caller of `turn`, a thread or a process, decides what the two have in common. No
 turn waits for one peer: a payload that is still on its way is read by the transport while other frames are taken.
 """
 

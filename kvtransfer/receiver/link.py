@@ -1,7 +1,7 @@
 """What joins a decode worker's loop to its KV receiver: rings, completion words, counts, a heartbeat: one buffer.
 
 The buffer may be private (both sides are threads) or lie in a `SharedRegion`. Each word has one writer. Only `reset`
-breaks that rule, and only when the incoming transfer's side is known to be dead.
+breaks that rule, and only when the receiver's side is known to be dead.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class Ring:
         return record
 
     def reset(self) -> None:
-        """Make it empty. Nobody may be at the other end."""
+        """Make it empty. The other end must not be in use."""
         self._words[_HEAD_WORD] = self._words[_TAIL_WORD] = 0
 
     def _write(self, position: int, data: bytes) -> None:
@@ -84,7 +84,7 @@ class Ring:
 
 
 class CompletionWords:
-    """One 64-bit word for each incoming transfer slot: the id of the incoming transfer sealed there, 0 for none."""
+    """One 64-bit word for each incoming transfer slot: the id of the one that is complete there, 0 for none."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._words = memoryview(buffer).cast("B").cast("Q")
@@ -106,7 +106,7 @@ class CompletionWords:
         return self._words[slot] if slot < len(self._words) else 0
 
     def reset(self) -> None:
-        """Nothing is complete. Nobody may be at the other end."""
+        """Nothing is complete. The other end must not be in use."""
         for slot in range(len(self._words)):
             self._words[slot] = 0
 

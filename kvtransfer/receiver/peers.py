@@ -88,7 +88,7 @@ class ReceiverPeers:
         self._by_name.pop(name, None)
 
     def prune(self, wanted_epochs: Set[int], now_s: float) -> None:
-        """Forget who was silent for long, unless incoming transfers of their lives are here."""
+        """Forget peers that were silent for long, unless incoming transfers of their incarnations are here."""
         for name, peer in tuple(self._by_name.items()):
             if peer.epoch not in wanted_epochs and now_s - peer.heard_s > PEER_FORGOTTEN_S:
                 del self._by_name[name]

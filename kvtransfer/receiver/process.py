@@ -1,8 +1,9 @@
 """The KV receiver: `python -m baton.kvtransfer.receiver.process`, started by `supervisor` and of no use without it.
 
-It reads its setup from standard input, says on standard output where it listens, and then lands until it is told to
-stop. It imports no torch. It never outlives the decode worker: the kernel signals it when that one's thread ends, and
-its standard input ends; either way it takes the name of the shared memory away, for nobody else may be left to do it.
+It reads its setup from standard input, says on standard output where it listens, and then receives until it is
+told to stop. It imports no torch. It never outlives the decode worker: the kernel signals it when that one's thread
+ends, and its standard input ends; either way it takes the name of the shared memory away, for no other process may be
+left to do it.
 """
 
 import ctypes
@@ -124,7 +125,7 @@ class _Incarnation:
         threading.Thread(target=self._listen_to_parent, name="kv-parent", daemon=True).start()
 
     def run(self) -> None:
-        """Land until told to stop."""
+        """Receive until told to stop."""
         try:
             while not self._stopping:
                 self._driver.turn()

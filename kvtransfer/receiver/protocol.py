@@ -3,10 +3,10 @@
 A pure state machine: no I/O, no clock of its own. Every method returns, in order, what its caller must do or tell the
 worker (`receiver_actions`); a caller that obeys keeps the promises:
 
-- nothing is written without a grant, after a seal, or once an incoming transfer has drained;
-- SEALED means that every position of every layer and head is there, that every rank of the prefill worker committed its
-  part, and that digests computed from the pool equal what was announced. All ranks or none;
-- after SEALED the sequence needs nothing of its prefill worker any more: that one's ABORT is acknowledged, its silence
+- nothing is written without a grant, into a complete incoming transfer, or once one has drained;
+- COMPLETE means that every position of every layer and head is there, that every rank of the prefill worker committed
+  its part, and that digests computed from the pool equal what was announced. All ranks or none;
+- from then on the sequence needs nothing of its prefill worker any more: that one's ABORT is acknowledged, its silence
   and its restart are ignored. Only the worker here, or a higher attempt at the same request, ends it;
 - replays of old messages and frames of old epochs, incoming transfers and attempts change nothing.
 
@@ -46,7 +46,7 @@ class ReceiverInbox:
     """Takes control messages for one decode worker.
 
     Args:
-        rules: its landings.
+        rules: its incoming transfers.
         max_capacity_len: positions of the whole pool.
         has_digest: frames are verified by digest if their sender can.
     """
@@ -97,7 +97,7 @@ class ReceiverInbox:
             return [rules.replies.unproved(peer, hello)]
         if known is not None and known.epoch == hello.epoch and hello.sent_ns <= known.hello_ns:
             rules.counts.hellos_unproved += hello.sent_ns == known.hello_ns
-            return []  # overtaken, or said once more by whoever heard it
+            return []  # overtaken, or replayed by an eavesdropper
         if known is not None and hello.epoch in known.retired and now_s - known.heard_s <= rules.config.lease_s:
             # overtaken by the HELLO of a later incarnation; unless it is the other way round, which silence shows
             return []
@@ -284,7 +284,7 @@ class ReceiverInbox:
             if abort.epoch == rules.epoch and incoming is None and rules.table.tombstone(attempt) is None:
                 # The RESERVE may still be on its way; it must not be taken for a new one.
                 rules.table.bury(Tombstone(attempt, 0, False, now_s, abort.reason))
-            return [ack]  # also for lives gone by: what they left behind is known here, and this is not
+            return [ack]  # also for past incarnations: what they left behind is known here, and this is not
         if incoming.p_epoch != known.epoch or known.rank >= len(incoming.parts):
             raise ProtocolError(f"an ABORT of {attempt} by another prefill worker")
         if abort.incoming_id not in (0, incoming.incoming_id) and incoming.incoming_id:
@@ -339,7 +339,7 @@ class ReceiverFrames:
     """Takes frames for one decode worker.
 
     Args:
-        rules: its landings.
+        rules: its incoming transfers.
         shape: what its layout says about frames.
         digests_layers: the engine digests whole layers, because this process cannot read the pool.
     """
@@ -618,17 +618,17 @@ class ReceiverProtocol:
         return self._rules.fence(incoming, reason, now_s)
 
     def release(self, attempt: AttemptKey, now_s: float) -> Actions:
-        """The sequence that a sealed incoming transfer became has ended, and its blocks are free."""
+        """The sequence that a complete incoming transfer became has ended, and its blocks are free."""
         incoming = self._rules.table.get(attempt)
         if incoming is not None:
-            assert incoming.state is IncomingState.COMPLETE, f"{attempt} is released and not sealed"
+            assert incoming.state is IncomingState.COMPLETE, f"{attempt} is released and not complete"
             self._rules.table.end(incoming, now_s)
         return []
 
     def inherit(self, inherited: Inherited, now_s: float) -> None:
         """Take over what a former incarnation granted on a one-sided data path. Before the first message is taken.
 
-        Of what was not sealed, the ranks of its prefill worker are asked to stop; `Drained` follows on evidence.
+        Of what was not complete, the ranks of its prefill worker are asked to stop; `Drained` follows on evidence.
         """
         attempt, is_complete = inherited.attempt, inherited.is_complete
         incoming = IncomingTransfer(

@@ -49,7 +49,7 @@ class AbortCommand:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCommand:
-    """A sealed incoming transfer's sequence has ended."""
+    """The sequence of a complete incoming transfer has ended."""
 
     attempt: AttemptKey
 

@@ -1,4 +1,4 @@
-"""When a transfer ends, seals, drains or asks again: the rules that messages, frames, workers and time all lead to.
+"""When a transfer is complete, ends, drains or asks again: the rules that messages, frames, workers and time lead to.
 
 Who calls them decides which rule applies.
 """
@@ -256,8 +256,8 @@ class ReceiverCounts:
     messages_refused: int = 0
     hellos_unproved: int = 0
     transfers_complete: int = 0
-    transfer_us: int = 0  # of them, from the first frame to the seal
-    exposed_us: int = 0  # of them, from the end of the prefill to the seal
+    transfer_us: int = 0  # of them, from the first frame until complete
+    exposed_us: int = 0  # of them, from the end of the prefill until complete
 
 
 class ReceiverRules:
@@ -371,7 +371,7 @@ class ReceiverRules:
         return actions
 
     def complete_if_whole(self, incoming: IncomingTransfer, now_s: float) -> Actions:
-        """Seal an incoming transfer that is whole and verified; ask again for layers that are whole and wrong."""
+        """Complete an incoming transfer that is whole and verified; ask again for layers that are whole and wrong."""
         if any(part.commit is None or part.is_commit_void for part in incoming.parts):
             return []
         if incoming.writes or not incoming.coverage.is_complete():
@@ -406,7 +406,7 @@ class ReceiverRules:
         return [complete, *self.replies.acks(incoming)]
 
     def fence(self, incoming: IncomingTransfer, reason: str, now_s: float, *, by_peer: bool = False) -> Actions:
-        """End an incoming transfer that will not be used; its blocks go back when nobody writes them.
+        """End an incoming transfer that will not be used; its blocks go back when no process writes them.
 
         `by_peer`: its prefill worker gave it up.
         """
@@ -435,7 +435,7 @@ class ReceiverRules:
         return actions
 
     def drain_if_quiet(self, incoming: IncomingTransfer, now_s: float) -> Actions:
-        """End a quarantined incoming transfer that nobody writes any more."""
+        """End a quarantined incoming transfer that no process writes any more."""
         assert incoming.state is IncomingState.QUARANTINED
         if incoming.writes:
             return []
@@ -444,7 +444,7 @@ class ReceiverRules:
         return self.drain(incoming, now_s)
 
     def drain(self, incoming: IncomingTransfer, now_s: float) -> Actions:
-        """Nobody writes the blocks any more."""
+        """No process writes the blocks any more."""
         self.table.end(incoming, now_s)
         acks = [
             self.replies.abort_ack(name, incoming.attempt, incoming.epoch, incoming.incoming_id)

@@ -1,10 +1,9 @@
 """The decode worker's end of the hand-off: every incoming transfer, wherever it runs.
 
-Worker and transfer share a `ReceiverLink` and the pools' memory, nothing else, so that the transfer has a process, and
-an
-interpreter lock, of its own. The worker's calls never wait. This side knows what it was asked for and what it granted;
-so it can say what became of it when the transfer's process dies: nothing is lost silently, and blocks come back only
-with evidence that nobody writes them.
+Worker and receiver share a `ReceiverLink` and the pools' memory, nothing else, so that the receiver has a process, and
+an interpreter lock, of its own. The worker's calls never wait. This side knows what it was asked for and what it
+granted; so it can say what became of it when the receiver's process dies: nothing is lost silently, and blocks come
+back only with evidence that no process writes them.
 """
 
 from collections import deque
@@ -246,9 +245,8 @@ class ReceiverService:
         """Of the present incarnation: what prefill workers must name.
 
         It is known before that incarnation listens: who reserves in between asks at the last address until it is
-        answered,
-        and need not try again. If that port is taken meanwhile, nothing answers, or somebody else does: the attempt
-        fails, and `address` is the new one as soon as there is one.
+        answered, and need not try again. If that port is taken meanwhile, nothing answers, or another process does: the
+        attempt fails, and `address` is the new one as soon as there is one.
         """
         return self._host.epoch
 
@@ -313,7 +311,7 @@ class ReceiverService:
             self._command(AbortCommand(attempt, shorten(reason)))
 
     def release(self, attempt: AttemptKey) -> None:
-        """The sequence of a sealed incoming transfer has ended. Nothing follows; the worker has its blocks already."""
+        """The sequence of a complete incoming transfer has ended. Nothing follows: the worker has its blocks."""
         self._open.pop(attempt, None)
         self._command(ReleaseCommand(attempt))
 

@@ -102,8 +102,8 @@ class ReceiverSetup:
         config: limits and times.
         region_path: the shared memory, for a process of its own.
         region_nonce: of that.
-        last_address: where the incarnation before listened; to be had again if nobody took it.
-        legacies: what the lives before left.
+        last_address: where the incarnation before listened; to be had again if it is still free.
+        legacies: what former incarnations left.
         device: of pools on GPUs.
     """
 

@@ -1,9 +1,8 @@
 """Keeps a KV receiver alive beside a decode worker: starts it, watches it, ends one that hangs, starts the next.
 
 Each incarnation has an epoch of its own. Between two incarnations the worker's side has to read what the dead one left
-and say so
-(`revive`); nothing of the old incarnation is touched before. Refuses to go on when lives are too short: then the worker
-ends.
+and say so (`revive`); nothing of the old incarnation is touched before. Refuses to go on when incarnations end too
+soon: then the worker ends.
 """
 
 import contextlib
@@ -190,7 +189,7 @@ class ReceiverSupervisor:
         """Notice that nothing can land any more.
 
         Raises:
-            TransferFailed: too many lives ended too soon, or the supervisor itself did.
+            TransferFailed: too many incarnations ended too soon, or the supervisor itself did.
         """
         if self._error is not None:
             raise TransferFailed(f"the KV receiver process is gone for good: {self._error}") from self._error
@@ -203,7 +202,7 @@ class ReceiverSupervisor:
         """Everything a dead incarnation left was read and the link was reset: start the next one.
 
         Args:
-            legacies: what it had granted and somebody still needs.
+            legacies: what it had granted and is still needed.
         """
         assert self._death is not None
         self._death = None
@@ -249,7 +248,7 @@ class ReceiverSupervisor:
         """From a start to a death that the worker knows of, or to `close`."""
         inherited = {"notify": self._notify, "nudge": self._nudge}
         self._condemned = ""
-        # Before this incarnation can say or offer anything to anybody.
+        # Before this incarnation can say or offer anything to any peer.
         self._region.epoch = self.epoch = self._setup.epoch
         child = ReceiverChild(self._setup.to_json(parent=os.getpid(), **inherited), tuple(inherited.values()))
         reason = ""

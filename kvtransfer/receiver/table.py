@@ -57,7 +57,7 @@ class IncomingState(Enum):
     WANTED = auto()  # RESERVE seen; holds nothing
     FILLING = auto()  # blocks granted; frames may land
     COMPLETE = auto()  # complete and verified; the sequence owns the blocks, nothing is written
-    QUARANTINED = auto()  # fenced; somebody may still write the blocks
+    QUARANTINED = auto()  # fenced; a prefill worker may still write the blocks
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class Inherited:
         p_epoch: the incarnation of the prefill worker, from `ReserveWanted`.
         tp_size: its ranks.
         data_path: a one-sided one.
-        is_complete: the sequence runs; else its blocks are held back until there is evidence that nobody writes them.
+        is_complete: the sequence runs; else its blocks are held until there is evidence that no process writes them.
     """
 
     attempt: AttemptKey

@@ -92,7 +92,7 @@ class ReceiverThread:
 
 
 class ReceiverHost(Protocol):
-    """Lives of an incoming transfer, one after the other. All calls come from the worker's loop, or before it runs.
+    """Incarnations of a KV receiver, one after the other. All calls come from the worker's loop, or before it runs.
 
     Attributes:
         address: where the present incarnation listens, or the last one did.
@@ -132,7 +132,7 @@ class ReceiverHost(Protocol):
         """Everything a dead incarnation left was read, and the link was reset: start the next one.
 
         Args:
-            legacies: what it had granted and somebody still needs.
+            legacies: what it had granted and is still needed.
         """
         ...
 

@@ -72,7 +72,7 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """Sealed at the decode worker. The transfer has ended and reads no source blocks."""
+    """Complete at the decode worker. The transfer has ended and reads no source blocks."""
 
     attempt: AttemptKey
     bytes_pushed: int

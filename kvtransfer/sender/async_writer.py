@@ -22,7 +22,7 @@ import torch
 
 from baton.core.requests.request import AttemptKey
 
-# While tasks may come at any moment, one idle thread looks for them so often, and whoever puts one wakes nobody: a wake
+# While tasks may come at any moment, one idle thread looks for them so often, and `put` wakes no thread: a wake
 # costs the step of the model more than all the rest of `put`.
 LOOK_S = 0.0002
 
@@ -60,7 +60,7 @@ class TaskGroup:
     is_closed: bool = False  # nothing is submitted any more
     is_cancelled: bool = False  # what has not begun never will
     is_expected: bool = False  # tasks of it may come at any moment
-    is_left_alone: bool = False  # nobody waits for it: the last task tells
+    is_left_alone: bool = False  # no thread waits for it: its last task reports
     is_told: bool = False
     errors: list[BaseException] = field(default_factory=list)
 
@@ -145,7 +145,7 @@ class WriterThreads:
         with self._changed:
             group.is_expected = True
             self._num_expected += 1
-        self._tokens.put(None)  # somebody begins to look
+        self._tokens.put(None)  # a thread begins to look
 
     def record(self) -> torch.cuda.Event | None:
         """An event at the current place of the current stream; None on a CPU, where everything before has happened."""
@@ -177,7 +177,7 @@ class WriterThreads:
         return True
 
     def put_aside(self, group: TaskGroup, jobs: Sequence[Job], event: torch.cuda.Event | None) -> None:
-        """Queue a whole group, however long the queue is; nobody will wait for it."""
+        """Queue a whole group, however long the queue is; no thread will wait for it."""
         with self._changed:
             if self._is_closed:
                 raise WriterCancelled("the writer is closed")
@@ -366,7 +366,7 @@ class WriterThreads:
                     self._has_looker = False
                     self._wake_for_tasks(num_tasks - 1)
                     return
-                while not self._tokens.empty():  # there is no task that anybody would be woken for
+                while not self._tokens.empty():  # there is no task that a thread would be woken for
                     with contextlib.suppress(queue.Empty):
                         self._tokens.get_nowait()
             self._look.wait(LOOK_S)

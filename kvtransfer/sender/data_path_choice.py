@@ -62,7 +62,7 @@ class DataPathChooser:
 
     @property
     def problem(self) -> str:
-        """Why this rank can push to nobody at all; empty if it may be able to."""
+        """Why this rank can push to no decode worker at all; empty if it may be able to."""
         reasons = [f"{data_path}: {problem}" for data_path in self._order if (problem := self._own_problem(data_path))]
         return "; ".join(reasons) if len(reasons) == len(self._order) else ""
 

@@ -380,7 +380,7 @@ class PushDriver:
     def _rest(self) -> None:
         """Leave the interpreter to the model's step and its writers for a moment; a command ends it."""
         self._is_napping = True
-        if self._is_step_open:  # whoever ends it, or posts anything, sees that this naps
+        if self._is_step_open:  # the thread that ends it, or posts anything, sees that this naps
             self._is_waiting_for_lag = self._num_waiting() > 1
             self._nap.wait(LAG_NAP_S if self._is_waiting_for_lag else NAP_S)
         self._is_napping = self._is_waiting_for_lag = False

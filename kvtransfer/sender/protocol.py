@@ -127,7 +127,7 @@ class PushInbox:
             elif refused or transfer.peer.epoch != peer.epoch:
                 actions += rules.fail(transfer, refused or "the decode worker restarted", now_s)
         if refused:
-            peer.forget_incarnation()  # whoever comes next asks again
+            peer.forget_incarnation()  # the next transfer asks again
         elif not peer.data_path:
             actions.append(OpenDataPath(address, peer.epoch, reply.host_id, tuple(reply.offers)))
         return actions
@@ -144,7 +144,7 @@ class PushInbox:
         return [self._rules.hello(address, now_s)]
 
     def _doubt(self, peer: PushPeer, reply: kv_pb2.HelloReply) -> Actions:
-        """It may be anybody: what it says has no consequence, and is said once."""
+        """It may be any process: what it says has no consequence, and is said once."""
         self.num_refused += 1
         if peer.is_doubted:
             return []
@@ -407,7 +407,7 @@ class PushProtocol:
     def write_deadline_s(self, attempt: AttemptKey) -> float:
         """Until when writes into granted blocks may begin before a `SendFrame` asks for them.
 
-        It moves with every sign that the transfer is still this transfer's. Whoever writes so holds the transfer.
+        It moves with every sign that the transfer is still this transfer's. A writer that does so holds the transfer.
         """
         transfer = self._rules.transfers.get(attempt)
         if transfer is None or transfer.state is not TransferState.PUSHING or not transfer.is_one_sided:
@@ -650,8 +650,8 @@ class PushProtocol:
         rules, address = self._rules, transfer.peer.kv_address
         known = rules.peers[address]
         if known.epoch != transfer.peer.epoch:
-            # Not met yet, or whoever named this incarnation is ahead of us or behind: the answer says which, and that
-            # decides.
+            # Not met yet, or the router that named this incarnation is ahead of us or behind: the answer says which,
+            # and that decides.
             is_waiting = now_s - known.hello_s < self._config.heartbeat_s
             return [] if is_waiting else [rules.hello(address, now_s)]
         return rules.connected(transfer, now_s) if known.data_path else []

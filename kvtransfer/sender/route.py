@@ -65,13 +65,13 @@ class WriteFence:
             return True
 
     def leave(self) -> bool:
-        """Go out; whether the fence is shut and nobody is inside any more."""
+        """Go out; whether the fence is shut and no writer is inside any more."""
         with self._lock:
             self._num_inside -= 1
             return self._is_shut and not self._num_inside
 
     def shut(self) -> bool:
-        """Let nobody in any more; whether nobody is inside. For good."""
+        """Let no writer in any more; whether none is inside. For good."""
         with self._lock:
             self._is_shut = True
             return not self._num_inside
@@ -97,7 +97,7 @@ class Route:
         grant: the decode worker's blocks and state slot, on a one-sided data path.
         frames: read, or written, and not posted yet, by (layer, first position).
         fence: before the incoming transfer.
-        is_held: the push thread holds the transfer in the protocol for as long as somebody may be inside.
+        is_held: the push thread holds the transfer in the protocol for as long as a writer may be inside.
         num_open: what was begun for it and has to be over before it may be committed. Of the push thread.
         commit: waits for that.
     """
@@ -220,7 +220,7 @@ class PushRoutes:
         return route
 
     def refusal(self, attempt: AttemptKey, address: str, epoch: int) -> Actions:
-        """The answer to a wish for a transfer that cannot be pushed to, by all that is known; empty if it may."""
+        """The answer to a request for a transfer that cannot be pushed to, by all that is known; empty if it may."""
         choice = self._chooser.data_path_of(address)
         if choice is None or choice.epoch != epoch or choice.data_path:
             return []
@@ -294,7 +294,7 @@ class PushRoutes:
         return self.release(route) if route is not None and route.fence.shut() else []
 
     def release(self, route: Route) -> Actions:
-        """Nobody is inside the incoming transfer, nor ever will be."""
+        """No writer is inside the incoming transfer, nor ever will be."""
         if not route.is_held:
             return []
         route.is_held = False

@@ -29,7 +29,7 @@ from baton.proto import kv_pb2
 
 HELLO_HEARTBEATS = 4  # a HELLO goes out with every so many heartbeats, for the clock and to notice a new epoch
 RETRY_HEARTBEATS = 2
-SELF_FENCE = 0.75  # of a lease without a sign: nothing more is written into a pool that may be somebody else's by then
+SELF_FENCE = 0.75  # of a lease without a sign: nothing more is written into blocks that may be another's by then
 ONE_SIDED_FAREWELL_S = 600.0  # the decode worker cannot free the blocks before it knows
 MAX_FAREWELLS = 4096
 IDLE_LEASES = 5

@@ -49,7 +49,7 @@ class LoopbackHub:
                 del self._members[member.address]
 
     def carry(self, sender: str, receiver: str, parts: Parts) -> bool:
-        """Bring a message to the receiver's queue, by way of the hook; False if nobody of that name is there."""
+        """Bring a message to the receiver's queue, by way of the hook; False if no member has that name."""
         arriving = [parts] if self.on_message is None else self.on_message(sender, receiver, parts)
         with self._lock:
             member = self._members.get(receiver)

@@ -191,7 +191,7 @@ def common_heads(one: Range, other: Range) -> Range:
 def block_table(geometry: PoolGeometry, heads: Range, base: int) -> Table:
     """(address, bytes, device) of these heads of every block of every layer, scratch blocks included.
 
-    A layer that does not hold them has rows of the right number that nobody uses.
+    A layer that does not hold them has rows of the right number that are not used.
     """
     tables = []
     for layer in geometry.layers:
@@ -398,7 +398,7 @@ class NixlDataPath:
         return make
 
     def _probe(self) -> None:
-        """Read a word of the peer's scratch block into the one here: nobody reads either."""
+        """Read a word of the peer's scratch block into the one here: nothing else reads either."""
         mine, target = self._pool.geometry.layer(0), self._targets[0]
         theirs = target.geometry.layer(0)
         here = self._base + mine.offset_bytes + (mine.num_blocks - 1) * mine.block_bytes

@@ -36,7 +36,7 @@ class Transfers:
 
     Attributes:
         digest: of what they move.
-        is_lost: one was posted and failed, so nobody knows what of it is still on its way.
+        is_lost: one was posted and failed, so it is not known what of it is still on its way.
     """
 
     def __init__(self, digest: int | None) -> None:

@@ -297,7 +297,7 @@ MAX_NAME_LEN = 64
 MAX_STREAMS = 256  # two for each peer
 MAX_QUEUED = 4096  # messages that wait to be sent to a peer
 MAX_MESSAGE_BYTES = PART_BYTES + (64 << 10)  # controls fit, too (messages.MAX_STATE_BYTES)
-LOOKAHEAD_BYTES = 4 << 20  # that a stream may send before anybody asked for it
+LOOKAHEAD_BYTES = 4 << 20  # that a stream may send before the receiver asked for it
 
 Options = list[tuple[str, int | str]]
 
@@ -383,7 +383,7 @@ class GrpcSendQueue:
             return sum(not frame.cursor.is_kept for frame in self._frames)
 
     def put(self, message: bytes) -> bool:
-        """Append a Control; False if there is no room, or nobody takes it any more."""
+        """Append a Control; False if there is no room, or the stream is closed."""
         with self._changed:
             if self._is_closed or len(self._controls) >= MAX_QUEUED:
                 return False
@@ -392,7 +392,7 @@ class GrpcSendQueue:
         return True
 
     def put_frame(self, header: bytes, payload: Sequence[memoryview]) -> bool:
-        """Append a frame; False if there is no room, or nobody takes it any more."""
+        """Append a frame; False if there is no room, or the stream is closed."""
         frame = _Frame(header, payload)
         with self._changed:
             num_bytes = self._num_bytes + frame.cursor.num_left

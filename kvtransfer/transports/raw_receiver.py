@@ -1,7 +1,7 @@
 """The listening end of the raw data path: connections whose payloads go straight into the pool.
 
 A connection says who it is, or is closed; then its headers are believed as far as sizes go, and each payload waits
-until somebody decides where it goes. A payload that stops in the middle keeps its own connection waiting and no other.
+until it is decided where it goes. A payload that stops in the middle keeps its own connection waiting and no other.
 """
 
 import hmac
@@ -293,7 +293,7 @@ class RawReceiver:
         self._failed: list[RawPayload] = []
         self._rests_until_s: float | None = None
         self._said_s = float("-inf")
-        self.scratch = mmap.mmap(-1, _SCRATCH_BYTES)  # for bytes that nobody wants; the kernel does not even write them
+        self.scratch = mmap.mmap(-1, _SCRATCH_BYTES)  # for unwanted bytes; the kernel does not even write them
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family, backlog=128)

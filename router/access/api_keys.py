@@ -3,7 +3,7 @@
 One JSON object a line: `name`, `tenant`, `sha256` (hex, of the key), `expires` (ISO 8601 with a zone, or null). Where
 its holder may do more or less than others: `max_priority` (low, normal or high; else normal), `max_answers`,
 `max_queued_tokens` and `max_connections`. The file is read again when it changes. One that cannot be read any more
-leaves the keys before in force, and is logged and counted: it takes nobody's access away, so a revocation holds only
+leaves the keys before in force, and is logged and counted: it takes no client's access away, so a revocation holds only
 once the file is whole.
 
 A key is 256 random bits, so its plain SHA-256 cannot be guessed from. Digests are looked up under a hash keyed with a
@@ -94,7 +94,7 @@ class KeyEntry:
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """A new key, at random."""
     return PREFIX + secrets.token_urlsafe(32)
 
 

@@ -36,7 +36,7 @@ class Authenticator:
     """One kind of callers' way in.
 
     Args:
-        keys: the keys file; None: everybody may come in, as whichever tenant they say.
+        keys: the keys file; None: every caller may come in, as whichever tenant they say.
         limits: of streams.
         metrics: where refusals are counted.
         now_s: for what is said no more often than every few seconds.
@@ -119,7 +119,7 @@ class Authenticator:
             Overloaded: the tenant or the connection has as many as it may.
         """
         quota = self.quota_of(principal)
-        # Without keys a caller's name for itself is nobody's: all are one.
+        # Without keys a caller's name for itself proves nothing: all are one.
         owner = tenant if self.keys is not None or principal is None else principal.tenant
         account = self._accounts.setdefault(owner, Account())
         try:

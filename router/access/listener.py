@@ -56,7 +56,7 @@ class Listener:
 
     Attributes:
         authenticator: shared with other front doors of the same callers.
-        server: whoever opened it starts and stops it.
+        server: the caller that opened it starts and stops it.
         check_num_bytes: told how long a client's message is before it is parsed; raises if it is too long.
 
     Raises:

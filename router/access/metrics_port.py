@@ -45,7 +45,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     context: ssl.SSLContext | None = None
 
     def get_request(self) -> tuple[Any, Any]:
-        """The handshake is made by the connection's own thread, so that a slow one keeps nobody waiting."""
+        """The handshake is made by the connection's own thread, so that a slow one keeps no other waiting."""
         connection, address = super().get_request()
         connection.settimeout(TIMEOUT_S)
         if self.context is not None:

@@ -2,8 +2,8 @@
 
 With an admin port there are two kinds of callers. Clients come to the public port: with TLS, with certificates of the
 clients' CA if one is named, with API keys if there are any. Workers and operators come to the admin port, where the
-deployment's own CA is asked for. Without an admin port everybody comes to one port, and whatever protects it is asked
-of everybody.
+deployment's own CA is asked for. Without an admin port all callers come to one port, and whatever protects it is
+asked of all.
 """
 
 from collections.abc import Callable

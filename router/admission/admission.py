@@ -82,7 +82,7 @@ class Capacity:
     residence_s: float = 0.0
 
     def share_s(self, work: RequestWork) -> float:
-        """Seconds of everybody's time that a request takes: of the prefill workers, or of the KV if that is scarcer."""
+        """Seconds of all workers' time that a request takes: of prefill workers, or of the KV if that is scarcer."""
         prefill_s = work.num_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
         return max(prefill_s, self.kv_s(work.num_positions))
 

@@ -91,7 +91,7 @@ class AdmissionTicket:
         self._num_tokens = 0
 
     def arrived(self, num_tokens: int, is_last: bool) -> None:
-        """So many more tokens came from a worker, for one of its answers; called when they do, whoever reads them."""
+        """So many more tokens came from a worker, for one of its answers; called when they do, read or not."""
         self._num_tokens += num_tokens
         self._last_s = self._admission_queue.clock.now_s()
         if self._first_s is None:
@@ -109,7 +109,7 @@ class AdmissionTicket:
         """The request has ended; later calls change nothing."""
         if not self._has_left:
             self._admission_queue.drop(self._ticket)
-            self._has_left = True  # not before: if that raised, whoever ends the request calls this again
+            self._has_left = True  # not before: if that raised, the end of the request calls this again
             if self._first_s is not None:
                 self._measure(self._first_s)
             self._admission_queue.look()
@@ -244,7 +244,7 @@ class AdmissionQueue:
             num_bytes=num_answers * REQUEST_BYTES + request.prompt_len * TOKEN_BYTES,
         )
         rest_s = self.slack.high(now_s) + self.pace.high(now_s) * (answer_len - 1) if usual_len else 0.0
-        # Who would be late even if nobody else were here is not refused for it.
+        # A request that would be late even if it were alone is not refused for it.
         alone_s = self.queue.capacity.own_s(work) + 2 * self._margin_s
         latest_s = min(request.deadline_s, max(request.deadline_s - rest_s, now_s + alone_s))
         return dataclasses.replace(work, deadline_s=latest_s)

@@ -2,8 +2,8 @@
 
 A request is accepted only if its first token is predicted within its deadline, and those of all accepted before it
 still are. Accepted ones wait here, so that the workers' own queues stay short and turns are fair: by priority, then
-tenants by deficit round robin. That order gives way where it would make somebody late; then the earliest deadline goes
-first, which meets all deadlines if any order does (Jackson's rule). So nobody who was accepted is late because of the
+tenants by deficit round robin. Where that order would make a request late, the earliest deadline goes first
+instead, which meets all deadlines if any order does (Jackson's rule). So no accepted request is late because of the
 queue, as long as the workers do what they reported.
 
 Two rules stand above all predictions. While fewer requests run than there are workers of either role, and none waits,
@@ -94,7 +94,7 @@ class DeficitRoundRobin:
         return self._queues[priority, tenant][0].work.num_tokens - self._deficits[priority, tenant]
 
     def _skip_rounds(self, priority: int) -> None:
-        """Give everybody at once the rounds in which nobody would be served."""
+        """Give all tenants at once the rounds in which none would be served."""
         turns = self._turns[priority]
         rounds = min(math.ceil(self._lacks(priority, tenant) / self._quantum) for tenant in turns) - 1
         if rounds > 0:
@@ -285,7 +285,7 @@ class FairQueue:
     # Predictions: the workers as one server of all their rates, which works on what it was given, then on the queue.
 
     def _late_s(self, ticket: Ticket, now_s: float) -> float:
-        """By how much the worst of all would be late with this one among them; <= 0: nobody is."""
+        """By how much the worst of all would be late with this one among them; <= 0: none is."""
         latest_s = self._latest_s(ticket.work, now_s)
         first_s = min(latest_s, self._waiting[0][0]) if self._waiting else latest_s
         if now_s + self._at_most_s(ticket.work) <= first_s:
@@ -306,7 +306,7 @@ class FairQueue:
         return worst_s
 
     def _choose(self, now_s: float) -> Ticket:
-        """Whose turn it is, unless that would make somebody late who is not late in order of deadlines."""
+        """Whose turn it is, unless that would make a request late that is not late in order of deadlines."""
         ticket, first = self._ring.next(), self._waiting[0][2]
         assert ticket is not None
         if ticket is first or now_s + self._at_most_s() <= self._waiting[0][0]:

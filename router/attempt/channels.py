@@ -118,7 +118,7 @@ class StreamMuxClient:
                     await self._call.write(self._take())
                 self._end_if_idle()
         except grpc.aio.AioRpcError:
-            pass  # the reader finds the same, and says it to everybody
+            pass  # the reader finds the same, and ends every stream with it
         except asyncio.InvalidStateError:
             pass  # the call has ended: likewise
         except Exception as error:  # noqa: BLE001  the task's boundary: without it streams would be opened and never sent

@@ -42,7 +42,7 @@ class Answers:
             await asyncio.wait(self._tasks)
         for stream in self._streams:
             await stream.aclose()
-        # Whoever was refused may keep the error, and with it the frames that know this object.
+        # A caller that was refused may keep the error, and with it the frames that know this object.
         self._tasks.clear()
         self._streams.clear()
 

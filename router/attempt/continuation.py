@@ -254,7 +254,7 @@ class Continuation:
         """How long to wait before looking again for a pair, where there is none.
 
         Raises:
-            BatonError: nobody is waited for (before the first attempt), or it has been too long.
+            BatonError: no worker is waited for (before the first attempt), or it has been too long.
             RequestDeadlineExceeded: its deadline passed.
         """
         if not self._may_wait or not isinstance(error, NoWorker | WorkersIncompatible):

@@ -158,7 +158,7 @@ class Guest(Protocol):
 
 
 class Inspector:
-    """A request of the router's own: it is told when an incarnation is lost, and stands in nobody's list.
+    """A request of the router's own: it is told when an incarnation is lost, and stands in no list.
 
     Args:
         members: who is alive.

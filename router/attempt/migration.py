@@ -78,7 +78,7 @@ class MigrationConfig:
         max_migrations: of one answer; 0 turns migration off.
         wait_s: for a pair to go on with.
         drain_grace_s: for the streams of a worker that is being emptied, before they move.
-        quarantine_deaths: of workers, before a request is blamed; 0 blames nobody.
+        quarantine_deaths: of workers, before a request is blamed; 0 blames none.
         quarantine_s: how long such a request is refused.
     """
 

@@ -2,7 +2,7 @@
 
 A request is known by a fingerprint of its prompt and parameters, so that a client's retry is the same one. It is blamed
 once it was at the deaths of `num_deaths` different workers, came to each later one after it had lost the one before,
-and no other request shares that record. One death blames nobody, however few were there; and of requests that went
+and no other request shares that record. One death blames none, however few were there; and of requests that went
 from death to death together none is blamed until another death tells them apart. Who is blamed is refused for a while.
 """
 
@@ -59,7 +59,7 @@ class PoisonDetector:
     """What deaths say about requests.
 
     Args:
-        num_deaths: of different workers, before a request is blamed; 0 blames nobody.
+        num_deaths: of different workers, before a request is blamed; 0 blames none.
         hold_s: how long it is refused, and how long a death is remembered.
     """
 
@@ -104,7 +104,7 @@ class PoisonDetector:
         return self._blame(by_name, now_s)
 
     def finished(self, fingerprint: str) -> None:
-        """A request ended well: it kills nobody."""
+        """A request ended well: it kills no worker."""
         self._records.pop(fingerprint, None)
 
     def find(self, fingerprint: str, now_s: float) -> Blamed | None:

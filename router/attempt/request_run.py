@@ -98,7 +98,7 @@ class Leg:
         if isinstance(error, asyncio.CancelledError):
             return WorkerLost(f"{self}: the connection was closed", cause=Cause.DEATH.value, **lost)
         typed = wire.error_from_rpc(error) if isinstance(error, grpc.RpcError) else error
-        if isinstance(typed, RequestCancelled):  # nobody here cancelled: the worker gave up, or is shutting down
+        if isinstance(typed, RequestCancelled):  # not cancelled here: the worker gave up, or is shutting down
             return WorkerLost(f"{self} gave the request up: {typed.message}", cause=Cause.STREAM.value, **lost)
         if isinstance(typed, WorkerLost):
             self._leaving = Leaving.TURNED_AWAY if NO_CONNECTION in typed.message else Leaving.BROKEN
@@ -157,7 +157,7 @@ class RequestRun:
 
     What comes before the reader has taken the last event is added to that: a chunk has the tokens of one decode step,
     or of several where the client or this process is behind, and then each token costs less. What a slow reader costs
-    is bounded by the tokens of the answer, which are at most `max_tokens`, and nobody waits for it: neither other
+    is bounded by the tokens of the answer, which are at most `max_tokens`, and nothing waits for it: neither other
     streams nor the workers, which are free as soon as they are done.
     """
 
@@ -209,7 +209,7 @@ class RequestRun:
 
         Args:
             guest: the client's request; not kept, since it leads back to its attempts, and what refers to itself
-                waits for the garbage collector, which stops everybody.
+                waits for the garbage collector, which stops every thread.
         """
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
@@ -467,7 +467,7 @@ class LocalRun(RequestRun):
 
     @property
     def prefill_worker(self) -> str:
-        """Nobody."""
+        """None: a decode worker computes the prompt."""
         return ""
 
     @property

@@ -48,7 +48,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
             one.cancel()
         await asyncio.wait({task, gone})
         if not task.cancelled() and not is_done:
-            task.exception()  # of work that nobody waits for any more
+            task.exception()  # of work that is not waited for any more
     try:
         (task if is_done else gone).result()  # a `receive` that failed does not say that the client is gone
     finally:

@@ -30,7 +30,7 @@ MAX_CALLS: Final = 1024  # of tools, in one earlier message
 MAX_PROMPTS: Final = 1 << 12
 MAX_KEYS: Final = 512  # of a JSON object of the client's own, at its top
 MAX_CHOICE_FORMS: Final = 1 << 12
-MAX_UNKNOWN: Final = 64  # fields that nobody here knows
+MAX_UNKNOWN: Final = 64  # fields that are not known here
 # Of the whole body: what one object or array costs to build is a hundred times its two bytes.
 MAX_CONTAINERS: Final = 1 << 17
 # A body is read on the event loop if it has no more than this, and by another process else.

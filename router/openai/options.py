@@ -1,7 +1,7 @@
 """What both kinds of completions may ask: OpenAI's fields and vLLM's further ones, by their names, and what is refused.
 
 Types are strict: a number in quotes is no number. `null` is the same as absent, as clients send either. A field that
-nobody here knows is not an error, but the reply names it (`x-baton-ignored`).
+is not known here is no error, but the reply names it (`x-baton-ignored`).
 """
 
 import json
@@ -220,7 +220,7 @@ class CommonOptions(Wire):
             raise ConflictingOptions("prompt_logprobs cannot be streamed", field="prompt_logprobs")
 
     def ignored(self) -> list[str]:
-        """Fields that were given and that nobody here knows."""
+        """Fields that were given and are not known here."""
         unknown = (name for name in self.model_extra or {} if name not in REFUSED and name not in HARMLESS)
         return sorted(name for name in unknown if re.fullmatch("[A-Za-z0-9_.-]{1,64}", name))
 

@@ -48,7 +48,7 @@ class ReadingQueue:
         except BaseException:
             if waiting.place.done() and not waiting.place.cancelled():  # it had its turn in that moment
                 self._free(share)
-            waiting.place.cancel()  # else nobody would give back a place that it got later
+            waiting.place.cancel()  # else a place that it got later would not be given back
             raise
 
         def give_back() -> None:

@@ -46,7 +46,7 @@ class Understood:
         request_id: what the client calls it.
         requests: one for each prompt, without sampling.
         sampling: of all of them.
-        ignored: fields that nobody here knows.
+        ignored: fields that are not known here.
         is_open: the prompt ends with the beginning of a thought.
         splits_thought: a thought is no part of the answer's content.
         splits_calls: calls of tools are none.

@@ -28,7 +28,7 @@ from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member,
 from baton.router.placement.policy import Pair
 from baton.router.placement.refusals import Refusals
 
-TENANT: Final = "baton-canary"  # nobody else finds its prompt cached; it is too short for that anyway
+TENANT: Final = "baton-canary"  # no other tenant finds its prompt cached; it is too short for that anyway
 PROMPT_LEN: Final = 4  # less than any block: it leaves no name in an index of prefixes
 SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # one token of either worker
 LOOK_S: Final = 0.1  # between two looks at all workers, and so between two canaries, at least;

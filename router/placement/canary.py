@@ -2,8 +2,8 @@
 
 A heartbeat says that a process lives, not that a request would come through. While there is traffic attempts find that
 out; where nothing came from a worker for a while, a canary does: a small request of the router's own to one pair of
-workers. This chooses the pair and draws the conclusions. It sends nothing (`canaries` does), and it takes nobody out of
-routing: who is *unfit* is avoided while there are others.
+workers. This chooses the pair and draws the conclusions. It sends nothing (`canaries` does), and it takes no worker out
+of routing: who is *unfit* is avoided while there are others.
 """
 
 from collections.abc import Callable, Collection, Sequence, Set
@@ -21,7 +21,7 @@ class CanaryConfig:
     """When idle workers are asked.
 
     Attributes:
-        idle_s: nothing came from a worker for so long; 0: nobody is ever asked.
+        idle_s: nothing came from a worker for so long; 0: no worker is ever asked.
         retry_s: between two canaries of a worker that did not answer the last one.
         timeout_s: an answer must be complete by then.
     """
@@ -46,11 +46,11 @@ class CanaryRoster:
     """Who there is.
 
     Attributes:
-        prefill: all live lives of the role; quick to look up.
+        prefill: all live incarnations of the role; quick to look up.
         decode: likewise.
         barred: those that must not be asked: they are being emptied, or are too small.
         apart: pairs that refuse each other.
-        alone: decode lives that compute prompts themselves, where nobody else does; else nobody.
+        alone: decode workers that compute prompts themselves, where there are no others for it; else none.
         is_busy: whether an attempt of a client is there now.
     """
 
@@ -115,7 +115,7 @@ class CanaryWatch:
 
     @property
     def num_incarnations(self) -> int:
-        """Lives that something is known of."""
+        """Incarnations that something is known of."""
         return len(self._records)
 
     @property
@@ -124,7 +124,7 @@ class CanaryWatch:
         return self._under_way
 
     def is_unfit(self, incarnation: Incarnation) -> bool:
-        """Whether it has not answered its last canaries, nor anybody since."""
+        """Whether it has answered neither its last canaries nor any client since."""
         return incarnation in self._unfit
 
     def why_unfit(self, incarnation: Incarnation) -> str:
@@ -203,7 +203,7 @@ class CanaryWatch:
 
     def _waiting(self, asked: Sequence[Incarnation], roster: CanaryRoster) -> tuple[Incarnation, Incarnation] | None:
         """Who has waited longest, of those for whom there is a partner."""
-        lonely = set()  # roles of which nobody finds one who may have any
+        lonely = set()  # roles of which a worker that may have any partner found none
         for incarnation in asked:
             kind = incarnation in roster.prefill
             is_alike = not (roster.apart or incarnation in roster.alone or self._is_doubtful(incarnation))

@@ -4,7 +4,7 @@
          + decode's blocks and batch
          + the part of the transfer that the prefill does not hide
 
-Rates are the workers' own measurements. Someone who has not been measured yet is taken as the mean of those who have.
+Rates are the workers' own measurements. A worker that was not measured yet is taken as the mean of those that were.
 """
 
 from collections import deque
@@ -62,7 +62,7 @@ class WorkerLoad:
         num_running: sequences that decode, or compute, then.
         pace: of prompts that it computes; None not measured.
         local_chunk_len: of a prompt between two decode steps; 0 not said.
-        exposed_s: from the end of a prefill to the seal, lately; 0 not measured.
+        exposed_s: from the end of a prefill until the transfer is complete, lately; 0 not measured.
         bytes_per_position: of KV.
         edges: by address and incarnation of the decode worker's incoming transfer.
         sent: since then.
@@ -150,7 +150,7 @@ class Loads:
         return load
 
     def keep(self, members: list[Member]) -> None:
-        """Forget everybody else."""
+        """Forget all other workers."""
         if len(self._loads) > len(members):
             incarnations = {member.incarnation for member in members}
             self._loads = {

@@ -1,9 +1,8 @@
-"""Who is alive: the table of workers by heartbeat. Pure; the clock is given, nobody is called over a wire.
+"""Who is alive: the table of workers by heartbeat. Pure; the clock is given, nothing is called over a wire.
 
 A worker has a name (`worker_id`) and an incarnation (`epoch`). An incarnation is lost when it is silent for `alive_s`,
-or when its
-worker reports under a new epoch; a replaced incarnation never comes back, a silent one may. Nobody is heard while the
-router itself stands still, so its own stalls are not counted as silence.
+or when its worker reports under a new epoch; a replaced incarnation never comes back, a silent one may. A router that
+stands still hears no worker, so its own stalls are not counted as silence.
 """
 
 from collections import deque
@@ -63,7 +62,7 @@ class Members:
         self._alive_s = alive_s
         self._members: dict[str, Member] = {}
         self._watches: dict[Incarnation, dict[object, Callable[[], None]]] = {}
-        self._live: dict[str, list[Member]] = {}  # by role, as long as nobody comes or goes
+        self._live: dict[str, list[Member]] = {}  # by role, as long as none comes or goes
         self._expired_s = clock.now_s()
 
     def heartbeat(self, state: worker_pb2.WorkerState) -> bool:
@@ -97,7 +96,7 @@ class Members:
         return known
 
     def expire(self) -> list[Incarnation]:
-        """Give up who has been silent too long; returns the lives lost. Call it several times per MAX_GAP_S.
+        """Give up who has been silent too long; returns the incarnations lost. Call it several times per MAX_GAP_S.
 
         A call that comes late extends every lease by its lateness: reports may be waiting to be read.
         """

@@ -25,7 +25,7 @@ class Pair:
 
     @property
     def incarnations(self) -> Incarnations:
-        """The lives the two are in."""
+        """The incarnations of the two."""
         return self.prefill.incarnation, self.decode.incarnation
 
     @property
@@ -65,7 +65,7 @@ class Policy(Protocol):
 
 
 class RoundRobin:
-    """Each role's workers in turn, by name, whoever comes and goes."""
+    """Each role's workers in turn, by name, as workers come and go."""
 
     name = "round_robin"
 
@@ -82,7 +82,7 @@ class RoundRobin:
     ) -> Pair:
         """The next of each role; where that pair is excluded, the next pair after it.
 
-        It compares no costs: a decode worker computes a prompt only where it always does, or nobody else is there.
+        It compares no costs: a decode worker computes a prompt only where it always does, or no other worker could.
 
         Raises:
             NoWorker: a role has none; no turn is taken.

@@ -45,11 +45,11 @@ class _Held:
 
 
 class FleetPrefixIndex:
-    """Names by incarnation and lives by name.
+    """Names by incarnation and incarnations by name.
 
     Args:
         max_names: that are remembered, of all incarnations together; others are counted in `num_ignored`.
-        max_expected: names that are expected; the oldest expectation gives way.
+        max_expected: names that are expected; the oldest expectation is dropped.
     """
 
     def __init__(self, max_names: int = MAX_NAMES, max_expected: int = MAX_EXPECTED) -> None:
@@ -57,7 +57,7 @@ class FleetPrefixIndex:
         self._max_expected = max_expected
         self._held: dict[Incarnation, _Held] = {}
         self._incarnations: dict[int, Incarnation] = {}  # by bit
-        self._bits: dict[bytes, int] = {}  # of the lives that hold a name
+        self._bits: dict[bytes, int] = {}  # of the incarnations that hold a name
         self._expected: OrderedDict[bytes, tuple[Incarnation, float]] = OrderedDict()
         self.num_names = 0
         self.num_ignored = 0

@@ -78,7 +78,7 @@ class Refusals:
         self._reasons[pair.incarnations] = reason
 
     def all(self) -> list[Refusal]:
-        """Those whose lives were not replaced or forgotten, by name."""
+        """Those whose incarnations were not replaced or forgotten, by name."""
         incarnations = {member.incarnation for member in self._members.all()}
         for pair in [pair for pair in self._reasons if not incarnations.issuperset(pair)]:
             del self._reasons[pair]

@@ -13,7 +13,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """--worker, --grace and --force."""
     workers.add_worker(parser)
     workers.add_grace(parser)
-    parser.add_argument("--force", action="store_true", help="even if nobody else of the role is left meanwhile")
+    parser.add_argument("--force", action="store_true", help="even if no other worker of the role is left meanwhile")
 
 
 def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequence[Step]:

@@ -87,7 +87,7 @@ class RunbookReport:
 
     Attributes:
         taken: the steps in order, undone ones behind them.
-        found: facts for whoever reads the JSON.
+        found: facts for readers of the JSON.
         error: what ended the run early.
         next: what the operator does now; empty if there is nothing to do.
         is_changed: something was changed and not undone.

@@ -116,7 +116,7 @@ def idle(site: Site, worker_id: str) -> Verification:
 
 
 def new_incarnation(site: Site, worker_id: str, old_epoch: int) -> Verification:
-    """It lives again, under another epoch."""
+    """It runs again, under another epoch."""
 
     def look() -> str:
         def is_there() -> int | None:

@@ -240,9 +240,9 @@ def test_a_speculation_that_is_not_here_is_refused(values, keys, message):
     assert sorted(refused.value.fields["keys"]) == keys
 
 
-def test_somebody_computes_the_prompts():
+def test_some_worker_computes_the_prompts():
     assert ServeConfig.from_mapping({"prefill": 0}).prefill == 0
-    with pytest.raises(ConfigInvalid, match="nobody would") as refused:
+    with pytest.raises(ConfigInvalid, match="no worker would") as refused:
         ServeConfig.from_mapping({"prefill": 0, "local_prefill": "never"})
     assert refused.value.fields["keys"] == ["prefill", "local_prefill"]
 
