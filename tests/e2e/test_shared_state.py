@@ -1,4 +1,4 @@
-"""Models with state under everything at once: shared prefixes, drafts, asynchronous steps, preemption, hand-off, aborts.
+"""Models with state under everything at once: shared prefixes, drafts, asynchronous steps, preemption, aborts.
 
 Of peers' prefix caches for such models it is known that with MTP they change tokens without an error (vLLM #43559,
 #53912). Here every request has the tokens of a run with none of it: no cache, no drafts, no chunks, one step after the
