@@ -76,7 +76,8 @@ def checkpoint_blocks(prompt_len: int, block_size: int, *, num_cached: int, num_
 
     One is for the prompt again and for the next turn of a chat: the last that leaves `TURN_LEN` tokens and one more to
     compute. The other is where the prompt parts from those before it: the next that parts there finds it. None is
-    before `MIN_CHECKPOINT_LEN`.
+    before `MIN_CHECKPOINT_LEN`, and no place to part is that close behind the cached part: each turn of a chat has rows
+    of a block or two behind the end of the one before, and no other prompt begins with them.
 
     Args:
         prompt_len: tokens.
@@ -85,7 +86,7 @@ def checkpoint_blocks(prompt_len: int, block_size: int, *, num_cached: int, num_
         num_shared: blocks whose rows are cached, `num_cached` or more.
     """
     last = max(0, prompt_len - 1 - TURN_LEN) // block_size
-    branch = num_shared if num_cached < num_shared < last else 0
+    branch = num_shared if num_shared < last and (num_shared - num_cached) * block_size >= MIN_CHECKPOINT_LEN else 0
     least = max(num_cached, (MIN_CHECKPOINT_LEN - 1) // block_size)
     return tuple(count for count in (branch, last) if count > least)
 

@@ -194,7 +194,8 @@ class Scheduler:
             assert end % self.allocator.block_size == 0
             name = sequence.block_hashes[end // self.allocator.block_size - 1]
             assert self.allocator.index.has(name), "a checkpoint goes with its block"
-            self._checkpoints().keep(name, checkpoint)
+            is_branch = end // self.allocator.block_size in sequence.checkpoint_blocks[:-1]
+            self._checkpoints().keep(name, checkpoint, is_branch=is_branch)
 
     # The next step
 

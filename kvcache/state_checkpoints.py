@@ -2,8 +2,14 @@
 
 A *checkpoint* is the state of a prefix: all that its layers keep beside blocks, as it is when exactly the positions of
 the prefix are computed. It has the name of the prefix's last block, and is dropped with that block. Its slot is one of
-the pool's, none of a sequence's: free, filling (a step copies state into it), or kept under a name. What was used least
-recently is evicted for a new one, but for those that a sequence is about to begin with.
+the pool's, none of a sequence's: free, filling (a step copies state into it), or kept under a name.
+
+Some lie at the *end* of one prompt, and most of those are never used, or once, by the next turn of a chat. Others lie
+at a *branch*: where a prompt parted from one before it, or where two have gone on. The end that was used least recently
+is evicted for a new checkpoint. A branch is evicted once it was of no use for `BRANCH_LIFE` times as many new ones as
+there are slots, and then before any end. While all are branches in use there is no room for a new one: if the least
+recent were evicted, a round over a few more prompts than fit would find nothing at all. What a sequence is about to
+begin with is never evicted.
 
 Steps alone read and write these slots, in the order in which they are launched. So one may be given away as soon as
 the step that copies from it is planned: the step that overwrites it comes later, and copies at its end.
@@ -14,6 +20,8 @@ from collections.abc import Iterable
 
 from baton.core.block_hash import checkpoint_name
 from baton.kvcache.block_log import BlockLog
+
+BRANCH_LIFE = 4  # new checkpoints a slot; a round over groups of prompts comes back to each within it
 
 
 class StateCheckpoints:
@@ -29,7 +37,10 @@ class StateCheckpoints:
         self._free = list(slots)
         self._free.reverse()
         self._filling: set[int] = set()
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # what was used last is last
+        self._kept: dict[bytes, int] = {}
+        self._ends: OrderedDict[bytes, bool] = OrderedDict()  # whether one went on from it; what was used last is last
+        self._branches: OrderedDict[bytes, int] = OrderedDict()  # when it was used, in `_num_taken`; likewise
+        self._num_taken = 0
         self._num_users: Counter[bytes] = Counter()
         self.num_slots = len(self._free)
         self.num_evicted = 0
@@ -52,7 +63,10 @@ class StateCheckpoints:
 
     def use(self, name: bytes) -> None:
         """A sequence is about to begin with a checkpoint that is there; it is not evicted until `leave`."""
-        self._kept.move_to_end(name)
+        if name in self._branches or self._ends.pop(name):
+            self._to_branches(name)
+        else:
+            self._ends[name] = True
         self._num_users[name] += 1
 
     def leave(self, name: bytes) -> int:
@@ -64,9 +78,10 @@ class StateCheckpoints:
         return self._kept[name]
 
     def take(self) -> int | None:
-        """A slot for a step to copy state into, then `keep`; None: all are filling or in use."""
+        """A slot for a step to copy state into, then `keep`; None: there is no room, see the module."""
+        self._num_taken += 1
         if not self._free:
-            name = next((name for name in self._kept if name not in self._num_users), None)
+            name = self._least()
             if name is None:
                 return None
             self._remove(name)
@@ -75,13 +90,17 @@ class StateCheckpoints:
         self._check()
         return slot
 
-    def keep(self, name: bytes, slot: int) -> bool:
+    def keep(self, name: bytes, slot: int, *, is_branch: bool = False) -> bool:
         """The step is over: the slot has the state of a prefix. False, and the slot is free: the name has one."""
         self._filling.remove(slot)
         if name in self._kept:
             self._free.append(slot)
             return False
         self._kept[name] = slot
+        if is_branch:
+            self._to_branches(name)
+        else:
+            self._ends[name] = False
         if self._log is not None:
             self._log.stored(checkpoint_name(name))
         self._check()
@@ -94,7 +113,22 @@ class StateCheckpoints:
             self._remove(name)
             self._check()
 
+    def _least(self) -> bytes | None:
+        """What is evicted; None: nothing is."""
+        for name, used_at in self._branches.items():
+            if self._num_taken - used_at <= BRANCH_LIFE * self.num_slots:
+                break
+            if name not in self._num_users:
+                return name
+        return next((name for name in self._ends if name not in self._num_users), None)
+
+    def _to_branches(self, name: bytes) -> None:
+        self._branches[name] = self._num_taken
+        self._branches.move_to_end(name)
+
     def _remove(self, name: bytes) -> None:
+        if self._branches.pop(name, None) is None:
+            del self._ends[name]
         self._free.append(self._kept.pop(name))
         self.num_evicted += 1
         if self._log is not None:

@@ -93,10 +93,30 @@ def test_the_third_prompt_of_a_group_finds_what_the_group_shares(order, block_si
     assert worker.num_steps <= 3 * 64
 
 
-def test_what_a_group_shares_stays_while_ends_of_prompts_come_and_go():
-    worker = Worker(num_checkpoints=18)
+@pytest.mark.parametrize(
+    ("num_checkpoints", "hits"), [(24, 48), (16, 48), (15, 48), (12, 48), (8, 48), (6, 36), (4, 24)]
+)
+def test_what_a_group_shares_stays_while_ends_of_prompts_come_and_go(num_checkpoints, hits):
+    """Groups for which there is no room take none from the others: six of eight find what they share, or four."""
+    worker = Worker(num_checkpoints=num_checkpoints)
     made = [worker.found(prompt) for prompt in ORDERS["in turn"](groups(8, 8, 1500, 700))]
-    assert sum(cached > 0 for cached in made) == 48
+    assert sum(cached > 0 for cached in made) == hits
+
+
+def test_turns_of_chats_leave_one_checkpoint_each_and_take_none_from_groups():
+    """Six chats beside eight groups, in turn: each turn finds the one before, and each third prompt what is shared."""
+    worker = Worker(num_blocks=1 << 14, num_checkpoints=28)
+    chats, found = [tokens(500, f"chat {at}") for at in range(6)], [0, 0]
+    for turn, prompts in enumerate(zip(*groups(8, 8, 1500, 700), strict=True)):
+        for at, prompt in enumerate(prompts):
+            found[0] += worker.found(prompt) > 0
+            if at < len(chats):
+                before = len(chats[at]) - 150
+                found[1] += worker.found(chats[at]) >= 0.95 * before and turn > 0
+                chats[at] += tokens(150, f"{at} {turn}")
+    assert found == [8 * 6, 6 * 7]
+    checkpoints = worker.allocator.index.checkpoints
+    assert len(checkpoints) + checkpoints.num_evicted == 8 * 8 + 8 + 6 * 8
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

@@ -16,7 +16,7 @@ from baton.core.block_hash import MIN_CHECKPOINT_LEN, TURN_LEN, checkpoint_block
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.prefix_index import PrefixIndex
-from baton.kvcache.state_checkpoints import StateCheckpoints
+from baton.kvcache.state_checkpoints import BRANCH_LIFE, StateCheckpoints
 
 pytestmark = pytest.mark.fast
 
@@ -25,7 +25,7 @@ NAMES = [bytes([name]) * 16 for name in range(6)]
 
 
 class CheckpointMachine(RuleBasedStateMachine):
-    """The model: a list of (name, slot), used least recently first, and what each slot holds."""
+    """The model: a list of (name, slot), used least recently first; of each, how often it was used, and when last."""
 
     @initialize(num_slots=st.integers(0, 4))
     def begin(self, num_slots):
@@ -33,6 +33,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.checkpoints = StateCheckpoints(range(FIRST_SLOT, FIRST_SLOT + num_slots), self.log)
         self.slots = set(range(FIRST_SLOT, FIRST_SLOT + num_slots))
         self.kept, self.used, self.filling = [], [], set()
+        self.branches, self.used_once, self.last_use, self.now = set(), set(), {}, 0
 
     def kept_slots(self):
         return {slot for _, slot in self.kept}
@@ -40,25 +41,31 @@ class CheckpointMachine(RuleBasedStateMachine):
     @rule()
     def take(self):
         slot = self.checkpoints.take()
+        self.now += 1
         free = self.slots - self.filling - self.kept_slots()
         if free:
             assert slot in free
         else:
-            oldest = next((pair for pair in self.kept if pair[0] not in self.used), (None, None))
-            assert slot == oldest[1]
-            self.kept = [pair for pair in self.kept if pair != oldest]
+            idle = [pair for pair in self.kept if pair[0] not in self.used]
+            old = [name for name in self.branches if self.now - self.last_use[name] > BRANCH_LIFE * len(self.slots)]
+            first = [pair for pair in idle if pair[0] in old] + [pair for pair in idle if pair[0] not in self.branches]
+            assert slot == (first[0][1] if first else None)
+            self.kept = [pair for pair in self.kept if pair not in first[:1]]
+            self.forget()
         if slot is not None:
             self.filling.add(slot)
 
     @precondition(lambda self: self.filling)
-    @rule(data=st.data(), name=st.sampled_from(NAMES))
-    def keep(self, data, name):
+    @rule(data=st.data(), name=st.sampled_from(NAMES), is_branch=st.booleans())
+    def keep(self, data, name, is_branch):
         slot = data.draw(st.sampled_from(sorted(self.filling)))
         is_new = name not in dict(self.kept)
-        assert self.checkpoints.keep(name, slot) == is_new
+        assert self.checkpoints.keep(name, slot, is_branch=is_branch) == is_new
         self.filling.remove(slot)
         if is_new:
             self.kept.append((name, slot))
+            self.branches |= {name} if is_branch else set()
+            self.last_use[name] = self.now
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
@@ -67,6 +74,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.checkpoints.use(pair[0])
         self.kept = [other for other in self.kept if other != pair] + [pair]
         self.used.append(pair[0])
+        self.branches |= {pair[0]} & self.used_once
+        self.used_once.add(pair[0])
+        self.last_use[pair[0]] = self.now
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
@@ -83,6 +93,12 @@ class CheckpointMachine(RuleBasedStateMachine):
             return
         self.checkpoints.drop(name)
         self.kept = [pair for pair in self.kept if pair[0] != name]
+        self.forget()
+
+    def forget(self):
+        """What is not kept is as if it had never been."""
+        self.branches &= set(dict(self.kept))
+        self.used_once &= set(dict(self.kept))
 
     @invariant()
     def both_have_the_same(self):
@@ -103,7 +119,7 @@ def test_any_order_of_events():
     )
 
 
-def test_what_was_used_least_recently_gives_way():
+def test_the_end_that_was_used_least_recently_gives_way():
     checkpoints = StateCheckpoints(range(3))
     for name in NAMES[:3]:
         checkpoints.keep(name, checkpoints.take())
@@ -114,6 +130,34 @@ def test_what_was_used_least_recently_gives_way():
     assert [name in checkpoints for name in NAMES[:4]] == [True, True, False, True]
     checkpoints.keep(NAMES[4], checkpoints.take())
     assert [name in checkpoints for name in NAMES[:5]] == [False, True, False, True, True], "one is in use"
+
+
+def test_a_branch_outlives_ends_but_not_for_ever():
+    """Where two prompts have gone on is a branch, too."""
+    checkpoints = StateCheckpoints(range(2))
+    checkpoints.keep(NAMES[0], checkpoints.take(), is_branch=True)
+    for _ in range(2 * BRANCH_LIFE - 1):
+        checkpoints.keep(NAMES[1], checkpoints.take())
+        checkpoints.drop(NAMES[1])
+    checkpoints.keep(NAMES[1], checkpoints.take())
+    for _ in range(2):
+        checkpoints.use(NAMES[1])
+        checkpoints.leave(NAMES[1])
+    checkpoints.keep(NAMES[2], checkpoints.take())
+    assert [name in checkpoints for name in NAMES[:3]] == [False, True, True], "it was of no use for long"
+    for _ in range(2 * BRANCH_LIFE - 1):
+        checkpoints.keep(NAMES[2], checkpoints.take())
+    assert [name in checkpoints for name in NAMES[:3]] == [False, True, True]
+
+
+def test_there_is_no_room_where_all_are_branches_in_use():
+    checkpoints = StateCheckpoints(range(2))
+    for name in NAMES[:2]:
+        checkpoints.keep(name, checkpoints.take(), is_branch=True)
+    assert [checkpoints.take() for _ in range(2 * BRANCH_LIFE - 1)] == [None] * (2 * BRANCH_LIFE - 1)
+    checkpoints.use(NAMES[0])
+    checkpoints.leave(NAMES[0])
+    assert (checkpoints.take(), checkpoints.take()) == (None, 1), "its time is over; the other was used"
 
 
 def with_state(num_blocks, num_checkpoints, num_sequences=3):
@@ -194,7 +238,8 @@ def test_where_a_prompt_leaves_checkpoints(prompt_len, block_size, shares):
     least = -(-MIN_CHECKPOINT_LEN // block_size)
     assert (last in found) == (last > num_cached and last >= least)
     assert last * block_size >= prompt_len - block_size - TURN_LEN
-    assert (num_shared in found) == (num_cached < num_shared <= last and num_shared >= least)
+    parts = (num_shared - num_cached) * block_size >= MIN_CHECKPOINT_LEN and num_shared <= last
+    assert (num_shared in found) == (num_shared >= least and (parts or num_cached < num_shared == last))
 
 
 @pytest.mark.parametrize(
