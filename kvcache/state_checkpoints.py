@@ -6,10 +6,10 @@ the pool's, none of a sequence's: free, filling (a step copies state into it), o
 
 Some lie at the *end* of one prompt, and most of those are never used, or once, by the next turn of a chat. Others lie
 at a *branch*: where a prompt parted from one before it, or where two have gone on. The end that was used least recently
-is evicted for a new checkpoint. A branch is evicted once it was of no use for `BRANCH_LIFE` times as many new ones as
-there are slots, and then before any end. While all are branches in use there is no room for a new one: if the least
-recent were evicted, a round over a few more prompts than fit would find nothing at all. What a sequence is about to
-begin with is never evicted.
+is evicted for a new checkpoint. A branch is evicted once it was of no use for `BRANCH_ROUNDS` times as many new ones as
+there are slots, and then before any end. Three quarters of the slots are branches at most; what would be one more
+counts as an end, and pushes out none of them: else a round over a few more prompts than fit would find nothing at all.
+What a sequence is about to begin with is never evicted.
 
 Steps alone read and write these slots, in the order in which they are launched. So one may be given away as soon as
 the step that copies from it is planned: the step that overwrites it comes later, and copies at its end.
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from baton.core.block_hash import checkpoint_name
 from baton.kvcache.block_log import BlockLog
 
-BRANCH_LIFE = 4  # new checkpoints a slot; a round over groups of prompts comes back to each within it
+BRANCH_ROUNDS = 4  # new checkpoints a slot; a round over groups of prompts comes back to each within it
 
 
 class StateCheckpoints:
@@ -63,10 +63,7 @@ class StateCheckpoints:
 
     def use(self, name: bytes) -> None:
         """A sequence is about to begin with a checkpoint that is there; it is not evicted until `leave`."""
-        if name in self._branches or self._ends.pop(name):
-            self._to_branches(name)
-        else:
-            self._ends[name] = True
+        self._place(name, is_branch=name in self._branches or self._ends.pop(name))
         self._num_users[name] += 1
 
     def leave(self, name: bytes) -> int:
@@ -98,7 +95,7 @@ class StateCheckpoints:
             return False
         self._kept[name] = slot
         if is_branch:
-            self._to_branches(name)
+            self._place(name, is_branch=True)
         else:
             self._ends[name] = False
         if self._log is not None:
@@ -116,15 +113,19 @@ class StateCheckpoints:
     def _least(self) -> bytes | None:
         """What is evicted; None: nothing is."""
         for name, used_at in self._branches.items():
-            if self._num_taken - used_at <= BRANCH_LIFE * self.num_slots:
+            if self._num_taken - used_at <= BRANCH_ROUNDS * self.num_slots:
                 break
             if name not in self._num_users:
                 return name
         return next((name for name in self._ends if name not in self._num_users), None)
 
-    def _to_branches(self, name: bytes) -> None:
-        self._branches[name] = self._num_taken
-        self._branches.move_to_end(name)
+    def _place(self, name: bytes, *, is_branch: bool) -> None:
+        """The one used last, of the branches if there is room for it."""
+        if is_branch and (name in self._branches or len(self._branches) < self.num_slots * 3 // 4):
+            self._branches[name] = self._num_taken
+            self._branches.move_to_end(name)
+        else:
+            self._ends[name] = True
 
     def _remove(self, name: bytes) -> None:
         if self._branches.pop(name, None) is None:

@@ -27,8 +27,9 @@ from baton.tests.e2e.test_same_tokens import (
     disaggregated,
     local_tokens,
 )
-from baton.tests.e2e.test_split_acceptance import locally, split
+from baton.tests.e2e.test_split_acceptance import Speculated, counts_of, locally, split
 from baton.tests.e2e.test_tensor_parallel import check, reference
+from baton.tests.e2e.topology import Topology
 from baton.tests.e2e.tp_group_engine import run_over_ranks
 from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 
@@ -170,6 +171,30 @@ def test_acceptance_is_the_same_split_and_local_sync_and_async(name, k, model_of
         print(f"\n{name} k={k}: acceptance {accepted / drafts:.3f}, {tokens_per_step:.2f} tokens a step")
     assert accepted >= least_acceptance * drafts
     assert tokens_per_step >= least_tokens_per_step
+
+
+CACHED = list(itertools.product(RANKS, (1, 2, 3, 4), (0, 1)))
+CACHED_DEFAULT = {("tiny-hybrid", 3, 0), ("tiny-hybrid", 1, 1), ("tiny-mla", 2, 1)}
+
+
+@pytest.mark.parametrize(("name", "k", "num_prefill"), marked(CACHED, CACHED_DEFAULT))
+def test_acceptance_is_the_same_cached_and_not(name, k, num_prefill, model_of, tokenizer):
+    """Step by step, where all but the end of each prompt is found in the cache of the worker that computes it."""
+    prompts = [prompt for prompt in token_prompts(tokenizer, 60, seed=7) if len(prompt) > 80][:8]
+
+    def asked(tag):
+        return requests_for(prompts, sampled=False, num_drafts=k, max_tokens=24, tag=tag)
+
+    wanted = locally(model_of(name), tokenizer, asked("off"), k, scheduling="sync")
+    with Topology(model_of(name), tokenizer, num_prefill=num_prefill, num_drafts=k, chunk_len=48) as topology:
+        for num_hits, tag in ((0, "a"), (len(prompts), "b")):
+            outcomes = topology.generate(asked(tag), local=not num_prefill)
+            assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
+            made = [Speculated(outcome.decode_steps, counts_of(outcome.decode_stats)) for outcome in outcomes]
+            assert made == wanted
+            computing = (topology.prefill or topology.decode)[0].worker.engine.scheduler
+            assert computing.num_prefix_hits == num_hits
+    assert sum(one.counts[2] for one in wanted) > 0
 
 
 @pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)])

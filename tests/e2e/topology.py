@@ -331,6 +331,7 @@ class Topology:
                 else:
                     assert kind == "tokens"
                     index, tokens, logprobs = event.tokens.index, event.tokens.token_ids, event.tokens.logprobs
+                    outcome.decode_steps.append(list(tokens))
                     outcome.finish_reason = event.tokens.finish_reason
                     outcome.decode_stats = event.tokens.stats if event.tokens.finish_reason else None
                 assert index == request.num_forced + len(outcome.token_ids)

@@ -16,7 +16,7 @@ from baton.core.block_hash import MIN_CHECKPOINT_LEN, TURN_LEN, checkpoint_block
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.block_log import BlockLog
 from baton.kvcache.prefix_index import PrefixIndex
-from baton.kvcache.state_checkpoints import BRANCH_LIFE, StateCheckpoints
+from baton.kvcache.state_checkpoints import BRANCH_ROUNDS, StateCheckpoints
 
 pytestmark = pytest.mark.fast
 
@@ -47,7 +47,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             assert slot in free
         else:
             idle = [pair for pair in self.kept if pair[0] not in self.used]
-            old = [name for name in self.branches if self.now - self.last_use[name] > BRANCH_LIFE * len(self.slots)]
+            old = [name for name in self.branches if self.now - self.last_use[name] > BRANCH_ROUNDS * len(self.slots)]
             first = [pair for pair in idle if pair[0] in old] + [pair for pair in idle if pair[0] not in self.branches]
             assert slot == (first[0][1] if first else None)
             self.kept = [pair for pair in self.kept if pair not in first[:1]]
@@ -64,8 +64,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.filling.remove(slot)
         if is_new:
             self.kept.append((name, slot))
-            self.branches |= {name} if is_branch else set()
             self.last_use[name] = self.now
+            if is_branch:
+                self.to_branches(name)
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
@@ -74,9 +75,10 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.checkpoints.use(pair[0])
         self.kept = [other for other in self.kept if other != pair] + [pair]
         self.used.append(pair[0])
-        self.branches |= {pair[0]} & self.used_once
-        self.used_once.add(pair[0])
         self.last_use[pair[0]] = self.now
+        if pair[0] in self.used_once:
+            self.to_branches(pair[0])
+        self.used_once.add(pair[0])
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
@@ -94,6 +96,12 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.checkpoints.drop(name)
         self.kept = [pair for pair in self.kept if pair[0] != name]
         self.forget()
+
+    def to_branches(self, name):
+        """If there is room: three quarters are branches at most."""
+        if name in self.branches or 4 * (len(self.branches) + 1) <= 3 * len(self.slots):
+            self.branches.add(name)
+        self.used_once.add(name)
 
     def forget(self):
         """What is not kept is as if it had never been."""
@@ -119,7 +127,7 @@ def test_any_order_of_events():
     )
 
 
-def test_the_end_that_was_used_least_recently_gives_way():
+def test_the_end_that_was_used_least_recently_is_evicted():
     checkpoints = StateCheckpoints(range(3))
     for name in NAMES[:3]:
         checkpoints.keep(name, checkpoints.take())
@@ -136,28 +144,37 @@ def test_a_branch_outlives_ends_but_not_for_ever():
     """Where two prompts have gone on is a branch, too."""
     checkpoints = StateCheckpoints(range(2))
     checkpoints.keep(NAMES[0], checkpoints.take(), is_branch=True)
-    for _ in range(2 * BRANCH_LIFE - 1):
+    for _ in range(2 * BRANCH_ROUNDS - 1):
         checkpoints.keep(NAMES[1], checkpoints.take())
         checkpoints.drop(NAMES[1])
     checkpoints.keep(NAMES[1], checkpoints.take())
+    checkpoints.keep(NAMES[2], checkpoints.take())
+    assert [name in checkpoints for name in NAMES[:3]] == [False, True, True], "it was of no use for long"
     for _ in range(2):
         checkpoints.use(NAMES[1])
         checkpoints.leave(NAMES[1])
-    checkpoints.keep(NAMES[2], checkpoints.take())
-    assert [name in checkpoints for name in NAMES[:3]] == [False, True, True], "it was of no use for long"
-    for _ in range(2 * BRANCH_LIFE - 1):
+    for _ in range(2 * BRANCH_ROUNDS - 1):
         checkpoints.keep(NAMES[2], checkpoints.take())
     assert [name in checkpoints for name in NAMES[:3]] == [False, True, True]
 
 
-def test_there_is_no_room_where_all_are_branches_in_use():
+def test_a_branch_that_is_used_stays():
     checkpoints = StateCheckpoints(range(2))
-    for name in NAMES[:2]:
+    checkpoints.keep(NAMES[0], checkpoints.take(), is_branch=True)
+    for at in range(6 * BRANCH_ROUNDS):
+        if at % BRANCH_ROUNDS == 0:
+            checkpoints.use(NAMES[0])
+            checkpoints.leave(NAMES[0])
+        checkpoints.keep(NAMES[1 + at % 2], checkpoints.take())
+        assert NAMES[0] in checkpoints
+
+
+def test_three_quarters_are_branches_at_most():
+    checkpoints = StateCheckpoints(range(4))
+    for name in NAMES[:4]:
         checkpoints.keep(name, checkpoints.take(), is_branch=True)
-    assert [checkpoints.take() for _ in range(2 * BRANCH_LIFE - 1)] == [None] * (2 * BRANCH_LIFE - 1)
-    checkpoints.use(NAMES[0])
-    checkpoints.leave(NAMES[0])
-    assert (checkpoints.take(), checkpoints.take()) == (None, 1), "its time is over; the other was used"
+    checkpoints.keep(NAMES[4], checkpoints.take())
+    assert [name in checkpoints for name in NAMES[:5]] == [True, True, True, False, True], "the fourth was an end"
 
 
 def with_state(num_blocks, num_checkpoints, num_sequences=3):
