@@ -41,6 +41,7 @@ def over_ranks(numerics, weights, size, inputs):
     for part in parts_of(weights, size):
         Ops(numerics, InnerSum(size, record)).experts(*inputs, part, True)
     assert len(given) == size
+    assert len({x.shape for x in given}) == 1  # or ranks could not exchange them
     total = tree_sum(given)
     return given, [
         Ops(numerics, InnerSum(size, lambda _: total)).experts(*inputs, p, True) for p in parts_of(weights, size)
