@@ -30,7 +30,7 @@ def parts_of(weights, size):
         yield some_experts(weights, list(held.numbers), held)
 
 
-def over_ranks(numerics, weights, size, inputs):
+def over_ranks(numerics, weights, size, inputs, implementation=Implementation.REFERENCE):
     """Every rank's mixture: what each gives to be added is recorded, then added, and given to each."""
     given = []
 
@@ -39,13 +39,12 @@ def over_ranks(numerics, weights, size, inputs):
         return x
 
     for part in parts_of(weights, size):
-        Ops(numerics, InnerSum(size, record)).experts(*inputs, part, True)
+        Ops(numerics, InnerSum(size, record), implementation).experts(*inputs, part, True)
     assert len(given) == size
     assert len({x.shape for x in given}) == 1  # or ranks could not exchange them
     total = tree_sum(given)
-    return given, [
-        Ops(numerics, InnerSum(size, lambda _: total)).experts(*inputs, p, True) for p in parts_of(weights, size)
-    ]
+    ops = Ops(numerics, InnerSum(size, lambda _: total), implementation)
+    return given, [ops.experts(*inputs, part, True) for part in parts_of(weights, size)]
 
 
 @pytest.fixture(params=FORMS)
@@ -121,6 +120,19 @@ def test_grouped_products_of_ranks_add_up(size, num_tokens, kind, implementation
             part_TD,
             experts_grouped(*inputs[:2], left_out_TK, weights, tiles=tiles_of(held, inputs, weights), **options),
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_of_a_model_add_float32_and_round_once(kind):
+    draw = Draw(5)
+    weights = draw.weights(NUM_EXPERTS, *SIZES[kind], kind)
+    inputs = batch(draw, 3, NUM_EXPERTS, NUM_CHOSEN, SIZES[kind][1])
+    given, mixtures = over_ranks(Numerics.DEFAULT, weights, 2, inputs, TRITON)
+    assert {part_TD.dtype for part_TD in given} == {F32}
+    wanted_TD = experts_grouped(*inputs, weights, out_dtype=F32, implementation=TRITON)
+    for mixed_TD in mixtures:
+        assert same_bits(mixed_TD, tree_sum(given).bfloat16())
+        assert relative_error(mixed_TD, wanted_TD) < 6e-3
 
 
 def tiles_of(held, inputs, weights):
