@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,8 +186,9 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
         found.errors.append(ConfigInvalid(message, keys=["max_model_len"]))
     _collect(found, sizes.require_full_attention, config.max_model_len)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
-        _collect(found, require_cut, sizes, size, config.numerics)
-    spec = tensor_spec(sizes, with_mtp=reads_mtp)
+        cut = partial(require_cut, expert_parallel=config.enable_expert_parallel)
+        _collect(found, cut, sizes, size, config.numerics)
+    spec = tensor_spec(sizes, with_mtp=reads_mtp, expert_parallel=config.enable_expert_parallel)
     _judge_quantization(config, sizes, dtype, device, found)
     is_made = config.quantization.value == "fp8" if sizes.fp8 is None else sizes.fp8.may_stay_float8
     float8: Collection[str] = spec.required if is_made and dtype == "bfloat16" else ()  # of random weights, too

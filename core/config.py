@@ -119,6 +119,9 @@ class ServeConfig(BaseModel):
     )
     tp_prefill: Literal[1, 2, 4, 8] = _parallel(1, "ranks per prefill worker, each a GPU or a CPU process")
     tp_decode: Literal[1, 2, 4, 8] = _parallel(1, "ranks per decode worker, each a GPU or a CPU process")
+    enable_expert_parallel: bool = _parallel(
+        False, "ranks hold different experts, whole, instead of a part of each", vllm="--enable-expert-parallel"
+    )
     worker_threads: int = _parallel(1, "torch threads per worker on a CPU", ge=1, le=256)
     ray_address: str = _parallel("local", "local starts a private Ray; auto or HOST:PORT joins one", metavar="address")
 
@@ -660,6 +663,7 @@ class WorkerConfig:
     kv_dtype: KVDtype = KVDtype.AUTO
     kernels: KernelsName = "auto"
     tp_size: int = 1
+    enable_expert_parallel: bool = False  # of this worker's ranks
     scheduling: SchedulingName = "async"
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)

@@ -15,6 +15,7 @@ from baton.core.numerics import KVDtype, Quantization
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
 from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.ops import Experts, Ops, Weight
 from baton.kernels.tiles import wide_dtype
@@ -41,6 +42,7 @@ class WeightSource:
     Attributes:
         scheme: of the weights that are stored in float8, if any are.
         float8: which ones these are.
+        held: which experts of each layer are read, whole; None: all, or a part of each.
         num_kept: of them, how many are multiplied with as they are stored.
         num_dequantized: the others, by why they are not.
     """
@@ -56,6 +58,7 @@ class WeightSource:
     kv_dtype: KVDtype = KVDtype.AUTO
     scheme: Fp8Scheme | None = None
     float8: Fp8Tensors = NO_FLOAT8
+    held: HeldExperts | None = None
     num_done: int = field(default=0, init=False)
     num_kept: int = field(default=0, init=False)
     num_dequantized: Counter[str] = field(default_factory=Counter, init=False)
@@ -86,23 +89,25 @@ class WeightSource:
         self._fill(list(zip(groups, stacked, strict=True)), why)
         return stacked
 
-    def take_experts(self, gate_up: Sequence[Sequence[str]], down: Sequence[Sequence[str]]) -> Experts:
-        """Stacked experts, each by the names of its gate and up projections and of its down projection.
+    def take_experts(self, names: Sequence[tuple[str, str, str]]) -> Experts:
+        """Stacked experts of a layer, those that this rank holds, by the names of all: gate, up and down projections.
 
         Raises:
             ModelUnsupported: their sizes, or this rank's part of them, cannot be quantized; a scale is not finite.
         """
+        numbers = range(len(names)) if self.held is None else self.held.numbers
+        gate_up, down = [names[at][:2] for at in numbers], [names[at][2:] for at in numbers]
         groups = [*gate_up, *down]
         if any(name in self.float8.scales for names in groups for name in names):
             whys = [why for names in groups if (why := self._why_wide(names, whole=True))]
             if whys:
-                return ExpertWeights(self.take_stacked(gate_up, whys[0]), self.take_stacked(down, whys[0]))
-            return Fp8ExpertWeights(*self._stack_float8(gate_up), *self._stack_float8(down))
+                return ExpertWeights(self.take_stacked(gate_up, whys[0]), self.take_stacked(down, whys[0]), self.held)
+            return Fp8ExpertWeights(*self._stack_float8(gate_up), *self._stack_float8(down), self.held)
         if self.quantization is Quantization.NONE:
-            return ExpertWeights(gate_up_EJD=self.take_stacked(gate_up), down_EDI=self.take_stacked(down))
+            return ExpertWeights(self.take_stacked(gate_up), self.take_stacked(down), self.held)
         gate_up_EJD, gate_up_scale = self._take_quantized(gate_up)
         down_EDI, down_scale = self._take_quantized(down)
-        return Fp8ExpertWeights(gate_up_EJD, gate_up_scale, down_EDI, down_scale)
+        return Fp8ExpertWeights(gate_up_EJD, gate_up_scale, down_EDI, down_scale, self.held)
 
     def take_kv_scales(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Scales of an attention layer's keys and values, float32 [1] each, if its KV is float8; 1 if none is stored.

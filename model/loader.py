@@ -46,6 +46,7 @@ def load_model(
     random_seed: int | None = None,
     communicator: Communicator | None = None,
     cut_vocab: bool = True,
+    expert_parallel: bool = False,
     quantization: Quantization = Quantization.NONE,
     kv_dtype: KVDtype = KVDtype.AUTO,
     implementation: Implementation = Implementation.AUTO,
@@ -56,7 +57,8 @@ def load_model(
     With a `random_seed` the directory need hold no more than config.json: weights are drawn on the device, an MTP head
     too if it is asked for, whether or not the model was published with one. With a `communicator`, only its rank's part
     of the weights is read, and the model computes with the other ranks'; its logits are then those of the rank's tokens
-    alone, unless `cut_vocab` is False. With a `quantization`, weights of products are quantized as they are read; the
+    alone, unless `cut_vocab` is False. With `expert_parallel` ranks hold different experts, whole, and not a part of
+    each; alone, a rank holds all. With a `quantization`, weights of products are quantized as they are read; the
     KV is another model's then, and so it is with another `kv_dtype`. Weights that are float8 already are multiplied
     with as they are stored, whatever `quantization` says; those that cannot be are dequantized, and that is logged.
     `implementation` says what computes; left open, device, dtype and numerics do. An EAGLE-3 drafter is read from
@@ -93,7 +95,8 @@ def load_model(
         if refusal is not None:
             raise refusal
     config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
-    spec = tensor_spec(config, with_mtp=with_mtp)
+    spec = tensor_spec(config, with_mtp=with_mtp, expert_parallel=expert_parallel)
+    num_held = sum(weight.is_held(group.rank, group.size) for weight in spec.weights.values())
     stored: Mapping[str, StoredTensor | RandomTensor]
     float8, d2t_C = NO_FLOAT8, None
     if random_seed is not None:
@@ -104,24 +107,25 @@ def load_model(
         headers = stored = by_published_names(config, read_headers(path))
         float8 = check_tensors(spec, headers, config.fp8)
         require_copies(spec, headers)
-        require_cut(config, group.size, numerics)
+        require_cut(config, group.size, numerics, expert_parallel=expert_parallel)
         require_cut_float8(spec, float8, group.size)
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
-    plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab)
+    plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab, expert_parallel=expert_parallel)
     with TensorReader(device) as reader:
         source = WeightSource(
             stored,
             reader,
             dtype,
             device,
-            len(spec.required),
+            num_held,
             on_progress,
             plan.cut,
             quantization,
             kv_dtype,
             config.fp8,
             float8,
+            plan.held,
         )
         drafter = None
         if draft_path is not None and eagle is not None:
@@ -139,7 +143,7 @@ def load_model(
             why_no_triton=why_no_triton,
         )
         reader.require_unchanged()
-    assert source.num_done == len(spec.required)
+    assert source.num_done == num_held
     if group.rank == 0:
         _tell(source, spec)
     return model

@@ -24,9 +24,7 @@ class SparseMLP:
         take = source.take if self._routing is None else source.take_wide
         self.router_ED = take(f"{prefix}.gate.weight")
         self.bias_E = None if self._routing is None else source.take_wide(router_bias(prefix))
-        self.experts = source.take_experts(
-            gate_up=[(gate, up) for gate, up, _ in experts], down=[(down,) for _, _, down in experts]
-        )
+        self.experts = source.take_experts(experts)
         self.shared = _SharedExpert(source, layer_prefix, config, ops) if config.shared_expert_size else None
         self._num_chosen = config.num_experts_per_token
         self._renormalise = config.renormalise_experts

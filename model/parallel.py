@@ -6,7 +6,8 @@ delta nets are cut into ranges of key heads, with all that belongs to them. The 
 a pruned draft head are cut by tokens, and what is chosen from them without putting rows of logits together
 (`model.vocab`). Everything else (norms, router, embeddings, the MTP head's joint projection) is whole at every rank:
 embeddings are read by row, so cutting them would save memory and cost a sum over the ranks for each step. Experts are
-all at every rank, each with a part of its intermediate dimension, so that a step of few tokens keeps all ranks busy.
+all at every rank, each with a part of its intermediate dimension, so that a step of few tokens keeps all ranks busy; or
+every rank holds different ones, whole (expert parallelism), and what is added is the same.
 
 How ranks reach each other is the engine's; here is the seam.
 """
@@ -19,6 +20,7 @@ import torch
 from baton.core.errors import WorkerLost
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.inner_sum import InnerSum
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.model.checkpoint.weights import Cut
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
@@ -111,9 +113,11 @@ class ShardPlan:
         communicator: the rank's.
         numerics: of the model.
         cut_vocab: cut the LM head, too; without other ranks there is nothing to cut.
+        expert_parallel: ranks hold different experts, and not a part of each.
 
     Attributes:
         inner: how parts of products are added.
+        held: which experts are this rank's; None: all, or a part of each.
         vocab: which tokens are this rank's.
 
     Raises:
@@ -121,13 +125,22 @@ class ShardPlan:
     """
 
     def __init__(
-        self, config: ModelConfig, communicator: Communicator, numerics: Numerics, *, cut_vocab: bool = True
+        self,
+        config: ModelConfig,
+        communicator: Communicator,
+        numerics: Numerics,
+        *,
+        cut_vocab: bool = True,
+        expert_parallel: bool = False,
     ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         self.inner = InnerSum(self._size, communicator.all_sum)
         size = self._size
-        require_cut(config, size, numerics)
-        self._weights = tensor_spec(config, with_mtp=True).weights
+        require_cut(config, size, numerics, expert_parallel=expert_parallel)
+        self._weights = tensor_spec(config, with_mtp=True, expert_parallel=expert_parallel).weights
+        self.held: HeldExperts | None = None
+        if expert_parallel and size > 1:
+            self.held = HeldExperts.of_rank(config.num_experts, self._rank, size)
         self._head: Cut | None = None
         self.vocab: Vocab = WHOLE
         if cut_vocab and size > 1:

@@ -4,10 +4,11 @@ And the errors when a checkpoint does not hold them. Reads no file itself.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTensorUnexpected
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.model.checkpoint.fp8_scheme import Fp8Scheme
 from baton.model.checkpoint.fp8_tensors import NO_FLOAT8, Fp8Tensors, match_scales
 from baton.model.checkpoint.weights import Cut, StoredTensor
@@ -40,6 +41,8 @@ class WeightSpec:
         group_len: how many places of that dimension stay together, a head's.
         mean: of random numbers in its place.
         spread: their standard deviation.
+        expert: the number of the routed expert it is of, and how many there are; None: it is of none. Uncut, it is at
+            the one rank that holds the expert.
     """
 
     shape: Shape
@@ -47,6 +50,7 @@ class WeightSpec:
     group_len: int = 1
     mean: float = 0.0
     spread: float = 0.0
+    expert: tuple[int, int] | None = None
 
     def cut(self, rank: int, size: int) -> Cut | None:
         """The part of one of `size` ranks; None is all of it. Ranks share a group if there are fewer than ranks."""
@@ -57,6 +61,13 @@ class WeightSpec:
             return Cut(self.cut_dim, rank * num_groups // size * self.group_len, self.group_len)
         count = num_groups // size * self.group_len
         return Cut(self.cut_dim, rank * count, count)
+
+    def is_held(self, rank: int, size: int) -> bool:
+        """Whether one of `size` ranks holds any of it."""
+        if self.expert is None or self.cut_dim is not None:
+            return True
+        number, num_experts = self.expert
+        return number in HeldExperts.of_rank(num_experts, rank, size).numbers
 
     def part_shape(self, rank: int, size: int) -> Shape:
         """The shape of that part."""
@@ -86,8 +97,8 @@ class TensorSpec:
         return {name: weight.shape for name, weight in self.weights.items()}
 
 
-def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
-    """What the architecture needs, with or without its MTP head."""
+def tensor_spec(config: ModelConfig, *, with_mtp: bool, expert_parallel: bool = False) -> TensorSpec:
+    """What the architecture needs, with or without its MTP head; ranks share every expert, or hold different ones."""
     hidden = config.hidden_size
     vocab = matrix(config.vocab_size, hidden, LOGIT_GAIN)
     shift = _norm_shift(config)
@@ -111,6 +122,8 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool) -> TensorSpec:
         if config.draft_vocab_size is not None:
             weights[DRAFT_HEAD] = matrix(config.draft_vocab_size, hidden, LOGIT_GAIN)
             tables[D2T] = (config.draft_vocab_size,)
+    if expert_parallel:
+        weights |= {name: replace(one, cut_dim=None) for name, one in weights.items() if one.expert is not None}
     return TensorSpec(weights, tables, optional, mtp)
 
 
@@ -148,7 +161,8 @@ def _mlp_weights(config: ModelConfig, prefix: str, layer: int) -> dict[str, Weig
     block = f"{prefix}.{config.sparse_block}"
     weights = {f"{block}.gate.weight": matrix(config.num_experts, hidden, _ROUTER_GAIN)}
     for expert in range(config.num_experts):
-        weights |= _mlp(config.expert_names(prefix, expert), hidden, config.moe_intermediate_size)
+        parts = _mlp(config.expert_names(prefix, expert), hidden, config.moe_intermediate_size)
+        weights |= {name: replace(part, expert=(expert, config.num_experts)) for name, part in parts.items()}
     if config.sigmoid_routing is not None:
         weights[router_bias(block)] = WeightSpec((config.num_experts,), spread=_ROUTER_BIAS_SPREAD)
     if config.shared_expert_size:

@@ -8,23 +8,24 @@ from baton.model.config import ModelConfig
 from baton.model.tensor_spec import TensorSpec
 
 
-def require_cut(config: ModelConfig, size: int, numerics: Numerics) -> None:
-    """Check that `size` ranks can hold equal parts of the model.
+def require_cut(config: ModelConfig, size: int, numerics: Numerics, *, expert_parallel: bool = False) -> None:
+    """Check that `size` ranks can hold equal parts of the model; `expert_parallel`: each whole experts.
 
     Raises:
         ModelUnsupported: they cannot; the message names the dimension.
     """
+    if expert_parallel:
+        _require_experts(config, size)
     queries, keys = config.num_heads, config.num_kv_heads
     inner_sizes = {"num_attention_heads": queries}
     if len(config.sparse_layers) < config.num_layers:
         inner_sizes["intermediate_size"] = config.intermediate_size
-    if config.num_experts:
+    if config.num_experts and not expert_parallel:
         inner_sizes["moe_intermediate_size"] = config.moe_intermediate_size
     if config.shared_expert_size:
         inner_sizes["shared_expert_intermediate_size"] = config.shared_expert_size
     for name, length in inner_sizes.items():
-        if length % size:
-            raise _refusal(f"{name} = {length} is no multiple of it", size)
+        _require_multiple(config, name, length, size)
     if keys % size and size % keys:
         raise _refusal(f"num_key_value_heads = {keys} neither divides it nor is a multiple of it", size)
     delta = config.delta_net
@@ -39,6 +40,27 @@ def require_cut(config: ModelConfig, size: int, numerics: Numerics) -> None:
                 raise _refusal(f"--batch-invariant cuts {name} into {num_slices(length)} slices", size)
 
 
+def _require_multiple(config: ModelConfig, name: str, length: int, size: int) -> None:
+    if length % size:
+        hint = _whole_experts_hint(config.num_experts, size) if name == "moe_intermediate_size" else ""
+        raise _refusal(f"{name} = {length} is no multiple of it{hint}", size)
+
+
+def _require_experts(config: ModelConfig, size: int) -> None:
+    if not config.num_experts:
+        why = f"the model is dense ({config.architecture}): it has no experts that ranks could hold"
+    elif config.num_experts % size:
+        why = f"{config.num_experts} experts cannot be dealt evenly over {size} ranks"
+    else:
+        return
+    raise ModelUnsupported(f"--enable-expert-parallel: {why}", option="enable_expert_parallel", value=size)
+
+
+def _whole_experts_hint(num_experts: int, size: int) -> str:
+    """What to add to an error that would not be one if each of `size` ranks held whole experts; "" if it would."""
+    return "; --enable-expert-parallel keeps every expert whole at one rank" if num_experts % size == 0 else ""
+
+
 def require_cut_float8(spec: TensorSpec, float8: Fp8Tensors, size: int) -> None:
     """Check that `size` ranks can have whole blocks of the float8 weights of products.
 
@@ -49,7 +71,8 @@ def require_cut_float8(spec: TensorSpec, float8: Fp8Tensors, size: int) -> None:
         for name, scale in float8.scales.items():
             if name in spec.weights:
                 weight = spec.weights[name]
-                require_whole_blocks(name, scale, weight.shape, weight.cut(rank, size), size)
+                hint = _whole_experts_hint(weight.expert[1], size) if weight.expert is not None else ""
+                require_whole_blocks(name, scale, weight.shape, weight.cut(rank, size), size, hint)
 
 
 def _refusal(why: str, size: int) -> ModelUnsupported:

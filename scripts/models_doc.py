@@ -58,6 +58,7 @@ _LOGITS = "tests/model/test_families.py::test_logits_are_transformers_at_any_num
 _FP8 = "tests/model/test_float8_checkpoints.py::test_weights_are_values_times_scales_and_products_round_activations"
 _HYBRID = "tests/model/test_hybrid.py::"
 _DEEPSEEK = "tests/model/test_deepseek.py::"
+_EXPERTS = "tests/model/test_expert_parallel.py::test_logits_are_those_of_one_process_and_of_cut_experts"
 _E2E = "tests/e2e/test_families.py::"
 FEATURES = (
     Feature(
@@ -76,6 +77,7 @@ FEATURES = (
         ),
     ),
     Feature("TP", (f"{_E2E}test_asynchronous_tokens_are_those_of_one_plain_run[{{kind}}-*-tp2]",)),
+    Feature("experts over ranks", (f"{_EXPERTS}[{{kind}}, 2 ranks]",)),
     Feature("hand-off", (f"{_E2E}test_disaggregated_tokens_are_those_of_one_process[{{kind}}-*",)),
     Feature("n-grams", (f"{_E2E}test_drafts_change_no_token_that_is_handed_over[{{kind}}-ngram-*",)),
     Feature("EAGLE-3", (f"{_E2E}test_drafts_change_no_token_that_is_handed_over[{{kind}}-eagle3-*",)),

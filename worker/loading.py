@@ -216,6 +216,7 @@ def load_worker(
         on_progress=on_progress,
         random_seed=RANDOM_SEED if is_random else None,
         communicator=group,
+        expert_parallel=config.enable_expert_parallel,
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,
         implementation=Implementation(config.kernels),

@@ -3,7 +3,8 @@
 A row is a choice, numbered token * K + choice. Every expert's rows keep their order and are padded to whole blocks, so
 that a program of a product has one expert's weights and a fixed number of rows. The number of blocks is a bound from
 the lengths alone: nothing waits for the device, and a captured graph serves any choice. Ids of no expert (negative, or
-too large) have no row: that is how padded tokens, and experts that others hold, are left out.
+too large) have no row: that is how padded tokens are left out, and experts that other ranks hold, whose numbers are
+below the first of this rank or behind its last.
 
 It refuses to know what is multiplied. Legend: T tokens, K choices of each, E experts, R rows of a block.
 """
@@ -47,21 +48,23 @@ def moe_align(
     num_experts: int,
     block_len: int = 16,
     *,
+    first_expert: int = 0,
     implementation: Implementation = Implementation.AUTO,
 ) -> Alignment:
     """Sort choices by expert: one launch, no host sync, the same blocks for the same choices.
 
     Args:
         expert_TK: int32 or int64 [T, K].
-        num_experts: of the layer.
+        num_experts: of the layer, or those of them that this rank holds.
         block_len: a power of two.
+        first_expert: the first one's number; blocks count from it.
         implementation: Triton's or torch's.
 
     Raises:
-        KernelArgumentInvalid: `expert_TK`, `num_experts` or `block_len` is not that.
+        KernelArgumentInvalid: `expert_TK`, `num_experts`, `block_len` or `first_expert` is not that.
     """
-    _check(expert_TK, num_experts, block_len)
-    return _align(expert_TK, num_experts, block_len, None, implementation)
+    _check(expert_TK, num_experts, block_len, first_expert)
+    return _align(expert_TK, num_experts, block_len, first_expert, None, implementation)
 
 
 def moe_align_quantize(
@@ -70,6 +73,7 @@ def moe_align_quantize(
     num_experts: int,
     block_len: int = 16,
     *,
+    first_expert: int = 0,
     implementation: Implementation = Implementation.AUTO,
 ) -> tuple[Alignment, torch.Tensor, torch.Tensor]:
     """The same and, in the same launch, x as float8_e4m3fn [T, D] with its scales, float32 [T, D / 128].
@@ -77,23 +81,26 @@ def moe_align_quantize(
     Raises:
         KernelArgumentInvalid: as above, or `x_TD` has other tokens or a D that is no multiple of 128.
     """
-    _check(expert_TK, num_experts, block_len)
+    _check(expert_TK, num_experts, block_len, first_expert)
     require_tensor("x_TD", x_TD, (expert_TK.shape[0], None), (torch.bfloat16, torch.float16, torch.float32))
     require_rows("x_TD", x_TD)
     require(x_TD.shape[1] % GROUP == 0, "x_TD", f"has {x_TD.shape[1]} columns, no multiple of {GROUP}")
     require(x_TD.device == expert_TK.device, "x_TD", f"is on {x_TD.device}, not {expert_TK.device}")
     if not uses_triton(x_TD.device, implementation):
         values_TD, scale_TG = quantize_reference(x_TD)
-        return _align(expert_TK, num_experts, block_len, None, implementation), values_TD, scale_TG
+        alignment = _align(expert_TK, num_experts, block_len, first_expert, None, implementation)
+        return alignment, values_TD, scale_TG
     values_TD = torch.empty(x_TD.shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
     scale_TG = torch.empty(len(x_TD), x_TD.shape[1] // GROUP, dtype=torch.float32, device=x_TD.device)
-    alignment = _align(expert_TK, num_experts, block_len, (x_TD, values_TD, scale_TG), implementation)
+    quantized = (x_TD, values_TD, scale_TG)
+    alignment = _align(expert_TK, num_experts, block_len, first_expert, quantized, implementation)
     return alignment, values_TD, scale_TG
 
 
-def _check(expert_TK: torch.Tensor, num_experts: int, block_len: int) -> None:
+def _check(expert_TK: torch.Tensor, num_experts: int, block_len: int, first_expert: int) -> None:
     require_tensor("expert_TK", expert_TK, (None, None), (torch.int32, torch.int64))
     require(0 < num_experts <= 4096, "num_experts", f"is {num_experts}, not 1 to 4096")
+    require(0 <= first_expert <= 4096, "first_expert", f"is {first_expert}, not 0 to 4096")
     is_power = block_len > 0 and block_len & (block_len - 1) == 0
     require(is_power, "block_len", f"is {block_len}, no power of two")
     require(expert_TK.numel() < 1 << 30, "expert_TK", f"has {expert_TK.numel()} choices, 2^30 and more")
@@ -103,23 +110,25 @@ def _align(
     expert_TK: torch.Tensor,
     num_experts: int,
     block_len: int,
+    first_expert: int,
     quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     implementation: Implementation,
 ) -> Alignment:
     """Of choices that were checked."""
     if not uses_triton(expert_TK.device, implementation):
-        return moe_align_reference(expert_TK, num_experts, block_len)
+        return moe_align_reference(expert_TK, num_experts, block_len, first_expert)
     num_blocks = max_blocks(expert_TK.numel(), num_experts, block_len)
     rows = torch.empty(num_blocks * block_len, dtype=torch.int32, device=expert_TK.device)
     block_expert = torch.empty(num_blocks, dtype=torch.int32, device=expert_TK.device)
     if expert_TK.numel() > 0 or (quantized is not None and len(quantized[0]) > 0):
-        moe_align_triton.launch(expert_TK.contiguous(), rows, block_expert, num_experts, block_len, quantized)
+        ids = expert_TK.contiguous()
+        moe_align_triton.launch(ids, rows, block_expert, num_experts, block_len, first_expert, quantized)
     return Alignment(rows, block_expert, block_len)
 
 
-def moe_align_reference(expert_TK: torch.Tensor, num_experts: int, block_len: int) -> Alignment:
+def moe_align_reference(expert_TK: torch.Tensor, num_experts: int, block_len: int, first_expert: int = 0) -> Alignment:
     """In torch; never waits for the device. Rows of blocks without expert are -1."""
-    flat_N = expert_TK.flatten().long()
+    flat_N = expert_TK.flatten().long() - first_expert
     num_blocks = max_blocks(len(flat_N), num_experts, block_len)
     id_N = torch.where((flat_N >= 0) & (flat_N < num_experts), flat_N, num_experts)
     order_N = torch.argsort(id_N, stable=True)

@@ -27,10 +27,10 @@ _SMALLEST = tl.constexpr(1e-10)
 
 
 @triton.jit
-def _load_ids(ids, start, num_ids, E: tl.constexpr, B: tl.constexpr):
-    """int32, E for what is no expert."""
+def _load_ids(ids, start, num_ids, FIRST: tl.constexpr, E: tl.constexpr, B: tl.constexpr):
+    """int32, counted from FIRST; E for what is no expert of these E."""
     place_B = start + tl.arange(0, B)
-    id_B = tl.load(ids + place_B, mask=place_B < num_ids, other=-1)
+    id_B = tl.load(ids + place_B, mask=place_B < num_ids, other=-1) - FIRST
     return tl.where((id_B >= 0) & (id_B < E), id_B, E).to(tl.int32)
 
 
@@ -57,6 +57,7 @@ def _align_kernel(
     x_stride: tl.int64,
     values,
     scales,
+    FIRST: tl.constexpr,
     E: tl.constexpr,
     F: tl.constexpr,
     OWN: tl.constexpr,
@@ -78,11 +79,11 @@ def _align_kernel(
             _quantize_token(x, x_stride, values, scales, tl.program_id(0) - NUM_COUNTING, D, G)
             return
     bin_F = tl.arange(0, F)
-    id_B = _load_ids(ids, 0, num_ids, E, B)
+    id_B = _load_ids(ids, 0, num_ids, FIRST, E, B)
     count_F = tl.histogram(id_B, F, mask=id_B < E)
     if MANY:
         for start in range(B, num_ids, B):
-            more_B = _load_ids(ids, start, num_ids, E, B)
+            more_B = _load_ids(ids, start, num_ids, FIRST, E, B)
             count_F += tl.histogram(more_B, F, mask=more_B < E)
     blocks_F = (count_F + R - 1) // R
     pad_R = tl.arange(0, R)
@@ -95,7 +96,7 @@ def _align_kernel(
         if MANY:
             before = block * R + tl.sum((id_B == expert).to(tl.int32))
             for start in range(B, num_ids, B):
-                more_B = _load_ids(ids, start, num_ids, E, B)
+                more_B = _load_ids(ids, start, num_ids, FIRST, E, B)
                 _scatter_tile(more_B, start, expert, rows, before, E, B)
                 before += tl.sum((more_B == expert).to(tl.int32))
         tl.store(rows + block * R + count + pad_R, -1, mask=count + pad_R < num_own * R)
@@ -120,6 +121,7 @@ def launch(
     block_expert: torch.Tensor,
     num_experts: int,
     block_len: int,
+    first_expert: int,
     quantized: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """One launch; `quantized` is (x, its float8 values, their scales), where that is wanted."""
@@ -132,17 +134,23 @@ def launch(
         expert_TK, num_ids, rows, block_expert, block_expert.numel(), x, x.stride(0), values, scales,
     )  # fmt: skip
     size = tile if num_ids <= tile else tile + 1  # all that is read of how many there are
-    kept = _constants(num_experts, block_len, size, hidden, quantized is not None, expert_TK.device)
+    kept = _constants(num_experts, block_len, size, hidden, quantized is not None, first_expert, expert_TK.device)
     with torch.cuda.device_of(expert_TK):
         _launch_align((num_programs,), arguments, kept)
 
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool, device: torch.device
+    num_experts: int,
+    block_len: int,
+    num_ids: int,
+    hidden: int,
+    quantizes: bool,
+    first_expert: int,
+    device: torch.device,
 ) -> Constants:
     warps = warps_of(tile_of(num_ids))
-    by_name = constants(num_experts, block_len, num_ids, hidden, quantizes) | {"num_warps": warps}
+    by_name = constants(num_experts, block_len, num_ids, hidden, quantizes, first_expert) | {"num_warps": warps}
     return Constants(by_name | dependent_launch(device))
 
 
@@ -164,10 +172,13 @@ def warps_of(tile: int) -> int:
     return 4 if tile <= 256 else 8
 
 
-def constants(num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool) -> dict[str, object]:
+def constants(
+    num_experts: int, block_len: int, num_ids: int, hidden: int, quantizes: bool, first_expert: int = 0
+) -> dict[str, object]:
     """The constants of a launch."""
     tile = tile_of(num_ids)
     return {
+        "FIRST": first_expert,
         "E": num_experts,
         "F": triton.next_power_of_2(num_experts),
         "OWN": own_of(num_experts),

@@ -13,8 +13,9 @@ the sum over choices is that of `kernels.moe.moe.experts`.
 Weights in float8_e4m3fn have a scale for each 128 x 128 of them, activations one for each 128 columns of a row
 (DeepSeek-V3, section 3.3.2); products are added to float32 every 128.
 
-It refuses to know who else holds a part of the experts: with slices of the intermediate size ask for float32 and add
-the ranks' results. Legend: T tokens, K choices of each, E experts, D hidden size, I intermediate size, J = 2 I.
+It refuses to know who else holds experts, or a part of them: ask for float32 and add the ranks' results. Rows of
+experts that other ranks hold have no block, so that nothing is read or computed for them. Legend: T tokens, K choices
+of each, E experts (of this rank), D hidden size, I intermediate size, J = 2 I.
 """
 
 import functools
@@ -30,7 +31,8 @@ from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.moe import gemm_triton as moe_gemm_triton
 from baton.kernels.moe.align import GROUP, moe_align, moe_align_quantize, quantize_reference
-from baton.kernels.moe.moe import ExpertWeights
+from baton.kernels.moe.held_experts import HeldExperts
+from baton.kernels.moe.moe import ExpertWeights, held_ids
 
 _FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
 KERNEL = "moe_gemm"  # in the table of tuned configurations
@@ -45,12 +47,14 @@ class Fp8ExpertWeights:
         gate_up_scale: float32 [E, 2 I / 128, D / 128].
         down_EDI: the values.
         down_scale: float32 [E, D / 128, I / 128].
+        held: which experts they are; None: all of the layer, a part of each where ranks share them.
     """
 
     gate_up_EJD: torch.Tensor
     gate_up_scale: torch.Tensor
     down_EDI: torch.Tensor
     down_scale: torch.Tensor
+    held: HeldExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ def experts_grouped(
     Args:
         x_TD: bfloat16 or float16; the reference takes float32 and float64, too.
         weight_TK: float32 (float64 for the reference).
-        expert_TK: int32 or int64; an id that is none of 0 to E - 1 adds nothing.
+        expert_TK: int32 or int64; an id that is none of the E experts', which begin at 0 or at the first that is held,
+            adds nothing.
         weights: of x's dtype, or float8. Contiguous.
         out_dtype: of the result, x's unless said; float32 where ranks' results are to be added.
         invariant: whether tiles may not depend on how many tokens there are.
@@ -105,7 +110,8 @@ def experts_grouped(
     scales = (weights.gate_up_scale, weights.down_scale) if isinstance(weights, Fp8ExpertWeights) else (None, None)
     key = (
         signature(x_TD), signature(weight_TK), signature(expert_TK), signature(weights.gate_up_EJD),
-        signature(weights.down_EDI), signature(scales[0]), signature(scales[1]), out_dtype, implementation,
+        signature(weights.down_EDI), signature(scales[0]), signature(scales[1]), weights.held, out_dtype,
+        implementation,
     )  # fmt: skip
     uses = _FORMS.find(key)
     if uses is None:
@@ -122,25 +128,33 @@ def experts_grouped(
     is_fp8 = isinstance(weights, Fp8ExpertWeights)
     num_experts, hidden, inner_size = weights.down_EDI.shape
     if tiles is None:
-        rows = None if invariant else expert_TK.numel()
+        rows = None if invariant else _own_rows(expert_TK.numel(), weights.held)
         device_index = x_TD.device.index if x_TD.device.type == "cuda" else None
         tiles = choose_tiles(num_experts, inner_size, hidden, is_fp8, rows, expert_TK.shape[1], device_index)
     if is_fp8:  # a program quantizes whole groups, and multiplies with one scale at a time
         fits = tiles.gated_outputs == GROUP and GROUP % tiles.down_outputs == 0
         require(fits, "tiles", f"do not go with groups of {GROUP}: {tiles}")
     values_TD, scale_TG = x_TD, None
+    first = 0 if weights.held is None else weights.held.first
     if is_fp8:
         alignment, values_TD, scale_TG = moe_align_quantize(
-            x_TD, expert_TK, num_experts, tiles.block_len, implementation=implementation
+            x_TD, expert_TK, num_experts, tiles.block_len, first_expert=first, implementation=implementation
         )
     else:
-        alignment = moe_align(expert_TK, num_experts, tiles.block_len, implementation=implementation)
+        alignment = moe_align(
+            expert_TK, num_experts, tiles.block_len, first_expert=first, implementation=implementation
+        )
     product = moe_gemm_triton.Product(
         alignment, weights, tiles, expert_TK.contiguous(), weight_TK.contiguous(), x_TD.dtype
     )
     out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
     moe_gemm_triton.launch(product, values_TD.contiguous(), scale_TG, out_TD)
     return out_TD
+
+
+def _own_rows(num_rows: int, held: HeldExperts | None) -> int:
+    """Of so many, those that this rank's experts get where all experts get as many; one at least."""
+    return num_rows if held is None else -(-num_rows * held.count // held.num_all)
 
 
 def _check(
@@ -163,6 +177,9 @@ def _check(
     num_experts, _, inner_size = weights.down_EDI.shape
     shape = (num_experts, 2 * inner_size, hidden)
     require_tensor("weights.gate_up_EJD", weights.gate_up_EJD, shape, wanted, device)
+    held = weights.held
+    is_theirs = held is None or (held.count == num_experts and 0 <= held.first <= held.num_all - held.count)
+    require(is_theirs, "weights.held", f"is {held}, of {num_experts} experts")
     named = {"gate_up_EJD": weights.gate_up_EJD, "down_EDI": weights.down_EDI}
     if isinstance(weights, Fp8ExpertWeights):
         require(hidden % GROUP == 0, "x_TD", f"has {hidden} columns, no multiple of {GROUP}")
@@ -231,6 +248,7 @@ def experts_grouped_reference(
     wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     num_experts = weights.down_EDI.shape[0]
     is_cpu = x_TD.device.type == "cpu"
+    expert_TK = held_ids(expert_TK, weights.held)
     hit = [its for its in expert_TK.unique().tolist() if 0 <= its < num_experts] if is_cpu else range(num_experts)
     part_TKD = torch.zeros(*expert_TK.shape, x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
     input_TD = _rounded(x_TD, weights).to(wide)

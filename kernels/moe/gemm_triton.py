@@ -24,6 +24,7 @@ import triton.language as tl
 
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe.align import GROUP, Alignment
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.variant import Variant
 
 _GROUP = tl.constexpr(GROUP)
@@ -165,17 +166,32 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(part, expert, out, NUM_EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, D: tl.constexpr, B: tl.constexpr):
-    """out[token] = its chosen experts' parts, added in the order they were chosen; ids of no expert add nothing."""
+def _sum_kernel(
+    part,
+    expert,
+    out,
+    FIRST: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """out[token] = its chosen experts' parts, added in the order they were chosen; ids of no expert add nothing.
+
+    SOME: many ids are none of these experts, and their parts are not read.
+    """
     token = tl.program_id(0).to(tl.int64)
     column_B = tl.program_id(1) * B + tl.arange(0, B)
     mask_B = column_B < D
     sum_B = tl.zeros([B], dtype=tl.float32)
     for choice in tl.static_range(CHOSEN):
-        its = tl.load(expert + token * CHOSEN + choice)
-        part_B = tl.load(part + (token * CHOSEN + choice) * D + column_B, mask=mask_B, other=0.0).to(tl.float32)
-        # Loaded whether or not it is used, so that no load waits for another.
-        sum_B += tl.where((its >= 0) & (its < NUM_EXPERTS), part_B, 0.0)
+        its = tl.load(expert + token * CHOSEN + choice) - FIRST
+        is_own = (its >= 0) & (its < NUM_EXPERTS)
+        # Else loaded whether or not it is used, so that no load waits for another.
+        is_read_B = mask_B & is_own if SOME else mask_B
+        part_B = tl.load(part + (token * CHOSEN + choice) * D + column_B, mask=is_read_B, other=0.0).to(tl.float32)
+        sum_B += tl.where(is_own, part_B, 0.0)
     tl.store(out + token * D + column_B, sum_B.to(out.dtype.element_ty), mask=mask_B)
 
 
@@ -185,7 +201,7 @@ class Product:
 
     Attributes:
         alignment: rows by expert.
-        weights: all experts', of one of the two kinds of `kernels.moe.gemm`.
+        weights: of the experts, of one of the two kinds of `kernels.moe.gemm`.
         tiles: how the products are cut, `kernels.moe.gemm.Tiles`.
         expert_TK: the choice, contiguous.
         weight_TK: of the choice, float32, contiguous.
@@ -213,7 +229,7 @@ def launch(product: Product, x_TD: torch.Tensor, x_scale: torch.Tensor | None, o
         inner_scale = torch.empty(num_rows, inner_size // GROUP, dtype=torch.float32, device=device)
         gate_up_scale, down_scale = weights.gate_up_scale, weights.down_scale
     rows, block_expert = product.alignment.rows, product.alignment.block_expert
-    gated, down, total = _constants(inner_size, hidden, num_experts, num_chosen, tiles, is_fp8)
+    gated, down, total = _constants(inner_size, hidden, num_experts, num_chosen, tiles, is_fp8, weights.held)
     num_blocks = len(block_expert)
     to_inner = (
         x_TD, x_scale if is_fp8 else weight_TK, weights.gate_up_EJD, gate_up_scale, rows, block_expert, inner,
@@ -228,12 +244,18 @@ def launch(product: Product, x_TD: torch.Tensor, x_scale: torch.Tensor | None, o
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    inner_size: int, hidden: int, num_experts: int, num_chosen: int, tiles: Any, is_fp8: bool
+    inner_size: int,
+    hidden: int,
+    num_experts: int,
+    num_chosen: int,
+    tiles: Any,
+    is_fp8: bool,
+    held: HeldExperts | None,
 ) -> tuple[Constants, Constants, Constants]:
     """Of the three launches."""
     gated = gated_constants(inner_size, hidden, num_chosen, tiles, is_fp8) | {"num_warps": tiles.gated_warps}
     down = down_constants(inner_size, hidden, tiles, is_fp8) | {"num_warps": tiles.down_warps}
-    total = {"NUM_EXPERTS": num_experts, "CHOSEN": num_chosen, "D": hidden, "B": SUM_COLUMNS, "num_warps": 2}
+    total = sum_constants(num_experts, num_chosen, hidden, held) | {"num_warps": 2}
     return Constants(gated), Constants(down), Constants(total)
 
 
@@ -269,8 +291,20 @@ def down_constants(inner_size: int, hidden: int, tiles: Any, is_fp8: bool) -> di
     }
 
 
+def sum_constants(num_experts: int, num_chosen: int, hidden: int, held: HeldExperts | None) -> dict[str, Any]:
+    """The constants of the sum over a token's choices."""
+    return {
+        "FIRST": 0 if held is None else held.first,
+        "NUM_EXPERTS": num_experts,
+        "CHOSEN": num_chosen,
+        "D": hidden,
+        "B": SUM_COLUMNS,
+        "SOME": held is not None,
+    }
+
+
 def variants() -> list[Variant]:
-    """Both products, in float8 and bfloat16, at the tiles for few rows and for many, and the sum."""
+    """Both products, in float8 and bfloat16, at the tiles for few rows and for many, and the sums."""
     # Here, since that module imports this one.
     from baton.kernels.moe.gemm import choose_tiles
 
@@ -316,15 +350,16 @@ def variants() -> list[Variant]:
                     **common,
                 )
             )
-    found.append(
-        Variant(
-            name="moe_gemm sum",
-            kernel=_sum_kernel,
-            types={"part": "*bf16", "expert": "*i64", "out": "*bf16"},
-            constants={"NUM_EXPERTS": 128, "CHOSEN": 8, "D": 2048, "B": SUM_COLUMNS},
-            aligned=("part", "expert", "out"),
-            num_warps=2,
-            max_registers=128,
+    for name, held in (("sum", None), ("sum of some experts", HeldExperts(64, 64, 128))):
+        found.append(
+            Variant(
+                name=f"moe_gemm {name}",
+                kernel=_sum_kernel,
+                types={"part": "*bf16", "expert": "*i64", "out": "*bf16"},
+                constants=sum_constants(128 if held is None else held.count, 8, 2048, held),
+                aligned=("part", "expert", "out"),
+                num_warps=2,
+                max_registers=128,
+            )
         )
-    )
     return found

@@ -4,11 +4,12 @@ Source: Shazeer et al. 2017; transformers `Qwen3MoeSparseMoeBlock`. The router's
 float64). Among equal probabilities the lower expert wins. A token's experts are summed in descending order of
 probability, in the wide dtype, whatever rows are computed beside it.
 
-Ranks that share the experts hold a part of every expert's intermediate dimension each; what is added over ranks is the
-mixture, once a layer (`kernels.gemm.inner_sum`).
+Ranks that share the experts hold a part of every expert's intermediate dimension each, or different experts, whole.
+What is added over ranks is the mixture, once a layer (`kernels.gemm.inner_sum`); in invariant numerics, where they hold
+different experts, what each choice made of a token, so that choices are added in one order on any number of ranks.
 
-Legend: T tokens, E experts, K experts of a token, D hidden size, I intermediate size of an expert (of this rank),
-C slices of it, i of them one slice.
+Legend: T tokens, E experts (of this rank), K experts of a token, D hidden size, I intermediate size of an expert (of
+this rank), C slices of it, i of them one slice.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from torch.nn import functional
 
 from baton.kernels import tiles
 from baton.kernels.gemm.inner_sum import InnerSum, tree_sum
+from baton.kernels.gemm.slices import num_slices as slices_of
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.pointwise.silu_mul import silu_mul, silu_mul_invariant
 from baton.kernels.tiles import pad_rows, product_rows, product_slices, row_tile, wide_dtype
 
@@ -33,10 +36,17 @@ _MAX_DENSE_WORK = 512
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Stacked experts: gate above up [E, 2 I, D], and down [E, D, I]."""
+    """Stacked experts: gate above up [E, 2 I, D], and down [E, D, I].
+
+    Attributes:
+        gate_up_EJD: as said.
+        down_EDI: as said.
+        held: which experts they are; None: all of the layer, a part of each where ranks share them.
+    """
 
     gate_up_EJD: torch.Tensor
     down_EDI: torch.Tensor
+    held: HeldExperts | None = None
 
 
 def route(logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,16 +90,31 @@ def _combine(output_CTKD: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor
     return tree_sum(mixed_CTD.unbind())
 
 
+def held_ids(expert_TK: torch.Tensor, held: HeldExperts | None) -> torch.Tensor:
+    """The choice as places [T, K] among this rank's experts; E where another rank holds the expert."""
+    if held is None:
+        return expert_TK
+    id_TK = expert_TK - held.first
+    return torch.where((id_TK >= 0) & (id_TK < held.count), id_TK, held.count)
+
+
 def _run_sorted(
-    x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, up: Linear, gate: GateUp, down: Slices
+    x_TD: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weights: ExpertWeights,
+    up: Linear,
+    gate: GateUp,
+    down: Slices,
+    num_slices: int = 1,
 ) -> torch.Tensor:
-    """Each expert on its own rows -> [C, T, K, D], C as `down` makes it.
+    """Each expert on its own rows -> [C, T, K, D], C slices as `down` makes them; 0 for experts of other ranks.
 
     Counts go to the host: on CUDA this waits for the device.
     """
     num_experts, num_chosen = weights.down_EDI.shape[0], expert_TK.shape[1]
-    order_R = torch.argsort(expert_TK.flatten(), stable=True)
-    counts = torch.bincount(expert_TK.flatten(), minlength=num_experts).tolist()
+    counts = torch.bincount(expert_TK.flatten(), minlength=num_experts).tolist()[:num_experts]
+    num_own = sum(counts)
+    order_R = torch.argsort(expert_TK.flatten(), stable=True)[:num_own]  # experts of other ranks come last
     input_RD = x_TD[order_R // num_chosen]
     output_CRD: torch.Tensor | None = None
     row = 0
@@ -99,19 +124,27 @@ def _run_sorted(
         inner_RI = gate(up(input_RD[row : row + count], weights.gate_up_EJD[expert]))
         part_CRD = down(inner_RI, weights.down_EDI[expert])
         if output_CRD is None:
-            output_CRD = part_CRD.new_empty(len(part_CRD), *input_RD.shape)
+            shape = (len(part_CRD), expert_TK.numel(), x_TD.shape[1])
+            output_CRD = part_CRD.new_empty(shape) if num_own == expert_TK.numel() else part_CRD.new_zeros(shape)
         output_CRD[:, order_R[row : row + count]] = part_CRD
         row += count
-    if output_CRD is None:  # no token at all
-        output_CRD = input_RD[None]
-    return output_CRD.view(len(output_CRD), *expert_TK.shape, -1)
+    if output_CRD is None:  # no row at all
+        output_CRD = x_TD.new_zeros(num_slices, expert_TK.numel(), x_TD.shape[1])
+    return output_CRD.view(len(output_CRD), *expert_TK.shape, x_TD.shape[1])
 
 
 def _run_dense(x_TD: torch.Tensor, expert_TK: torch.Tensor, weights: ExpertWeights, gate: GateUp) -> torch.Tensor:
     """Every expert on every row, then the chosen ones -> [1, T, K, D]; never waits for the device."""
     all_ETI = gate(torch.matmul(x_TD, weights.gate_up_EJD.transpose(1, 2)))
-    token_T1 = torch.arange(x_TD.shape[0], device=x_TD.device)[:, None]
-    return torch.bmm(all_ETI, weights.down_EDI.transpose(1, 2))[expert_TK, token_T1][None]
+    return _chosen(torch.bmm(all_ETI, weights.down_EDI.transpose(1, 2)), expert_TK)[None]
+
+
+def _chosen(all_ETD: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:
+    """[T, K, D]; 0 for experts of other ranks."""
+    num_experts, num_tokens, _ = all_ETD.shape
+    token_T1 = torch.arange(num_tokens, device=all_ETD.device)[:, None]
+    chosen_TKD = all_ETD[expert_TK.clamp(max=num_experts - 1), token_T1]
+    return torch.where((expert_TK < num_experts)[..., None], chosen_TKD, 0.0)
 
 
 def _run_dense_sliced(
@@ -125,11 +158,10 @@ def _run_dense_sliced(
     x_ETD = x_TD.expand(num_experts, -1, -1).contiguous()
     ups_EiD = [part_EiD.contiguous() for part_EiD in weights.gate_up_EJD.chunk(2 * num_slices, dim=1)]
     all_ETI = gate(torch.cat([torch.bmm(x_ETD, up_EiD.transpose(1, 2)) for up_EiD in ups_EiD], dim=-1))
-    token_T1 = torch.arange(x_TD.shape[0], device=x_TD.device)[:, None]
     chosen_TKD = []
     for part_ETi, down_EDi in zip(all_ETI.chunk(num_slices, -1), weights.down_EDI.chunk(num_slices, -1), strict=True):
         all_ETD = torch.bmm(part_ETi.contiguous(), down_EDi.contiguous().transpose(1, 2))
-        chosen_TKD.append(all_ETD[expert_TK, token_T1])
+        chosen_TKD.append(_chosen(all_ETD, expert_TK))
     return torch.stack(chosen_TKD)
 
 
@@ -146,6 +178,7 @@ def experts(
     inner: InnerSum,
 ) -> torch.Tensor:
     """The mixture, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
+    expert_TK = held_ids(expert_TK, weights.held)
     may_sort = x_TD.device.type == "cpu" or may_wait
     if may_sort and x_TD.shape[0] * weights.down_EDI.shape[0] > _MAX_DENSE_WORK:
         output_1TKD = _run_sorted(x_TD, expert_TK, weights, functional.linear, silu_mul, _whole)
@@ -164,11 +197,12 @@ def experts_invariant(
 ) -> torch.Tensor:
     """The same, a row independent of the others: padded rows on a CPU, tiles of fixed shape on CUDA (no waiting)."""
     del may_wait
-    num_slices = inner.num_slices(weights.down_EDI.shape[2])
+    expert_TK, inner_size = held_ids(expert_TK, weights.held), weights.down_EDI.shape[2]
+    num_slices = inner.num_slices(inner_size) if weights.held is None else slices_of(inner_size)
     if tiles.has_cpu_rules(x_TD.device):
         down = partial(product_slices, num_slices=num_slices)
-        output_CTKD = _run_sorted(x_TD, expert_TK, weights, product_rows, silu_mul_invariant, down)
-        return inner.add_ranks(_combine(output_CTKD, weight_TK)).to(x_TD.dtype)
+        output_CTKD = _run_sorted(x_TD, expert_TK, weights, product_rows, silu_mul_invariant, down, num_slices)
+        return _add_invariant(output_CTKD, weight_TK, weights.held, inner).to(x_TD.dtype)
     tile = row_tile(x_TD.device)
     padded_TD, padded_TK = pad_rows(x_TD, tile), pad_rows(expert_TK, tile)
     outputs = [
@@ -176,4 +210,14 @@ def experts_invariant(
         for rows_TD, rows_TK in zip(padded_TD.split(tile), padded_TK.split(tile), strict=True)
     ]
     output_CTKD = torch.cat(outputs, dim=1)[:, : x_TD.shape[0]]
-    return inner.add_ranks(_combine(output_CTKD, weight_TK)).to(x_TD.dtype)
+    return _add_invariant(output_CTKD, weight_TK, weights.held, inner).to(x_TD.dtype)
+
+
+def _add_invariant(
+    output_CTKD: torch.Tensor, weight_TK: torch.Tensor, held: HeldExperts | None, inner: InnerSum
+) -> torch.Tensor:
+    """The mixture of all ranks, [T, D] in the wide dtype, added in one order however experts lie over them."""
+    if held is None:
+        return inner.add_ranks(_combine(output_CTKD, weight_TK))
+    # One rank has a choice's result and the others 0, which moves no bit.
+    return _combine(inner.add_ranks(output_CTKD.to(weight_TK.dtype)), weight_TK)

@@ -110,8 +110,10 @@ def _kind_of(name: str, scale: StoredTensor, shapes: Mapping[ScaleKind, tuple[Sh
     raise ModelTensorMisshapen(message, tensor=name, shape=list(scale.shape))
 
 
-def require_whole_blocks(name: str, scale: StoredScale, shape: Shape, cut: Cut | None, size: int) -> None:
-    """Check that one of `size` ranks has whole blocks of scales of a product's weight.
+def require_whole_blocks(
+    name: str, scale: StoredScale, shape: Shape, cut: Cut | None, size: int, hint: str = ""
+) -> None:
+    """Check that one of `size` ranks has whole blocks of scales of a product's weight; a `hint` ends the error.
 
     Raises:
         ModelUnsupported: its part begins or ends inside of a block.
@@ -123,6 +125,7 @@ def require_whole_blocks(name: str, scale: StoredScale, shape: Shape, cut: Cut |
         message = (
             f"tensor parallel size {size} is not possible: a rank's {cut.count} of {shape[cut.dim]} "
             f"{'rows' if cut.dim == 0 else 'columns'} of {name} are no whole blocks of {BLOCK_LEN}, which share a scale"
+            f"{hint}"
         )
         raise ModelUnsupported(message, option="tp", value=size)
 

@@ -99,6 +99,19 @@ REFUSED = [
     ("no tokenizer", {"without": ["tokenizer.json"]}, {}, "tokenizer.json does not exist"),
     ("tp", {}, {"tensor_parallel_size": 8}, "num_attention_heads = 4 is no multiple"),
     ("tp of one role", {"num_attention_heads": 6}, {"tp_decode": 4}, "num_attention_heads = 6 is no multiple"),
+    ("experts of a dense model", {}, {"enable_expert_parallel": True}, "--enable-expert-parallel: the model is dense"),
+    (
+        "experts over ranks",
+        other("Qwen3MoeForCausalLM", **MOE | {"num_experts": 6}),
+        {"enable_expert_parallel": True, "tp_decode": 4},
+        "--enable-expert-parallel: 6 experts cannot be dealt evenly over 4 ranks",
+    ),
+    (
+        "parts of experts",
+        other("Qwen3MoeForCausalLM", **MOE | {"moe_intermediate_size": 18}),
+        {"tp_prefill": 4},
+        "moe_intermediate_size = 18 is no multiple of it; --enable-expert-parallel keeps every expert whole",
+    ),
     ("mtp asked for", {}, {"num_speculative_tokens": 2}, "has no MTP head to draft with"),
     ("mtp required", {}, {"speculative_method": "mtp"}, "has no MTP head to draft with"),
     ("two mtp layers", {"mtp_num_hidden_layers": 2}, {"num_speculative_tokens": 1}, "has 2 MTP layers"),
@@ -247,6 +260,21 @@ def test_float8_checkpoints_that_cannot_be_served_so_are_refused(tmp_path):
     (error,) = judged(path, batch_invariant=True).errors
     assert "--batch-invariant" in error.message
     assert not judged(path).errors
+
+
+def test_whole_experts_are_served_where_parts_of_them_are_not(tmp_path):
+    moe = other("Qwen3MoeForCausalLM", **MOE | {"moe_intermediate_size": 384})
+    path = write_float8(tmp_path / "m", BLOCKS, **WIDE | moe)
+    for role in ("tp_prefill", "tp_decode"):
+        (error,) = judged(path, **{role: 2}).errors
+        assert "down_proj.weight are no whole blocks" in error.message or "gate_proj.weight are no" in error.message
+        assert error.message.endswith("; --enable-expert-parallel keeps every expert whole at one rank")
+    found = judged(path, tensor_parallel_size=2, enable_expert_parallel=True, dtype="bfloat16")
+    assert not found.errors
+    assert not any("float8" in note for note in found.notes)
+    alone = judged(path, enable_expert_parallel=True, dtype="bfloat16")  # one rank has all experts
+    assert not alone.errors
+    assert alone.facts["num_parameters"] == found.facts["num_parameters"]
 
 
 def test_weights_that_cannot_be_made_float8_are_refused_as_the_loader_would(tmp_path):

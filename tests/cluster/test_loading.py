@@ -11,9 +11,11 @@ from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
 from baton.engine.grammar.grammar import GrammarCompiler
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.kvcache.layout import CHECKPOINT_SHARE, NO_PREFIX_CACHE
 from baton.router.served_model import ServedModel
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.test_parallel import Rank
 from baton.worker.loading import load_worker
 
 pytestmark = pytest.mark.fast
@@ -40,6 +42,19 @@ def test_a_shape_alone_is_served_with_random_weights_and_refused_without(tmp_pat
     served = ServedModel.from_directory("shape", tmp_path, weights="random")
     assert served.tokenizer.encode("hi") == loaded[0].tokenizer.encode("hi") == [104, 105]
     assert served.vocab_size == loaded[0].model.config.vocab_size
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
+    values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
+    config = ServeConfig.from_mapping(values | {"enable_expert_parallel": asked})
+    worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", tp_size=2)
+    model = load_worker(worker, communicator=Rank(1, 2)).model
+    sparse = [layer.mlp.experts for layer in model._decoder.layers if hasattr(layer.mlp, "experts")]
+    assert sparse
+    num_all = model.config.num_experts
+    held = HeldExperts(num_all // 2, num_all // 2, num_all) if asked else None
+    assert {experts.held for experts in sparse} == {held}
 
 
 def test_what_grammars_need_is_built_before_a_worker_is_ready(monkeypatch):

@@ -117,6 +117,32 @@ def test_ranks_on_either_side_change_no_token(name, tp_prefill, tp_decode, proce
         check(topology, rank_prompts, wanted_of(name))
 
 
+PLACED = [
+    (name, *pair, *held)
+    for name, sizes in RANKS.items()
+    for pair in itertools.product(sizes, sizes)
+    for held in itertools.product((True, False), (True, False))
+    if any(size > 1 and is_held for size, is_held in zip(pair, held, strict=True))
+]
+PLACED_DEFAULT = {
+    ("tiny-mla", 2, 2, True, False),
+    ("tiny-mla", 2, 2, True, True),
+    ("tiny-hybrid", 2, 2, False, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_prefill", "tp_decode", "prefill_held", "decode_held"), marked(PLACED, PLACED_DEFAULT)
+)
+def test_experts_over_ranks_on_either_side_change_no_token(
+    name, tp_prefill, tp_decode, prefill_held, decode_held, processes, rank_prompts, wanted_of
+):
+    """Ranks of the one worker hold whole experts, those of the other a part of each, or all ranks whole ones."""
+    held = (prefill_held, decode_held)
+    with TPGroupTopology(processes, path_of(name), tp_prefill, tp_decode, expert_parallel=held) as topology:
+        check(topology, rank_prompts, wanted_of(name))
+
+
 SCHEDULED = list(itertools.product(RANKS, SAMPLED, (0, 1, 3), PREEMPTIONS, (1, 2)))
 SCHEDULED_DEFAULT = {("tiny-hybrid", "coupled", 3, "stays", 1), ("tiny-mla", "greedy", 1, "to host memory", 2)}
 

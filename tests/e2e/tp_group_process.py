@@ -63,6 +63,7 @@ class Job:
     overcommit: bool = False
     preempt_at: tuple[int, ...] = ()
     max_num_seqs: int = 16
+    expert_parallel: bool = False
 
 
 class PipeSink:
@@ -127,6 +128,7 @@ class Rank:
             numerics=job.numerics,
             with_mtp=True,
             communicator=self.group,
+            expert_parallel=job.expert_parallel,
         )
         self.layout = self.model.kv_layout(job.block_size)
         self.limits = request_limits(self.model, max_model_len=1 << 20, num_draft_tokens=NUM_DRAFTS)

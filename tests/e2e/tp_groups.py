@@ -109,7 +109,10 @@ class Outcome:
 
 
 class TPGroupTopology:
-    """One prefill worker of `tp_prefill` ranks and one decode worker of `tp_decode`."""
+    """One prefill worker of `tp_prefill` ranks and one decode worker of `tp_decode`.
+
+    `expert_parallel` says of which of the two the ranks hold whole experts.
+    """
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class TPGroupTopology:
         chunk_len=48,
         max_num_seqs=16,
         num_decode_blocks=None,
+        expert_parallel=(False, False),
         **decode_options,
     ):
         self._processes = processes
@@ -134,9 +138,9 @@ class TPGroupTopology:
         self._taken = processes.take(tp_prefill + tp_decode)
         self.epochs = {}
         self.prefill, self.decode = self._taken[:tp_prefill], self._taken[tp_prefill:]
-        for role, ranks, block_size in (
-            ("prefill", self.prefill, block_sizes[0]),
-            ("decode", self.decode, block_sizes[1]),
+        for role, ranks, block_size, whole_experts in (
+            ("prefill", self.prefill, block_sizes[0], expert_parallel[0]),
+            ("decode", self.decode, block_sizes[1], expert_parallel[1]),
         ):
             job = {
                 "role": role,
@@ -146,6 +150,7 @@ class TPGroupTopology:
                 "block_size": block_size,
                 "chunk_len": chunk_len,
                 "max_num_seqs": max_num_seqs,
+                "expert_parallel": whole_experts,
                 **shared,
                 **(decode_options if role == "decode" else {}),
             }

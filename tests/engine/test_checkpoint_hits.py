@@ -97,7 +97,7 @@ def test_the_third_prompt_of_a_group_finds_what_the_group_shares(order, block_si
     ("num_checkpoints", "hits"), [(24, 48), (16, 48), (15, 48), (12, 48), (8, 36), (6, 24), (4, 18)]
 )
 def test_what_a_group_shares_stays_while_ends_of_prompts_come_and_go(num_checkpoints, hits):
-    """Groups for which there is no room take none from the others: six of eight find what they share, four, or three."""
+    """Groups for which there is no room take none from the others: six of eight find theirs, four, three."""
     worker = Worker(num_checkpoints=num_checkpoints)
     made = [worker.found(prompt) for prompt in ORDERS["in turn"](groups(8, 8, 1500, 700))]
     assert sum(cached > 0 for cached in made) == hits

@@ -8,7 +8,9 @@ from baton.kernels.moe.align import moe_align
 from baton.kernels.moe.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
 from baton.kernels.moe.gemm import Fp8ExpertWeights, dequantize, experts_grouped
 from baton.kernels.moe.gemm_masked import moe_gemm_masked
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.select_topk import Scoring, select_topk
+from baton.tests.kernels.moe_inputs import some_experts
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -146,6 +148,24 @@ def test_routing_is_its_reference(num_tokens, num_experts):
     wanted = moe_align(expert_TK, num_experts, implementation=REFERENCE)
     assert torch.equal(block_expert, wanted.block_expert)
     assert torch.equal(rows, wanted.rows)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_ranks_that_hold_whole_experts_make_the_mixture_together(num_tokens, kind):
+    weights = weights_of(128, 384, 1024, kind)
+    x_TD = torch.randn(num_tokens, 1024, device=CUDA).bfloat16()
+    weight_TK, expert_TK = torch.randn(num_tokens, 128, device=CUDA).softmax(dim=1).topk(8, dim=1)
+    total_TD = torch.zeros(num_tokens, 1024, device=CUDA)
+    for rank in range(4):
+        held = HeldExperts.of_rank(128, rank, 4)
+        part = some_experts(weights, slice(held.first, held.first + held.count), held)
+        (part_TD,) = without_waiting(
+            lambda part=part: (experts_grouped(x_TD, weight_TK, expert_TK, part, out_dtype=torch.float32),)
+        )
+        total_TD += part_TD
+    wanted_TD = experts_grouped(x_TD, weight_TK, expert_TK, weights, out_dtype=torch.float32)
+    assert relative_error(total_TD, wanted_TD) < 6e-3
 
 
 def test_the_balanced_pattern_is_its_reference():

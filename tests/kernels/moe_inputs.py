@@ -39,6 +39,12 @@ class Draw:
         return ExpertWeights(gate_up_EJD.bfloat16(), down_EDI.bfloat16())
 
 
+def some_experts(weights, numbers, held=None):
+    """The same of some experts, or in another order."""
+    tensors = [name for name in weights.__slots__ if name != "held"]
+    return type(weights)(**{name: getattr(weights, name)[numbers].contiguous() for name in tensors}, held=held)
+
+
 def quantize_blocks(weight):
     """[E, N, K] -> float8 and a scale for each 128 x 128, the last ones shorter in N."""
     num_outputs = weight.shape[1]

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.implementation import Implementation
@@ -12,26 +14,27 @@ from baton.tests.kernels.moe_inputs import Draw, guarded_empty, wide_rows  # noq
 BOTH = [Implementation.REFERENCE, Implementation.TRITON]
 
 
-def expected(expert_TK, num_experts, block_len):
+def expected(expert_TK, num_experts, block_len, first_expert=0):
     """[(expert, rows of a block, -1 where there is none)], in plain Python."""
     blocks = []
     flat = expert_TK.flatten().tolist()
     for expert in range(num_experts):
-        rows = [row for row, its in enumerate(flat) if its == expert]
+        rows = [row for row, its in enumerate(flat) if its == first_expert + expert]
         for start in range(0, len(rows), block_len):
             part = rows[start : start + block_len]
             blocks.append((expert, part + [-1] * (block_len - len(part))))
     return blocks
 
 
-def check(expert_TK, num_experts, block_len, implementation):
-    alignment = moe_align(expert_TK, num_experts, block_len, implementation=implementation)
-    wanted = expected(expert_TK, num_experts, block_len)
+def check(expert_TK, num_experts, block_len, implementation, first_expert=0):
+    alignment = moe_align(expert_TK, num_experts, block_len, first_expert=first_expert, implementation=implementation)
+    wanted = expected(expert_TK, num_experts, block_len, first_expert)
     experts = alignment.block_expert.tolist()
     assert len(experts) == max_blocks(expert_TK.numel(), num_experts, block_len)
     assert experts == [expert for expert, _ in wanted] + [-1] * (len(experts) - len(wanted))
     rows = alignment.rows.view(-1, block_len)[: len(wanted)].tolist()
     assert rows == [part for _, part in wanted]
+    return [row for part in rows for row in part if row >= 0]
 
 
 @pytest.mark.long
@@ -60,6 +63,33 @@ def test_all_to_one_expert_and_ids_of_none(implementation, guarded_empty):  # no
 
 
 @pytest.mark.parametrize("implementation", BOTH)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_each_row_is_in_the_blocks_of_the_one_rank_that_holds_its_expert(implementation, data):
+    size, count = data.draw(st.sampled_from([1, 2, 3, 4])), data.draw(st.integers(1, 5))
+    num_tokens, num_chosen = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 4))
+    ids = st.integers(-2, size * count + 1)  # some are no expert's
+    flat = data.draw(st.lists(ids, min_size=num_tokens * num_chosen, max_size=num_tokens * num_chosen))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    expert_TK = torch.tensor(flat, dtype=dtype).view(num_tokens, num_chosen)
+    block_len = data.draw(st.sampled_from([16, 32]))
+    found = [check(expert_TK, count, block_len, implementation, count * rank) for rank in range(size)]
+    assert sorted(row for rows in found for row in rows) == [
+        row for row, its in enumerate(flat) if 0 <= its < size * count
+    ]
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_long_batches_whose_experts_are_elsewhere(implementation, guarded_empty):  # noqa: F811
+    """Several tiles of ids, of which this rank has a few, all or none."""
+    ids = Draw(3).integers(0, 12, 700, 2)
+    for first in (0, 4, 8):
+        check(ids, 4, 16, implementation, first)
+    assert check(ids, 4, 16, implementation, 12) == []
+    assert len(check(ids, 12, 16, implementation)) == ids.numel()
+
+
+@pytest.mark.parametrize("implementation", BOTH)
 def test_quantized_beside(implementation, guarded_empty):  # noqa: F811
     draw = Draw(1)
     x_TD = draw.normal(9, 384, dtype=torch.bfloat16)
@@ -68,6 +98,10 @@ def test_quantized_beside(implementation, guarded_empty):  # noqa: F811
     expert_TK = draw.experts(9, 5, 2)
     alignment, values_TD, scale_TG = moe_align_quantize(strided(x_TD), expert_TK, 5, implementation=implementation)
     alone = moe_align(expert_TK, 5, implementation=implementation)
+    some, also_TD, _ = moe_align_quantize(x_TD, expert_TK, 3, first_expert=2, implementation=implementation)
+    wanted = moe_align(expert_TK, 3, first_expert=2, implementation=implementation)
+    assert same_bits(some.block_expert, wanted.block_expert)
+    assert same_bits(also_TD, values_TD)  # also of tokens whose experts are elsewhere
     num_rows = 16 * int(alone.block_expert.ge(0).sum())
     assert same_bits(alignment.block_expert, alone.block_expert)
     assert same_bits(alignment.rows[:num_rows], alone.rows[:num_rows])
@@ -96,6 +130,8 @@ def test_the_bound_of_blocks_is_reached_and_never_passed():
         ("expert_TK", {"expert_TK": torch.zeros(3)}),
         ("expert_TK", {"expert_TK": torch.zeros(3, 2)}),
         ("num_experts", {"num_experts": 0}),
+        ("first_expert", {"first_expert": -1}),
+        ("first_expert", {"first_expert": 4097}),
         ("block_len", {"block_len": 24}),
     ],
 )

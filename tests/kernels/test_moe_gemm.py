@@ -1,5 +1,7 @@
 """The mixture by gathered rows: against its reference, that against loops in float64, and what must not matter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,9 +10,10 @@ from baton.kernels.gemm.inner_sum import ALONE
 from baton.kernels.implementation import Implementation
 from baton.kernels.moe import gemm as moe_gemm
 from baton.kernels.moe.gemm import Fp8ExpertWeights, Tiles, choose_tiles, experts_grouped, tiles_of
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights, experts
 from baton.tests.kernels.harness import assert_deterministic, relative_error, same_bits, strided
-from baton.tests.kernels.moe_inputs import Draw, guarded_empty, wide_blocks, wide_rows  # noqa: F401
+from baton.tests.kernels.moe_inputs import Draw, guarded_empty, some_experts, wide_blocks, wide_rows  # noqa: F401
 
 BOTH = [Implementation.REFERENCE, Implementation.TRITON]
 REFERENCE, TRITON = BOTH
@@ -120,7 +123,7 @@ def test_experts_may_have_any_order_and_tokens_that_go_nowhere_are_zero(kind):
     x_TD, weight_TK, expert_TK = batch(draw, 6, 4, 2, SIZES[kind][1])
     before_TD = experts_grouped(x_TD, weight_TK, expert_TK, weights, implementation=TRITON)
     order_E = torch.tensor([2, 0, 3, 1])
-    moved = type(weights)(**{name: getattr(weights, name)[order_E] for name in weights.__slots__})
+    moved = some_experts(weights, order_E)
     after_TD = experts_grouped(x_TD, weight_TK, order_E.argsort()[expert_TK], moved, implementation=TRITON)
     assert same_bits(before_TD, after_TD)
     x_TD[5, ::2] = float("nan")  # a padded token may hold anything
@@ -220,6 +223,9 @@ GOOD_FP8 = Draw(0).weights(2, 128, 128, "fp8")
         ("x_TD", {"weights": NARROW_FP8}),
         ("out_dtype", {"out_dtype": torch.int64}),
         ("out_dtype", {"out_dtype": torch.float16}),
+        ("weights.held", {"weights": replace(GOOD, held=HeldExperts(0, 1, 4))}),
+        ("weights.held", {"weights": replace(GOOD, held=HeldExperts(-1, 2, 4))}),
+        ("weights.held", {"weights": replace(GOOD, held=HeldExperts(3, 2, 4))}),
     ],
 )
 def test_bad_arguments_are_named(argument, change):
