@@ -97,7 +97,7 @@ class WeightSource:
         """
         numbers = range(len(names)) if self.held is None else self.held.numbers
         gate_up, down = [names[at][:2] for at in numbers], [names[at][2:] for at in numbers]
-        groups = [*gate_up, *down]
+        groups = [part for one in names for part in (one[:2], one[2:])]  # all ranks hold experts in the same form
         if any(name in self.float8.scales for names in groups for name in names):
             whys = [why for names in groups if (why := self._why_wide(names, whole=True))]
             if whys:

@@ -6,12 +6,13 @@ from math import prod
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from baton.core.errors import ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.moe.moe import ExpertWeights
 from baton.model.checkpoint import tensor_reader
 from baton.model.checkpoint.fp8_fit import dequantized_weights
 from baton.model.checkpoint.weights import read_headers
@@ -191,6 +192,20 @@ def test_float8_experts_of_a_rank_are_what_is_stored(tmp_path):
             scales = torch.cat([stored[f"{gate}_scale_inv"], stored[f"{up}_scale_inv"]])
             assert torch.equal(experts.gate_up_scale[place], scales)
             assert torch.equal(experts.down_scale[place], stored[f"{down}_scale_inv"])
+
+
+def test_one_expert_that_is_not_float8_makes_those_of_every_rank_wide(tmp_path):
+    """As without expert parallelism, and as `baton check` says."""
+    path, _ = write_float8(tmp_path, LAYOUTS["deepseek"], **FLOAT8)
+    stored = load_file(path / "model.safetensors")
+    for part in ("gate", "up", "down"):
+        name = f"model.layers.1.mlp.experts.0.{part}_proj.weight"
+        del stored[f"{name}_scale_inv"]
+        stored[name] = stored[name].to(torch.bfloat16)
+    save_file(stored, path / "model.safetensors")
+    for rank in range(2):
+        experts = [layer.mlp.experts for layer in load(path, Rank(rank, 2), dtype=torch.bfloat16, **EP)._decoder.layers]
+        assert [type(one) for one in experts] == [Fp8ExpertWeights, ExpertWeights], "the first layer's are all float8"
 
 
 @pytest.mark.fast
