@@ -206,6 +206,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
         "weight_gib": round(weight_bytes / _GIB, 3),
         "tp_prefill": config.tp_prefill,
         "tp_decode": config.tp_decode,
+        "expert_parallel": config.enable_expert_parallel,
     }
 
 

@@ -137,6 +137,7 @@ def serve(
 @with_keys(
     app,
     "tensor_parallel_size",
+    "enable_expert_parallel",
     "num_speculative_tokens",
     "speculative_method",
     "draft_model",

@@ -123,7 +123,7 @@ _NEXT_STEPS: tuple[tuple[type[BatonError], str], ...] = (
     (ModelTensorMissing, _DAMAGED),
     (ModelTensorUnexpected, _DAMAGED),
     (ModelTensorMisshapen, _DAMAGED),
-    (ModelUnsupported, "choose a model of the families that README.md names"),
+    (ModelUnsupported, "change the option that is named, or choose a model of the families that README.md names"),
     (FeatureNotBuilt, "do without it; CHANGELOG.md says what there is"),
     (PackageMissing, "install the package that is named, or leave the option out"),
     (PortInUse, "choose another port for that flag (0 picks a free one), or stop what listens there"),

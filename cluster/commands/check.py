@@ -59,4 +59,5 @@ def _state(facts: dict[str, Any]) -> str:
 
 def _ranks(facts: dict[str, Any]) -> str:
     sizes = {facts["tp_prefill"], facts["tp_decode"]}
-    return "" if sizes == {1} else f" over {' or '.join(map(str, sorted(sizes)))} ranks"
+    held = ", each with whole experts" if facts["expert_parallel"] else ""
+    return "" if sizes == {1} else f" over {' or '.join(map(str, sorted(sizes)))} ranks{held}"

@@ -202,6 +202,11 @@ def refused():
         yield name, Directory(config, error="ModelUnsupported", sentence=sentence)
     norm, scale = "model.norm.weight", "model.layers.1.mlp.up_proj.weight_scale_inv"
     up = scale.removesuffix("_scale_inv")
+    held = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    yield (
+        "whole experts",
+        Directory(asked=held, error="ModelUnsupported", sentence="the model is dense .Qwen3ForCausalLM"),
+    )
     yield "a tensor less", Directory(without=(norm,), error="ModelTensorMissing", sentence=f"lacks {norm}")
     yield (
         "a scale less",
@@ -350,6 +355,7 @@ def load(path, directory):
         with_mtp=asked.get("num_speculative_tokens", default) > 0,
         kv_dtype=KVDtype(asked.get("kv_cache_dtype", "auto")),
         communicator=None if size == 1 else Rank(size),
+        expert_parallel=asked.get("enable_expert_parallel", False),
     )
 
 

@@ -312,6 +312,16 @@ def test_check_prints_all_reasons_and_exits_3(tmp_path, capsys, monkeypatch):
     assert err.count("next: ") == 2
 
 
+def test_check_says_that_ranks_hold_whole_experts(capsys, monkeypatch):
+    arguments = ["check", "tiny-mla", "--tensor-parallel-size", "2"]
+    for more, expected in (
+        ([], "over 2 ranks,"),
+        (["--enable-expert-parallel"], "over 2 ranks, each with whole experts,"),
+    ):
+        code, out, _ = run([*arguments, *more], capsys, monkeypatch)
+        assert (code, expected in " ".join(out.split())) == (0, True)
+
+
 def test_serve_refuses_before_anything_starts(tmp_path, capsys, monkeypatch):
     from baton.cluster.commands import serve
 
