@@ -58,7 +58,7 @@ class Script:
     prefill_fails_when: asyncio.Event | None = None  # then; absent: a moment after its first token
     decode_error: BaseException | None = None
     decode_error_after: int = 0  # tokens
-    decode_ends_when: asyncio.Event | None = None  # after some tokens; gRPC drops what nobody had read by then
+    decode_ends_when: asyncio.Event | None = None  # after some tokens; gRPC drops what was not read by then
     prefill_hangs: bool = False
     decode_hangs_after: int | None = None
     handed_off: bool = True
@@ -313,7 +313,7 @@ class Decode(worker_pb2_grpc.DecodeServicer):
         for index in range(num_forced + 1, len(token_ids), script.step):
             error = script.decode_error
             if error is not None and index > script.decode_error_after:
-                assert script.decode_ends_when is not None, "say when: gRPC drops what nobody has read by then"
+                assert script.decode_ends_when is not None, "say when: gRPC drops what is not read by then"
                 await script.decode_ends_when.wait()
                 await wire.abort_with(context, error)
             if hangs_after is not None and index > hangs_after:
