@@ -43,8 +43,13 @@ class Setting:
         num_state_slots = 3 if self.has_state else 0
         self.pool = KVPool(layout, 12, model.device, rank=rank, size=size, num_state_slots=num_state_slots)
         self.tokens = np.arange(64) * 7 % model.config.vocab_size
-        batch = self.batch([(0, 20, [0, 1, 2]), (0, 20, [3, 4, 5])], [])
-        model.trunk(batch[0], batch[1], self.pool, lambda layer: None)
+        self.begin()
+
+    def begin(self):
+        """Compute both prompts; also again, since states that went on cannot be taken back."""
+        ids_T, batch = self.batch([(0, 20, [0, 1, 2]), (0, 20, [3, 4, 5])], [])
+        with torch.inference_mode():
+            self.model.trunk(ids_T, batch, self.pool, lambda layer: None)
 
     def batch(self, chunks, decodes, num_rows=3):
         """Token ids and batch of chunks (start, length, blocks) and decode rows (first, blocks)."""
