@@ -179,7 +179,7 @@ _TILES: Mapping[int, Sequence[GemmPlan]] = {
         _warp_specialized(64, 32, 16, 2, 1),
         _warp_specialized(64, 32, 8, 2, 2),
         _warp_specialized(64, 32, 8, 2, 1),
-        _warp_specialized(64, 64, 5, 2, 1),
+        _warp_specialized(64, 64, 4, 2, 1),
         _warp_specialized(64, 128, 4, 2, 1, swap=True),
     ),
     128: (
@@ -189,7 +189,7 @@ _TILES: Mapping[int, Sequence[GemmPlan]] = {
         _warp_specialized(128, 32, 10, 2, 2),
         _warp_specialized(64, 128, 8, 2, 2, swap=True),
         _warp_specialized(128, 128, 6, 2, 1),
-        _warp_specialized(64, 64, 5, 2, 1),
+        _warp_specialized(64, 64, 4, 2, 1),
         _warp_specialized(128, 64, 4, 2, 1),
         _warp_specialized(128, 32, 5, 2, 2),
     ),

@@ -24,7 +24,17 @@ import torch
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.gemm import fp8_hopper_triton as gemm_fp8_hopper_triton
 from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
-from baton.kernels.gemm.fp8_plan import FEW_ROWS, GemmPlan, SwapAB, invariant_plan, plan_of, rule
+from baton.kernels.gemm.fp8_plan import (
+    FEW_ROWS,
+    GemmPlan,
+    SwapAB,
+    invariant_plan,
+    machine_of,
+    plan_of,
+    predicted_plan,
+    rule,
+    size_of,
+)
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_fp8_reference, quantize_unchecked
 from baton.kernels.gemm.scaled_mm import LIBRARY, ROWS_MULTIPLE
@@ -309,7 +319,7 @@ def _chosen(
     if invariant:
         return invariant_plan(num_outputs, num_inputs)
     if plan is not None and plan.workers and not _is_warp_specialized(plan, num_rows, weight, num_sms, can_tma):
-        if can_swap and num_sms is None:
+        if can_swap and num_sms is None and device.type == "cuda":
             _tell_of_rule(num_outputs, num_inputs)
         is_swapped = can_swap and num_rows <= FEW_ROWS and SwapAB(swap_ab) is not SwapAB.OFF
         return rule(num_rows, num_outputs, num_inputs, swap=is_swapped)
@@ -326,6 +336,17 @@ def _tell_of_rule(num_outputs: int, num_inputs: int) -> None:
         num_outputs,
         num_inputs,
     )
+
+
+def _own(a_MK: torch.Tensor, num_rows: int, weight: Fp8Weight) -> GemmPlan:
+    """The plan where the library refused."""
+    N, K = weight.num_outputs, weight.num_inputs
+    can_tma = gemm_fp8_hopper_triton.fits(weight, a_MK)
+    if can_tma:
+        plan, _ = predicted_plan(size_of(num_rows), N, K, machine_of(a_MK.device.index))
+        if _is_warp_specialized(plan, num_rows, weight, None, can_tma):
+            return plan
+    return rule(num_rows, N, K, swap=False)
 
 
 def _multiplied(
@@ -345,7 +366,7 @@ def _multiplied(
             if len(product_MN) != num_rows:
                 product_MN = product_MN[:num_rows]
             return product_MN if out_MN is None else out_MN.copy_(product_MN)
-        plan = rule(num_rows, weight.num_outputs, weight.num_inputs, swap=False)
+        plan = _own(a_MK, num_rows, weight)
     if len(a_MK) != num_rows:
         a_MK, scales_GM = a_MK[:num_rows], scales_GM[:, :num_rows]
     out_MN = _out(out_MN, num_rows, weight)

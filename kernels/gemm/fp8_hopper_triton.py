@@ -17,6 +17,7 @@ that fill a multiprocessor: it refuses them where a second program has place bes
 # mypy: ignore-errors
 
 import functools
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.kernels.dependent_launch import dependent_launch
+from baton.kernels.gemm.fp8_cost import fitted
 from baton.kernels.gemm.fp8_plan import TABLES, GemmPlan
 from baton.kernels.gemm.fp8_warp_specialized_triton import gemm_kernel
 from baton.kernels.gemm.fp8_weight import Fp8Weight
@@ -64,15 +66,23 @@ def fits(weight: Fp8Weight, a_MK: torch.Tensor | None = None) -> bool:
 def is_form(plan: GemmPlan) -> bool:
     """Whether there is such a program."""
     rows, columns = (plan.BN, plan.BM) if plan.swap else (plan.BM, plan.BN)
-    turns = plan.workers * 64 // rows if rows in (64, 128) else 0  # of the workers with the same rows
+    turns = turns_of(plan)
     return (
         (rows, plan.workers) in ((64, 1), (64, 2), (128, 2))
         and columns in (16, 32, 64, 128)
         and 1 <= plan.depth * turns <= plan.stages
+        # A worker waits for a phase's parity, so it must have seen the phase before: each stage has one worker.
+        and plan.stages % turns == 0
         and (plan.groups, plan.fused) == (1, False)
         and shared_bytes(plan) + _RESERVED_BYTES <= _SHARED_BYTES
         and (plan.splits == 1 or programs_at_once(plan) == 1)
     )
+
+
+def turns_of(plan: GemmPlan) -> int:
+    """Workers that take turns with the groups of the same rows; 0 if there is no such tile."""
+    rows = plan.BN if plan.swap else plan.BM
+    return plan.workers * 64 // rows if rows in (64, 128) else 0
 
 
 def num_counters(plan: GemmPlan, num_rows: int, num_outputs: int) -> int:
@@ -222,12 +232,15 @@ def variant(plan: GemmPlan) -> Variant:
 
 
 def variants() -> list[Variant]:
-    """What the tables launch, each once; and one of each kind of tile."""
+    """What the tables and predictions launch, each once; and one of each kind of tile."""
     rows = [row for name in TABLES for sizes in table().get(name, {}).values() for row in sizes.values()]
     plans = [GemmPlan(**row) for row in rows if row.get("workers")]
+    predicted = [GemmPlan(**asdict(cost.tile)) for cost in fitted().tiles]
     found: dict[str, Variant] = {}
     for plan in (
         *plans,
+        *predicted,
+        *[replace(plan, splits=2) for plan in predicted if programs_at_once(plan) == 1],
         GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2),
         GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=1),
         GemmPlan(swap=False, BM=64, BN=64, stages=12, workers=2, splits=2),

@@ -1,9 +1,12 @@
-"""How a float8 product is computed at a shape: which operand is which side, tiles, splits. Tuned, else by rule; pure.
+"""How a float8 product is computed at a shape: which operand is which side, tiles, splits. Tuned, else predicted; pure.
 
 Two tables of `kernels.tuning`: "gemm_fp8" for quantized activations and "linear_fp8" for those that are quantized in
-the same call. A row is the fields of a `GemmPlan`, or `{"library": true}` where cuBLASLt is faster.
+the same call. A row is the fields of a `GemmPlan`, or `{"library": true}` where cuBLASLt is faster. Shapes and sizes
+that no table has are planned on Hopper by `kernels.gemm.fp8_cost`, elsewhere by `rule`. Plans change at powers of two
+of the rows only, so that a warm-up that meets each of these meets all plans.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -12,6 +15,8 @@ from typing import Any
 import torch
 
 from baton.kernels.arguments import require
+from baton.kernels.gemm import fp8_cost
+from baton.kernels.gemm.fp8_cost import Machine
 from baton.kernels.tuning import find
 
 GROUP_LEN = 128
@@ -102,7 +107,7 @@ def splits_of(num_outputs: int, num_inputs: int, BN: int, num_row_tiles: int = 1
 
 
 def rule(num_rows: int, num_outputs: int, num_inputs: int, *, swap: bool) -> GemmPlan:
-    """What is used where nothing was tuned."""
+    """What is used where nothing was tuned and nothing can be predicted."""
     if not swap:
         BM = 64 if num_rows <= 64 else 128
         splits = splits_of(num_outputs, num_inputs, 128, -(-num_rows // BM))
@@ -120,12 +125,45 @@ def invariant_plan(num_outputs: int, num_inputs: int) -> GemmPlan:
     return GemmPlan(BM=INVARIANT_TILE, BN=64, stages=5, warps=4, splits=splits)
 
 
+def size_of(num_rows: int) -> int:
+    """The number of rows that stands for these: the next power of two, from 8 on."""
+    return max(SIZES[0], 1 << (num_rows - 1).bit_length())
+
+
 def _row(table: str, num_rows: int, shape: str, device_index: int | None) -> Mapping[str, Any] | None:
     """The row of a table; what was tuned for few rows says nothing of many."""
-    if num_rows <= FEW_ROWS:
-        return find(table, shape, num_rows, device_index)
-    row = find("gemm_fp8", shape, num_rows, device_index)
+    size = size_of(num_rows)
+    if size not in SIZES:
+        return None
+    if size <= FEW_ROWS:
+        return find(table, shape, size, device_index)
+    row = find("gemm_fp8", shape, size, device_index)
     return row if row is not None and (row.get("library") or row["BM"] >= FEW_ROWS) else None
+
+
+@functools.cache
+def machine_of(device_index: int | None) -> Machine:
+    """What is known of a GPU; that of the tables where there is none."""
+    if device_index is None:
+        return fp8_cost.H200
+    about = torch.cuda.get_device_properties(device_index)
+    like = fp8_cost.H200 if "H200" in about.name else fp8_cost.H100
+    return Machine(about.multi_processor_count, like.bandwidth)
+
+
+@functools.lru_cache(maxsize=4096)
+def predicted_plan(size: int, num_outputs: int, num_inputs: int, machine: Machine) -> tuple[GemmPlan, bool]:
+    """The best plan of Baton's own on Hopper by prediction, and whether the library's product takes less.
+
+    Args:
+        size: as `size_of` gives it.
+        num_outputs: N.
+        num_inputs: K.
+        machine: the GPU.
+    """
+    found = fp8_cost.best(size, num_outputs, num_inputs, machine)
+    plan = GemmPlan(**asdict(found.tile), splits=found.splits)
+    return plan, fp8_cost.library_us(size, num_outputs, num_inputs, machine) < found.us
 
 
 def plan_of(
@@ -156,7 +194,9 @@ def plan_of(
     row = _row(table, num_rows, f"{num_outputs}x{num_inputs}", device_index)
     if swap_ab is SwapAB.AUTO and can_swap:
         if row is None:
-            return rule(num_rows, num_outputs, num_inputs, swap=True) if num_rows <= FEW_ROWS else None
+            machine = machine_of(device_index)
+            plan, is_slower = predicted_plan(size_of(num_rows), num_outputs, num_inputs, machine)
+            return None if is_slower else plan
         return None if row.get("library") else GemmPlan(**row)
     swap = swap_ab is SwapAB.ON
     if row is not None and row.get("swap") is swap:

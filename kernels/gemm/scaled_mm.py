@@ -75,7 +75,7 @@ def _product(q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> 
     if missing:
         q_MK = torch.cat([q_MK, q_MK.new_zeros(missing, q_MK.shape[1])])
         scales_GM = functional.pad(scales_GM, (0, missing), value=1.0)
-    # Scales of A: [M, G] with M contiguous. Of W: [G, blocks of N] with G contiguous, rows padded to four.
+    # Scales of A: [M, G] with M contiguous. Of W: [G', blocks of N] with G' contiguous, G' being G padded to four.
     values_KN, scales_GB = _turned(weight)
     out_MN = functional.scaled_mm(
         q_MK.contiguous(),
@@ -93,5 +93,7 @@ def _turned(weight: Fp8Weight) -> tuple[torch.Tensor, torch.Tensor]:
     """The weight as the library reads it: views, made once."""
     found: tuple[torch.Tensor, torch.Tensor] | None = weight.prepared.get(_turned)
     if found is None:
-        found = weight.prepared[_turned] = weight.values_NK.t(), weight.scales_BG.t()
+        scales_BG = weight.scales_BG
+        padded_GB = scales_BG.as_strided((scales_BG.stride(0), len(scales_BG)), (1, scales_BG.stride(0)))
+        found = weight.prepared[_turned] = weight.values_NK.t(), padded_GB
     return found

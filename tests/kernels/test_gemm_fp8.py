@@ -11,7 +11,18 @@ from baton.kernels.gemm import fp8 as module
 from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
 from baton.kernels.gemm.fp8 import GemmWorkspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
 from baton.kernels.gemm.fp8_hopper_triton import is_form, num_counters, programs_at_once
-from baton.kernels.gemm.fp8_plan import TABLES, GemmPlan, SwapAB, invariant_plan, plan_of, rule, splits_of
+from baton.kernels.gemm.fp8_plan import (
+    TABLES,
+    GemmPlan,
+    SwapAB,
+    invariant_plan,
+    machine_of,
+    plan_of,
+    predicted_plan,
+    rule,
+    size_of,
+    splits_of,
+)
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import dequantize_fp8, quantize_fp8
 from baton.kernels.implementation import Implementation
@@ -252,15 +263,23 @@ def test_the_table_decides_and_may_name_the_library(monkeypatch):
     def chosen(num_rows, swap_ab=SwapAB.AUTO, table="gemm_fp8"):
         return plan_of(table, num_rows, 512, 256, swap_ab, can_swap=True, device_index=None)
 
+    def predicted(num_rows):
+        return predicted_plan(size_of(num_rows), 512, 256, machine_of(None))[0]
+
     assert chosen(9) == GemmPlan(splits=2)
     assert chosen(17) is None
     assert chosen(17, SwapAB.ON) == rule(17, 512, 256, swap=True)
     assert chosen(9, SwapAB.OFF) == rule(9, 512, 256, swap=False)
-    assert chosen(9, table="linear_fp8") == rule(9, 512, 256, swap=True)
-    assert chosen(500, table="linear_fp8") is None, "of many rows there is one table"
+    assert chosen(9, table="linear_fp8") == predicted(9)
+    assert chosen(600, table="linear_fp8") is None, "of many rows there is one table"
+    assert chosen(300) == predicted(300), "a row of the table stands for its own power of two"
     rows["gemm_fp8"]["512x256"]["64"] = GemmPlan(BM=64, BN=128).row()
     assert chosen(100) == GemmPlan(BM=64, BN=128)
-    assert chosen(500) is None, "what was tuned for few rows says nothing of many"
+    assert chosen(600) == predicted(600), "what was tuned for few rows says nothing of many"
+    monkeypatch.setattr("baton.kernels.gemm.fp8_cost.library_us", lambda *_: 0.0)
+    predicted_plan.cache_clear()
+    assert chosen(300) is None
+    predicted_plan.cache_clear()
 
 
 @pytest.mark.fast

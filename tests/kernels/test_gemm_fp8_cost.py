@@ -1,0 +1,147 @@
+"""Predicted times of float8 products: what they choose among measured plans, and what they may; phases of stages.
+
+The times are of one H100 (`benchmarks/results/gemm-fp8-drawn-h100.json`): shapes that the costs were fitted to, and
+shapes that nothing was fitted to.
+"""
+
+import json
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import baton
+from baton.bench.kernel_cases.gemm_fp8 import tuning as tuning_points
+from baton.kernels.gemm import fp8_cost
+from baton.kernels.gemm.fp8_cost import H100, H200, Machine
+from baton.kernels.gemm.fp8_hopper_triton import is_form, programs_at_once, turns_of, variants
+from baton.kernels.gemm.fp8_plan import SIZES, TABLES, GemmPlan, SwapAB, plan_of, predicted_plan, size_of
+from baton.kernels.gemm.fp8_weight import Fp8Weight
+from baton.kernels.gemm.scaled_mm import _turned
+from baton.kernels.tuning import table
+from baton.scripts import fit_gemm_cost
+from baton.tests.kernels.test_gemm_fp8 import data
+
+pytestmark = pytest.mark.fast
+KEPT = json.loads((Path(baton.__file__).parent / "benchmarks/results/gemm-fp8-drawn-h100.json").read_text())
+COUNTERS = 16_384
+
+
+def plans():
+    """All that serving may launch or a tuner try."""
+    rows = [row for name in TABLES for sizes in table().get(name, {}).values() for row in sizes.values()]
+    rows += [row for point in tuning_points() for row in point.candidates]
+    found = {GemmPlan(**row) for row in rows if row.get("workers")}
+    found |= {GemmPlan(**asdict(cost.tile)) for cost in fp8_cost.fitted().tiles}
+    return sorted(found, key=str)
+
+
+def test_a_worker_sees_every_phase_of_a_stage_that_it_waits_for():
+    """It waits for a parity: having missed a phase it would take the one before for its own, and read old tiles."""
+    for plan in plans():
+        assert is_form(plan), plan
+        turns = turns_of(plan)
+        workers_of = [{group % turns for group in range(stage, 64, plan.stages)} for stage in range(plan.stages)]
+        assert all(len(workers) == 1 for workers in workers_of), plan
+    odd = GemmPlan(swap=False, BM=64, BN=64, stages=5, workers=2, depth=1)
+    assert not is_form(odd)
+    assert is_form(replace(odd, stages=4))
+    assert is_form(replace(odd, BM=128, stages=5)), "each of both has rows of its own, and all stages"
+
+
+def test_the_committed_costs_are_those_of_the_kept_times():
+    again, kept = fit_gemm_cost.fit(KEPT["rows"]), fp8_cost.fitted()
+    assert [replace(cost, costs=()) for cost in again.tiles] == [replace(cost, costs=()) for cost in kept.tiles]
+    for mine, theirs in zip([*again.tiles, again.library], [*kept.tiles, kept.library], strict=True):
+        costs = mine if isinstance(mine, tuple) else mine.costs
+        assert costs == pytest.approx(theirs if isinstance(theirs, tuple) else theirs.costs, rel=1e-2, abs=2e-3)
+
+
+def test_predictions_choose_nearly_the_fastest_measured_plan():
+    found = fit_gemm_cost.losses(KEPT["rows"])
+    assert set(found) == set(fit_gemm_cost.ROWS)
+    assert all(len(losses) > 30 for losses in found.values())
+    means = {M: statistics.mean(losses) for M, losses in found.items()}
+    assert all(mean > 0.94 for mean in means.values()), means
+    assert statistics.mean(means.values()) > 0.965
+    assert all(min(losses) > 0.75 for losses in found.values())
+
+
+def test_of_shapes_that_nothing_was_fitted_to_the_faster_of_both_is_chosen():
+    kept = KEPT["held_out"]["rows"]
+    drawn = {(N, K) for _, N, K, _ in KEPT["rows"]}
+    losses = []
+    for M, N, K, times in kept:
+        if (N, K) in drawn:
+            continue
+        plan, is_slower = predicted_plan(size_of(M), N, K, H100)
+        if fit_gemm_cost.parsed(times["own_plan"]) == (fp8_cost.best(size_of(M), N, K, H100).tile, plan.splits):
+            losses.append(min(times["own"], times["library"]) / (times["library"] if is_slower else times["own"]))
+    assert len(losses) > 150
+    assert statistics.mean(losses) > 0.985
+    assert min(losses) > 0.75
+
+
+@given(
+    M=st.integers(1, 20_000),
+    N=st.integers(1, 60_000),
+    groups=st.integers(1, 300),
+    machine=st.sampled_from([H100, H200, Machine(78, 2e6)]),
+)
+def test_any_shape_gets_a_form_that_computes_it_whole(M, N, groups, machine):
+    plan, _ = predicted_plan(size_of(M), N, 128 * groups, machine)
+    assert is_form(plan)
+    assert plan.splits <= groups
+    tiles = -(-size_of(M) // plan.BM) * -(-N // plan.BN)
+    assert plan.splits == 1 or tiles * max(plan.BM, plan.BN) // 64 <= COUNTERS
+    best = fp8_cost.best(size_of(M), N, 128 * groups, machine)
+    assert 0 < best.us < 1e9
+    assert 0 < fp8_cost.library_us(size_of(M), N, 128 * groups, machine) < 1e9
+
+
+def test_what_predictions_launch_is_compiled_for_the_gates():
+    traits = {variant.name.partition(" pdl")[0] for variant in variants()}
+    for cost in fp8_cost.fitted().tiles:
+        plan = GemmPlan(**asdict(cost.tile))
+        assert cost.num_at_once == programs_at_once(plan), plan
+        side = "swap" if plan.swap else "plain"
+        name = (
+            f"gemm_fp8 hopper {side} {plan.BM}x{plan.BN} stages={plan.stages} workers={plan.workers} depth={plan.depth}"
+        )
+        assert name in traits
+        assert cost.num_at_once > 1 or f"{name} split" in traits
+
+
+def test_more_bandwidth_helps_and_more_work_costs():
+    for M in (1, 64, 128, 4096):
+        for N, K in ((1024, 1024), (5120, 5120), (27_648, 5120)):
+            assert fp8_cost.best(M, N, K, H200).us <= fp8_cost.best(M, N, K, H100).us
+            assert fp8_cost.best(M, 2 * N, K, H100).us > fp8_cost.best(M, N, K, H100).us
+
+
+def test_plans_change_at_powers_of_two_of_the_rows_only():
+    """The warm-up meets each of them (`engine.graphs.kernel_warm_up.classes`), so no step compiles one."""
+    for N, K in ((5120, 5120), (4096, 4096), (1152, 640)):
+        for table_name in TABLES:
+            by_size = {}
+            for M in range(1, 3000):
+                plan = plan_of(table_name, M, N, K, SwapAB.AUTO, can_swap=True, device_index=None)
+                assert by_size.setdefault(size_of(M), plan) == plan, (M, N, K)
+    assert [size_of(M) for M in (1, 8, 9, 16, 17, 4096, 4097)] == [8, 8, 16, 16, 32, 4096, 8192]
+    assert all(size == size_of(size) for size in SIZES)
+
+
+def test_the_library_is_given_scales_of_padded_columns():
+    """Groups of K beyond a multiple of four are part of what torch asks for."""
+    for K in (128, 512, 640, 1536):
+        _, weight = data(1, 300, K)
+        values_KN, scales_GB = _turned(weight)
+        padded = -(-K // 512) * 4
+        assert scales_GB.shape == (padded, 3)
+        assert scales_GB.stride() == (1, padded)
+        assert values_KN.shape == (K, 300)
+        assert scales_GB[: K // 128].t().equal(weight.scales_BG)
+        assert isinstance(weight, Fp8Weight)
