@@ -124,7 +124,7 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
 
 
 def _half(weights: ExpertWeights | Fp8ExpertWeights) -> ExpertWeights | Fp8ExpertWeights:
-    """What the last of two ranks holds, whole: other forms of the kernels, for whoever checks what they access."""
+    """What the last of two ranks holds, whole: other forms of the kernels, to check what they access."""
     held = HeldExperts.of_rank(TINY.num_experts, 1, 2)
     names = [field.name for field in fields(weights) if field.name != "held"]
     return replace(weights, **{name: getattr(weights, name)[held.first :] for name in names}, held=held)
