@@ -107,6 +107,9 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
     for seed in range(num_sets):
         x_TD, weight_TK, expert_TK = _inputs(shape, num_tokens, device, seed)
         others.append(_for_others(x_TD, weight_TK, expert_TK, weights))
+        if shape is TINY:
+            held = _half(weights)
+            systems.setdefault("of_a_rank", []).append(partial(experts_grouped, x_TD, weight_TK, expert_TK, held))
         systems["ours"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights))
         systems["invariant"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights, invariant=True))
         if isinstance(weights, Fp8ExpertWeights):
@@ -118,8 +121,6 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
         else:
             # What a captured step computes without these kernels: every expert on every row.
             systems["torch"].append(partial(experts, x_TD, weight_TK, expert_TK, weights, False, ALONE))
-    if shape is TINY:
-        systems["of_a_rank"] = [partial(experts_grouped, x_TD, weight_TK, expert_TK, _half(weights))] * num_sets
     return systems | (vllm_moe(others) if device.type == "cuda" else {})
 
 
