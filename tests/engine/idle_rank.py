@@ -16,7 +16,7 @@ from baton.bench.decode_bench.tp_group_rank import TPGroupRank
 from baton.core.numerics import Numerics
 from baton.core.requests.sampling import SamplingParams
 from baton.engine.step.runner import Runner
-from baton.engine.tp import decision
+from baton.engine.tp import decision, step_limit
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kernels.moe import moe
 from baton.kvcache.pool import KVPool
@@ -26,7 +26,7 @@ from baton.tests.engine.driver import Driver
 NUM_SLOTS, NUM_DRAFTS, NUM_BLOCKS, BLOCK_SIZE = 4, 2, 64, 8
 MAX_PROMPT_LEN, MAX_TOKENS = 30, 90
 TURNS = ("come", "come", "go", "idle", *("step",) * 5)
-READY_S = 60.0
+HANG_S = 60.0  # of a step: so long it takes on no machine, however busy
 
 
 class IdleRank(TPGroupRank):
@@ -37,8 +37,9 @@ class IdleRank(TPGroupRank):
         self._path = Path(path)
         self._decisions = self._num_decisions = 0
         self._passes = Counter()  # by whether this rank holds an expert that was chosen
-        if size > 1:
-            self._watch()  # for as long as the process lives
+        if size > 1:  # for as long as the process is there
+            step_limit.MIN_LIMIT_S = HANG_S
+            self._watch()
 
     def play(self, seeds):
         """Rank 0: every pattern's tokens, by seed."""
@@ -50,14 +51,12 @@ class IdleRank(TPGroupRank):
         """Rank 0."""
         runner, pool = self._load()
         if self._channel is not None:
-            self._channel.start(READY_S)
             runner = Rank0Runner(runner, self._channel)
         self._driver = Driver(runner, pool)
 
     def follow(self):
         """Another rank: until rank 0 stops."""
         runner, _ = self._load()
-        self._channel.follow()
         with torch.inference_mode():
             RankRunner(runner, self._channel).run()
 
