@@ -44,6 +44,7 @@ from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rot
 from baton.kernels.pointwise.rope import rope
 
 AttentionDecode = Callable[..., torch.Tensor]
+Choice = tuple[torch.Tensor, torch.Tensor]
 Weight = torch.Tensor | Fp8Weight
 Experts = moe.ExpertWeights | Fp8ExpertWeights
 
@@ -73,6 +74,10 @@ class Ops:
         numerics: how far a row may depend on others.
         inner: who shares inner dimensions.
         implementation: TRITON or REFERENCE.
+
+    Attributes:
+        rechoose: makes other weights and experts of those that a router chose, in place of them; None, as wherever
+            answers are meant, leaves them. Benchmarks set it, before anything is captured.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Ops:
         assert implementation is not Implementation.AUTO
         self.numerics = numerics
         self.implementation = implementation
+        self.rechoose: Callable[[torch.Tensor, torch.Tensor], Choice] | None = None
         self._inner = inner
         self._is_invariant = invariant = numerics is Numerics.INVARIANT
         self._is_fused = implementation is Implementation.TRITON
@@ -325,11 +331,13 @@ class Ops:
         nope_TAN, turned_TAP = query_TAE.tensor_split([nope_dim], dim=2)
         return absorbed_queries(nope_TAN, turned_TAP, expand_AYC[:, :nope_dim], invariant=self._is_invariant)
 
-    def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, logits_TE: torch.Tensor, num_chosen: int, renormalise: bool) -> Choice:
         """Weights [T, K] in the wide dtype, and experts [T, K], most probable first."""
         if self._is_fused:
-            return select_topk(logits_TE, num_chosen, renormalise=renormalise, implementation=self.implementation)
-        return self._route(logits_TE, num_chosen, renormalise)
+            made = select_topk(logits_TE, num_chosen, renormalise=renormalise, implementation=self.implementation)
+        else:
+            made = self._route(logits_TE, num_chosen, renormalise)
+        return made if self.rechoose is None else self.rechoose(*made)
 
     def route_by_sigmoid(
         self,
@@ -339,14 +347,16 @@ class Ops:
         bias_E: torch.Tensor,
         groups: tuple[int, int],
         scaling: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Choice:
         """The same of sigmoids, whose sum with the bias chooses, within groups that are kept: see `select_topk`."""
         if self._is_fused:
-            return select_topk(
+            made = select_topk(
                 logits_TE, num_chosen, scoring=Scoring.SIGMOID, renormalise=renormalise, bias_E=bias_E,
                 num_groups=groups[0], num_kept_groups=groups[1], scaling=scaling, implementation=self.implementation,
             )  # fmt: skip
-        return select_topk_reference(logits_TE, num_chosen, True, renormalise, bias_E, groups, scaling)
+        else:
+            made = select_topk_reference(logits_TE, num_chosen, True, renormalise, bias_E, groups, scaling)
+        return made if self.rechoose is None else self.rechoose(*made)
 
     def experts(
         self,

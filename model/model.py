@@ -183,6 +183,11 @@ class Model:
         return self._t2d_V
 
     @property
+    def ops(self) -> Ops:
+        """What its layers compute with, those of its draft head too."""
+        return self._ops
+
+    @property
     def drafter_config(self) -> EagleConfig | None:
         """Of its EAGLE-3 drafter, if it has one."""
         return self._eagle

@@ -34,6 +34,7 @@ from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid
 from baton.engine.graphs.graphed_step import graphed_step
 from baton.engine.step.runner import Runner
+from baton.kernels.moe.fake_balance import ACKNOWLEDGEMENT, fake_balance_experts
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
@@ -132,7 +133,9 @@ def load_shape(
     """A model of the shape with random weights, or a rank's part of it; on `options.device` if none is given.
 
     Raises:
-        ConfigInvalid: it is too short for the prompt and the steps, or does not fit into memory.
+        ConfigInvalid: it is too short for the prompt and the steps, does not fit into memory, or has no experts to
+            balance.
+        ModelUnsupported: ranks cannot hold equal parts of it.
     """
     changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
     device = device or options.device
@@ -142,7 +145,7 @@ def load_shape(
         draft_path = write_drafter(path, Path(folder) / "drafter") if drafts and options.drafter == "eagle3" else None
         size = 1 if communicator is None else communicator.size
         _require_fits(options, ModelConfig.from_directory(path, made_weights="random"), device, size)
-        return load_model(
+        model = load_model(
             path,
             dtype=options.dtype,
             device=device,
@@ -154,7 +157,26 @@ def load_shape(
             kv_dtype=options.kv_dtype,
             implementation=options.implementation,
             communicator=communicator,
+            expert_parallel=options.expert_parallel,
         )
+    if options.fake_balance:
+        _balance(model, size if options.expert_parallel else 1)
+    return model
+
+
+def _balance(model: Model, ep_size: int) -> None:
+    """Give every expert of the model the same work, and so each of the ranks that hold them; its answers mean nothing.
+
+    Every rank has all tokens of a step, so that all make the same choice.
+    """
+
+    def rechoose(weight_TK: torch.Tensor, expert_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight_TK, expert_TK = weight_TK.contiguous(), expert_TK.contiguous()
+        num_experts = model.config.num_experts
+        fake_balance_experts(expert_TK, weight_TK, num_experts=num_experts, benchmark=ACKNOWLEDGEMENT, ep_size=ep_size)
+        return weight_TK, expert_TK
+
+    model.ops.rechoose = rechoose
 
 
 def _require_fits(options: DecodeOptions, config: ModelConfig, device: torch.device, size: int) -> None:
@@ -164,6 +186,8 @@ def _require_fits(options: DecodeOptions, config: ModelConfig, device: torch.dev
             f"{options.shape} has {config.max_model_len}"
         )
         raise ConfigInvalid(message, keys=["prompt-len", "steps"])
+    if options.fake_balance and not config.num_experts:
+        raise ConfigInvalid(f"--fake-balance: {options.shape} has no experts", keys=["fake-balance", "shape"])
     shapes = tensor_spec(config, with_mtp=max(options.drafts) > 0).required.values()
     num_bytes = sum(math.prod(shape) for shape in shapes) * options.dtype.itemsize // size
     free_bytes = _free_bytes(device)
@@ -274,6 +298,8 @@ def identity(options: DecodeOptions, cell: DecodeCell) -> dict[str, Any]:
         "verification": options.verification,
         "rates": options.rates,
         "drafter": options.drafter,
+        "fake_balance": options.fake_balance,
+        "expert_parallel": options.expert_parallel,
         "temperature": options.temperature,
         "scheduling": cell.scheduling,
         "cuda_graphs": cell.has_graphs,
@@ -308,6 +334,7 @@ def floors(
             quantization=options.quantization,
             layout=model.kv_layout(BLOCK_SIZE),
             drafter=model.drafter_config,
+            is_balanced=options.fake_balance,
         )
         found.append((num_bytes / gbps / 1e6, turn.tokens_per_step))
     a_token = spread("floor_ms", [step_ms / num_tokens for step_ms, num_tokens in found])

@@ -1,7 +1,8 @@
 """The least time a decode step can take on a device: what it must read, at the rate the device was measured to copy.
 
 Weights are counted once for every pass that needs them (the caches are smaller), the KV of each sequence once for each
-pass, its state once, activations not at all. Of a mixture of experts, those that uniform routing is expected to touch.
+pass, its state once, activations not at all. Of a mixture of experts, those that uniform routing is expected to touch,
+or those that balanced routing does.
 """
 
 import math
@@ -54,6 +55,7 @@ def step_bytes(
     quantization: Quantization = Quantization.NONE,
     layout: KVLayout,
     drafter: EagleConfig | None = None,
+    is_balanced: bool = False,
 ) -> float:
     """Bytes that one step must read, at each rank of a group.
 
@@ -67,6 +69,7 @@ def step_bytes(
         quantization: of the weights of products.
         layout: of the pool. Of a state all is counted that a step may read, once.
         drafter: of EAGLE-3, in place of the MTP head.
+        is_balanced: no expert is chosen again before all are.
     """
     trunk = mtp = head = 0.0
     for name, shape in tensor_spec(config, with_mtp=num_drafts > 0 and drafter is None).required.items():
@@ -74,7 +77,7 @@ def step_bytes(
         size = math.prod(shape) * (_FP8_BYTES if is_quantized else dtype.itemsize)
         if ".experts." in name:
             rows = batch if name.startswith(config.mtp_names.prefixes) and num_drafts > 1 else batch * (num_drafts + 1)
-            size *= _share_of_experts(config, rows)
+            size *= _share_of_experts(config, rows, is_balanced)
         if name == "model.embed_tokens.weight":
             head += size if config.tie_word_embeddings else 0.0
         elif name == "lm_head.weight":
@@ -102,6 +105,7 @@ def _kept_bytes(layout: KVLayout, num_drafts: int, batch: int, context_len: floa
     return batch * total
 
 
-def _share_of_experts(config: ModelConfig, num_rows: int) -> float:
+def _share_of_experts(config: ModelConfig, num_rows: int, is_balanced: bool) -> float:
     """Part of the experts that at least one of so many rows is sent to."""
-    return 1.0 - (1.0 - config.num_experts_per_token / config.num_experts) ** num_rows
+    share = config.num_experts_per_token / config.num_experts  # of one row
+    return min(1.0, num_rows * share) if is_balanced else 1.0 - (1.0 - share) ** num_rows

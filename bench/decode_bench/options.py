@@ -51,6 +51,8 @@ class DecodeOptions:
         verification: "synthetic", or "coupled", which random weights never accept anything by.
         rates: with synthetic: the chance of each draft once those before it stand; the last is that of all behind it.
         drafter: "mtp": the shape's MTP head; "eagle3": a layer of its own, with a head of 32,000 tokens.
+        fake_balance: a fixed pattern chooses experts, the same number of tokens for each, and not the router.
+        expert_parallel: a group's ranks hold whole experts.
         temperature: of every sequence; 0 is greedy.
         seed: of weights, tokens, block ids and the order of cells.
     """
@@ -74,6 +76,8 @@ class DecodeOptions:
     verification: str = "synthetic"
     rates: tuple[float, ...] = (0.8,)
     drafter: str = "mtp"
+    fake_balance: bool = False
+    expert_parallel: bool = False
     temperature: float = 0.0
     seed: int = 0
 
@@ -112,6 +116,8 @@ def read_options(
     verification: str = "synthetic",
     rate: str = "0.8",
     drafter: str = "mtp",
+    fake_balance: bool = False,
+    expert_parallel: bool = False,
     temperature: float = 0.0,
     seed: int = 0,
 ) -> DecodeOptions:
@@ -155,6 +161,8 @@ def read_options(
         verification=verification,
         rates=_chances(rate),
         drafter=drafter,
+        fake_balance=fake_balance,
+        expert_parallel=expert_parallel,
         temperature=temperature,
         seed=seed,
     )

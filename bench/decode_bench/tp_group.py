@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--enable-expert-parallel", dest="expert_parallel", action="store_true")
+    parser.add_argument("--fake-balance", action="store_true", help="each expert gets as many tokens; answers are void")
     asked = vars(parser.parse_args())
     as_json, size = asked.pop("json"), asked.pop("ranks")
     try:

@@ -7,7 +7,7 @@ the bytes. The masked form's rows hold the same batch as [E, M, D] buffers, with
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from baton.kernels.moe import gemm_masked as moe_gemm_masked
 from baton.kernels.moe.align import quantize_reference
 from baton.kernels.moe.gemm import Fp8ExpertWeights, Tiles, experts_grouped
 from baton.kernels.moe.gemm_masked import MaskedTiles
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights, experts
 
 FP8 = torch.float8_e4m3fn
@@ -106,6 +107,9 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
     for seed in range(num_sets):
         x_TD, weight_TK, expert_TK = _inputs(shape, num_tokens, device, seed)
         others.append(_for_others(x_TD, weight_TK, expert_TK, weights))
+        if shape is TINY:
+            held = _half(weights)
+            systems.setdefault("of_a_rank", []).append(partial(experts_grouped, x_TD, weight_TK, expert_TK, held))
         systems["ours"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights))
         systems["invariant"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights, invariant=True))
         if isinstance(weights, Fp8ExpertWeights):
@@ -118,6 +122,13 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
             # What a captured step computes without these kernels: every expert on every row.
             systems["torch"].append(partial(experts, x_TD, weight_TK, expert_TK, weights, False, ALONE))
     return systems | (vllm_moe(others) if device.type == "cuda" else {})
+
+
+def _half(weights: ExpertWeights | Fp8ExpertWeights) -> ExpertWeights | Fp8ExpertWeights:
+    """What the last of two ranks holds, whole: other forms of the kernels, to check what they access."""
+    held = HeldExperts.of_rank(TINY.num_experts, 1, 2)
+    names = [field.name for field in fields(weights) if field.name != "held"]
+    return replace(weights, **{name: getattr(weights, name)[held.first :] for name in names}, held=held)
 
 
 def _for_others(

@@ -319,9 +319,10 @@ def format_decode(data: dict[str, Any]) -> str:
         )
     ]
     first = data["rows"][0]
+    balance = ", experts balanced by a pattern" if first["fake_balance"] else ""
     head = (
         f"{first['model']}, {first['dtype']} on {first['device']}, prompts of {first['prompt_len']}, verification "
-        f"{first['verification']}; copies move {data['copy_gbps']:g} GB/s"
+        f"{first['verification']}{balance}; copies move {data['copy_gbps']:g} GB/s"
     )
     header = ("batch", "k", "scheduling", "passes", *(title for _, title in _DECODE_COLUMNS))
     return f"{head}\n{format_table(header, rows)}"

@@ -58,6 +58,9 @@ def bench_decode(
         str, typer.Option(help="with synthetic: of each draft once those before it stand: 0.75,0.6")
     ] = "0.8",
     drafter: Annotated[str, typer.Option(help="mtp: the shape's MTP head; eagle3: one layer, 32,000 tokens")] = "mtp",
+    fake_balance: Annotated[
+        bool, typer.Option("--fake-balance", help="each expert gets as many tokens, whatever the router says")
+    ] = False,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="rows computed alone")] = False,
     dtype: Annotated[str, typer.Option(help="auto|float64|float32|bfloat16")] = "auto",

@@ -283,7 +283,7 @@ _INTEGERS = (
 )  # fmt: skip
 _KINDS = {"fp8": "fp8e4nv", "bf16": "bf16"}
 # Chunks of prompts: rows of a KV head, D, KV.
-_CHUNKS = ((64, 128, "bf16"), (16, 128, "bf16"), (64, 256, "bf16"), (64, 128, "fp8"))
+_CHUNKS = ((64, 128, "bf16"), (16, 128, "bf16"), (64, 256, "bf16"), (64, 128, "fp8"), (16, 128, "fp8"))
 
 
 def variants() -> list[Variant]:
@@ -370,6 +370,7 @@ def _attend_variant(head_dim: int, kind: str, options: PlanOptions, *, varlen: b
         contains=("LDGSTS", "HGMMA") if is_wide else ("LDGSTS", "HMMA"),
         lacks=("HMMA",) if is_wide else (),
         max_registers=min(255, 65_536 // (min(max(1, options.slots // 132), 2) * options.warps * 32)),
+        may_spill=varlen and options.apart,  # a few numbers, of short chunks over float8
         on_amd=options.rows == 16 and kind == "bf16",
         options={"maxnreg": options.registers} if options.registers else {},
     )

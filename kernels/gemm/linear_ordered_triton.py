@@ -216,19 +216,21 @@ def _sum_constants(num_parts: int, is_aligned: bool, device: torch.device) -> Co
 _launch_linear, _launch_sum = Launcher(_linear_kernel), Launcher(_sum_kernel)
 
 
-def _variant(options: Mapping[str, Any], num_slices: int, *, is_few: bool, early: bool = True) -> Variant:
+def _variant(
+    options: Mapping[str, Any], num_slices: int, *, is_few: bool, early: bool = True, whole: bool = True
+) -> Variant:
     num_parts = num_slices // options["slices"]
     return Variant(
         name=f"linear_ordered {num_slices} slices, {options['slices']} of a program, {options['outputs']}x{TOKENS} "
-        f"w{options['warps']} s{options['stages']}{' few' if is_few else ''}{'' if early else ' late'}",
+        f"w{options['warps']} s{options['stages']}{' few' * is_few}{' late' * (not early)}{' odd' * (not whole)}",
         kernel=_linear_kernel,
         types={
             **{"x": "*bf16", "weight": "*bf16", "out": "*fp32" if num_parts > 1 else "*bf16"},
             **dict.fromkeys(("num_tokens", "N", "length", "x_stride", "weight_stride", "out_stride"), "i32"),
         },
         constants={
-            **{"SLICES": options["slices"], "PARTS": num_parts, "BN": options["outputs"], "WHOLE": True},
-            **{"AHEAD": _STEP.value * options["stages"] if is_few else 0, "EARLY": early},
+            **{"SLICES": options["slices"], "PARTS": num_parts, "BN": options["outputs"], "WHOLE": whole},
+            **{"AHEAD": _STEP.value * options["stages"] if is_few and whole else 0, "EARLY": early},
         },
         aligned=("x", "weight", "out", "N", "length", "x_stride", "weight_stride", "out_stride"),
         num_warps=options["warps"],
@@ -257,13 +259,17 @@ def variants() -> list[Variant]:
             variant = _variant(options, int(shape.split()[1]), is_few=int(size) <= TOKENS)
             found[variant.name] = variant
     late = _variant(rule(_MANY, 4096, 2), 2, is_few=False, early=False)
-    added = Variant(
-        name="linear_ordered sum of 8",
-        kernel=_sum_kernel,
-        types={"parts": "*fp32", "out": "*bf16", "num_values": "i64"},
-        constants={"PARTS": 8, "BLOCK": _SUM_LEN, "ALIGNED": True, "EARLY": True},
-        aligned=("parts", "out"),
-        max_registers=128,
-        on_amd=False,
-    )
-    return [*found.values(), late, added]
+    odd = _variant(rule(_MANY, 4096, 2), 2, is_few=False, whole=False)
+    added = [
+        Variant(
+            name=f"linear_ordered sum of 8{'' if is_aligned else ' odd'}",
+            kernel=_sum_kernel,
+            types={"parts": "*fp32", "out": "*bf16", "num_values": "i64"},
+            constants={"PARTS": 8, "BLOCK": _SUM_LEN, "ALIGNED": is_aligned, "EARLY": True},
+            aligned=("parts", "out"),
+            max_registers=128,
+            on_amd=False,
+        )
+        for is_aligned in (True, False)
+    ]
+    return [*found.values(), late, odd, *added]

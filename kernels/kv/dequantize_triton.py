@@ -71,13 +71,13 @@ def variants() -> list[Variant]:
     types |= dict.fromkeys(("key_stride_n", "key_stride_h", "table_stride"), "i32")
     return [
         Variant(
-            name=f"kv_dequantize S=16 D={head_dim}",
+            name=f"kv_dequantize S=16 D={head_dim}{'' if per_head else ' one scale'}",
             kernel=dequantize_kernel,
             types=types,
-            constants={"X": 16 * head_dim, "BLOCK": 16, "SCALED": True, "PER_HEAD": 1},
+            constants={"X": 16 * head_dim, "BLOCK": 16, "SCALED": True, "PER_HEAD": per_head},
             aligned=("key", "value", "wide", "wide_tables", "key_stride_n", "key_stride_h"),
             num_warps=4,
             max_registers=64,
         )
-        for head_dim in (128, 256)
+        for head_dim, per_head in ((128, 1), (256, 1), (128, 0))
     ]

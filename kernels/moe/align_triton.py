@@ -192,27 +192,33 @@ def constants(
 
 
 def variants() -> list[Variant]:
-    """The lengths of tiles, at the experts of the shapes that are measured, and a form for other GPUs."""
+    """The lengths of tiles, at the experts of the shapes that are measured, all and a rank's; a form for other GPUs."""
     found = []
-    for num_experts, num_ids, hidden, early in (
-        (128, 8, 2048, True),
-        (128, 512, 2048, True),
-        (256, 2048, 2048, True),
-        (256, 65536, 2048, True),
-        (128, 2048, 0, True),
-        (128, 2048, 0, False),
+    for first, num_experts, num_ids, hidden, early in (
+        (0, 128, 8, 2048, True),
+        (0, 128, 512, 2048, True),
+        (0, 256, 2048, 2048, True),
+        (0, 256, 65536, 2048, True),
+        (0, 128, 2048, 0, True),
+        (0, 128, 2048, 0, False),
+        (0, 256, 65536, 0, True),
+        (64, 64, 512, 2048, True),
+        (224, 32, 65536, 2048, True),
+        (64, 64, 2048, 0, True),
+        (224, 32, 65536, 0, True),
     ):
         quantizes = hidden > 0
         types = {"num_ids": "i32", "num_blocks": "i32", "x_stride": "i64", "scales": "*fp32", "rows": "*i32"}
         types |= {"ids": "*i32", "block_expert": "*i32", "x": "*bf16", "values": "*fp8e4nv"}
         if not quantizes:
             types |= {"x": "*i32", "values": "*i32", "scales": "*i32"}
+        kind = f"{f' from {first}' if first else ''}{' fp8' if quantizes else ''}{'' if early else ' late'}"
         found.append(
             Variant(
-                name=f"moe_align E={num_experts} ids={num_ids}{' fp8' if quantizes else ''}{'' if early else ' late'}",
+                name=f"moe_align E={num_experts} ids={num_ids}{kind}",
                 kernel=_align_kernel,
                 types=types,
-                constants=constants(num_experts, 16, num_ids, hidden or GROUP, quantizes) | {"EARLY": early},
+                constants=constants(num_experts, 16, num_ids, hidden or GROUP, quantizes, first) | {"EARLY": early},
                 aligned=("ids", "rows", "block_expert", "x", "values", "scales"),
                 num_warps=warps_of(tile_of(num_ids)),
                 max_registers=128,

@@ -7,7 +7,8 @@ ranks with equal batches no expert has more than one choice above another, provi
 of an expert-parallel rank one number is a multiple of the other.
 
 **Refused while serving.** A model that ran it would answer nonsense at full speed. So it is no option of any worker;
-nothing but `bench/` imports this module, which a test holds; and a call without the words of `ACKNOWLEDGEMENT` raises.
+nothing but `bench/` imports this module or sets `Ops.rechoose`, by which it gets into a model, which tests hold; and a
+call without the words of `ACKNOWLEDGEMENT` raises.
 
 Source of the semantics: rtp-llm's FakeBalanceExpert. Legend: T tokens, K choices of each.
 """
@@ -37,7 +38,7 @@ def fake_balance_experts(
 
     Args:
         expert_TK: int32 or int64, contiguous.
-        weight_TK: float32, contiguous.
+        weight_TK: float32 or float64, contiguous.
         num_experts: of the layer, a multiple of `ep_size`.
         benchmark: `ACKNOWLEDGEMENT`, word for word.
         dp_rank: of this batch.
@@ -50,7 +51,7 @@ def fake_balance_experts(
     """
     require(benchmark == ACKNOWLEDGEMENT, "benchmark", "made-up choices are for benchmarks, and refused while serving")
     require_tensor("expert_TK", expert_TK, (None, None), (torch.int32, torch.int64))
-    require_tensor("weight_TK", weight_TK, expert_TK.shape, (torch.float32,), expert_TK.device)
+    require_tensor("weight_TK", weight_TK, expert_TK.shape, (torch.float32, torch.float64), expert_TK.device)
     require(expert_TK.is_contiguous(), "expert_TK", "must be contiguous")
     require(weight_TK.is_contiguous(), "weight_TK", "must be contiguous")
     require(ep_size > 0, "ep_size", f"is {ep_size}, not positive")

@@ -169,6 +169,7 @@ def variants() -> list[Variant]:
     routers = {
         "softmax E=128": (128, 8, (1, 1), False, False, True),
         "softmax E=256": (256, 8, (1, 1), False, False, True),
+        "softmax E=60 as they are": (60, 4, (1, 1), False, False, False),
         "sigmoid E=256 groups=8": (256, 8, (8, 4), True, True, True),
     }
     types = {"logits": "*bf16", "logit_stride": "i64", "bias": "*fp32", "weights": "*fp32", "experts": "*i64"}

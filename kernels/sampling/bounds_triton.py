@@ -270,20 +270,26 @@ def variants() -> list[Variant]:
     """Those of Qwen's vocabulary, bfloat16 and float32."""
     types = {**TYPES, **CUT_TYPES, "listed_x": "*fp32", "listed_id": "*i32", "id_bits": "i32"}
     found = []
-    for dtype, num_rows, has_min in (("bf16", 1, False), ("fp32", 1, False), ("fp32", 4, False), ("bf16", 4, True)):
+    for dtype, num_rows, has_min, has_p in (
+        ("bf16", 1, False, True),
+        ("fp32", 1, False, True),
+        ("fp32", 4, False, True),
+        ("bf16", 4, True, True),
+        ("bf16", 1, False, False),
+    ):
         constants = {
             "Q": num_rows,
             "LAWS": num_rows > 1,
             "P": num_rows,
             "EDITED": has_min,
             "HAS_K": True,
-            "HAS_P": True,
+            "HAS_P": has_p,
         }
         constants |= {"HAS_MIN": has_min, "STAGES": 1 if has_min else NUM_STAGES, "QUICK": not has_min}
         constants |= sizes(38, CHUNK, GROUP)
         found.append(
             Variant(
-                name=f"sampling_bounds {dtype} Q={num_rows}{' min-p edited' if has_min else ''}",
+                name=f"sampling_bounds {dtype} Q={num_rows}{' min-p edited' * has_min}{' top-k alone' * (not has_p)}",
                 kernel=_bounds_kernel,
                 types={"logits": f"*{dtype}", **types},
                 constants=constants,

@@ -89,21 +89,22 @@ def _edit_kernel(
 
 
 def variants() -> list[Variant]:
-    """Everything at once, for three drafts and for none."""
+    """Everything at once, for three drafts and for none, and each alone."""
     types = {
         "row_stride": "i32", "sequences": "*i64", "drafts": "*i64", "bitmask": "*i32", "num_words": "i32",
         "bias_ids": "*i64", "bias_values": "*fp64", "num_biases": "i32", "penalties": "*fp64", "counts": "*i32",
         "in_prompt": "*i1", "table_width": "i32", "slots": "*i64", "out": "*fp32", "place_R": "*i32", "V": "i32",
     }  # fmt: skip
+    kinds = ("MASKED", "BIASED", "PENALIZED")
     return [
         Variant(
-            name=f"edit_rows {dtype} Q={num_rows}",
+            name=f"edit_rows {dtype} Q={num_rows}{' ' * bool(alone)}{alone.lower()}",
             kernel=_edit_kernel,
             types={"logits": f"*{dtype}", **types},
-            constants={"Q": num_rows, "MASKED": True, "BIASED": True, "PENALIZED": True, "N": CHUNK},
+            constants={"Q": num_rows, "N": CHUNK} | {kind: alone in ("", kind) for kind in kinds},
             aligned=("logits", "row_stride", "V"),
             num_warps=NUM_WARPS,
             max_registers=128,
         )
-        for dtype, num_rows in (("bf16", 4), ("fp32", 1))
+        for dtype, num_rows, alone in (("bf16", 4, ""), ("fp32", 1, ""), *(("bf16", 4, kind) for kind in kinds))
     ]

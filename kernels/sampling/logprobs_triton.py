@@ -207,10 +207,10 @@ def variants() -> list[Variant]:
                 on_amd=not quick,
             )
         )
-    for dtype in ("bf16", "fp32"):
+    for dtype, top in (("bf16", True), ("fp32", True), ("bf16", False)):
         found.append(
             Variant(
-                name=f"logprobs_rows {dtype}",
+                name=f"logprobs_rows {dtype}{'' if top else ' chosen alone'}",
                 kernel=_row_kernel,
                 types={
                     "logits": f"*{dtype}",
@@ -221,7 +221,7 @@ def variants() -> list[Variant]:
                     "listed": "*i64",
                     "packed": "*fp64",
                 },
-                constants={"M": 64, "N": CHUNK, "G": GROUP, "L": 8192, "H": REREAD, "S": LISTED, "TOP": True},
+                constants={"M": 64, "N": CHUNK, "G": GROUP, "L": 8192, "H": REREAD, "S": LISTED, "TOP": top},
                 aligned=("logits", "row_stride", "V"),
                 num_warps=ROW_WARPS,
                 max_registers=ROW_REGISTERS,

@@ -267,11 +267,17 @@ TYPES_DRAWN = {"probs": "*fp32", "probs_row_B": "*i32", "t2d": "*i32", "left": "
 def variants() -> list[Variant]:
     """Three drafts of Qwen's vocabulary, drawn from probabilities over all of it, and over a smaller head."""
     found = []
-    for probs, bounded, early in ((1, False, True), (2, False, True), (2, True, True), (2, True, False)):
+    for probs, bounded, early, edited in (
+        (1, False, True, False),
+        (2, False, True, False),
+        (2, True, True, False),
+        (2, True, False, False),
+        (2, True, True, True),
+    ):
         registers = RESIDUAL_REGISTERS[bounded]
-        constants = {"Q": 4, "EDITED": False, "BOUNDED": bounded, "PROBS": probs, "M": 64, "P": 4}
+        constants = {"Q": 4, "EDITED": edited, "BOUNDED": bounded, "PROBS": probs, "M": 64, "P": 4}
         constants |= {"N": CHUNK, "H": CHUNK // PARTS, "S": SEARCHED, "QUICK": early, "EARLY": early}
-        cut, portable = " cut" * bounded, " portable" * (not early)
+        cut, portable = " cut" * bounded + " edited" * edited, " portable" * (not early)
         found.append(
             Variant(
                 name=f"draft_residual bf16 Q=4{' head' if probs == 2 else ''}{cut}{portable}",

@@ -372,16 +372,17 @@ def variants() -> list[Variant]:
     """Those of vocabularies that are multiples of 16, as all that are served; the last without NVIDIA's own."""
     types = {name: kind for name, kind in TYPES.items() if name not in ("bound_R", "last_R")}
     found = []
-    for dtype, num_rows, cut, quick in (
-        ("bf16", 4, True, True), ("bf16", 4, False, True), ("fp32", 2, True, True), ("bf16", 1, False, True),
-        ("bf16", 1, True, False),
+    for dtype, num_rows, cut, quick, edited in (
+        ("bf16", 4, True, True, False), ("bf16", 4, False, True, False), ("fp32", 2, True, True, False),
+        ("bf16", 1, False, True, False), ("bf16", 1, True, False, False), ("bf16", 4, True, True, True),
     ):  # fmt: skip
-        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "N": CHUNK, "G": GROUP, "P": num_rows}
-        constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": False, "QUICK": quick}
+        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": edited, "N": CHUNK, "G": GROUP, "P": num_rows}
+        constants |= {"HAS_K": cut, "HAS_P": cut, "HAS_MIN": edited, "QUICK": quick}
         constants |= {"PAIRS": not cut, "EARLY": quick}
+        kind = f"{' cut' * cut}{' min-p edited' * edited}{'' if quick else ' portable'}"
         found.append(
             Variant(
-                name=f"token_scan {dtype} Q={num_rows}{' cut' if cut else ''}{'' if quick else ' portable'}",
+                name=f"token_scan {dtype} Q={num_rows}{kind}",
                 kernel=scan_kernel,
                 types={"logits": f"*{dtype}", **types, **CUT_TYPES, "span": "i32", "may_skip": "i32"},
                 constants=constants,

@@ -194,18 +194,21 @@ def variants() -> list[Variant]:
         "rates": "*fp64", "forced_len": "i32", "token_ids": "*i64", "accepted_len": "*i64", "counts": "*i64",
     }  # fmt: skip
     found = []
-    for num_rows, by_chance, probs, early in (
-        (4, True, 2, True),
-        (4, True, 0, True),
-        (4, True, 0, False),
-        (4, False, 0, True),
-        (1, False, 0, True),
+    for num_rows, by_chance, probs, early, edited, bounded in (
+        (4, True, 2, True, False, True),
+        (4, True, 0, True, False, True),
+        (4, True, 0, False, False, True),
+        (4, False, 0, True, False, True),
+        (1, False, 0, True, False, True),
+        (4, True, 2, True, True, True),
+        (4, False, 0, True, False, False),
     ):
-        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": False, "BOUNDED": True, "PROBS": probs}
+        constants = {"Q": num_rows, "LAWS": num_rows > 1, "EDITED": edited, "BOUNDED": bounded, "PROBS": probs}
         constants |= {"CHANCE": by_chance, "COUNTED": num_rows > 1, "M": 64, "P": num_rows, "N": CHUNK}
         constants |= {"QUICK": early, "EARLY": early}
         absent = {} if probs else {"left": "*fp32", "chances": "*fp32", "t2d": "*i32"}  # something else in their places
         kind = f"{' by chance' * by_chance}{' head' * (probs > 0)}{' portable' * (not early)}"
+        kind += f"{' edited' * edited}{' uncut' * (not bounded)}"
         found.append(
             Variant(
                 name=f"token_decision bf16 Q={num_rows}{kind}",

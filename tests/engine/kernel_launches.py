@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +45,27 @@ from baton.kernels.tuning import find
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
+from baton.model.parallel import Alone
 from baton.scripts.model_shape import write_shape
 from baton.tests.engine.driver import Driver
 from baton.tests.engine.kernel_asked import ASKED
+from baton.tests.kernels.sass import all_variants
 
 CPU = torch.device("cpu")
+
+
+class Last(Alone):
+    """The second of two ranks, as it is where the first one says the same."""
+
+    rank, size = 1, 2
+
+    def all_gather(self, x):
+        return x.expand(2, *x.shape)
+
+    def gather_bytes(self, data):
+        return [data, data]
+
+
 NUM_BLOCKS = 64
 NUM_CHECKPOINTS = 1
 SIZES = {
@@ -71,6 +87,7 @@ FP8 = {"quantization": Quantization.FP8}
 FP8_KV = {"kv_dtype": KVDtype.FP8}
 REJECTION = VerificationConfig(mode=VerificationMode.REJECTION)
 INVARIANT = {"numerics": Numerics.INVARIANT}
+HELD = {"communicator": Last(), "expert_parallel": True}
 # Shape, changes to it, how it is loaded, drafts, how they are verified.
 MODELS = {
     "dense": ("qwen3-8b", {}, FP8 | FP8_KV, 2, None),
@@ -85,6 +102,8 @@ MODELS = {
     "latent": ("deepseek-v3", LATENT, {}, 2, None),
     "not warmed": ("qwen3-8b", {}, FP8, 1, None),
     "ordered": ("qwen3-8b", {"vocab_size": 40_000}, INVARIANT, 1, None),  # of a head that is like no other product
+    "held": ("qwen3-30b-a3b", EXPERTS, HELD, 1, None),
+    "held float8": ("qwen3-30b-a3b", EXPERTS, FP8 | HELD, 1, None),
     "ordered pruned": ("qwen3-8b", {"draft_vocab_size": 300}, INVARIANT | FP8, 2, REJECTION),
     "ordered moe": ("qwen3-30b-a3b", EXPERTS, INVARIANT | FP8, 1, None),
     "shared": ("qwen1.5-moe-a2.7b", SHARED, FP8, 1, None),
@@ -105,6 +124,7 @@ LIMITS = {
 
 noted: list[str] = []
 touched: set[JITFunction] = set()
+forms: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +150,46 @@ class _Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def _compile_nothing(self, key, signature, device, *others, **named):
+def _compile_nothing(self, key, signature, device, constants, *others, **named):
     kernel = object.__new__(CompiledKernel)
     kernel.module, kernel.function, kernel.packed_metadata = object(), 0, ()
     kernel.name, kernel.src = "nothing", None
     kernel._run = lambda *arguments: None
     self.device_caches[device][0][key] = kernel
     noted.append(self.fn.__name__)
+    declared = {param.name: constants[(param.num,)] for param in self.params if param.is_constexpr}
+    forms[_name(self)].add(form_of(declared))
     touched.add(self)
     return kernel
+
+
+def form_of(constants):
+    """Which code a kernel's constants choose, but for its sizes: of each number whether it is 0.
+
+    EARLY is the device's choice (`kernels.dependent_launch`).
+    """
+    return tuple(f"{name}={_kind(value)}" for name, value in sorted(constants.items()) if name != "EARLY")
+
+
+def _name(kernel):
+    return f"{kernel.fn.__module__.removeprefix('baton.kernels.')} {kernel.fn.__name__}"
+
+
+def _kind(value):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "some" if value else "0"
+    return str(value)
+
+
+def unnamed():
+    """Of each kernel that was launched: forms that no variant has, and choices that none has, whatever the others."""
+    known = defaultdict(set)
+    for variant in all_variants():
+        declared = {param.name for param in variant.kernel.params if param.is_constexpr}
+        known[_name(variant.kernel)].add(form_of({n: v for n, v in variant.constants.items() if n in declared}))
+    wholes = {name: sorted(found - known[name]) for name, found in forms.items()}
+    choices = {name: sorted(set().union(*found).difference(*known[name])) for name, found in forms.items()}
+    return {"forms": wholes, "choices": choices}
 
 
 def forget():
@@ -202,15 +253,17 @@ def load(shape, sizes, options, folder):
 class Server(Driver):
     """Random steps of one model: of prompts, of sequences that decode, and of both."""
 
-    def __init__(self, model, num_drafts, verification, seed, limits):
+    def __init__(self, model, num_drafts, verification, seed, limits, communicator):
         self.random = random.Random(seed)
         self.limits = limits
         layout = model.kv_layout(limits.block_size)
         self.has_state = layout.has_state
         num_state_slots = limits.seqs + NUM_CHECKPOINTS if self.has_state else 0
         num_checkpoints = NUM_CHECKPOINTS if self.has_state else 0
-        pool = KVPool(layout, NUM_BLOCKS, CPU, num_state_slots=num_state_slots, num_checkpoints=num_checkpoints)
-        options = {"num_draft_tokens": num_drafts, "verification": verification}
+        shares = {} if communicator is None else {"rank": communicator.rank, "size": communicator.size}
+        states = {"num_state_slots": num_state_slots, "num_checkpoints": num_checkpoints}
+        pool = KVPool(layout, NUM_BLOCKS, CPU, **shares, **states)
+        options = {"num_draft_tokens": num_drafts, "verification": verification, "communicator": communicator}
         super().__init__(Runner(model, pool, max_num_seqs=limits.seqs, **options), pool)
         self.hidden = bytes(model.config.hidden_size * model.dtype.itemsize)
 
@@ -282,7 +335,8 @@ def run(name, num_rounds):
     shape, sizes, options, num_drafts, verification = MODELS[name]
     limits = Limits(**LIMITS.get(name, {}))
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(load(shape, sizes, options, folder), num_drafts, verification, name, limits)
+        model = load(shape, sizes, options, folder)
+    server = Server(model, num_drafts, verification, name, limits, options.get("communicator"))
     reach = Reach(num_tokens=limits.chunk_len, num_sequences=limits.seqs, context_len=limits.context_len)
     forget()
     noted.clear()
@@ -296,7 +350,7 @@ def run(name, num_rounds):
         for _ in range(3):
             server.steps()
     server.runner.close()
-    return {"model": name, "warm": warm, "late": Counter(noted)}
+    return {"model": name, "warm": warm, "late": Counter(noted), "unnamed": unnamed()}
 
 
 def main(names, num_rounds):

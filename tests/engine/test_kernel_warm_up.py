@@ -1,4 +1,4 @@
-"""What is launched before a worker serves is all that serving launches; and the sizes that stand for others."""
+"""What is launched before a worker serves is all that serving launches, and a variant; sizes that stand for others."""
 
 import json
 import os
@@ -67,10 +67,24 @@ def test_decode_shapes_reach_every_limit():
     assert {width for _, width in found} == {16, 32, 64, 128, 256, 512, 513}
 
 
+def require_named(found):
+    """What is launched has a variant, which is compiled ahead of time and held to its promises."""
+    unnamed = [*found.values()][-1]["unnamed"]  # of all models so far
+    assert len(unnamed["choices"]) >= 30
+    assert not {kernel: choices for kernel, choices in unnamed["choices"].items() if choices}
+    # Elsewhere variants stand for others; what ranks, float8 and many tokens make of a mixture is there whole.
+    mixture = {kernel: forms for kernel, forms in unnamed["forms"].items() if kernel.startswith("moe.")}
+    assert len(mixture) == 5
+    assert not any(mixture.values()), mixture
+
+
 def test_no_step_launches_what_the_warm_up_did_not():
-    found = launches(2, "dense", "moe", "hybrid", "latent", "ordered", "ordered pruned", "not warmed")
+    found = launches(2, "dense", "moe", "hybrid", "latent", "held float8", "ordered", "ordered pruned", "not warmed")
+    require_named(found)
     for name in ("ordered", "ordered pruned"):
         assert not found[name]["late"], name
+    assert found["held float8"]["warm"]["_align_kernel"] == found["moe"]["warm"]["_align_kernel"]
+    assert not found["held float8"]["late"], "whose tokens torch chooses, as those of all ranks"
     for name in ("dense", "moe", "hybrid", "latent"):
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
@@ -97,5 +111,6 @@ def test_products_in_order_have_no_form_between_the_sizes_that_are_warmed_up():
 def test_no_step_of_any_kind_of_model_does():
     found = launches(8)
     late = {name: its["late"] for name, its in found.items() if name != "not warmed"}
-    assert len(late) >= 16
+    assert len(late) >= 22
     assert not any(late.values()), late
+    require_named(found)

@@ -201,6 +201,13 @@ def test_logprobs_against_reference(data, num_top, spread):
         assert [a for a, _ in finite] == pytest.approx([b for _, b in finite], abs=1e-12)
 
 
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+def test_a_report_is_as_long_as_what_was_asked_for_whatever_the_vocabulary(num_top):
+    for vocab_size in (30, 3000):
+        packed_NX = logprobs_of(random_logits(2, vocab_size, seed=1), torch.tensor([4, 29]), num_top)
+        assert packed_NX.shape == (2, 2 * num_top + 3)
+
+
 def test_the_likeliest_of_many_equals():
     logits_NV = torch.zeros(3, 5000)
     logits_NV[1, [4000, 70]] = 1.0

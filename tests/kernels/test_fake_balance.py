@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 REFERENCE, TRITON = Implementation.REFERENCE, Implementation.TRITON
 
 
-def balanced(num_tokens, num_chosen, implementation=REFERENCE, dtype=torch.int64, **options):
+def balanced(num_tokens, num_chosen, implementation=REFERENCE, dtype=torch.int64, wide=torch.float32, **options):
     guards = Guards()
     expert_TK = guards.empty(num_tokens, num_chosen, dtype=dtype)
-    weight_TK = guards.empty(num_tokens, num_chosen, dtype=torch.float32)
+    weight_TK = guards.empty(num_tokens, num_chosen, dtype=wide)
     fake_balance_experts(expert_TK, weight_TK, benchmark=ACKNOWLEDGEMENT, implementation=implementation, **options)
     guards.check()
     assert weight_TK.eq(1).all()
@@ -46,14 +46,14 @@ def test_choices_are_distinct_and_every_expert_and_rank_gets_its_share(num_exper
                 assert total_R.max() - total_R.min() <= 1
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_kernel_is_the_reference(dtype):
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.int32, torch.float32), (torch.int64, torch.float64)])
+def test_the_kernel_is_the_reference(dtype, wide):
     for num_tokens, options in (
         (1, {"num_experts": 8}),
         (700, {"num_experts": 48, "ep_size": 6, "dp_rank": 2, "dp_size": 3}),
         (5, {"num_experts": 8, "ep_size": 8, "dp_rank": 3, "dp_size": 4}),
     ):
-        found, wanted = (balanced(num_tokens, 2, which, dtype, **options) for which in (TRITON, REFERENCE))
+        found, wanted = (balanced(num_tokens, 2, which, dtype, wide, **options) for which in (TRITON, REFERENCE))
         assert same_bits(found, wanted)
 
 
