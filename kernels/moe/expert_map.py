@@ -11,8 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Final
 
 ExpertMap = tuple[int, ...]
+LEAST_GAIN: Final = 50  # a part in so many of the most loaded rank's tokens: for less, no weights are moved
 
 
 def first_map(num_experts: int, num_redundant: int) -> ExpertMap:
@@ -27,14 +29,17 @@ def rank_loads(loads: Sequence[int], experts: ExpertMap, *, world_size: int) -> 
     return [sum(weights[its] for its in experts[at : at + length]) for at in range(0, len(experts), length)]
 
 
-def balance(loads: Sequence[int], experts: ExpertMap, *, world_size: int) -> float:
-    """Mean load of the ranks by the largest: 1 where all get as much, or nothing; 1 / world_size where one gets all."""
-    ranks = rank_loads(loads, experts, world_size=world_size)
-    return sum(ranks) / (world_size * max(ranks)) if any(ranks) else 1.0
+def balance(layers: Sequence[Sequence[int]]) -> float:
+    """Mean load of ranks by the largest, of layers that wait for their most loaded rank each, given by `rank_loads`.
+
+    1 where all ranks get as much, or nothing; 1 / world_size where one gets all.
+    """
+    most = sum(map(max, layers))
+    return sum(map(sum, layers)) / (len(layers[0]) * most) if most else 1.0
 
 
 def balanced_map(loads: Sequence[int], current: ExpertMap, *, world_size: int) -> ExpertMap:
-    """A map whose most loaded rank has less than in `current`, which is returned where none is found.
+    """A map whose most loaded rank has less than in `current`, worth its moves; else `current`.
 
     Args:
         loads: of each expert, in tokens, >= 0.
@@ -47,7 +52,7 @@ def balanced_map(loads: Sequence[int], current: ExpertMap, *, world_size: int) -
     groups = _deal(loads, _copies(loads, num_slots, world_size), num_slots // world_size, world_size)
     found = _in_place(groups, current, world_size)
     most, had = (max(rank_loads(loads, experts, world_size=world_size)) for experts in (found, current))
-    return found if most < had else current
+    return found if (had - most) * LEAST_GAIN > had else current
 
 
 def _weights(loads: Sequence[int], copies: Counter[int]) -> list[int]:

@@ -14,7 +14,7 @@ class ExpertMoves:
     """Slots are numbered over all ranks.
 
     Attributes:
-        given: of each round, the slot that each rank gives; one of its own that nobody takes where it has none to give.
+        given: of each round, the slot that each rank gives; one that no rank takes where it has none to give.
         taken: by slot that gets an expert of another rank: the round, and the rank that gives it.
         copied: by slot that gets an expert of its own rank: a slot that has it.
     """

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kernels.moe.expert_map import balance, balanced_map, first_map, rank_loads
+from baton.kernels.moe.expert_map import LEAST_GAIN, balance, balanced_map, first_map, rank_loads
 from baton.kernels.moe.expert_moves import ExpertMoves
 
 pytestmark = pytest.mark.fast
@@ -17,6 +17,10 @@ pytestmark = pytest.mark.fast
 def ranks_of(experts, world_size):
     length = len(experts) // world_size
     return [experts[at : at + length] for at in range(0, len(experts), length)]
+
+
+def balance_of(loads, experts, *, world_size):
+    return balance([rank_loads(loads, experts, world_size=world_size)])
 
 
 @st.composite
@@ -53,7 +57,8 @@ def test_a_map_takes_the_place_of_one_whose_most_loaded_rank_has_more(case):
         return
     require_map(found, len(loads), len(current), world_size)
     assert most < had
-    assert balance(loads, found, world_size=world_size) > balance(loads, current, world_size=world_size)
+    assert (had - most) * LEAST_GAIN > had
+    assert balance_of(loads, found, world_size=world_size) > balance_of(loads, current, world_size=world_size)
     assert balanced_map(loads, found, world_size=world_size) == found, "a map that was found is not left for another"
 
 
@@ -98,20 +103,32 @@ def test_the_most_loaded_rank_has_little_more_than_in_the_best_map(num_experts, 
     assert sum(ratios) / len(ratios) <= (1.1 if has_copies else 1.02)
 
 
+def test_balance_is_of_layers_one_after_the_other():
+    assert balance([[3, 3], [5, 5]]) == 1.0
+    assert balance([[0, 6], [10, 0]]) == 0.5
+    assert balance([[0, 10], [5, 5]]) == 2 / 3
+    assert balance([[0, 0], [0, 0]]) == 1.0
+
+
+def test_little_gain_moves_nothing():
+    assert balanced_map([51, 50, 50, 49], (0, 1, 2, 3), world_size=2) == (0, 1, 2, 3)
+    assert balanced_map([60, 50, 50, 40], (0, 1, 2, 3), world_size=2) != (0, 1, 2, 3)
+
+
 def test_one_hot_expert_gets_the_copies_and_its_tokens_are_shared():
     loads = [800, *[10] * 15]
     current = first_map(16, 8)
     found = balanced_map(loads, current, world_size=8)
     assert Counter(found)[0] == 8
     assert all(0 in its for its in ranks_of(found, 8))
-    assert balance(loads, found, world_size=8) > 0.8
-    assert balance(loads, first_map(16, 0), world_size=8) < 0.2
+    assert balance_of(loads, found, world_size=8) > 0.8
+    assert balance_of(loads, first_map(16, 0), world_size=8) < 0.2
 
 
 def test_what_stays_at_a_rank_stays_in_its_slot():
     loads, current = [10, 10, 1, 1, 1, 1, 1, 1], tuple(range(8))
     found = balanced_map(loads, current, world_size=2)
-    assert balance(loads, found, world_size=2) == 1.0
+    assert balance_of(loads, found, world_size=2) == 1.0
     assert balanced_map([5] * 8, current, world_size=2) == current
     stays = [its & set(mine) for its, mine in zip([set(range(4)), set(range(4, 8))], ranks_of(found, 2), strict=True)]
     assert all(found[expert] == expert for its in stays for expert in its)
