@@ -64,9 +64,9 @@ class ExpertExchange:
     def of_model(
         cls, model: Model, communicator: Communicator, executor: StepExecutor, on_move: Callable[[], None]
     ) -> Optional["ExpertExchange"]:
-        """Of the layers of a model whose experts may move; None if there are none."""
+        """Of the layers of a model whose experts may move; None if there are none, or no other rank."""
         layers = [layer for layer in model.sparse_layers if layer.slots is not None]
-        return cls(layers, communicator, executor, on_move) if layers else None
+        return cls(layers, communicator, executor, on_move) if layers and communicator.size > 1 else None
 
     @property
     def world_size(self) -> int:
