@@ -1,23 +1,22 @@
 """Experts that move while streams run change no token: any maps, copies and all, in float64, of the bundled models."""
 
 import itertools
-from functools import cache, partial
+from functools import cache
 
 import pytest
-import torch
 
-from baton.core.numerics import Numerics
 from baton.engine.local import LocalEngine
-from baton.engine.tp.expert_balancer import ExpertBalancer
 from baton.model.loader import load_model
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_async_equals_sync import PREEMPTIONS, generate, sizes_of
-from baton.tests.e2e.test_bundled_families import MODEL, marked, path_of
+from baton.tests.e2e.test_bundled_families import MODEL, RANKS, SIZES, marked, path_of
+from baton.tests.e2e.test_tensor_parallel import check, reference
 from baton.tests.e2e.tp_group_engine import run_over_ranks
+from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 from baton.tests.engine.moving_experts import load_options, shuffling
 
 NUM_PROMPTS = 8
-NUM_LAYERS = {"tiny-mla": 5, "tiny-hybrid": 5}  # with experts, the MTP head's among them
+NUM_LAYERS = 5  # with experts, of either model
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +25,24 @@ def prompts(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def plain(tokenizer, prompts):
+def model_of():
+    return cache(lambda name: load_model(path_of(name), **MODEL))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    started = RankProcesses()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer, prompts, model_of):
     """Tokens and steps of one rank."""
-    load = cache(lambda name: load_model(path_of(name), **MODEL))
 
     @cache
     def run_once(name, sampled, k):
-        engine = LocalEngine(load(name), tokenizer, **sizes_of(k, 16, scheduling="sync"))
+        engine = LocalEngine(model_of(name), tokenizer, **sizes_of(k, 16, scheduling="sync"))
         with pytest.MonkeyPatch.context() as patch:
             results, steps = generate(patch, engine, requests_for(prompts, sampled=sampled, num_drafts=k))
         return [result.token_ids for result in results], steps
@@ -54,7 +64,7 @@ def served(size, name, tokenizer, prompts, *, sampled, k, num_redundant, balance
     )
 
 
-CELLS = list(itertools.product(NUM_LAYERS, (2, 4), (0, 4, 8), (False, True), (0, 1, 3), PREEMPTIONS))
+CELLS = list(itertools.product(RANKS, (2, 4), (0, 4, 8), (False, True), (0, 1, 3), PREEMPTIONS))
 DEFAULT = {
     ("tiny-mla", 2, 4, False, 1, "stays"),
     ("tiny-mla", 4, 0, True, 3, "to host memory"),
@@ -79,5 +89,35 @@ def test_moves_in_mid_stream_change_no_token(
         assert made == tokens
         if preemption == "stays":
             assert steps == accepted
-        print(balancer.num_moved, balancer._num_steps)
-        assert balancer.num_moved >= 2
+        assert balancer.num_moved > NUM_LAYERS, "all of them, and some again"
+
+
+PAIRS = [(name, *pair, num) for name, *pair in SIZES if max(pair) > 1 for num in (0, 4)]
+PAIRS_DEFAULT = {("tiny-mla", 2, 2, 4)}
+
+
+@pytest.mark.parametrize(("name", "tp_prefill", "tp_decode", "num_redundant"), marked(PAIRS, PAIRS_DEFAULT))
+def test_moves_at_either_side_of_a_hand_off_change_no_token(
+    name, tp_prefill, tp_decode, num_redundant, processes, prompts, tokenizer, model_of
+):
+    """Every rank a process."""
+    options = {"expert_parallel": (True, True), "num_redundant": num_redundant}
+    with TPGroupTopology(processes, path_of(name), tp_prefill, tp_decode, **options) as topology:
+        check(topology, prompts, reference(model_of(name), tokenizer, prompts))
+
+
+def test_a_rank_that_fails_in_an_exchange_ends_its_worker_which_says_why(processes, prompts):
+    options = {"expert_parallel": (False, True), "num_redundant": 0, "fails_to_move": True}
+    topology = TPGroupTopology(processes, path_of("tiny-mla"), 1, 2, **options)
+    try:
+        started = [topology.start(request) for request in requests_for(prompts, sampled=False, num_drafts=1)]
+        kind, why = topology.decode[0].answers.get(timeout=20.0)
+        assert kind == "fatal"
+        assert "out of memory" in why
+        for running in started:
+            topology.finish_or_lose(running)
+        for process in topology.decode:
+            process.process.join(5.0)
+            assert not process.process.is_alive()
+    finally:
+        topology.abandon()
