@@ -214,6 +214,11 @@ class Runner:
         return (*((DraftMethod.HEAD,) if has_head else ()), *((DraftMethod.NGRAM,) if self.has_lookup else ()))
 
     @property
+    def balancer(self) -> None:
+        """No rank moves experts by itself (`engine.tp.rank_runners`)."""
+        return None
+
+    @property
     def num_host_blocks(self) -> int:
         """KV blocks that host memory holds."""
         return self._offload.num_blocks

@@ -58,14 +58,14 @@ class ExpertExchange:
         self._on_move = on_move
         self._moving: tuple[MoveExperts, ExpertMoves] | None = None  # the round that was given last
         self._device = layers[0].experts.down_EDI.device
-        self._staged_SX = torch.empty(held.count, most_bytes(layers), dtype=torch.uint8, device=self._device)
+        self._staged_SX = torch.empty(held.count, _most_bytes(layers), dtype=torch.uint8, device=self._device)
 
     @classmethod
     def of_model(
         cls, model: Model, communicator: Communicator, executor: StepExecutor, on_move: Callable[[], None]
     ) -> Optional["ExpertExchange"]:
         """Of the layers of a model whose experts may move; None if there are none, or no other rank."""
-        layers = [layer for layer in model.sparse_layers if layer.slots is not None]
+        layers = _moving(model)
         return cls(layers, communicator, executor, on_move) if layers and communicator.size > 1 else None
 
     @property
@@ -142,7 +142,20 @@ class ExpertExchange:
         return torch.cat([layer.slots.load_E for layer in self._layers if layer.slots is not None])
 
 
-def most_bytes(layers: Sequence[SparseMLP]) -> int:
+def exchange_bytes(model: Model) -> int:
+    """What an exchange of a model's experts takes beside them at one rank: what waits, and what crosses at a time."""
+    layers = _moving(model)
+    if not layers:
+        return 0
+    held = _held(layers[0])
+    return (held.count + held.world_size + 1) * _most_bytes(layers)
+
+
+def _moving(model: Model) -> list[SparseMLP]:
+    return [layer for layer in model.sparse_layers if layer.slots is not None]
+
+
+def _most_bytes(layers: Sequence[SparseMLP]) -> int:
     """Of an expert of any layer."""
     return max(sum(part.numel() for part in _parts_of(layer.experts, 0)) for layer in layers)
 

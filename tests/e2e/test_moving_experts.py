@@ -104,6 +104,10 @@ def test_moves_at_either_side_of_a_hand_off_change_no_token(
     options = {"expert_parallel": (True, True), "num_redundant": num_redundant}
     with TPGroupTopology(processes, path_of(name), tp_prefill, tp_decode, **options) as topology:
         check(topology, prompts, reference(model_of(name), tokenizer, prompts))
+        for size, held in zip((tp_prefill, tp_decode), topology.inventories(), strict=True):
+            assert held.HasField("experts") == (size > 1)
+            assert size == 1 or held.experts.num_layers_moved > NUM_LAYERS
+            assert size == 1 or 1 / size <= held.experts.balance < 1
 
 
 def test_a_rank_that_fails_in_an_exchange_ends_its_worker_which_says_why(processes, prompts):
