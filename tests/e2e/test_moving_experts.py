@@ -4,8 +4,11 @@ import itertools
 from functools import cache
 
 import pytest
+import torch
 
 from baton.engine.local import LocalEngine
+from baton.engine.tp.expert_balancer import ExpertBalancer
+from baton.kernels.moe.expert_map import balance, first_map, rank_loads
 from baton.model.loader import load_model
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_async_equals_sync import PREEMPTIONS, generate, sizes_of
@@ -90,6 +93,37 @@ def test_moves_in_mid_stream_change_no_token(
         if preemption == "stays":
             assert steps == accepted
         assert balancer.num_moved > NUM_LAYERS, "all of them, and some again"
+
+
+EVENED = [("tiny-mla", 2, 0), ("tiny-mla", 4, 0), ("tiny-mla", 4, 8), ("tiny-hybrid", 2, 4)]
+
+
+@pytest.mark.parametrize(("name", "size", "num_redundant"), marked(EVENED, {("tiny-mla", 4, 8)}))
+def test_ranks_get_more_even_loads_by_what_experts_got(name, size, num_redundant, tokenizer, plain, prompts, capsys):
+    """As with `--enable-eplb`, read after a few steps: all that was computed, by the maps of then and now."""
+    tokens, steps = plain(name, True, 1)
+    kept = []
+
+    def balancer_of(exchange):
+        kept.append(exchange)
+        return ExpertBalancer(exchange, 4)
+
+    made, stepped, balancer = served(
+        size, name, tokenizer, prompts,
+        sampled=True, k=1, num_redundant=num_redundant, balancer=balancer_of, scheduling="async",
+    )  # fmt: skip
+    assert (made, stepped) == (tokens, steps)
+    assert balancer.num_moved > 0
+    [exchange] = kept
+    loads = torch.stack([layer.slots.load_E for layer in exchange._layers]).tolist()
+    first = first_map(len(loads[0]), num_redundant)
+    before, after = (
+        balance([rank_loads(its, experts, world_size=size) for its, experts in zip(loads, maps, strict=True)])
+        for maps in ([first] * len(loads), exchange.maps)
+    )
+    with capsys.disabled():
+        print(f"\n{name} over {size} ranks, {num_redundant} copies: mean load by the largest {before:.3f}, {after:.3f}")
+    assert after > before
 
 
 PAIRS = [(name, *pair, num) for name, *pair in SIZES if max(pair) > 1 for num in (0, 4)]

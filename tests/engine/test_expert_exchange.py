@@ -12,8 +12,11 @@ from baton.engine.tp.expert_balancer import ExpertBalancer
 from baton.engine.tp.expert_exchange import ExpertExchange
 from baton.kernels.moe.expert_map import balanced_map, first_map, rank_loads
 from baton.kernels.moe.expert_moves import ExpertMoves
+from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
 from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.tests.engine.host_guard import guarded, methods_guarded
 from baton.tests.engine.moving_experts import Shuffler, load_options
+from baton.tests.engine.recorder import RecorderBackend
 from baton.tests.model.fp8_checkpoints import LAYOUTS, write_float8
 from baton.tests.model.ranks import on_ranks
 from baton.tests.model.test_expert_parallel import FAMILIES, FLOAT8, experts_of
@@ -97,6 +100,80 @@ def test_until_the_last_round_nothing_is_in_force(tiny_checkpoint):
         return len(interrupted)
 
     assert on_ranks(2, work) == [4, 4]
+
+
+def test_what_was_captured_before_a_move_computes_and_counts_after_it(tiny_checkpoint):
+    """A replay launches the same kernels over the same memory: no Python of ours runs in it."""
+    path, sizes = tiny_checkpoint(**FAMILIES["qwen3_moe"]), (3, 8)
+    x_TD = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted_TD = load(path).sparse_layers[0](x_TD, may_wait=False)
+
+    def work(group):
+        model = load(path, Apart(group), **load_options(4))
+        layer, backend = model.sparse_layers[0], RecorderBackend()
+        exchange, executor = exchange_of(model, group)
+        input_TD, made_TD = torch.zeros_like(x_TD), torch.zeros_like(x_TD)
+        position_T1, is_counted_T1 = torch.zeros(8, 1, dtype=torch.int64), torch.zeros(8, 1, dtype=torch.bool)
+        rows = RoutedRows(position_T1, is_counted_T1)
+        [replay] = backend.capture([lambda: made_TD.copy_(layer(input_TD, may_wait=False, routed=rows))])
+        assert layer.slots.load_E.eq(0).all(), "rows of padding"
+        input_TD.copy_(x_TD)
+        position_T1.copy_(torch.arange(8)[:, None] * 3)
+        for turn, experts in enumerate(sizes):
+            move_all(exchange, 0, Shuffler(experts)([0] * 8, exchange.maps[0], world_size=2))
+            executor.drain()
+            is_counted_T1.copy_(torch.arange(8)[:, None] < experts)
+            replay()
+            assert (group.all_sum(made_TD) - wanted_TD).abs().max() <= 1e-12
+            assert layer.slots.load_E.sum() == sum(sizes[: turn + 1]) * model.config.num_experts_per_token
+        executor.close()
+
+    on_ranks(2, work)
+
+
+class Apart:
+    """A group whose ranks do not add what they make."""
+
+    def __init__(self, group):
+        self.rank, self.size, self.all_gather = group.rank, group.size, group.all_gather
+
+    def all_sum(self, x):
+        return x
+
+
+def test_no_step_and_no_round_looks_at_what_is_on_the_device(tiny_checkpoint, monkeypatch):
+    path = tiny_checkpoint(**FAMILIES["deepseek_v3"])
+    for name in ("_cross", "_put_in_force", "_loads"):
+        monkeypatch.setattr(ExpertExchange, name, under_guard(getattr(ExpertExchange, name)))
+    place = ExpertSlots.place
+    num_guarded = []
+
+    def placed(*arguments):
+        num_guarded.append(1)
+        return under_guard(place)(*arguments)
+
+    monkeypatch.setattr(ExpertSlots, "place", placed)
+
+    def work(group):
+        model = load(path, group, **load_options(4))
+        exchange, executor = exchange_of(model, group)
+        move_all(exchange, 0, Shuffler(1)([0] * model.config.num_experts, exchange.maps[0], world_size=2))
+        loads = exchange.read_loads().get()
+        run(model, group)
+        executor.close()
+        return loads
+
+    with methods_guarded(monkeypatch):
+        on_ranks(2, work)
+    assert num_guarded
+
+
+def under_guard(function):
+    def guarded_function(*arguments):
+        with guarded():
+            return function(*arguments)
+
+    return guarded_function
 
 
 def test_float8_experts_move_with_their_scales(tmp_path):
