@@ -54,7 +54,7 @@ class ExpertSlots:
         _write(self._num_copies_E, [len(its) for its in slots])
 
     def place(self, expert_TK: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
-        """Slots [T, K] int64 of choices [T, K], which are counted."""
+        """Slots, int64 [T, K], of choices, int32 or int64 [T, K], which are counted."""
         expert_TK = expert_TK.long()
         counted_TK = rows.is_counted_T1.expand_as(expert_TK).long()
         self.load_E.scatter_add_(0, expert_TK.flatten(), counted_TK.flatten())

@@ -92,7 +92,7 @@ def test_moves_in_mid_stream_change_no_token(
         assert made == tokens
         if preemption == "stays":
             assert steps == accepted
-        assert balancer.num_moved > NUM_LAYERS, "all of them, and some again"
+        assert balancer.num_moved >= 3, "layers, one after the other; a few steps lie between"
 
 
 EVENED = [("tiny-mla", 2, 0), ("tiny-mla", 4, 0), ("tiny-mla", 4, 8), ("tiny-hybrid", 2, 4)]

@@ -5,12 +5,15 @@ import torch
 
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.inner_sum import InnerSum, tree_sum
+from baton.kernels.implementation import Implementation
 from baton.kernels.moe.expert_map import first_map
 from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.ops import Ops
+from baton.tests.kernels.harness import relative_error
 from baton.tests.kernels.moe_inputs import Draw, some_experts
 from baton.tests.kernels.test_held_experts import NUM_CHOSEN, NUM_EXPERTS, numerics, plain_inputs  # noqa: F401
+from baton.tests.kernels.test_moe_gemm import KINDS, SIZES, batch
 
 pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
@@ -72,7 +75,7 @@ def test_another_map_keeps_the_addresses_that_a_graph_has():
     assert [tensor.data_ptr() for tensor in (slots._slot_EC, slots._num_copies_E, slots.load_E)] == before
 
 
-def placed(numerics, weights, inputs, experts, size):  # noqa: F811
+def placed(numerics, weights, inputs, experts, size, implementation=Implementation.REFERENCE):  # noqa: F811
     """Every rank's mixture with experts where a map says."""
     x_TD, weight_TK, choice_TK = inputs
     length, num_redundant = len(experts) // size, len(experts) - NUM_EXPERTS
@@ -89,9 +92,9 @@ def placed(numerics, weights, inputs, experts, size):  # noqa: F811
         return x
 
     for part in parts:
-        Ops(numerics, InnerSum(size, record)).experts(x_TD, weight_TK, slot_TK, part, True)
+        Ops(numerics, InnerSum(size, record), implementation).experts(x_TD, weight_TK, slot_TK, part, True)
     total = tree_sum(given)
-    ops = Ops(numerics, InnerSum(size, lambda _: total))
+    ops = Ops(numerics, InnerSum(size, lambda _: total), implementation)
     return [ops.experts(x_TD, weight_TK, slot_TK, part, True) for part in parts]
 
 
@@ -103,6 +106,18 @@ def test_the_mixture_does_not_depend_on_where_experts_lie(num_redundant, size, n
         for experts in (first_map(NUM_EXPERTS, num_redundant), random_map(Draw(5), num_redundant)):
             for mixed_TD in placed(numerics, weights, inputs, experts, size):
                 assert (mixed_TD - wanted_TD).abs().max() < 1e-12 * wanted_TD.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_take_slots_for_experts(kind):
+    draw = Draw(7)
+    weights = draw.weights(NUM_EXPERTS, *SIZES[kind], kind)
+    inputs = batch(draw, 9, NUM_EXPERTS, NUM_CHOSEN, SIZES[kind][1])
+    wanted_TD = Ops(Numerics.DEFAULT, implementation=Implementation.TRITON).experts(*inputs, weights, True)
+    for num_redundant, size in ((0, 2), (4, 4)):
+        experts = random_map(draw, num_redundant)
+        for mixed_TD in placed(Numerics.DEFAULT, weights, inputs, experts, size, Implementation.TRITON):
+            assert relative_error(mixed_TD, wanted_TD) < 6e-3
 
 
 def test_invariant_numerics_have_the_same_bits_wherever_experts_lie():
