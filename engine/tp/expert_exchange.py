@@ -65,8 +65,8 @@ class ExpertExchange:
         cls, model: Model, communicator: Communicator, executor: StepExecutor, on_move: Callable[[], None]
     ) -> Optional["ExpertExchange"]:
         """Of the layers of a model whose experts may move; None if there are none, or no other rank."""
-        layers = _moving(model)
-        return cls(layers, communicator, executor, on_move) if layers and communicator.size > 1 else None
+        layers = _moving(model) if communicator.size > 1 else []
+        return cls(layers, communicator, executor, on_move) if layers else None
 
     @property
     def world_size(self) -> int:

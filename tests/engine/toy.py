@@ -50,7 +50,6 @@ class ToyModel:
         self.d2t_C = None if d2t is None else torch.tensor(d2t)  # tokens of a pruned draft head
         self.draft_columns_C = self.d2t_C
         self.vocab = WHOLE
-        self.sparse_layers = ()
         self.sampling_implementation = None  # torch chooses its tokens
         self.around = Implementation.REFERENCE
         self.with_mtp = with_mtp
