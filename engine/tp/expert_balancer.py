@@ -1,7 +1,7 @@
 """When experts move, and where to: rank 0 reads what each expert got, every so many steps, and chooses other maps.
 
-It never waits: loads are read behind the steps that were launched, and a step is preceded by one round of an exchange
-at most, or by the choice of one layer's map. Layers follow each other; one whose map stays costs its choice alone.
+It never waits: loads are read behind the steps that were launched, and a step is preceded by the choice of one layer's
+map and one round of an exchange at most. Layers follow each other; one whose map stays costs its choice alone.
 """
 
 import logging

@@ -19,7 +19,6 @@ from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 from baton.tests.engine.moving_experts import load_options, shuffling
 
 NUM_PROMPTS = 8
-NUM_LAYERS = 5  # with experts, of either model
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +68,9 @@ def served(size, name, tokenizer, prompts, *, sampled, k, num_redundant, balance
 
 CELLS = list(itertools.product(RANKS, (2, 4), (0, 4, 8), (False, True), (0, 1, 3), PREEMPTIONS))
 DEFAULT = {
-    ("tiny-mla", 2, 4, False, 1, "stays"),
-    ("tiny-mla", 4, 0, True, 3, "to host memory"),
-    ("tiny-hybrid", 2, 0, True, 1, "computed again"),
-    ("tiny-hybrid", 2, 8, False, 3, "stays"),
+    ("tiny-mla", 2, 4, False, 1, "to host memory"),
+    ("tiny-mla", 4, 0, True, 3, "stays"),
+    ("tiny-hybrid", 2, 8, True, 1, "stays"),
 }
 CELLS = [cell for cell in CELLS if cell[:2] != ("tiny-hybrid", 4)]  # it has key heads for two ranks
 
@@ -98,7 +96,7 @@ def test_moves_in_mid_stream_change_no_token(
 EVENED = [("tiny-mla", 2, 0), ("tiny-mla", 4, 0), ("tiny-mla", 4, 8), ("tiny-hybrid", 2, 4)]
 
 
-@pytest.mark.parametrize(("name", "size", "num_redundant"), marked(EVENED, {("tiny-mla", 4, 8)}))
+@pytest.mark.parametrize(("name", "size", "num_redundant"), marked(EVENED, {("tiny-hybrid", 2, 4)}))
 def test_ranks_get_more_even_loads_by_what_experts_got(name, size, num_redundant, tokenizer, plain, prompts, capsys):
     """As with `--enable-eplb`, read after a few steps: all that was computed, by the maps of then and now."""
     tokens, steps = plain(name, True, 1)
@@ -137,10 +135,10 @@ def test_moves_at_either_side_of_a_hand_off_change_no_token(
     """Every rank a process."""
     options = {"expert_parallel": (True, True), "num_redundant": num_redundant}
     with TPGroupTopology(processes, path_of(name), tp_prefill, tp_decode, **options) as topology:
-        check(topology, prompts, reference(model_of(name), tokenizer, prompts))
+        check(topology, prompts, reference(model_of(name), tokenizer, prompts), drafts=(2,))
         for size, held in zip((tp_prefill, tp_decode), topology.inventories(), strict=True):
             assert held.HasField("experts") == (size > 1)
-            assert size == 1 or held.experts.num_layers_moved > NUM_LAYERS
+            assert size == 1 or held.experts.num_layers_moved > 0
             assert size == 1 or 1 / size <= held.experts.balance < 1
 
 
