@@ -185,10 +185,12 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
         message = f"max_model_len: {config.max_model_len} exceeds the model's own {sizes.max_model_len}"
         found.errors.append(ConfigInvalid(message, keys=["max_model_len"]))
     _collect(found, sizes.require_full_attention, config.max_model_len)
+    held: dict[str, Any] = {"expert_parallel": config.enable_expert_parallel}
+    held["num_redundant_experts"] = config.redundant_experts
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
-        cut = partial(require_cut, expert_parallel=config.enable_expert_parallel)
+        cut = partial(require_cut, **held)
         _collect(found, cut, sizes, size, config.numerics)
-    spec = tensor_spec(sizes, with_mtp=reads_mtp, expert_parallel=config.enable_expert_parallel)
+    spec = tensor_spec(sizes, with_mtp=reads_mtp, **held)
     _judge_quantization(config, sizes, dtype, device, found)
     is_made = config.quantization.value == "fp8" if sizes.fp8 is None else sizes.fp8.may_stay_float8
     float8: Collection[str] = spec.required if is_made and dtype == "bfloat16" else ()  # of random weights, too
@@ -206,7 +208,7 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
         "weight_gib": round(weight_bytes / _GIB, 3),
         "tp_prefill": config.tp_prefill,
         "tp_decode": config.tp_decode,
-        "expert_parallel": config.enable_expert_parallel,
+        **held,
     }
 
 

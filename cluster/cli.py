@@ -138,6 +138,8 @@ def serve(
     app,
     "tensor_parallel_size",
     "enable_expert_parallel",
+    "enable_eplb",
+    "num_redundant_experts",
     "num_speculative_tokens",
     "speculative_method",
     "draft_model",

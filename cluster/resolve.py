@@ -280,6 +280,7 @@ def resolve_worker(
         weights="random" if config.is_dummy else "checkpoint",
         kv_dtype=config.kv_cache_dtype,
         tp_size=tp_size,
+        redundant_experts=config.redundant_experts,
         verification=config.verification_config(),
         graphs=graphs,
         telemetry=config.telemetry_config(),

@@ -122,6 +122,24 @@ class ServeConfig(BaseModel):
     enable_expert_parallel: bool = _parallel(
         False, "ranks hold different experts, whole, instead of a part of each", vllm="--enable-expert-parallel"
     )
+    enable_eplb: bool = _parallel(
+        False, "whole experts move between ranks while they serve, by load", vllm="--enable-eplb"
+    )
+    num_redundant_experts: int = _parallel(
+        0,
+        "with --enable-eplb, further copies of experts that a layer's ranks hold",
+        vllm="--eplb-config (num_redundant_experts)",
+        ge=0,
+        le=4096,
+    )
+    eplb_step_interval: int = _parallel(
+        3000,
+        "steps from one reading of the load of experts to the next",
+        metavar="steps",
+        vllm="--eplb-config (step_interval)",
+        ge=1,
+        le=1 << 30,
+    )
     worker_threads: int = _parallel(1, "torch threads per worker on a CPU", ge=1, le=256)
     ray_address: str = _parallel("local", "local starts a private Ray; auto or HOST:PORT joins one", metavar="address")
 
@@ -450,6 +468,7 @@ class ServeConfig(BaseModel):
             raise ConfigInvalid("; ".join(problems), keys=list(keys)) from error
         config._check_drafts()
         config.lookup()
+        config._check_experts()
         if config.quarantine_deaths == 1:
             why = "one death says nothing about who was there; 0, 2 or more"
             raise ConfigInvalid(f"quarantine_deaths: {why}", keys=["quarantine_deaths"])
@@ -486,6 +505,19 @@ class ServeConfig(BaseModel):
     def draft_path(self) -> str:
         """The directory of the drafter that is used, "" if none is."""
         return self.draft_model if self.speculative_method in (None, "auto", "eagle3") else ""
+
+    @property
+    def redundant_experts(self) -> int | None:
+        """Further copies of experts that a layer's ranks hold; None: no expert moves."""
+        return self.num_redundant_experts if self.enable_eplb else None
+
+    def _check_experts(self) -> None:
+        if self.enable_eplb and not self.enable_expert_parallel:
+            message = "enable_eplb: only whole experts move between ranks, and enable_expert_parallel is not set"
+            raise ConfigInvalid(message, keys=["enable_eplb", "enable_expert_parallel"])
+        if self.num_redundant_experts and not self.enable_eplb:
+            message = "num_redundant_experts: copies are placed by load, and enable_eplb is not set"
+            raise ConfigInvalid(message, keys=["num_redundant_experts", "enable_eplb"])
 
     def _check_drafts(self) -> None:
         asked = self.num_speculative_tokens
@@ -664,6 +696,8 @@ class WorkerConfig:
     kernels: KernelsName = "auto"
     tp_size: int = 1
     enable_expert_parallel: bool = False  # of this worker's ranks
+    redundant_experts: int | None = None  # further copies that they hold of a layer's; None: no expert moves
+    eplb_step_interval: int = 3000
     scheduling: SchedulingName = "async"
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)

@@ -23,7 +23,7 @@ from baton.decode_worker.service import DecodeService
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.tp.plan import plan_codec
-from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
+from baton.engine.tp.rank_runners import RankRunner
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvtransfer.receiver.service import ReceiverService, receiver_region
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
@@ -34,7 +34,14 @@ from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
 from baton.worker.rank import RankPlace, RankStarter
-from baton.worker.tp_group import closed_if_it_fails, decode_runner, follow, lead_worker, watch_tp_group
+from baton.worker.tp_group import (
+    closed_if_it_fails,
+    decode_runner,
+    follow,
+    lead_worker,
+    rank0_runner,
+    watch_tp_group,
+)
 
 
 class DecodeNode:
@@ -83,7 +90,7 @@ class DecodeNode:
     def _make_worker(self, loaded: LoadedWorker) -> DecodeWorker:
         config, clock, channel = self.config, MonotonicClock(), self._channel
         runner = decode_runner(config, loaded, None if channel is None else channel.communicator)
-        self._lead = None if channel is None else Rank0Runner(runner, channel)
+        self._lead = None if channel is None else rank0_runner(config, runner, channel)
         about = {"worker_id": config.worker_id, "epoch": f"{self.epoch:016x}"}
         self._telemetry = Telemetry(config.telemetry, "decode", clock, about)
         return DecodeWorker(

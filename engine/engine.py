@@ -38,6 +38,7 @@ from baton.engine.step.meter import StepMeter
 from baton.engine.step.plan import Chunk, Grow, Operation, Place, Release, Resume, Step
 from baton.engine.step.result import ChunkOutput, HandoffState, StepOutput, StepTicket
 from baton.engine.step.tally import Dropped, Fate, StepTally
+from baton.engine.tp.expert_balancer import ExpertBalancer
 
 Ints = npt.NDArray[np.int64]
 
@@ -135,6 +136,11 @@ class Runs(Protocol):
     @property
     def meter(self) -> StepMeter:
         """Times and counters of its steps."""
+        ...
+
+    @property
+    def balancer(self) -> ExpertBalancer | None:
+        """Of experts that move between its ranks; None if none do."""
         ...
 
     def execute(self, operation: Operation) -> Pending | None:

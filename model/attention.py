@@ -10,6 +10,7 @@ import torch
 
 from baton.kernels.attention.decode_plan import SplitKVPlans
 from baton.kernels.delta_net.rows import StateRows
+from baton.kernels.moe.expert_slots import RoutedRows
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kernels.tiles import wide_dtype
@@ -32,6 +33,7 @@ class AttentionInputs:
         on_layer: called with a pool layer right after its K and V were written.
         plans: how attention is divided, made by the first layer that needs it.
         state_rows: the same rows for layers that keep state; () if the layout has none.
+        routed: the same rows for layers whose experts may move; None if there are none.
     """
 
     batch: AttentionBatch
@@ -42,6 +44,7 @@ class AttentionInputs:
     on_layer: Callable[[int], None]
     plans: SplitKVPlans = field(default_factory=SplitKVPlans)
     state_rows: tuple[StateRows, ...] = ()
+    routed: RoutedRows | None = None
 
     @property
     def may_wait(self) -> bool:

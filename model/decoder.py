@@ -72,7 +72,7 @@ class DecoderLayer:
             mixed_TQ = yield self.attention, (query_TAE,)
             mixed_TD = self.attention.join(mixed_TQ, gate_TQ)
         normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, mixed_TD)
-        return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait)
+        return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait, routed=inputs.routed)
 
 
 class Decoder:

@@ -14,6 +14,7 @@ from baton.core.errors import ModelUnsupported
 from baton.core.numerics import KVDtype, Quantization
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN
+from baton.kernels.moe.expert_slots import RoutedRows
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights
@@ -283,7 +284,7 @@ class MLP:
         self.down_DI = source.take_product(down)
         self._ops = ops
 
-    def __call__(self, x_TD: torch.Tensor, *, may_wait: bool) -> torch.Tensor:
-        """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows."""
+    def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
+        """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows. Nothing is `routed`."""
         inner_TI = self._ops.silu_mul(self._ops.linear(x_TD, self.gate_up_JD))
         return self._ops.linear_inner(inner_TI, self.down_DI)

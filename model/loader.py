@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,7 @@ def load_model(
     communicator: Communicator | None = None,
     cut_vocab: bool = True,
     expert_parallel: bool = False,
+    num_redundant_experts: int | None = None,
     quantization: Quantization = Quantization.NONE,
     kv_dtype: KVDtype = KVDtype.AUTO,
     implementation: Implementation = Implementation.AUTO,
@@ -58,7 +60,8 @@ def load_model(
     too if it is asked for, whether or not the model was published with one. With a `communicator`, only its rank's part
     of the weights is read, and the model computes with the other ranks'; its logits are then those of the rank's tokens
     alone, unless `cut_vocab` is False. With `expert_parallel` ranks hold different experts, whole, and not a part of
-    each; alone, a rank holds all. With a `quantization`, weights of products are quantized as they are read; the
+    each; alone, a rank holds all; with `num_redundant_experts` they may move between slots, of which there are so many
+    more than experts. With a `quantization`, weights of products are quantized as they are read; the
     KV is another model's then, and so it is with another `kv_dtype`. Weights that are float8 already are multiplied
     with as they are stored, whatever `quantization` says; those that cannot be are dequantized, and that is logged.
     `implementation` says what computes; left open, device, dtype and numerics do. An EAGLE-3 drafter is read from
@@ -95,8 +98,8 @@ def load_model(
         if refusal is not None:
             raise refusal
     config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
-    spec = tensor_spec(config, with_mtp=with_mtp, expert_parallel=expert_parallel)
-    num_held = sum(weight.is_held(group.rank, group.size) for weight in spec.weights.values())
+    held: dict[str, Any] = {"expert_parallel": expert_parallel, "num_redundant_experts": num_redundant_experts}
+    spec = tensor_spec(config, with_mtp=with_mtp, **held)
     stored: Mapping[str, StoredTensor | RandomTensor]
     float8, d2t_C = NO_FLOAT8, None
     if random_seed is not None:
@@ -107,18 +110,18 @@ def load_model(
         headers = stored = by_published_names(config, read_headers(path))
         float8 = check_tensors(spec, headers, config.fp8)
         require_copies(spec, headers)
-        require_cut(config, group.size, numerics, expert_parallel=expert_parallel)
+        require_cut(config, group.size, numerics, **held)
         require_cut_float8(spec, float8, group.size)
         if D2T in spec.tables:
             d2t_C = normalise_d2t(headers[D2T].read_index(), config.vocab_size, config.d2t_form)
-    plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab, expert_parallel=expert_parallel)
+    plan = ShardPlan(config, group, numerics, cut_vocab=cut_vocab, **held)
     with TensorReader(device) as reader:
         source = WeightSource(
             stored,
             reader,
             dtype,
             device,
-            num_held,
+            sum(weight.is_held(group.rank, group.size) for weight in spec.weights.values()),
             on_progress,
             plan.cut,
             quantization,
@@ -143,7 +146,7 @@ def load_model(
             why_no_triton=why_no_triton,
         )
         reader.require_unchanged()
-    assert source.num_done == num_held
+    assert source.num_done == source.num_total
     if group.rank == 0:
         _tell(source, spec)
     return model

@@ -15,6 +15,7 @@ import torch
 from baton.core.numerics import Numerics
 from baton.kernels.gemm.inner_sum import ALONE, InnerSum
 from baton.kernels.implementation import Implementation
+from baton.kernels.moe.expert_slots import RoutedRows
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.rope import rope_angles, rope_inverse_frequencies
 from baton.kvcache.layout import KVLayout
@@ -30,6 +31,7 @@ from baton.model.eagle import EagleHead
 from baton.model.eagle_config import EAGLE_HEAD, EagleConfig
 from baton.model.inputs import AttentionBatch, DecodeBatch, positions_of, slots_of
 from baton.model.layers import WeightSource
+from baton.model.moe import SparseMLP
 from baton.model.mtp import MTPHead
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
@@ -88,6 +90,7 @@ class Model:
             self._eagle = eagle[1]
             self._decoder.tap(eagle[1].aux_layers, self._mtp.join)
             self.trunk_width *= 2
+        self._moves_experts = any(layer.slots is not None for layer in self.sparse_layers)
         self.vocab = vocab
         # They read whole rows, and sum float32 in an order that other options of a batch may change.
         has_kernels = implementation is Implementation.TRITON and numerics is Numerics.DEFAULT and not vocab.is_cut
@@ -136,7 +139,8 @@ class Model:
             max_context_len=1,
         )
         angles = self._turns.angles(positions_T)
-        inputs = AttentionInputs(rows, slots_T, pool, *angles, _ignore_layer)
+        routed = self._routed(positions_T, slots_T, pool)
+        inputs = AttentionInputs(rows, slots_T, pool, *angles, _ignore_layer, routed=routed)
         return self._decoder.pieces(token_ids_T, inputs)
 
     def mtp(
@@ -186,6 +190,12 @@ class Model:
     def ops(self) -> Ops:
         """What its layers compute with, those of its draft head too."""
         return self._ops
+
+    @property
+    def sparse_layers(self) -> tuple[SparseMLP, ...]:
+        """What has experts, of the trunk's layers in order, then of its MTP head's."""
+        layers = [*self._decoder.layers, *([self._mtp.layer] if isinstance(self._mtp, MTPHead) else [])]
+        return tuple(layer.mlp for layer in layers if isinstance(layer.mlp, SparseMLP))
 
     @property
     def drafter_config(self) -> EagleConfig | None:
@@ -265,8 +275,15 @@ class Model:
         self, turns: "_Turns", batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
     ) -> AttentionInputs:
         rows = state_rows(batch, pool) if self.config.delta_net is not None else ()
-        angles = turns.angles(positions_of(batch))
-        return AttentionInputs(batch, slots_of(batch), pool, *angles, on_layer, state_rows=rows)
+        positions_T, slots_T = positions_of(batch), slots_of(batch)
+        angles, routed = turns.angles(positions_T), self._routed(positions_T, slots_T, pool)
+        return AttentionInputs(batch, slots_T, pool, *angles, on_layer, state_rows=rows, routed=routed)
+
+    def _routed(self, positions_T: torch.Tensor, slots_T: torch.Tensor, pool: KVPool) -> RoutedRows | None:
+        """What layers whose experts may move ask of rows."""
+        if not self._moves_experts:
+            return None
+        return RoutedRows(positions_T[:, None], (slots_T < pool.scratch_slot)[:, None])
 
 
 class _Turns:

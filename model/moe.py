@@ -7,6 +7,7 @@ computed in the wide dtype from the hidden states on: `DeepseekV3TopkRouter`.
 
 import torch
 
+from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
 from baton.kernels.ops import Ops
 from baton.kernels.tiles import wide_dtype
 from baton.model.config import ModelConfig
@@ -15,7 +16,12 @@ from baton.model.tensor_spec import router_bias
 
 
 class SparseMLP:
-    """Sends each token to its `num_experts_per_token` best experts. Legend: T tokens, D hidden size, E experts."""
+    """Sends each token to its `num_experts_per_token` best experts. Legend: T tokens, D hidden size, E experts.
+
+    Attributes:
+        experts: that this rank holds.
+        slots: where all of them lie, and what they got; None where they do not move.
+    """
 
     def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
         prefix = f"{layer_prefix}.{config.sparse_block}"
@@ -25,13 +31,15 @@ class SparseMLP:
         self.router_ED = take(f"{prefix}.gate.weight")
         self.bias_E = None if self._routing is None else source.take_wide(router_bias(prefix))
         self.experts = source.take_experts(experts)
+        held = source.held
+        self.slots = ExpertSlots(held, source.device) if held is not None and held.may_move else None
         self.shared = _SharedExpert(source, layer_prefix, config, ops) if config.shared_expert_size else None
         self._num_chosen = config.num_experts_per_token
         self._renormalise = config.renormalise_experts
         self._ops = ops
 
-    def __call__(self, x_TD: torch.Tensor, *, may_wait: bool) -> torch.Tensor:
-        """[T, D] -> [T, D]; only where `may_wait` may the host wait for the device."""
+    def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
+        """[T, D] -> [T, D]; only where `may_wait` may the host wait for the device. `routed` where experts may move."""
         logits_TE = self._ops.linear(x_TD.to(self.router_ED.dtype), self.router_ED)
         routing, bias_E = self._routing, self.bias_E
         if routing is None or bias_E is None:
@@ -41,6 +49,9 @@ class SparseMLP:
             weight_TK, expert_TK = self._ops.route_by_sigmoid(
                 logits_TE, self._num_chosen, self._renormalise, bias_E, groups, routing.scaling
             )
+        if self.slots is not None:
+            assert routed is not None
+            expert_TK = self.slots.place(expert_TK, routed)
         mixed_TD = self._ops.experts(x_TD, weight_TK, expert_TK, self.experts, may_wait)
         return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x_TD)
 

@@ -13,7 +13,7 @@ How ranks reach each other is the engine's; here is the seam.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -114,6 +114,7 @@ class ShardPlan:
         numerics: of the model.
         cut_vocab: cut the LM head, too; without other ranks there is nothing to cut.
         expert_parallel: ranks hold different experts, and not a part of each.
+        num_redundant_experts: so many slots more than experts, and experts move between them; None: they stay.
 
     Attributes:
         inner: how parts of products are added.
@@ -132,15 +133,17 @@ class ShardPlan:
         *,
         cut_vocab: bool = True,
         expert_parallel: bool = False,
+        num_redundant_experts: int | None = None,
     ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         self.inner = InnerSum(self._size, communicator.all_sum)
         size = self._size
-        require_cut(config, size, numerics, expert_parallel=expert_parallel)
-        self._weights = tensor_spec(config, with_mtp=True, expert_parallel=expert_parallel).weights
+        held: dict[str, Any] = {"expert_parallel": expert_parallel, "num_redundant_experts": num_redundant_experts}
+        require_cut(config, size, numerics, **held)
+        self._weights = tensor_spec(config, with_mtp=True, **held).weights
         self.held: HeldExperts | None = None
         if expert_parallel and size > 1:
-            self.held = HeldExperts.of_rank(config.num_experts, self._rank, size)
+            self.held = HeldExperts.of_rank(config.num_experts, self._rank, size, num_redundant_experts)
         self._head: Cut | None = None
         self.vocab: Vocab = WHOLE
         if cut_vocab and size > 1:

@@ -42,7 +42,8 @@ class WeightSpec:
         mean: of random numbers in its place.
         spread: their standard deviation.
         expert: the number of the routed expert it is of, and how many there are; None: it is of none. Uncut, it is at
-            the one rank that holds the expert.
+            the ranks that hold the expert: at one, unless there are redundant slots.
+        num_redundant: of an expert, how many slots its layer has beside one for each (`kernels.moe.expert_map`).
     """
 
     shape: Shape
@@ -51,6 +52,7 @@ class WeightSpec:
     mean: float = 0.0
     spread: float = 0.0
     expert: tuple[int, int] | None = None
+    num_redundant: int = 0
 
     def cut(self, rank: int, size: int) -> Cut | None:
         """The part of one of `size` ranks; None is all of it. Ranks share a group if there are fewer than ranks."""
@@ -67,7 +69,7 @@ class WeightSpec:
         if self.expert is None or self.cut_dim is not None:
             return True
         number, num_experts = self.expert
-        return number in HeldExperts.of_rank(num_experts, rank, size).numbers
+        return number in HeldExperts.of_rank(num_experts, rank, size, self.num_redundant).numbers
 
     def part_shape(self, rank: int, size: int) -> Shape:
         """The shape of that part."""
@@ -97,7 +99,9 @@ class TensorSpec:
         return {name: weight.shape for name, weight in self.weights.items()}
 
 
-def tensor_spec(config: ModelConfig, *, with_mtp: bool, expert_parallel: bool = False) -> TensorSpec:
+def tensor_spec(
+    config: ModelConfig, *, with_mtp: bool, expert_parallel: bool = False, num_redundant_experts: int | None = None
+) -> TensorSpec:
     """What the architecture needs, with or without its MTP head; ranks share every expert, or hold different ones."""
     hidden = config.hidden_size
     vocab = matrix(config.vocab_size, hidden, LOGIT_GAIN)
@@ -123,7 +127,9 @@ def tensor_spec(config: ModelConfig, *, with_mtp: bool, expert_parallel: bool = 
             weights[DRAFT_HEAD] = matrix(config.draft_vocab_size, hidden, LOGIT_GAIN)
             tables[D2T] = (config.draft_vocab_size,)
     if expert_parallel:
-        weights |= {name: replace(one, cut_dim=None) for name, one in weights.items() if one.expert is not None}
+        more = num_redundant_experts or 0
+        experts = {name: one for name, one in weights.items() if one.expert is not None}
+        weights |= {name: replace(one, cut_dim=None, num_redundant=more) for name, one in experts.items()}
     return TensorSpec(weights, tables, optional, mtp)
 
 

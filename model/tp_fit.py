@@ -8,14 +8,21 @@ from baton.model.config import ModelConfig
 from baton.model.tensor_spec import TensorSpec
 
 
-def require_cut(config: ModelConfig, size: int, numerics: Numerics, *, expert_parallel: bool = False) -> None:
-    """Check that `size` ranks can hold equal parts of the model; `expert_parallel`: each whole experts.
+def require_cut(
+    config: ModelConfig,
+    size: int,
+    numerics: Numerics,
+    *,
+    expert_parallel: bool = False,
+    num_redundant_experts: int | None = None,
+) -> None:
+    """Check that `size` ranks can hold equal parts of the model; `expert_parallel`: each whole experts, and copies.
 
     Raises:
         ModelUnsupported: they cannot; the message names the dimension.
     """
     if expert_parallel:
-        _require_experts(config, size)
+        _require_experts(config, size, num_redundant_experts or 0)
     queries, keys = config.num_heads, config.num_kv_heads
     inner_sizes = {"num_attention_heads": queries}
     if len(config.sparse_layers) < config.num_layers:
@@ -46,14 +53,22 @@ def _require_multiple(config: ModelConfig, name: str, length: int, size: int) ->
         raise _refusal(f"{name} = {length} is no multiple of it{hint}", size)
 
 
-def _require_experts(config: ModelConfig, size: int) -> None:
-    if not config.num_experts:
+def _require_experts(config: ModelConfig, size: int, num_redundant: int) -> None:
+    num_experts, option = config.num_experts, "enable_expert_parallel"
+    if not num_experts:
         why = f"the model is dense ({config.architecture}): it has no experts that ranks could hold"
-    elif config.num_experts % size:
-        why = f"{config.num_experts} experts cannot be dealt evenly over {size} ranks"
+    elif size == 1:  # it has all of them, and no use for copies
+        return
+    elif num_redundant > num_experts * (size - 1):
+        option = "num_redundant_experts"
+        why = f"{num_redundant} are more than a copy of each of {num_experts} at each of {size} ranks"
+    elif (num_experts + num_redundant) % size:
+        more = f" and {num_redundant} redundant ones" if num_redundant else ""
+        option = "num_redundant_experts" if num_redundant else option
+        why = f"{num_experts} experts{more} cannot be dealt evenly over {size} ranks"
     else:
         return
-    raise ModelUnsupported(f"--enable-expert-parallel: {why}", option="enable_expert_parallel", value=size)
+    raise ModelUnsupported(f"--{option.replace('_', '-')}: {why}", option=option, value=size)
 
 
 def _whole_experts_hint(num_experts: int, size: int) -> str:

@@ -15,7 +15,7 @@ from baton.core.config import WorkerConfig
 from baton.core.telemetry.logs import know
 from baton.core.telemetry.telemetry import Telemetry
 from baton.engine.step.runner import Runner
-from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
+from baton.engine.tp.rank_runners import RankRunner
 from baton.kvtransfer.protocol.incarnation_file import sweep_incarnations
 from baton.kvtransfer.sender.service import PushService
 from baton.kvtransfer.transports.registry import connecting_transport
@@ -27,7 +27,14 @@ from baton.worker.host import WorkerHost, worker_identity
 from baton.worker.inventory import worker_state
 from baton.worker.loading import LoadedWorker, load_worker, request_limits
 from baton.worker.rank import RankPlace, RankStarter
-from baton.worker.tp_group import closed_if_it_fails, follow, lead_worker, prefill_runner, watch_tp_group
+from baton.worker.tp_group import (
+    closed_if_it_fails,
+    follow,
+    lead_worker,
+    prefill_runner,
+    rank0_runner,
+    watch_tp_group,
+)
 
 
 class PrefillNode:
@@ -80,7 +87,7 @@ class PrefillNode:
         self._telemetry = Telemetry(config.telemetry, "prefill", clock, about)
         return PrefillWorker(
             tracer=self._telemetry.tracer,
-            runner=runner if channel is None else Rank0Runner(runner, channel),
+            runner=runner if channel is None else rank0_runner(config, runner, channel),
             pool=loaded.pool,
             tokenizer=loaded.tokenizer,
             limits=request_limits(

@@ -82,6 +82,10 @@ def _of_compute(read: Callable[[worker_pb2.Compute], Values]) -> Callable[[Worke
     return lambda its: read(its.held.compute) if its.held.HasField("compute") else None
 
 
+def _of_experts(read: Callable[[worker_pb2.ExpertBalance], Values]) -> Callable[[WorkerReport], Values]:
+    return lambda its: read(its.held.experts) if its.held.HasField("experts") else None
+
+
 def _of_graphs(read: Callable[[worker_pb2.GraphCounts], Values]) -> Callable[[WorkerReport], Values]:
     return lambda its: read(its.held.graphs) if its.held.HasField("graphs") else None
 
@@ -283,6 +287,18 @@ WORKER_METRICS: Final = (
         ),
         labels=("how",),
         by=WORKER,
+    ),
+    WorkerMetric(
+        _Gauge,
+        "expert_balance",
+        "Mean load of a worker's ranks by the largest, lately, where experts may move between them",
+        _of_experts(lambda its: its.balance if its.HasField("balance") else None),
+    ),
+    WorkerMetric(
+        _Counter,
+        "expert_moves",
+        "Times that a layer's experts were put to other ranks",
+        _of_experts(lambda its: its.num_layers_moved),
     ),
     WorkerMetric(
         _Gauge,

@@ -9,6 +9,7 @@ from baton.core.config import WorkerConfig
 from baton.core.numerics import Numerics, Quantization
 from baton.core.pace import PrefillPace
 from baton.engine.engine import Engine
+from baton.engine.tp.expert_balancer import ExpertBalancer
 from baton.kernels import tuning
 from baton.kernels.compiles import COMPILES
 from baton.kernels.gemm.scaled_mm import LIBRARY
@@ -58,6 +59,13 @@ def pace_to_proto(pace: PrefillPace) -> worker_pb2.PrefillPace | None:
     if not pace.is_known:
         return None
     return worker_pb2.PrefillPace(fixed_s=pace.fixed_s, per_token_s=pace.per_token_s, draft_s=pace.draft_s)
+
+
+def balance_to_proto(balancer: ExpertBalancer | None) -> worker_pb2.ExpertBalance | None:
+    """The message; None where no expert moves. Any thread."""
+    if balancer is None:
+        return None
+    return worker_pb2.ExpertBalance(balance=balancer.balance, num_layers_moved=balancer.num_moved)
 
 
 def push_counts(
@@ -150,6 +158,7 @@ def engine_inventory(
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
         num_prefix_hits=scheduler.num_prefix_hits,
         prefill_pace=pace_to_proto(engine.pace),
+        experts=balance_to_proto(engine.runner.balancer),
     )
 
 

@@ -18,6 +18,7 @@ from baton.engine.chunk_budget import MIN_LEN
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.kernel_warm_up import Reach
 from baton.engine.speculation.token_history import history_bytes
+from baton.engine.tp.expert_exchange import exchange_bytes
 from baton.kernels.compiles import COMPILES
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
@@ -217,6 +218,7 @@ def load_worker(
         random_seed=RANDOM_SEED if is_random else None,
         communicator=group,
         expert_parallel=config.enable_expert_parallel,
+        num_redundant_experts=config.redundant_experts,
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,
         implementation=Implementation(config.kernels),
@@ -408,6 +410,7 @@ def _pool_sizes(
         if sizes.latent is not None:
             dims = sizes.latent.latent_dim, sizes.latent.rope_dim, sizes.latent.nope_dim, sizes.latent.value_dim
             steps += mla_prefill.most_bytes(step.max_num_batched_tokens, sizes.num_heads // group.size, dims)
+    steps += exchange_bytes(model)
     if config.lookup is not None and config.num_draft_tokens:
         steps += history_bytes(step.max_num_seqs, sizes.max_model_len)
     own = torch.cuda.memory_reserved(device) + CONTEXT_BYTES

@@ -19,9 +19,11 @@ from baton.engine.graphs.graphed_step import graphed_step
 from baton.engine.step.runner import OpenPush, Runner
 from baton.engine.tp import join as tp_group_join
 from baton.engine.tp.collectives import GlooGroup, open_store
+from baton.engine.tp.expert_balancer import ExpertBalancer
 from baton.engine.tp.link import TPGroupLink
 from baton.engine.tp.plan import PlanChannel
 from baton.engine.tp.plan_codec import PlanCodec
+from baton.engine.tp.rank_runners import Rank0Runner
 from baton.model.parallel import Communicator
 from baton.worker.loading import LoadedWorker, reach_of
 from baton.worker.rank import RankPlace, RankStarter
@@ -73,6 +75,12 @@ def prefill_runner(
     )
     runner.warm_up(reach_of(config, loaded.model), decodes=False)
     return runner
+
+
+def rank0_runner(config: WorkerConfig, runner: Runner, channel: PlanChannel) -> Rank0Runner:
+    """Rank 0's of a worker of several ranks, whose experts move if that was asked for."""
+    balancer = None if runner.experts is None else ExpertBalancer(runner.experts, config.eplb_step_interval)
+    return Rank0Runner(runner, channel, balancer)
 
 
 JOIN_TIMEOUT_S: Final = 600.0  # the caller that waits for the worker has a deadline of its own

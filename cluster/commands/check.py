@@ -60,4 +60,7 @@ def _state(facts: dict[str, Any]) -> str:
 def _ranks(facts: dict[str, Any]) -> str:
     sizes = {facts["tp_prefill"], facts["tp_decode"]}
     held = ", each with whole experts" if facts["expert_parallel"] else ""
+    num_copies = facts["num_redundant_experts"]
+    if num_copies is not None:
+        held += " that move by load" + (f", {num_copies} copies among them" if num_copies else "")
     return "" if sizes == {1} else f" over {' or '.join(map(str, sorted(sizes)))} ranks{held}"

@@ -1,7 +1,8 @@
 """What rank 0 plans, as messages: every rank of a worker, rank 0 included, runs exactly these.
 
-A plan is an *operation* on slots and blocks (`Place`, `Release`, `Grow`, `Save`, `Load`) or a `Step`. Ranks carry them
-out in the order in which rank 0 made them, so that all ranks hold the same slots and block tables. The numbers of the
+A plan is an *operation* on slots and blocks (`Place`, `Release`, `Grow`, `Save`, `Load`) or on experts (`MoveExperts`),
+or a `Step`. Ranks carry them out in the order in which rank 0 made them, so that all ranks hold the same slots, block
+tables and maps of experts. The numbers of the
 kinds are fixed: a kind that is deleted takes its number with it. Numbers from 64 on belong to the KV sender
 (`prefill_worker.tp_group_messages`); `plan_codec` turns messages into bytes.
 """
@@ -116,6 +117,23 @@ class Load:
     state_image: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MoveExperts:
+    """One round of what ranks exchange so that a layer's experts lie in other slots; steps may lie between rounds.
+
+    The last one puts the map and the weights that crossed in force together.
+
+    Attributes:
+        layer: its place among the layers with experts.
+        experts: the expert of each slot of all ranks, once all is over.
+        round: 0, 1 and so on; each of the same layer and map.
+    """
+
+    layer: int
+    experts: tuple[int, ...]
+    round: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """`length` tokens of the sequence in `slot`, from position `start` on, computed in one step.
@@ -172,6 +190,6 @@ class Step:
         return sum(chunk.length for chunk in self.chunks) + len(self.slots) * (self.num_drafts + 1)
 
 
-Operation = Place | Release | Grow | Save | Load
+Operation = Place | Release | Grow | Save | Load | MoveExperts
 
-PLAN_KINDS: dict[int, type] = {17: Release, 28: Grow, 29: Save, 30: Load, 31: Place, 32: Step}
+PLAN_KINDS: dict[int, type] = {17: Release, 28: Grow, 29: Save, 30: Load, 31: Place, 32: Step, 33: MoveExperts}

@@ -41,11 +41,12 @@ from baton.engine.step.executor import Pending, executor_for
 from baton.engine.step.host_future import ResultBuffers
 from baton.engine.step.meter import StepMeter, StepTimes
 from baton.engine.step.passes import EagerPasses, Passes
-from baton.engine.step.plan import Chunk, Grow, Load, Operation, Place, Release, Save, Step
+from baton.engine.step.plan import Chunk, Grow, Load, MoveExperts, Operation, Place, Release, Save, Step
 from baton.engine.step.result import HandoffState, ResultLayout, StepTicket
 from baton.engine.step.slots import SlotTable
 from baton.engine.step.step import DecodeInputs, DecodeSample, Extended, PromptInputs, PromptSample, extend, sample
 from baton.engine.tp.decision import Decisions
+from baton.engine.tp.expert_exchange import ExpertExchange
 from baton.kernels.copies import host_buffer, to_device
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
@@ -204,12 +205,18 @@ class Runner:
         self._offload = KVOffload(
             pool, host_kv_bytes, self._executor, self._table, self._communicator, self.meter.interrupt
         )
+        self.experts = ExpertExchange.of_model(model, self._communicator, self._executor, self.meter.interrupt)
 
     @property
     def methods(self) -> tuple[DraftMethod, ...]:
         """What can make the drafts of a step: at least one."""
         has_head = self.has_mtp or not self.has_lookup
         return (*((DraftMethod.HEAD,) if has_head else ()), *((DraftMethod.NGRAM,) if self.has_lookup else ()))
+
+    @property
+    def balancer(self) -> None:
+        """No rank moves experts by itself (`engine.tp.rank_runners`)."""
+        return None
 
     @property
     def num_host_blocks(self) -> int:
@@ -250,6 +257,9 @@ class Runner:
                 return self._offload.save(operation)
             case Load():
                 return self._offload.load(operation)
+            case MoveExperts():
+                assert self.experts is not None
+                return self.experts.move(operation)
         return None
 
     def launch(self, step: Step) -> StepTicket:

@@ -15,9 +15,10 @@ from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.graphs.graphed_step import GraphedStep
 from baton.engine.step.executor import Pending
 from baton.engine.step.meter import StepMeter
-from baton.engine.step.plan import Grow, Load, Operation, Place, Release, Save, Step
+from baton.engine.step.plan import Grow, Load, MoveExperts, Operation, Place, Release, Save, Step
 from baton.engine.step.result import StepTicket
 from baton.engine.step.runner import Runner
+from baton.engine.tp.expert_balancer import ExpertBalancer
 from baton.engine.tp.plan import PlanChannel
 from baton.engine.tp.plan_codec import Stop
 from baton.engine.tp.step_limit import StepLimit
@@ -27,9 +28,16 @@ _MAX_AHEAD = 2
 
 
 class Rank0Runner:
-    """Rank 0's `Runner`. Plans go to the other ranks when they are made, ahead of what is being computed."""
+    """Rank 0's `Runner`. Plans go to the other ranks when they are made, ahead of what is being computed.
 
-    def __init__(self, runner: Runner, channel: PlanChannel) -> None:
+    Args:
+        runner: of this rank.
+        channel: to the others.
+        balancer: of experts that move; None: they stay.
+    """
+
+    def __init__(self, runner: Runner, channel: PlanChannel, balancer: ExpertBalancer | None = None) -> None:
+        self.balancer = balancer
         self._runner = runner
         self._channel = channel
         self._decode_limit = StepLimit()
@@ -101,7 +109,10 @@ class Rank0Runner:
         return self._runner.execute(operation)
 
     def launch(self, step: Step) -> StepTicket:
-        """As `Runner.launch`, at every rank."""
+        """As `Runner.launch`, at every rank; a part of an exchange of experts may come first."""
+        move = None if self.balancer is None else self.balancer.before_step()
+        if move is not None:
+            self.execute(move)
         limit = self._mixed_limit if step.chunks else self._decode_limit
         limit_s = limit.limit_s(step.num_rows)
         step = replace(step, limit_s=limit_s)
@@ -159,7 +170,7 @@ class RankRunner:
             case Step():
                 self._channel.follow_step(plan.limit_s)
                 self._launched.append(self._runner.launch(plan))
-            case Place() | Release() | Grow() | Save() | Load():
+            case Place() | Release() | Grow() | Save() | Load() | MoveExperts():
                 self._runner.execute(plan)
             case _:
                 return False

@@ -2,28 +2,47 @@
 
 from dataclasses import dataclass
 
+from baton.kernels.moe.expert_map import first_map
+
 
 @dataclass(frozen=True, slots=True)
 class HeldExperts:
-    """Neighbouring experts; the others of the layer are at other ranks.
+    """Neighbouring slots, each with an expert; the others of the layer are at other ranks.
+
+    Where experts do not move there is a slot for each, of its own number.
 
     Attributes:
         first: the first one's number, as the router counts.
         count: how many.
-        num_all: experts of the layer.
+        num_all: slots of the layer.
+        num_redundant: how many of them are more than there are experts: some have several.
+        may_move: whether slots get other experts while the model serves (`kernels.moe.expert_slots`).
     """
 
     first: int
     count: int
     num_all: int
+    num_redundant: int = 0
+    may_move: bool = False
 
     @property
-    def numbers(self) -> range:
-        """As the router counts."""
-        return range(self.first, self.first + self.count)
+    def num_experts(self) -> int:
+        """Of the layer."""
+        return self.num_all - self.num_redundant
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the layer."""
+        return self.num_all // self.count
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The experts that are loaded into the slots, as the router counts."""
+        return first_map(self.num_experts, self.num_redundant)[self.first : self.first + self.count]
 
     @classmethod
-    def of_rank(cls, num_all: int, rank: int, size: int) -> "HeldExperts":
-        """Those of one of `size` ranks, which divides `num_all`."""
+    def of_rank(cls, num_experts: int, rank: int, size: int, num_redundant: int | None = None) -> "HeldExperts":
+        """Those of one of `size` ranks, which divides the slots; with a number of redundant ones experts may move."""
+        num_all = num_experts + (num_redundant or 0)
         count = num_all // size
-        return cls(rank * count, count, num_all)
+        return cls(rank * count, count, num_all, num_redundant or 0, num_redundant is not None)

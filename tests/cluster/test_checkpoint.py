@@ -107,6 +107,12 @@ REFUSED = [
         "--enable-expert-parallel: 6 experts cannot be dealt evenly over 4 ranks",
     ),
     (
+        "copies over ranks",
+        other("Qwen3MoeForCausalLM", **MOE),
+        {"enable_expert_parallel": True, "enable_eplb": True, "num_redundant_experts": 1, "tp_decode": 2},
+        "--num-redundant-experts: 4 experts and 1 redundant ones cannot be dealt evenly over 2 ranks",
+    ),
+    (
         "parts of experts",
         other("Qwen3MoeForCausalLM", **MOE | {"moe_intermediate_size": 18}),
         {"tp_prefill": 4},
@@ -317,6 +323,11 @@ def test_check_says_that_ranks_hold_whole_experts(capsys, monkeypatch):
     for more, expected in (
         ([], "over 2 ranks,"),
         (["--enable-expert-parallel"], "over 2 ranks, each with whole experts,"),
+        (["--enable-expert-parallel", "--enable-eplb"], "each with whole experts that move by load, KV"),
+        (
+            ["--enable-expert-parallel", "--enable-eplb", "--num-redundant-experts", "4"],
+            "whole experts that move by load, 4 copies among them, KV",
+        ),
     ):
         code, out, _ = run([*arguments, *more], capsys, monkeypatch)
         assert (code, expected in " ".join(out.split())) == (0, True)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,12 +13,14 @@ from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
 from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.tp.expert_exchange import exchange_bytes
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kvcache.layout import CHECKPOINT_SHARE, NO_PREFIX_CACHE
 from baton.router.served_model import ServedModel
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.test_parallel import Rank
 from baton.worker.loading import load_worker
+from baton.worker.tp_group import rank0_runner
 
 pytestmark = pytest.mark.fast
 
@@ -55,6 +59,30 @@ def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
     num_all = model.config.num_experts
     held = HeldExperts(num_all // 2, num_all // 2, num_all) if asked else None
     assert {experts.held for experts in sparse} == {held}
+
+
+@pytest.mark.parametrize(("num_redundant", "num_held"), [(0, 8), (4, 10)])
+def test_experts_of_a_worker_may_move_if_asked(num_redundant, num_held):
+    values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
+    values |= {"enable_expert_parallel": True, "num_redundant_experts": num_redundant, "enable_eplb": True}
+    config = ServeConfig.from_mapping(values | {"eplb_step_interval": 7})
+    worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", tp_size=2)
+    assert (worker.redundant_experts, worker.eplb_step_interval) == (num_redundant, 7)
+    model = load_worker(worker, communicator=Rank(1, 2)).model
+    assert {len(layer.experts.down_EDI) for layer in model.sparse_layers} == {num_held}
+    assert all(layer.slots is not None for layer in model.sparse_layers)
+    expert_bytes = model.sparse_layers[0].experts.down_EDI[0].nbytes * 3
+    assert exchange_bytes(model) == (num_held + 3) * expert_bytes
+    assert exchange_bytes(load_worker(replace(worker, redundant_experts=None), communicator=Rank(1, 2)).model) == 0
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_rank_0_of_a_worker_balances_experts_that_may_move(moves, monkeypatch):
+    config = resolve_worker(ServeConfig.from_mapping({"device": "cpu"}), find_model("tiny"), worker_id="w")
+    runner = SimpleNamespace(experts=SimpleNamespace() if moves else None)
+    lead = rank0_runner(replace(config, eplb_step_interval=7), runner, None)
+    assert (lead.balancer is not None) == moves
+    assert not moves or (lead.balancer._exchange, lead.balancer._interval) == (runner.experts, 7)
 
 
 def test_what_grammars_need_is_built_before_a_worker_is_ready(monkeypatch):

@@ -240,6 +240,32 @@ def test_a_speculation_that_is_not_here_is_refused(values, keys, message):
     assert sorted(refused.value.fields["keys"]) == keys
 
 
+@pytest.mark.parametrize(
+    ("values", "keys", "message"),
+    [
+        ({"enable_eplb": True}, ["enable_eplb", "enable_expert_parallel"], "only whole experts move"),
+        ({"num_redundant_experts": 2}, ["enable_eplb", "num_redundant_experts"], "copies are placed by load"),
+        (
+            {"num_redundant_experts": 2, "enable_expert_parallel": True},
+            ["enable_eplb", "num_redundant_experts"],
+            "enable_eplb is not set",
+        ),
+        ({"eplb_step_interval": 0}, ["eplb_step_interval"], "greater than or equal to 1"),
+    ],
+)
+def test_experts_that_could_not_move_are_refused(values, keys, message):
+    with pytest.raises(ConfigInvalid, match=message) as refused:
+        ServeConfig.from_mapping(values)
+    assert sorted(refused.value.fields["keys"]) == keys
+
+
+def test_copies_of_experts_are_none_where_experts_stay():
+    whole = {"enable_expert_parallel": True}
+    assert ServeConfig.from_mapping(whole).redundant_experts is None
+    assert ServeConfig.from_mapping(whole | {"enable_eplb": True}).redundant_experts == 0
+    assert ServeConfig.from_mapping(whole | {"enable_eplb": True, "num_redundant_experts": 4}).redundant_experts == 4
+
+
 def test_some_worker_computes_the_prompts():
     assert ServeConfig.from_mapping({"prefill": 0}).prefill == 0
     with pytest.raises(ConfigInvalid, match="no worker would") as refused:

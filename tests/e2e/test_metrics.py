@@ -30,6 +30,8 @@ BY_FAULTS = {
     "cuda_graphs": "a GPU: tests/core/test_worker_metrics.py",
     "decode_graph_steps": "likewise",
     "kernel_form": "how a worker was started, which does not change: tests/core/test_worker_metrics.py",
+    "expert_balance": "ranks whose experts move: tests/e2e/test_moving_experts.py",
+    "expert_moves": "likewise",
     "kernel_library_refused": "a GPU, and float8 weights: likewise",
     "kernel_compiles": "a GPU: tests/core/test_worker_metrics.py",
     "kernel_untuned_shapes": "a GPU, and a model that no table knows: likewise",

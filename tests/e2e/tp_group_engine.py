@@ -14,13 +14,13 @@ from baton.tests.model.ranks import channel_of, on_ranks
 
 
 class LedEngine(LocalEngine):
-    """Rank 0's engine: its runner sends each plan to the other ranks."""
+    """Rank 0's engine: its runner sends each plan to the other ranks. `balancer` is made of an exchange of experts."""
 
-    def __init__(self, runner, channel, tokenizer, *, host_kv_bytes=0, verification=None, **options):
+    def __init__(self, runner, channel, tokenizer, *, host_kv_bytes=0, verification=None, balancer=None, **options):
         super().__init__(runner._model, tokenizer, **options)
         self.pool = runner._pool
         self.runner.close()
-        self.runner = Rank0Runner(runner, channel)
+        self.runner = Rank0Runner(runner, channel, balancer(runner.experts) if balancer else None)
         self.engine = Engine(
             runner=self.runner,
             scheduler=self.scheduler,

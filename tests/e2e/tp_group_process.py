@@ -4,6 +4,7 @@ Ranks of one worker meet over gloo; rank 0 runs the worker, the others follow it
 the other, so that torch is imported once.
 """
 
+import itertools
 import json
 import os
 import threading
@@ -34,6 +35,7 @@ from baton.model.parallel import Alone
 from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush, prefill_codec
 from baton.prefill_worker.worker import PrefillWorker
 from baton.tests.e2e.topology import NUM_CHECKPOINTS
+from baton.tests.engine.moving_experts import shuffling
 from baton.worker.loading import num_state_slots_of, request_limits
 from baton.worker.rank import RankPlace, RankThread
 from baton.worker.tp_group import end_tp_group, follow, lead
@@ -64,6 +66,8 @@ class Job:
     preempt_at: tuple[int, ...] = ()
     max_num_seqs: int = 16
     expert_parallel: bool = False
+    num_redundant: int | None = None  # experts move ahead of every step, to maps drawn at random; None: they stay
+    fails_to_move: bool = False  # the last rank, in its third round
 
 
 class PipeSink:
@@ -129,6 +133,7 @@ class Rank:
             with_mtp=True,
             communicator=self.group,
             expert_parallel=job.expert_parallel,
+            num_redundant_experts=job.num_redundant,
         )
         self.layout = self.model.kv_layout(job.block_size)
         self.limits = request_limits(self.model, max_model_len=1 << 20, num_draft_tokens=NUM_DRAFTS)
@@ -144,7 +149,7 @@ class Rank:
         }
 
     def runner(self, pool, *, num_draft_tokens=0, **options):
-        return Runner(
+        runner = Runner(
             self.model,
             pool,
             max_num_seqs=self.job.max_num_seqs,
@@ -153,6 +158,14 @@ class Rank:
             grammars=self.grammars,
             **options,
         )
+        if self.job.fails_to_move and self.job.rank == self.job.size - 1:
+            fail_in_round(runner.experts, 3)
+        return runner
+
+    def lead(self, runner):
+        """Rank 0's."""
+        moves = self.job.num_redundant is not None
+        return Rank0Runner(runner, self.channel, shuffling()(runner.experts) if moves else None)
 
     def fatal(self, error):
         """As a worker's actor does, but that the process says so first."""
@@ -212,6 +225,18 @@ class Rank:
         return NUM_CHECKPOINTS if self.layout.has_state else 0
 
 
+def fail_in_round(exchange, number):
+    """The rank has no memory for what comes in."""
+    cross, rounds = exchange._cross, itertools.count(1)
+
+    def failing(*arguments):
+        if next(rounds) == number:
+            raise RuntimeError("out of memory")
+        cross(*arguments)
+
+    exchange._cross = failing
+
+
 def prefill_rank(rank, receive):
     job = rank.job
     pool = rank.pool()
@@ -228,7 +253,7 @@ def prefill_rank(rank, receive):
         rank.follow(PrefillRankPush(RankRunner(runner, rank.channel), push, rank.channel).run)
         return own.used
     if job.size > 1:
-        runner, push = Rank0Runner(runner, rank.channel), TPGroupPush(push, rank.channel)
+        runner, push = rank.lead(runner), TPGroupPush(push, rank.channel)
     worker = PrefillWorker(runner=runner, pool=pool, push=push, **rank.common)
     rank.serve(worker)
     rank.send(("serving", None, None))
@@ -266,7 +291,7 @@ def decode_rank(rank, receive):
     )
     incoming = ReceiverService.in_process(region, setup)
     if job.size > 1:
-        runner = Rank0Runner(runner, rank.channel)
+        runner = rank.lead(runner)
     worker = DecodeWorker(
         runner=runner,
         pool=pool,

@@ -111,7 +111,8 @@ class Outcome:
 class TPGroupTopology:
     """One prefill worker of `tp_prefill` ranks and one decode worker of `tp_decode`.
 
-    `expert_parallel` says of which of the two the ranks hold whole experts.
+    `expert_parallel` says of which of the two the ranks hold whole experts, `num_redundant` that these move: with so
+    many slots more.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class TPGroupTopology:
         max_num_seqs=16,
         num_decode_blocks=None,
         expert_parallel=(False, False),
+        num_redundant=None,
         **decode_options,
     ):
         self._processes = processes
@@ -151,6 +153,7 @@ class TPGroupTopology:
                 "chunk_len": chunk_len,
                 "max_num_seqs": max_num_seqs,
                 "expert_parallel": whole_experts,
+                "num_redundant": num_redundant if whole_experts and len(ranks) > 1 else None,
                 **shared,
                 **(decode_options if role == "decode" else {}),
             }

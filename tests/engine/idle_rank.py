@@ -38,7 +38,7 @@ class IdleRank(TPGroupRank):
         self._decisions = self._num_decisions = 0
         self._passes = Counter()  # by whether this rank holds an expert that was chosen
         if size > 1:  # for as long as the process is there
-            step_limit.MIN_LIMIT_S = HANG_S
+            step_limit.MIN_LIMIT_S = HANG_S  # type: ignore[misc]
             self._watch()
 
     def play(self, seeds):

@@ -139,6 +139,20 @@ def test_every_number_has_its_name(members, metrics):
     assert found.of("num_requests_waiting", worker="d0", role="decode", reason="blocks") == 3
 
 
+def test_the_balance_of_experts_is_shown_once_it_was_read(members, metrics):
+    of_worker = {"worker": "d0", "role": "decode"}
+    members.heartbeat(heartbeat())
+    assert not [key for key in samples(metrics) if "expert" in key[0]], "of workers whose experts move alone"
+    members.heartbeat(heartbeat(experts=worker_pb2.ExpertBalance()))
+    found = Found(samples(metrics))
+    assert found.of("expert_moves_total", **of_worker) == 0
+    assert ("baton_expert_balance", frozenset(of_worker.items())) not in found
+    members.heartbeat(heartbeat(experts=worker_pb2.ExpertBalance(balance=0.75, num_layers_moved=4)))
+    found = Found(samples(metrics))
+    assert found.of("expert_moves_total", **of_worker) == 4
+    assert found.of("expert_balance", **of_worker) == 0.75
+
+
 def test_buckets_hold_what_prometheus_expects(members, metrics):
     members.heartbeat(heartbeat(steps=report_to_proto(report())))
     found = Found(samples(metrics))

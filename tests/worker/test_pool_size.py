@@ -12,6 +12,7 @@ from baton.engine.speculation.token_history import TokenHistory
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
 from baton.kernels.implementation import Implementation
 from baton.kernels.kv import dequantize as kv_dequantize
+from baton.kernels.moe.held_experts import HeldExperts
 from baton.kvcache.layout import CHECKPOINT_SHARE, KVLayout
 from baton.model.parallel import Alone
 from baton.tests.kvtransfer.kept import state
@@ -59,7 +60,7 @@ def pool_sizes(
         prefix_cache=prefix_cache,
     )  # fmt: skip
     sizes = StepSizes(max_num_seqs=16, max_num_batched_tokens=chunk_len, why=("", ""))
-    loaded = SimpleNamespace(config=SIZES, **{**known, **model})
+    loaded = SimpleNamespace(config=SIZES, **{**known, "sparse_layers": (), **model})
     return loading._pool_sizes(config, loaded, layout, group or Alone(), sizes), layout
 
 
@@ -113,6 +114,21 @@ def test_what_others_hold_is_not_taken(monkeypatch):
 def test_float8_leaves_room_to_be_dequantized_where_it_is(monkeypatch):
     found, block_bytes = num_blocks(monkeypatch, dtype="float8_e4m3fn")
     assert found == (room_of() - 2 * kv_dequantize.MAX_BYTES) // block_bytes - 1
+
+
+def test_what_experts_are_exchanged_through_leaves_less(monkeypatch):
+    options = {"dtype": "bfloat16"}
+    least, block_bytes = num_blocks(monkeypatch, **options)
+    experts = SimpleNamespace(
+        gate_up_EJD=torch.empty(4, 512, 1024, dtype=torch.bfloat16),
+        down_EDI=torch.empty(4, 1024, 256, dtype=torch.bfloat16),
+        held=HeldExperts.of_rank(8, 0, 2, 0),
+    )
+    layers = [SimpleNamespace(experts=experts, slots=slots) for slots in (object(), object())]
+    moving, _ = num_blocks(monkeypatch, **options, sparse_layers=layers)
+    assert least - moving == pytest.approx((4 + 3) * 3 * 256 * 1024 * 2 / block_bytes, abs=1)
+    staying = [SimpleNamespace(experts=experts, slots=None)]
+    assert num_blocks(monkeypatch, **options, sparse_layers=staying)[0] == least
 
 
 @pytest.mark.parametrize(

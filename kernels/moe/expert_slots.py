@@ -1,0 +1,65 @@
+"""Where a layer's experts lie while they may move: which slot each choice goes to, and how many tokens each expert got.
+
+A router chooses experts, ranks compute slots. Both tables and the counts stay on the device at fixed addresses, and
+nothing is read by the host in a step, so captured graphs hold when experts move. A token goes to one copy of an expert
+by its position in its sequence alone, whatever is computed beside it. Every rank routes every token, so all of them
+count the same.
+
+Legend: T tokens, K experts of a token, E experts, C copies of an expert at most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.kernels.copies import to_device
+from baton.kernels.moe.expert_map import ExpertMap, first_map
+from baton.kernels.moe.held_experts import HeldExperts
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """What is asked of the rows of a pass beside their choices.
+
+    Attributes:
+        position_T1: int64 [T, 1], in their sequences.
+        is_counted_T1: bool [T, 1]; not: a row that pads the batch.
+    """
+
+    position_T1: torch.Tensor
+    is_counted_T1: torch.Tensor
+
+
+class ExpertSlots:
+    """Of one layer, the same at every rank.
+
+    Attributes:
+        load_E: int64, tokens that each expert got since the model was loaded.
+    """
+
+    def __init__(self, held: HeldExperts, device: torch.device) -> None:
+        self._slot_EC = torch.zeros(held.num_experts, held.num_redundant + 1, dtype=torch.int64, device=device)
+        self._num_copies_E = torch.ones(held.num_experts, dtype=torch.int64, device=device)
+        self.load_E = torch.zeros(held.num_experts, dtype=torch.int64, device=device)
+        self.put(first_map(held.num_experts, held.num_redundant))
+
+    def put(self, experts: ExpertMap) -> None:
+        """Have choices go to the slots of another map, from here on in the order of the device."""
+        num_experts, most = self._slot_EC.shape
+        slots: list[list[int]] = [[] for _ in range(num_experts)]
+        for slot, expert in enumerate(experts):
+            slots[expert].append(slot)
+        _write(self._slot_EC, [its + [its[0]] * (most - len(its)) for its in slots])
+        _write(self._num_copies_E, [len(its) for its in slots])
+
+    def place(self, expert_TK: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
+        """Slots, int64 [T, K], of choices, int32 or int64 [T, K], which are counted."""
+        expert_TK = expert_TK.long()
+        counted_TK = rows.is_counted_T1.expand_as(expert_TK).long()
+        self.load_E.scatter_add_(0, expert_TK.flatten(), counted_TK.flatten())
+        return self._slot_EC[expert_TK, rows.position_T1 % self._num_copies_E[expert_TK]]
+
+
+def _write(target: torch.Tensor, values: Sequence[object]) -> None:
+    target.copy_(to_device(torch.tensor(values, dtype=target.dtype), target.device))
