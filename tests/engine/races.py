@@ -223,14 +223,18 @@ def length_in_place(patch):
 
 
 def first_token_from_the_host(patch):
-    """The host writes the first token to the device once it has read it, as if the row did not decode until then."""
-    take = Engine._take_chunks
+    """The host writes the first token to the device once it has read it, as if the row did not decode until then.
+
+    It does so with the next result: then the row has decoded, however late a busy machine reads and computes.
+    """
+    take, read = Engine._take_chunks, []
 
     def take_and_write(self, flight, output, now_s):
+        for sequence, token_id in read:
+            if sequence.slot is not None:
+                self.runner._table._numbers_NC[sequence.slot, 0] = token_id
         published = take(self, flight, output, now_s)
-        for item in published:
-            if item.sequence.slot is not None:
-                self.runner._table._numbers_NC[item.sequence.slot, 0] = item.token_ids[0]
+        read[:] = [(item.sequence, item.token_ids[0]) for item in published]
         return published
 
     patch.setattr(Engine, "_take_chunks", take_and_write)

@@ -56,6 +56,7 @@ class ToyModel:
         self.surprise = surprise  # how much the mix, which the MTP head cannot know, decides
         self.sharpness = sharpness
         self.trunk_width = self.config.hidden_size
+        self.sparse_layers = ()
         self.dtype = torch.float64
         self.device = torch.device("cpu")
         self.num_mtp_calls = 0
