@@ -41,6 +41,7 @@ def without_deadline(source):
     ]
 
 
+@pytest.mark.long
 def test_every_unary_call_has_a_deadline():
     num_calls = 0
     for room in ROOMS:

@@ -42,6 +42,7 @@ def tensors_of(experts):
     return [getattr(experts, name) for name in experts.__slots__ if name != "held"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "size", "num_redundant"), [("qwen3_moe", 2, 4), ("deepseek_v3", 4, 4)])
 def test_after_any_moves_the_model_is_the_same(kind, size, num_redundant, tiny_checkpoint):
     path = tiny_checkpoint(**FAMILIES[kind])
@@ -102,6 +103,7 @@ def test_until_the_last_round_nothing_is_in_force(tiny_checkpoint):
     assert on_ranks(2, work) == [4, 4]
 
 
+@pytest.mark.long
 def test_what_was_captured_before_a_move_computes_and_counts_after_it(tiny_checkpoint):
     """A replay launches the same kernels over the same memory: no Python of ours runs in it."""
     path, sizes = tiny_checkpoint(**FAMILIES["qwen3_moe"]), (3, 8)

@@ -161,6 +161,7 @@ def test_latents_are_attended_to_between_pieces(backend, numerics, tmp_path):
     check(got, wanted, 0.0 if numerics is Numerics.INVARIANT else 1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "numerics"), [(RecorderBackend, Numerics.DEFAULT), (CallBackend, Numerics.INVARIANT)]
 )

@@ -46,6 +46,7 @@ def require_map(experts, num_experts, num_slots, world_size):
         assert len(set(its)) == len(its)
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(dealt())
 def test_a_map_takes_the_place_of_one_whose_most_loaded_rank_has_more(case):
@@ -62,6 +63,7 @@ def test_a_map_takes_the_place_of_one_whose_most_loaded_rank_has_more(case):
     assert balanced_map(loads, found, world_size=world_size) == found, "a map that was found is not left for another"
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(dealt())
 def test_ranks_share_all_tokens_and_copies_share_an_experts(case):
@@ -148,6 +150,7 @@ def test_a_map_that_is_loaded_has_no_copy_at_a_rank_that_has_the_expert():
         require_map(first_map(num_experts, num_redundant), num_experts, slots, world_size)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(dealt(), st.randoms())
 def test_what_ranks_give_each_other_makes_the_new_map(case, shuffled):

@@ -108,6 +108,7 @@ def test_the_mixture_does_not_depend_on_where_experts_lie(num_redundant, size, n
                 assert (mixed_TD - wanted_TD).abs().max() < 1e-12 * wanted_TD.abs().max()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_take_slots_for_experts(kind):
     draw = Draw(7)

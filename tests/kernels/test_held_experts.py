@@ -102,6 +102,7 @@ def test_what_no_expert_of_a_rank_was_chosen_for_is_zero_whatever_else_is_not_fi
     assert all(part.eq(0).all() for part in given[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "num_tokens"), [(2, 9), (4, 1)])
@@ -122,6 +123,7 @@ def test_grouped_products_of_ranks_add_up(size, num_tokens, kind, implementation
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_of_a_model_add_float32_and_round_once(kind):
     draw = Draw(5)
@@ -163,6 +165,7 @@ def test_rows_of_foreign_experts_have_no_block_and_their_parts_are_not_read(monk
     assert not moe_gemm_triton.sum_constants(12, 3, 64, None)["SOME"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_tokens", "wanted"), [(1, 2), (64, 128), (65, 130)])
 def test_tiles_are_chosen_for_the_rows_that_a_rank_gets(num_tokens, wanted, monkeypatch):
     weights = Draw(3).weights(4, 16, 32, "bf16")

@@ -8,6 +8,7 @@ from baton.tests.model.harness import Paged, prompt
 from baton.tests.model.test_logits import CASES, CONFIGURATIONS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_entries_over_a_prompt(name, dtype, numerics, tiny_checkpoint, load, reference, check_logits):
