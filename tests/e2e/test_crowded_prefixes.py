@@ -159,7 +159,7 @@ def check_checkpoints(*sides):
 PRESSURES = {  # by the most drafts of a step
     1: {"preempt_at": (2,)},
     2: {"num_blocks": 150, "overcommit": True, "preempt_at": (0, 3), "host_kv_bytes": 16 << 20},
-    3: {"num_blocks": 150, "overcommit": True, "preempt_at": (5,), "num_checkpoints": 6},
+    3: {"num_blocks": 150, "overcommit": True, "preempt_at": (5,), "num_checkpoints": 12},
     4: {"preempt_at": (5,), "host_kv_bytes": 64 << 20, "num_checkpoints": 64},
 }
 
