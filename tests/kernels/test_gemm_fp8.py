@@ -383,6 +383,17 @@ def test_a_library_that_refuses_is_replaced_and_counted(monkeypatch):
 
 
 @pytest.mark.fast
+def test_on_hopper_a_predicted_plan_replaces_a_library_that_refuses(monkeypatch):
+    x, weight = data(300, 256, 384)
+    launched = []
+    monkeypatch.setattr(module, "_chosen", lambda *_: None)
+    monkeypatch.setattr(module.gemm_fp8_hopper_triton, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(module.gemm_fp8_hopper_triton, "launch", lambda *arguments: launched.append(arguments[4]))
+    linear_fp8(x, weight, implementation=TRITON)
+    assert launched == [predicted_plan(512, 256, 384, machine_of(None))[0]]
+
+
+@pytest.mark.fast
 def test_what_the_library_pads_is_cut_off(monkeypatch):
     x, weight = data(3, 64, 128)
     monkeypatch.setattr(module, "_chosen", lambda *_: None)
