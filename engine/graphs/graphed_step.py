@@ -32,7 +32,7 @@ from baton.engine.graphs.key import (
     default_widths,
     max_invariant_entries,
 )
-from baton.engine.graphs.piecewise import PiecewiseTrunk, RowBuffers, row_sizes
+from baton.engine.graphs.piecewise import PiecewiseTrunk, RowBuffers, activation_bytes, row_sizes
 from baton.engine.step.batch import DecodeRows, PrefillInputs, decode_batch
 from baton.engine.step.passes import EagerPasses, Hidden, Passes, ignore_layer
 from baton.kernels.implementation import Implementation
@@ -196,7 +196,13 @@ class StaticPass:
 
     @property
     def num_bytes(self) -> int:
-        """About what the pass holds at its peak, beside its buffers: K and V of all tables, and copies of them."""
+        """About what the pass holds at its peak, beside its buffers.
+
+        Kernels read K and V where they lie; torch's attention holds those of all tables, and copies of them.
+        """
+        activations = activation_bytes(self._model, self.key.num_sequences * self.key.num_rows)
+        if self._model.implementation is Implementation.TRITON:
+            return activations
         layout = self._pool.layout
         positions = self.key.num_sequences * self.key.width * layout.block_size
         widest = max(
@@ -204,7 +210,7 @@ class StaticPass:
             for at, layer in enumerate(layout.layers)
             if not layer.is_state
         )
-        return 4 * 2 * positions * widest * self._model.dtype.itemsize
+        return activations + 4 * 2 * positions * widest * self._model.dtype.itemsize
 
     @torch.inference_mode()
     def warm_up(self, backend: GraphBackend) -> None:
@@ -269,9 +275,7 @@ class StaticPass:
 
 
 _MAX_TOLD = 8  # one line for each graph that failed, up to so many; `GraphCounts` has them all
-_ENTRIES_PER_BLOCK = (
-    4  # tables of a graph, together, over blocks of the pool: a batch of unequal lengths has some to spare
-)
+_ENTRIES_PER_BLOCK = 16  # tables of a graph, together, over blocks of the pool: a batch may have one long context
 
 log = logging.getLogger(__name__)
 

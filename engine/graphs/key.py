@@ -62,7 +62,7 @@ class GraphSizes:
         sizes: numbers of sequences, ascending.
         widths: of block tables, ascending.
         num_draft_tokens: the most drafts of a step; fewer have graphs of their own.
-        max_entries: B * W of a graph at most. What attention gathers grows with it.
+        max_entries: B * W of a graph at most.
         rows: of steps with chunks of prompts, ascending; see `piecewise`.
         has_mtp: an MTP head makes the drafts, and has graphs of its own.
     """

@@ -39,6 +39,12 @@ def row_sizes(max_rows: int) -> tuple[int, ...]:
     return (*sizes, min(max_rows, MAX_ROWS)) if max_rows > 0 else ()
 
 
+def activation_bytes(model: Model, num_rows: int) -> int:
+    """About what a pass over so many rows holds at its peak, beside its buffers and what attention copies."""
+    config = model.config
+    return num_rows * 2 * max(2 * config.intermediate_size, config.hidden_size) * model.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class MixerRows:
     """Between the pieces and the mixers of a kind.
@@ -127,9 +133,7 @@ class PiecewiseTrunk:
     @property
     def num_bytes(self) -> int:
         """About what a pass holds at its peak, beside the buffers."""
-        config = self._model.config
-        widest = max(2 * config.intermediate_size, config.hidden_size) * 2
-        return self.num_rows * widest * self._model.dtype.itemsize
+        return activation_bytes(self._model, self.num_rows)
 
     @torch.inference_mode()
     def warm_up(self, backend: GraphBackend) -> None:

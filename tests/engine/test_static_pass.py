@@ -6,7 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.numerics import KVDtype, Numerics
 from baton.engine.graphs.backend import CallBackend
-from baton.engine.graphs.key import GraphKind
+from baton.engine.graphs.graphed_step import StaticPass
+from baton.engine.graphs.key import GraphKey, GraphKind
+from baton.kernels.implementation import Implementation
 from baton.model.loader import load_model
 from baton.tests.engine.pass_matrix import LARGE, SIZE, Side, check_kind
 from baton.tests.engine.recorder import RecorderBackend
@@ -30,9 +32,9 @@ def one_thread():
 
 @pytest.fixture
 def model_of(tiny_checkpoint):
-    def load(shape="dense", dtype=torch.float32, numerics=Numerics.INVARIANT, kv_dtype=KVDtype.AUTO):
+    def load(shape="dense", dtype=torch.float32, numerics=Numerics.INVARIANT, **options):
         path, cpu = tiny_checkpoint(**SHAPES[shape]), torch.device("cpu")
-        return load_model(path, dtype=dtype, device=cpu, numerics=numerics, with_mtp=True, kv_dtype=kv_dtype)
+        return load_model(path, dtype=dtype, device=cpu, numerics=numerics, with_mtp=True, **options)
 
     return load
 
@@ -145,3 +147,17 @@ def test_a_batch_beyond_the_graph_is_a_programmers_error(model_of):
         for count, prefix in ((3, 2), (2, 20)):
             with pytest.raises(AssertionError):
                 side.replayed(narrow, count, prefix)
+
+
+@pytest.mark.fast
+def test_kernels_need_no_memory_for_the_blocks_of_a_table(model_of):
+    """A graph over long contexts is refused for memory only where K and V of all tables are copied: by torch."""
+    needed = {}
+    for implementation in (Implementation.TRITON, Implementation.REFERENCE):
+        model = model_of(dtype=torch.bfloat16, numerics=Numerics.DEFAULT, implementation=implementation)
+        pool = Side(model).pool
+        keys = [GraphKey(GraphKind.VERIFY, 1, SIZE, width) for width in (16, 8192)]
+        needed[implementation] = [StaticPass(key, model, pool).num_bytes for key in keys]
+    least, most = needed[Implementation.TRITON]
+    assert 0 < least == most
+    assert needed[Implementation.REFERENCE][1] > 100 * needed[Implementation.REFERENCE][0]

@@ -29,6 +29,7 @@ class ToyConfig:
     num_kv_heads: int = 2
     head_dim: int = 1
     hidden_size: int = 3
+    intermediate_size: int = 3
     model_hash: str = "toy"
 
 
@@ -51,7 +52,7 @@ class ToyModel:
         self.draft_columns_C = self.d2t_C
         self.vocab = WHOLE
         self.sampling_implementation = None  # torch chooses its tokens
-        self.around = Implementation.REFERENCE
+        self.around = self.implementation = Implementation.REFERENCE
         self.with_mtp = with_mtp
         self.surprise = surprise  # how much the mix, which the MTP head cannot know, decides
         self.sharpness = sharpness
