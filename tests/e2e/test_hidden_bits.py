@@ -5,6 +5,7 @@ chunks, hand-off, cached prefixes, drafts, preemption and others in the same ste
 the text is compared, those of accepted drafts, and those that are computed again.
 """
 
+import pickle
 import random
 
 import pytest
@@ -15,67 +16,46 @@ from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.local import LocalEngine
-from baton.model.inputs import MixedBatch, PrefillBatch
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import CORPUS
 from baton.tests.e2e.topology import Topology
+from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.trunk_rows import record_rows
 
 PROMPT_LEN, NUM_TOKENS = 300, 100
+TINY_HYBRID = TINY.with_name("tiny-hybrid")
 OTHER_LEN = 120  # of other prompts at most, so that none decodes at a position of the text's answer
 
 
 @pytest.fixture(scope="module")
 def model():
-    path = TINY.with_name("tiny-hybrid")
-    return load_model(path, dtype=torch.float32, device=torch.device("cpu"), numerics=Numerics.INVARIANT, with_mtp=True)
-
-
-def runs(batch):
-    """(first row, positions, is a chunk) of every sequence of a batch."""
-    if isinstance(batch, MixedBatch):
-        yield from runs(batch.prompts)
-        for row, *rest in runs(batch.decode):
-            yield row + len(batch.prompts.positions_T), *rest
-    elif isinstance(batch, PrefillBatch):
-        row = 0
-        for length in batch.query_lens:
-            yield row, batch.positions_T[row : row + length].tolist(), True
-            row += length
-    else:
-        num_rows = batch.positions_BQ.shape[1]
-        for index, positions in enumerate(batch.positions_BQ.tolist()):
-            yield index * num_rows, positions, False
+    options = {"dtype": torch.float32, "numerics": Numerics.INVARIANT, "with_mtp": True}
+    return load_model(TINY_HYBRID, device=torch.device("cpu"), **options)
 
 
 class Watch:
-    """Rows of the text in all that a model's trunk computes; all that it computes until `text` is known."""
+    """The text's rows among all that a trunk computes; all that it computes until `text` is known."""
 
-    def __init__(self, model, monkeypatch):
-        self.text, self.rows = (), {}  # the rows by position, of the plain run
+    def __init__(self):
+        self.text, self.rows = (), {}  # digests of the rows by position, of the plain run
+        self.begin()
+
+    def begin(self):
         self.num_same, self.seen, self.wrong = 0, set(), []
-        trunk = model.trunk
 
-        def watched(token_ids, batch, *rest):
-            hidden_TD = trunk(token_ids, batch, *rest)
-            tokens = token_ids.flatten().tolist()
-            for first, positions, is_chunk in runs(batch):
-                if is_chunk or positions[0] >= PROMPT_LEN:
-                    self._look(tokens[first : first + len(positions)], positions, hidden_TD[first:])
-            return hidden_TD
-
-        monkeypatch.setattr(model, "trunk", watched)
-
-    def _look(self, tokens, positions, hidden_TD):
-        for token, position, hidden_D in zip(tokens, positions, hidden_TD, strict=False):
+    def look(self, run):
+        if not run.is_chunk and run.first < PROMPT_LEN:
+            return  # another text decodes
+        for position, (token, digest) in enumerate(zip(run.token_ids, run.digests, strict=True), run.first):
             if not self.text:
-                self.rows[position] = hidden_D.clone()
+                self.rows[position] = digest
                 continue
             if position not in self.rows or token != self.text[position]:
                 return  # another text, or a draft that is rejected
             self.num_same += 1
             self.seen.add(position)
-            if not torch.equal(hidden_D, self.rows[position]):
+            if digest != self.rows[position]:
                 self.wrong.append(position)
 
 
@@ -117,27 +97,99 @@ def serve(model, tokenizer, prompt, seed, monkeypatch):
     return outcomes[-1].token_ids, num_hits
 
 
+@pytest.fixture(scope="module")
+def watch(model, prompt, tokenizer):
+    """What a plain run computed."""
+    watch = Watch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "trunk", model.trunk)
+        record_rows(model, watch.look)
+        engine = LocalEngine(
+            model, tokenizer, num_blocks=40, block_size=16, num_draft_tokens=0, chunk_len=4096, max_num_sequences=1,
+            scheduling="sync",
+        )  # fmt: skip
+        (plain,) = engine.generate([asked(prompt, "plain", NUM_TOKENS, 0)])
+    watch.text = (*prompt, *plain.token_ids)
+    assert sorted(watch.rows) == list(range(PROMPT_LEN + NUM_TOKENS - 1))
+    return watch
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer):
+    return list(tokenizer.encode(CORPUS.read_text())[400 : 400 + PROMPT_LEN])
+
+
+def is_exact(watch, tokens):
+    """Whether all rows of the text were computed, with the bits of the plain run, and its tokens chosen."""
+    answer = range(PROMPT_LEN, PROMPT_LEN + NUM_TOKENS - 1)
+    assert watch.seen >= set(answer)
+    return tokens == list(watch.text[PROMPT_LEN:]) and not watch.wrong
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "seeds", [(0, 3), pytest.param(range(200), marks=pytest.mark.slow)], ids=["two", "two hundred"]
 )
-def test_every_row_has_the_bits_of_a_plain_run(seeds, model, tokenizer, monkeypatch):
-    prompt = list(tokenizer.encode(CORPUS.read_text())[400 : 400 + PROMPT_LEN])
-    watch = Watch(model, monkeypatch)
-    engine = LocalEngine(
-        model, tokenizer, num_blocks=40, block_size=16, num_draft_tokens=0, chunk_len=4096, max_num_sequences=1,
-        scheduling="sync",
-    )  # fmt: skip
-    (plain,) = engine.generate([asked(prompt, "plain", NUM_TOKENS, 0)])
-    watch.text = (*prompt, *plain.token_ids)
-    assert sorted(watch.rows) == list(range(PROMPT_LEN + NUM_TOKENS - 1))
+def test_every_row_has_the_bits_of_a_plain_run(seeds, model, tokenizer, prompt, watch, monkeypatch):
+    monkeypatch.setattr(model, "trunk", model.trunk)
+    record_rows(model, watch.look)
     num_exact, num_hits = 0, 0
     for seed in seeds:
-        watch.num_same, watch.wrong, watch.seen = 0, [], set()
+        watch.begin()
         tokens, hits = serve(model, tokenizer, prompt, seed, monkeypatch)
-        assert watch.seen >= set(range(PROMPT_LEN, PROMPT_LEN + NUM_TOKENS - 1))
-        num_exact += tokens == list(plain.token_ids) and not watch.wrong
+        num_exact += is_exact(watch, tokens)
         num_hits += hits > 0
         print(f"{seed}: {watch.num_same} rows, wrong {watch.wrong[:5]}, {hits} hits")
     assert num_exact == len(seeds)
     assert num_hits > len(seeds) / 4
+
+
+@pytest.fixture(scope="module")
+def processes():
+    started = RankProcesses()
+    yield started
+    started.close()
+
+
+def serve_over_ranks(processes, prompt, seed, tp_prefill, tp_decode, directory):
+    """The text in one drawn combination of two workers of several ranks; its tokens, and all rows they computed."""
+    rng = random.Random(seed)
+    k = rng.randrange(1, 5)
+    options = {
+        "dtype": torch.float32, "numerics": Numerics.INVARIANT, "rows_in": directory,
+        "chunk_len": rng.choice((16, 37, 64, 150, 320)), "data_path": rng.choice(("shm", "raw", "inline")),
+        "overcommit": True, "preempt_at": rng.choice(((), (0, 40), (1, 60))),
+        "host_kv_bytes": rng.choice((0, 64 << 20)),
+    }  # fmt: skip
+    shared = rng.choice((0, 90, 250, PROMPT_LEN))  # tokens of an earlier prompt
+    with TPGroupTopology(processes, TINY_HYBRID, tp_prefill, tp_decode, **options) as topology:
+        if shared:
+            other = prompt[:shared] + [(token + 1) % 4096 for token in prompt[:30]]
+            assert topology.finish(topology.start(asked(other, "before", 1, 0))).error is None
+        others = [asked(prompt[at + 1 : at + OTHER_LEN], f"other {at}", 30, k) for at in range(rng.randrange(3))]
+        running = [topology.start(one) for one in (*others, asked(prompt, "text", NUM_TOKENS, k))]
+        outcomes = [topology.finish(one) for one in running]
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    files = {role: sorted(directory.glob(f"{role}-*")) for role in ("prefill", "decode")}
+    assert [len(files[role]) for role in files] == [tp_prefill, tp_decode]
+    return outcomes[-1].token_ids, [pickle.loads(path.read_bytes()) for role in files for path in files[role]]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(13, marks=pytest.mark.slow)], ids=["once", "thirteen times"])
+@pytest.mark.parametrize("tp_decode", [1, 2])
+@pytest.mark.parametrize("tp_prefill", [1, 2])
+def test_every_rank_has_the_bits_of_one_process(tp_prefill, tp_decode, num_seeds, prompt, watch, processes, tmp_path):
+    """Of every rank on either side of a hand-off, the rows behind the sum over its ranks."""
+    for seed in range(num_seeds):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        tokens, ranks = serve_over_ranks(processes, prompt, seed, tp_prefill, tp_decode, directory)
+        for at, runs in enumerate(ranks):
+            watch.begin()
+            for run in runs:
+                watch.look(run)
+            assert not watch.wrong, (seed, at, watch.wrong[:5])
+            computed = {PROMPT_LEN - 1} if at < tp_prefill else set(range(PROMPT_LEN, PROMPT_LEN + NUM_TOKENS - 1))
+            assert watch.seen >= computed, (seed, at)
+        assert tokens == list(watch.text[PROMPT_LEN:]), seed

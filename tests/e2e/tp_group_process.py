@@ -7,6 +7,7 @@ the other, so that torch is imported once.
 import itertools
 import json
 import os
+import pickle
 import threading
 import traceback
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from baton.model.parallel import Alone
 from baton.prefill_worker.tp_group import PrefillRankPush, TPGroupPush, prefill_codec
 from baton.prefill_worker.worker import PrefillWorker
 from baton.tests.e2e.topology import NUM_CHECKPOINTS
+from baton.tests.e2e.trunk_rows import record_rows
 from baton.tests.engine.moving_experts import shuffling
 from baton.worker.loading import num_state_slots_of, request_limits
 from baton.worker.rank import RankPlace, RankThread
@@ -68,6 +70,7 @@ class Job:
     expert_parallel: bool = False
     num_redundant: int | None = None  # experts move ahead of every step, to maps drawn at random; None: they stay
     fails_to_move: bool = False  # the last rank, in its third round
+    rows_in: Path | None = None  # where each rank leaves what its trunk computed
 
 
 class PipeSink:
@@ -135,6 +138,9 @@ class Rank:
             expert_parallel=job.expert_parallel,
             num_redundant_experts=job.num_redundant,
         )
+        self.runs = []
+        if job.rows_in is not None:
+            record_rows(self.model, self.runs.append)
         self.layout = self.model.kv_layout(job.block_size)
         self.limits = request_limits(self.model, max_model_len=1 << 20, num_draft_tokens=NUM_DRAFTS)
         tokenizer = Tokenizer.from_directory(job.path)
@@ -339,6 +345,8 @@ def main(pipe):
             if rank.channel is not None:
                 rank.channel.close()
             rank.group.close()
+            if job.rows_in is not None:
+                (job.rows_in / f"{job.role}-{job.rank}").write_bytes(pickle.dumps(rank.runs))
             send(("done", None, said))
         except BaseException:
             send(("fatal", None, traceback.format_exc()))

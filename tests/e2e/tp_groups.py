@@ -131,12 +131,13 @@ class TPGroupTopology:
         num_decode_blocks=None,
         expert_parallel=(False, False),
         num_redundant=None,
+        rows_in=None,
         **decode_options,
     ):
         self._processes = processes
         self._data_path = data_path
         transfer = KVTransferConfig(transport={"shm": "shm", "raw": "tcp", "inline": "zmq"}[data_path])
-        shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer}
+        shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer, "rows_in": rows_in}
         self._taken = processes.take(tp_prefill + tp_decode)
         self.epochs = {}
         self.prefill, self.decode = self._taken[:tp_prefill], self._taken[tp_prefill:]
