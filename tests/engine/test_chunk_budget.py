@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from baton.engine.chunk_budget import DECODE_STEPS, DRAIN_STEPS, FIRST_LEN, LAUNCHES, MIN_LEN, WEIGHT, ChunkBudget
+from baton.engine.chunk_budget import (
+    DECODE_STEPS,
+    DRAIN_STEPS,
+    FIRST_LEN,
+    LAUNCHES,
+    MIN_LEN,
+    QUEUED_DECODE_STEPS,
+    WEIGHT,
+    ChunkBudget,
+)
 from baton.tests.engine.toy_engine import request_of, toy_engine
 
 pytestmark = pytest.mark.fast
@@ -109,9 +118,11 @@ def test_a_long_queue_of_prompts_gets_larger_chunks_and_leaves_the_length_that_f
     device = Device(0.010, 0.0001)
     fits = device.run(100)
     assert device.budget.length(ROWS, fits * DRAIN_STEPS) == fits
-    assert device.budget.length(ROWS, 300 * DRAIN_STEPS) == 300
-    assert device.budget.length(ROWS, 300 * DRAIN_STEPS + 1) == 301, "all within so many steps"
-    assert device.budget.length(ROWS, 10_000_000) == 4096 - ROWS
+    assert device.budget.length(ROWS, 200 * DRAIN_STEPS) == 200
+    assert device.budget.length(ROWS, 200 * DRAIN_STEPS + 1) == 201, "all within so many steps"
+    longest = device.budget.length(ROWS, 10_000_000)
+    assert longest == pytest.approx(fits * QUEUED_DECODE_STEPS / DECODE_STEPS, abs=2)
+    assert device.step_s(longest) < QUEUED_DECODE_STEPS * 0.010, "streams go on"
     assert device.run(30, num_waiting=10_000_000) == pytest.approx(fits, rel=0.01)
 
 
