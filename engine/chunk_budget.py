@@ -4,9 +4,8 @@ Where nothing decodes, a step takes as many as it may. Where sequences decode, e
 gap between two of its tokens grows by what the chunk adds. So a step with both may take about `DECODE_STEPS` times as
 long as one that only decodes; or, where the host needs longer than that to launch its kernels, a little longer than the
 host does: up to there the device would wait for the host anyway, and prompt tokens cost nothing. The length that fits
-follows from the steps before: each makes it a little longer or shorter. A long queue of prompts gets larger chunks,
-because there the rate of prompts decides when sequences start: all that wait are computed within some `DRAIN_STEPS`
-steps, but steps take no more than `QUEUED_DECODE_STEPS`. Beyond, chunks hardly compute faster, and streams stand still.
+follows from the steps before: each makes it a little longer or shorter. A long queue of prompts gets larger chunks: all
+that wait are computed within some `DRAIN_STEPS` steps, because there the rate of prompts decides when sequences start.
 """
 
 from typing import Final
@@ -15,8 +14,7 @@ FIRST_LEN: Final = 32  # before anything is known
 MIN_LEN: Final = 16
 DECODE_STEPS: Final = 2.5  # that a step with chunks may take
 LAUNCHES: Final = 1.1  # by its host that it may take
-QUEUED_DECODE_STEPS: Final = 4.0  # that it may take where many prompts wait
-DRAIN_STEPS: Final = 32
+DRAIN_STEPS: Final = 16
 WEIGHT: Final = 0.1  # of the newest step in a mean time
 FORGET: Final = 1.02  # how fast a fast launch is forgotten, by launch
 _SHRINK: Final = 0.5  # of what fits, by one step, at most
@@ -73,8 +71,7 @@ class ChunkBudget:
         """
         if not num_decode_rows:
             return self._most
-        most = int(self._fitting * QUEUED_DECODE_STEPS / DECODE_STEPS)
-        wanted = max(int(self._fitting), min(-(-num_waiting // DRAIN_STEPS), most))
+        wanted = max(int(self._fitting), -(-num_waiting // DRAIN_STEPS))
         self.last_len = max(min(MIN_LEN, self._most), min(wanted, self._most - num_decode_rows))
         return self.last_len
 
