@@ -26,6 +26,7 @@ MODULE: Final = "baton.kernels.compile_ahead"
 MAX_PROCESSES: Final = 16  # a form takes up to half a gigabyte to compile
 MIN_FORMS: Final = 8  # fewer are compiled before another process has imported what it needs
 LIMIT_S: Final = 1200.0
+FORM_LIMIT_S: Final = 120
 _NICENESS: Final = 5  # what serves on this host comes first
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -64,11 +65,11 @@ def compile_all(forms: Sequence[KernelForm], num_processes: int) -> None:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         subprocess.run(
-            [sys.executable, "-P", "-m", MODULE, str(num_processes), str(os.getpid())],
+            [sys.executable, "-P", "-m", MODULE, *map(str, (num_processes, FORM_LIMIT_S, os.getpid()))],
             input=pickle.dumps(list(forms)),
             stdout=subprocess.DEVNULL,
             process_group=0,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             timeout=LIMIT_S,
             check=False,
         )
@@ -78,7 +79,7 @@ def compile_all(forms: Sequence[KernelForm], num_processes: int) -> None:
 
 def main() -> None:
     """The process: a child for each form."""
-    num_processes, parent = map(int, sys.argv[1:])
+    num_processes, form_limit_s, parent = map(int, sys.argv[1:])
     _end_with(parent)
     os.nice(_NICENESS)
     forms: list[KernelForm] = pickle.load(sys.stdin.buffer)
@@ -92,15 +93,16 @@ def main() -> None:
             num_running -= 1
         own = os.getpid()
         if os.fork() == 0:
-            _compile(form, own)
+            _compile(form, form_limit_s, own)
         num_running += 1
     for _ in range(num_running):
         os.wait()
 
 
-def _compile(form: KernelForm, parent: int) -> NoReturn:
+def _compile(form: KernelForm, limit_s: int, parent: int) -> NoReturn:
     """The child: whatever happens to it, its form is in the cache, or is compiled again by who launches it."""
     try:
+        signal.alarm(limit_s)
         _end_with(parent)
         form.compile()
     finally:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from triton import compile as compile_source
-from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -83,7 +82,7 @@ class KernelForm:
         )
         name = f"{source.name[:_MAX_FILE_NAME_LEN]}.json"
         found = get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name)
-        return not knobs.compilation.always_compile and name in (found or {})
+        return name in (found or {})
 
     def compile(self) -> None:
         """Into Triton's cache, if it is not there.

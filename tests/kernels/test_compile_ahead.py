@@ -111,6 +111,16 @@ def test_processes_end_with_the_one_that_waits_for_them(tmp_path):
 
 
 @pytest.mark.long
+def test_a_form_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "fifo")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(module, "FORM_LIMIT_S", 1)
+    compile_all([HangingForm(tmp_path, "never"), *[FileForm(tmp_path, name) for name in NAMES]], 1)
+    assert compiled(tmp_path) == sorted([*NAMES, "fifo"])
+    os.close(reader)
+
+
+@pytest.mark.long
 def test_processes_that_do_not_end_are_ended(tmp_path, monkeypatch, caplog):
     os.mkfifo(tmp_path / "fifo")
     reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)  # so that it can be written to
