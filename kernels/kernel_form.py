@@ -10,6 +10,7 @@ from typing import Any
 from triton import compile as compile_source
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_key, get_cache_manager
@@ -85,9 +86,12 @@ class KernelForm:
         return name in (found or {})
 
     def compile(self) -> None:
-        """Into Triton's cache, if it is not there.
+        """Into Triton's cache, if it is not there; and what launches it, where that is compiled, too.
 
         Raises:
             Exception: whatever Triton raises.
         """
-        compile_source(self.source(), target=self.target, options=dict(self.options))
+        source = self.source()
+        compiled = compile_source(source, target=self.target, options=dict(self.options))
+        if self.target.backend == "cuda" and hasattr(nvidia, "make_launcher"):  # up to Triton 3.6: C, by signature
+            nvidia.CudaLauncher(source, compiled.metadata)

@@ -2,16 +2,20 @@
 
 import pickle
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from baton.kernels import kernel_form
 from baton.kernels.dry_run import forms_of, is_met
 from baton.kernels.launcher import Launcher
 
@@ -151,6 +155,19 @@ def test_an_error_of_the_work_ends_the_dry_run(device):
     assert knobs.runtime.jit_cache_hook is None
     assert not is_met(1) and not is_met(1)
     assert forms_of(lambda: other_kernel[(1,)](X, 3, B=16))
+
+
+@pytest.mark.parametrize(("backend", "has_any", "made"), [("cuda", True, 1), ("cuda", False, 0), ("hip", True, 0)])
+def test_what_launches_a_form_is_compiled_where_triton_makes_one(backend, has_any, made, device, monkeypatch):
+    (form,) = forms_of(lambda: add_kernel[(1,)](X, 3, B=16))
+    found = []
+    monkeypatch.setattr(kernel_form, "compile_source", lambda source, **others: SimpleNamespace(metadata=source.name))
+    monkeypatch.setattr(nvidia, "CudaLauncher", lambda source, metadata: found.append((source.name, metadata)))
+    monkeypatch.delattr(nvidia, "make_launcher", raising=False)
+    if has_any:
+        monkeypatch.setattr(nvidia, "make_launcher", None, raising=False)
+    replace(form, target=GPUTarget(backend, 90, 32)).compile()
+    assert found == [("add_kernel", "add_kernel")] * made
 
 
 @pytest.fixture
