@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
+from baton.model.layers import RMSNorm
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.eagle_checkpoints import write_drafter
@@ -69,6 +70,13 @@ def test_layers_that_a_drafter_reads_are_computed(tmp_path, monkeypatch):
     assert hidden.shape[1] == model.trunk_width
 
 
+class OtherNorm(RMSNorm):
+    """Launches something else."""
+
+
+OtherNorm.__module__ = RMSNorm.__module__
+
+
 def replaced(model, index, change):
     """A weight of one layer in another form."""
     attention = model._decoder.layers[index].attention
@@ -89,7 +97,7 @@ def test_a_weight_of_another_form_makes_another_kind(change, tmp_path):
     replaced(model, 2, change)
     with model.one_of_each_layer():
         assert sorted(model._decoder._skipped_layers) == [1, 3]
-    model._decoder.layers[3].mlp_norm = model._decoder.layers[3].mlp
+    model._decoder.layers[3].mlp_norm.__class__ = OtherNorm
     with model.one_of_each_layer():
         assert sorted(model._decoder._skipped_layers) == [1]
 
