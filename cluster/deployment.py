@@ -320,7 +320,7 @@ class Deployment:
         )
         ports = self._router.wait_ports(deadline_s - time.monotonic())
         self._is_at("127.0.0.1" if self.config.host in ("0.0.0.0", "::") else self.config.host, ports)
-        self._on_progress(2, num_total, f"router at {self.address}; starting workers")
+        self._on_progress(2, num_total, self._starting(device))
         plan = CrewPlan(
             config=self.config,
             model=model,
@@ -354,7 +354,7 @@ class Deployment:
         def on_event(event: dict[str, Any]) -> None:
             if event["event"] == "session" and not self.address:
                 self._is_at(event["host"], ports)
-                self._on_progress(2, num_total, f"router at {self.address}; starting workers")
+                self._on_progress(2, num_total, self._starting(self.config.device))
             if event["event"] == "ready":
                 self._is_ready(event["worker"], num_total)
 
@@ -378,6 +378,10 @@ class Deployment:
             self.http_url = f"{scheme}://{host}:{ports['http_port']}"
         if "metrics_port" in ports:
             self.metrics_url = f"{scheme}://{host}:{ports['metrics_port']}/metrics"
+
+    def _starting(self, device: str) -> str:
+        first = ", which compile their kernels at a machine's first start" if device == "cuda" else ""
+        return f"router at {self.address}; starting workers{first}"
 
     def _is_ready(self, ready: dict[str, Any], num_total: int) -> None:
         worker_id = str(ready["worker_id"])

@@ -167,18 +167,19 @@ class LocalEngine:
             grammars=self._grammars,
             host_kv_bytes=host_kv_bytes,
             clock=self._clock,
-            graphs=graphed_step(
-                model,
-                self.pool,
-                graphs or CudaGraphConfig(mode="off"),
-                max_num_sequences=max_num_sequences,
-                num_draft_tokens=num_draft_tokens,
-                max_model_len=model.config.max_model_len,
-                max_num_tokens=num_tokens,
-            ),
         )
         context_len = min(model.config.max_model_len, num_blocks * block_size)
         reach = Reach(num_tokens=num_tokens, num_sequences=max_num_sequences, context_len=context_len)
+        self.runner.compile_ahead(reach)
+        self.runner.graphs = graphed_step(
+            model,
+            self.pool,
+            graphs or CudaGraphConfig(mode="off"),
+            max_num_sequences=max_num_sequences,
+            num_draft_tokens=num_draft_tokens,
+            max_model_len=model.config.max_model_len,
+            max_num_tokens=num_tokens,
+        )
         self.runner.warm_up(reach)
         self.speculation = speculation or Speculation(
             num_draft_tokens,

@@ -7,11 +7,13 @@ piece by piece, where CUDA graphs replay what lies between two mixers.
 Legend: T tokens, D hidden size, V vocabulary, A query heads, E head size, M columns of what a mixer makes.
 """
 
-from collections.abc import Callable, Collection, Generator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
+from baton.kernels.memo import signature
 from baton.kernels.ops import Ops
 from baton.model.attention import Attention, AttentionInputs
 from baton.model.config import ModelConfig
@@ -85,11 +87,28 @@ class Decoder:
         ]
         self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops, plus_one=config.has_plus_one_norms)
         self._aux_layers: Collection[int] = ()
+        self._skipped_layers: Collection[int] = ()
         self._join: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
 
     def tap(self, layers: Collection[int], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
         """Have every pass put what `join` makes of these layers' inputs beside its hidden states."""
         self._aux_layers, self._join = layers, join
+
+    @contextmanager
+    def one_of_each_layer(self) -> Iterator[None]:
+        """Passes leave out layers whose like comes before: what they launch, earlier ones do. Not what they compute."""
+        kinds: set[Hashable] = set()
+        skipped = set()
+        for index, layer in enumerate(self.layers):
+            kind = tuple(_traits(layer, set()))
+            if kind in kinds and index not in self._aux_layers:
+                skipped.add(index)
+            kinds.add(kind)
+        self._skipped_layers = skipped
+        try:
+            yield
+        finally:
+            self._skipped_layers = ()
 
     def pieces(self, token_ids_T: torch.Tensor, inputs: AttentionInputs) -> Pieces[torch.Tensor]:
         """Hidden states after the final norm, [T, D], with what was tapped beside them."""
@@ -97,8 +116,27 @@ class Decoder:
         added_TD: torch.Tensor | None = None
         aux: list[torch.Tensor] = []
         for index, layer in enumerate(self.layers):
+            if index in self._skipped_layers:
+                continue
             if index in self._aux_layers:
                 aux.append(x_TD if added_TD is None else x_TD + added_TD)
             x_TD, added_TD = yield from layer.pieces(x_TD, added_TD, inputs)
         hidden_TD = self.norm.of_sum(x_TD, added_TD)[0]
         return hidden_TD if self._join is None else torch.cat([hidden_TD, self._join(aux)], dim=-1)
+
+
+def _traits(owner: Any, met: set[int]) -> Iterator[Hashable]:
+    """What a layer's launches depend on, of all that it holds; integers only number it."""
+    if isinstance(owner, torch.Tensor):
+        yield signature(owner)
+    elif owner is None or isinstance(owner, (bool, float, str)):
+        yield owner
+    elif isinstance(owner, (list, tuple)):
+        for held in owner:
+            yield from _traits(held, met)
+    elif type(owner).__module__.startswith("baton.") and not isinstance(owner, Ops) and id(owner) not in met:
+        met.add(id(owner))
+        yield type(owner).__qualname__
+        for name in (*getattr(type(owner), "__slots__", ()), *getattr(owner, "__dict__", ())):
+            yield name
+            yield from _traits(getattr(owner, name), met)

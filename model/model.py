@@ -9,6 +9,7 @@ C columns of the draft head.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -142,6 +143,10 @@ class Model:
         routed = self._routed(positions_T, slots_T, pool)
         inputs = AttentionInputs(rows, slots_T, pool, *angles, _ignore_layer, routed=routed)
         return self._decoder.pieces(token_ids_T, inputs)
+
+    def one_of_each_layer(self) -> AbstractContextManager[None]:
+        """See `Decoder.one_of_each_layer`."""
+        return self._decoder.one_of_each_layer()
 
     def mtp(
         self,

@@ -31,17 +31,6 @@ from baton.worker.rank import RankPlace, RankStarter
 
 def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Communicator | None) -> Runner:
     """For a worker that decodes, and computes prompts; warmed up, its CUDA graphs captured."""
-    reach = reach_of(config, loaded.model)
-    graphs = graphed_step(
-        loaded.model,
-        loaded.pool,
-        config.graphs,
-        max_num_sequences=config.max_num_seqs,
-        num_draft_tokens=config.num_draft_tokens,
-        max_model_len=config.max_model_len,
-        max_num_tokens=reach.num_tokens,
-        communicator=communicator,
-    )
     runner = Runner(
         loaded.model,
         loaded.pool,
@@ -52,8 +41,19 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
         verification=config.verification,
         lookup=config.lookup,
         grammars=loaded.grammars,
-        graphs=graphs,
         host_kv_bytes=config.host_kv_bytes,
+    )
+    reach = reach_of(config, loaded.model)
+    runner.compile_ahead(reach)
+    runner.graphs = graphed_step(
+        loaded.model,
+        loaded.pool,
+        config.graphs,
+        max_num_sequences=config.max_num_seqs,
+        num_draft_tokens=config.num_draft_tokens,
+        max_model_len=config.max_model_len,
+        max_num_tokens=reach.num_tokens,
+        communicator=communicator,
     )
     runner.warm_up(reach)
     return runner
@@ -73,7 +73,9 @@ def prefill_runner(
         grammars=loaded.grammars,
         open_push=open_push,
     )
-    runner.warm_up(reach_of(config, loaded.model), decodes=False)
+    reach = reach_of(config, loaded.model)
+    runner.compile_ahead(reach, decodes=False)
+    runner.warm_up(reach, decodes=False)
     return runner
 
 

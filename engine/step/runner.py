@@ -47,6 +47,7 @@ from baton.engine.step.slots import SlotTable
 from baton.engine.step.step import DecodeInputs, DecodeSample, Extended, PromptInputs, PromptSample, extend, sample
 from baton.engine.tp.decision import Decisions
 from baton.engine.tp.expert_exchange import ExpertExchange
+from baton.kernels.compile_ahead import compile_ahead
 from baton.kernels.copies import host_buffer, to_device
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
@@ -227,6 +228,15 @@ class Runner:
     def num_state_images(self) -> int:
         """State slots that host memory holds."""
         return self._offload.num_state_images
+
+    def compile_ahead(self, reach: Reach, *, decodes: bool = True) -> None:
+        """Have all processors compile what `warm_up` launches, which then loads it; graphs may be captured in between.
+
+        All ranks at the same time; nothing on a CPU.
+        """
+        if self._pool.device.type == "cuda":
+            with self._model.one_of_each_layer():
+                compile_ahead(lambda: self.warm_up(reach, decodes=decodes), self._communicator.size)
 
     def warm_up(self, reach: Reach, *, decodes: bool = True) -> None:
         """Compile every kernel that steps within this reach launch; all ranks at the same time, before the first.

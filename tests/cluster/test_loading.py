@@ -13,12 +13,14 @@ from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
 from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.step.runner import Runner
 from baton.engine.tp.expert_exchange import exchange_bytes
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kvcache.layout import CHECKPOINT_SHARE, NO_PREFIX_CACHE
 from baton.router.served_model import ServedModel
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.test_parallel import Rank
+from baton.worker import tp_group
 from baton.worker.loading import load_worker
 from baton.worker.tp_group import rank0_runner
 
@@ -122,3 +124,26 @@ def test_a_model_with_state_has_room_for_checkpoints_as_baton_check_says(
     assert num_checkpoints * pool.layout.bytes_per_state_slot <= (1 << 20) / CHECKPOINT_SHARE
     (said,) = (why for why in loaded.sizes.why if "KV pool of" in why)
     assert (f"{num_checkpoints} checkpoints of state" in said) == has_checkpoints
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_kernels_are_compiled_ahead_of_graphs_and_of_the_warm_up(decodes, monkeypatch):
+    done = []
+
+    def note(name):
+        return lambda *arguments, decodes=True, **options: done.append((name, decodes))
+
+    monkeypatch.setattr(tp_group, "graphed_step", note("graphs"))
+    monkeypatch.setattr(Runner, "compile_ahead", note("compile"))
+    monkeypatch.setattr(Runner, "warm_up", note("warm-up"))
+    config = ServeConfig.from_mapping({"device": "cpu", "kv_memory_mib": 8})
+    worker = resolve_worker(config, find_model("tiny"), worker_id="w")
+    loaded = load_worker(worker)
+    config = loaded.applied(worker)
+    if decodes:
+        runner = tp_group.decode_runner(config, loaded, None)
+        assert done == [("compile", True), ("graphs", True), ("warm-up", True)]
+    else:
+        runner = tp_group.prefill_runner(config, loaded, None, lambda ranges: None)
+        assert done == [("compile", False), ("warm-up", False)]
+    runner.close()

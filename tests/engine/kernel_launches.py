@@ -1,12 +1,14 @@
 """Which kernels the warm-up would compile, and which steps would compile after it: a process of its own, as JSON lines.
 
     python -P -m baton.tests.engine.kernel_launches 6 dense moe    # six rounds of random steps of each
+    python -P -m baton.tests.engine.kernel_launches 0 +dense       # and what would be compiled ahead
 
 Models are small ones of the CPU whose kernels Triton finds and binds as on a Hopper GPU, but compiles to nothing; each
 kernel that it would compile is noted. Numbers are zeros; which kernels are launched does not depend on them.
 """
 
 import gc
+import inspect
 import json
 import os
 import random
@@ -19,6 +21,7 @@ from pathlib import Path
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
@@ -34,6 +37,7 @@ from baton.engine.step.plan import Chunk, Release, Resume
 from baton.engine.step.runner import Runner
 from baton.kernels import fused_copy_triton
 from baton.kernels.attention import prefill_hopper_triton as attention_prefill_hopper_triton
+from baton.kernels.dry_run import forms_of
 from baton.kernels.fused_copy import RunningCopies
 from baton.kernels.gemm import fp8_hopper_triton as gemm_fp8_hopper_triton
 from baton.kernels.gemm import fp8_plan as gemm_fp8_plan
@@ -90,7 +94,7 @@ INVARIANT = {"numerics": Numerics.INVARIANT}
 HELD = {"communicator": Last(), "expert_parallel": True}
 # Shape, changes to it, how it is loaded, drafts, how they are verified.
 MODELS = {
-    "dense": ("qwen3-8b", {}, FP8 | FP8_KV, 2, None),
+    "dense": ("qwen3-8b", {"num_hidden_layers": 3}, FP8 | FP8_KV, 2, None),
     "moe": ("qwen3-30b-a3b", EXPERTS, FP8, 1, REJECTION),
     "bf16": ("qwen3-8b", {}, {}, 0, None),
     "moe bf16": ("qwen3-30b-a3b", EXPERTS, FP8_KV, 1, None),
@@ -150,7 +154,11 @@ class _Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def _compile_nothing(self, key, signature, device, constants, *others, **named):
+def _compile_nothing(self, key, signature, device, constants, options, attributes, warmup):
+    hook, target = knobs.runtime.jit_cache_hook, driver.active.get_current_target()
+    of_version = (target,) if "target" in inspect.signature(self._call_hook).parameters else ()
+    if self._call_hook(hook, key, signature, *of_version, device, constants, options, [attributes], warmup):
+        return None
     kernel = object.__new__(CompiledKernel)
     kernel.module, kernel.function, kernel.packed_metadata = object(), 0, ()
     kernel.name, kernel.src = "nothing", None
@@ -330,8 +338,8 @@ class Server(Driver):
             self.release(slot)
 
 
-def run(name, num_rounds):
-    """Kernels of the warm-up, and of the steps after it."""
+def run(name, num_rounds, is_ahead):
+    """Kernels that are compiled ahead of the warm-up, those of the warm-up, and of the steps after it."""
     shape, sizes, options, num_drafts, verification = MODELS[name]
     limits = Limits(**LIMITS.get(name, {}))
     with tempfile.TemporaryDirectory() as folder:
@@ -340,6 +348,11 @@ def run(name, num_rounds):
     reach = Reach(num_tokens=limits.chunk_len, num_sequences=limits.seqs, context_len=limits.context_len)
     forget()
     noted.clear()
+    ahead = []
+    if is_ahead:
+        with model.one_of_each_layer():
+            ahead = forms_of(lambda: server.runner.warm_up(reach))
+        assert not noted, "a dry run compiles nothing"
     if name != "not warmed":
         server.runner.warm_up(reach)
     warm = Counter(noted)
@@ -350,15 +363,16 @@ def run(name, num_rounds):
         for _ in range(3):
             server.steps()
     server.runner.close()
-    return {"model": name, "warm": warm, "late": Counter(noted), "unnamed": unnamed()}
+    ahead = Counter(form.name for form in ahead)
+    return {"model": name, "ahead": ahead, "warm": warm, "late": Counter(noted), "unnamed": unnamed()}
 
 
 def main(names, num_rounds):
-    """One line for each model."""
+    """One line for each model; for all of them, and what is compiled ahead, if none is named."""
     torch.set_num_threads(1)
     stub()
-    for name in names or MODELS:
-        print(json.dumps(run(name, num_rounds)), flush=True)
+    for name in names or [name if name == "not warmed" else f"+{name}" for name in MODELS]:
+        print(json.dumps(run(name.removeprefix("+"), num_rounds, name[0] == "+")), flush=True)
 
 
 if __name__ == "__main__":

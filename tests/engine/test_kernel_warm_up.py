@@ -1,4 +1,4 @@
-"""What is launched before a worker serves is all that serving launches, and a variant; sizes that stand for others."""
+"""What is launched before a worker serves is all that serving launches, a variant, and compiled ahead; sizes."""
 
 import json
 import os
@@ -78,9 +78,18 @@ def require_named(found):
     assert not any(mixture.values()), mixture
 
 
+def require_ahead(found):
+    """A dry run, of one layer of each kind, asks for all that the warm-up compiles and for nothing else."""
+    ahead = {name: its["ahead"] for name, its in found.items() if its["ahead"]}
+    assert len(ahead) >= 2
+    for name, forms in ahead.items():
+        assert forms == found[name]["warm"], name
+
+
 def test_no_step_launches_what_the_warm_up_did_not():
-    found = launches(2, "dense", "moe", "hybrid", "latent", "held float8", "ordered", "ordered pruned", "not warmed")
+    found = launches(2, "+dense", "moe", "+hybrid", "latent", "held float8", "ordered", "ordered pruned", "not warmed")
     require_named(found)
+    require_ahead(found)
     for name in ("ordered", "ordered pruned"):
         assert not found[name]["late"], name
     assert found["held float8"]["warm"]["_align_kernel"] == found["moe"]["warm"]["_align_kernel"]
@@ -114,3 +123,4 @@ def test_no_step_of_any_kind_of_model_does():
     assert len(late) >= 22
     assert not any(late.values()), late
     require_named(found)
+    require_ahead(found)

@@ -1,15 +1,18 @@
 """What a runner makes of plans: order, tickets, errors, lifetimes, and what it hands off."""
 
+import contextlib
 import functools
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from baton.core.requests.request import AttemptKey
 from baton.core.requests.sampling import SamplingParams
+from baton.engine.step import runner as runner_module
 from baton.engine.step.plan import Grow, Growth, Release, Resume, Step
 from baton.engine.step.runner import Runner
 from baton.kvcache.allocator import BlockTable
@@ -280,3 +283,31 @@ def test_a_token_that_was_chosen_before_stays_chosen_also_where_this_pass_would_
     assert driver.compute(0) == other
     following = driver.start(1, tokens, SAMPLING, num_output=1)
     assert driver.decode([0]) == [(following,)]
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_on_a_gpu_the_warm_up_of_one_layer_of_each_kind_is_compiled_ahead(decodes, monkeypatch):
+    driver, done = driver_of(), []
+    runner = driver.runner
+
+    @contextlib.contextmanager
+    def one_of_each_layer():
+        done.append("in")
+        yield
+        done.append("out")
+
+    def compile_ahead(work, num_ranks):
+        done.append(num_ranks)
+        work()
+
+    monkeypatch.setattr(runner_module, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(runner, "warm_up", lambda reach, *, decodes: done.append((reach, decodes)))
+    monkeypatch.setattr(runner._model, "one_of_each_layer", one_of_each_layer, raising=False)
+    runner.compile_ahead("reach", decodes=decodes)
+    assert not done, "a CPU compiles nothing"
+    monkeypatch.setattr(runner, "_pool", SimpleNamespace(device=torch.device("cuda:0")))
+    monkeypatch.setattr(runner, "_communicator", SimpleNamespace(size=4))
+    runner.compile_ahead("reach", decodes=decodes)
+    assert done == ["in", 4, ("reach", decodes), "out"]
+    monkeypatch.undo()
+    runner.close()
