@@ -383,7 +383,7 @@ class EngineMachine(RuleBasedStateMachine):
         counts = Counter(block for item in self.here() if item.table is not None for block in item.table.blocks)
         assert counts <= Counter(self.allocator._num_tables)
         num_departing = sum(self.allocator._num_tables.values()) - sum(counts.values())
-        assert num_departing == self.scheduler._num_departing_blocks
+        assert num_departing == sum(self.scheduler._num_departing_blocks)
         assert all(block in self.allocator.index for block, count in counts.items() if count > 1)
         for item in self.here(Phase.RUNNING):
             assert self.device.slots[item.slot].blocks == list(item.table.blocks)
@@ -440,7 +440,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.preemptions_are_bounded_and_counted()
         self.scheduler.check_empty()
         assert self.allocator.num_free == NUM_BLOCKS
-        assert self.scheduler.num_slots_used == self.scheduler.num_coming == 0
+        assert self.scheduler.num_slots_used == self.scheduler.num_coming() == 0
         assert self.engine.is_idle
         assert self.engine.num_host_blocks_used == 0
         assert not self.device.slots
