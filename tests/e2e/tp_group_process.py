@@ -16,6 +16,7 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
+from baton.core.errors import BatonError
 from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
@@ -66,6 +67,7 @@ class Job:
     preempt_at: tuple[int, ...] = ()
     max_num_seqs: int = 16
     expert_parallel: bool = False
+    dp_attention: bool = False
     num_redundant: int | None = None  # experts move ahead of every step, to maps drawn at random; None: they stay
     fails_to_move: bool = False  # the last rank, in its third round
 
@@ -134,6 +136,7 @@ class Rank:
             communicator=self.group,
             expert_parallel=job.expert_parallel,
             num_redundant_experts=job.num_redundant,
+            dp_attention=job.dp_attention,
         )
         self.layout = self.model.kv_layout(job.block_size)
         self.limits = request_limits(self.model, max_model_len=1 << 20, num_draft_tokens=NUM_DRAFTS)
@@ -315,7 +318,11 @@ def serve(rank, worker, receive):
             case ("submit", request, peer):
                 worker.submit(request, peer, PipeSink(rank.send, request.key))
             case ("attend", request, *options):
-                worker.attend(request, PipeSink(rank.send, request.key), **dict(options))
+                sink = PipeSink(rank.send, request.key)
+                try:
+                    worker.attend(request, sink, **dict(options))
+                except BatonError as error:
+                    sink.end(error)
             case ("cancel", key):
                 worker.cancel(key)
             case ("inventory",):
