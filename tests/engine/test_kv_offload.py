@@ -93,6 +93,25 @@ def test_a_state_slot_goes_with_the_blocks_and_no_other_changes():
     executor.close()
 
 
+@pytest.mark.parametrize("owner", range(2))
+def test_blocks_of_another_rank_are_not_copied_and_the_draft_is_all_the_same(owner):
+    side = Side()
+    side.offload._blocks = RankBlocks(num_blocks=NUM_BLOCKS, rank=1, num_pools=2)
+    before, blocks = side.content(range(NUM_BLOCKS)), [owner * NUM_BLOCKS + at for at in (5, 2)]
+    side.table.place(1, last_token=3, draft_token=8, length=7, **ROOM)
+    side.offload.save(Save(tuple(blocks), 3, 1))
+    moved = [owner * NUM_BLOCKS + at for at in (7, 0)]
+    side.offload.load(Load(tuple(moved), 3, 2))
+    side.executor.drain()
+    after = side.content(range(NUM_BLOCKS))
+    for layer_before, layer_after in zip(before, after, strict=True):
+        if owner == 1:
+            assert torch.equal(layer_after[[7, 0]], layer_before[[5, 2]])
+            layer_before[[7, 0]] = layer_before[[5, 2]]
+        assert torch.equal(layer_after, layer_before)
+    assert int(side.table.draft_of(2)[0]) == 8
+
+
 def test_copies_lie_between_the_steps_around_them_and_ranges_may_be_used_again_at_once():
     side, gate = Side(num_host_blocks=2), threading.Event()
     first, second = side.content((3, 4)), side.content((6, 7))

@@ -1,6 +1,7 @@
 """Which rank keeps a sequence, where each has a pool of its own: the emptiest, cached prefixes counted."""
 
 import pytest
+import torch
 
 from baton.engine.preemption import Preemption
 from baton.engine.scheduler import Scheduler
@@ -235,3 +236,4 @@ def test_numbers_of_blocks_at_a_rank():
             each.owner((16,))
     assert (first.own((7, 2)), first.own((8, 15))) == ((7, 2), ())
     assert (second.own((7, 2)), second.own((15, 8))) == ((), (7, 0))
+    assert second.own_tables(torch.tensor([[15, 8], [9, 16]])).tolist() == [[7, 0], [1, 8]]
