@@ -21,13 +21,14 @@ from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_async_equals_sync import LOOKUP, generate, sizes_of
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.tp_group_engine import run_over_ranks
-from baton.tests.e2e.tp_groups import TOKEN_TIMEOUT_S, RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
 
 MLA = TINY.with_name("tiny-mla")
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
 SIZES = (2, 4)
 MODES = {"greedy": False, "coupled": True}
 BLOCK_SIZE = 16
+REFUSED_S = 15.0  # what would not be refused stays without a word
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +191,8 @@ def test_decode_workers_compute_prompts_cached_or_not(size, held, processes, mod
     }
     options = {"expert_parallel": (False, held), "dp_attention": True}
     with TPGroupTopology(processes, MLA, 1, size, **options) as topology:
+        prefill, decode = topology.inventories()
+        assert decode.num_blocks == decode.num_blocks_free == size * prefill.num_blocks
         for turn, (mode, k) in enumerate(itertools.product(MODES, (0, 3))):
             requests = requests_for(prompts, sampled=MODES[mode], num_drafts=k, max_tokens=8, tag=f"{mode}-{k}-")
             outcomes = [topology.finish(each) for each in [topology.start(one, local=True) for one in requests]]
@@ -199,8 +202,6 @@ def test_decode_workers_compute_prompts_cached_or_not(size, held, processes, mod
             assert (decode.num_prefix_hits > 0) == (turn > 0)
         assert decode.num_prefix_hits >= len(prompts), "each comes back to a rank that has its beginning"
         topology.wait_idle()
-        prefill, decode = topology.inventories()
-        assert decode.num_blocks == decode.num_blocks_free == size * prefill.num_blocks
 
 
 def test_a_decode_worker_of_ranks_with_pools_takes_no_hand_off(processes, tokenizer, prompts):
@@ -208,7 +209,7 @@ def test_a_decode_worker_of_ranks_with_pools_takes_no_hand_off(processes, tokeni
         (request,) = requests_for(prompts[7:], sampled=False, num_drafts=0)
         stream = topology.decode[0].open(request.key)
         topology.decode[0].pipe.send(("attend", request))
-        kind, error = stream.get(timeout=TOKEN_TIMEOUT_S)
+        kind, error = stream.get(timeout=REFUSED_S)
         assert (kind, type(error)) == ("end", TransferFailed)
         assert "--enable-dp-attention decode workers compute all prompts" in error.message
         assert topology.finish(topology.start(request, local=True)).error is None

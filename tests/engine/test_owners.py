@@ -236,4 +236,5 @@ def test_numbers_of_blocks_at_a_rank():
             each.owner((16,))
     assert (first.own((7, 2)), first.own((8, 15))) == ((7, 2), ())
     assert (second.own((7, 2)), second.own((15, 8))) == ((), (7, 0))
+    assert first.own_tables(torch.tensor([[7, 0], [1, 16]])).tolist() == [[7, 0], [1, 8]]
     assert second.own_tables(torch.tensor([[15, 8], [9, 16]])).tolist() == [[7, 0], [1, 8]]
