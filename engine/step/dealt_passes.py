@@ -18,7 +18,7 @@ from baton.engine.step.passes import EagerPasses, ignore_layer
 from baton.kernels.copies import to_device
 from baton.kvcache.pool import KVPool
 from baton.kvcache.rank_blocks import RankBlocks
-from baton.model.dealt_rows import DealtBatch
+from baton.model.dealt_rows import DealtBatch, DealtRows
 from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch
 from baton.model.model import Model
 
@@ -55,6 +55,7 @@ class DealtPasses(EagerPasses):
         self._owner_T = np.repeat(chunk_owners, [chunk.length for chunk in chunks])
         mine = [replace(chunk, blocks=own) for chunk in chunks if (own := blocks.own(chunk.blocks))]
         self._own_prompt = prefill_inputs(mine, pool).batch if mine else None
+        self._known: dict[tuple[bool, int], DealtRows] = {}  # see `_dealt`
         self._own_b = torch.empty(0, dtype=torch.int64)
         if rows is not None:
             own_b = torch.from_numpy(np.flatnonzero(self._owner_B == blocks.rank))
@@ -67,24 +68,28 @@ class DealtPasses(EagerPasses):
 
     def draft(self, token_B: torch.Tensor, hidden_BD: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
         """See `Passes`."""
-        own = self._decode_batch(position_B, 1)
-        batch = self._dealt(own, self._owner_B, may_wait=False)
+        batch = DealtBatch(own=self._decode_batch(position_B, 1), rows=self._dealt(with_prompt=False, num_rows=1))
         return self._model.mtp(token_B, hidden_BD, batch, self._pool, ignore_layer)
 
     def _batch(self, decode: DecodeBatch | None) -> DealtBatch:
-        owners = [self._owner_T]
         own: AttentionBatch = self._own_prompt or self._no_rows()
-        if decode is not None:
-            owners.append(np.repeat(self._owner_B, decode.positions_BQ.shape[1]))
-            if self._own_prompt is None:
-                own = decode
-            elif len(self._own_b):
-                own = MixedBatch(prompts=self._own_prompt, decode=decode)
-        return self._dealt(own, np.concatenate(owners), may_wait=decode is None)
+        if decode is not None and self._own_prompt is None:
+            own = decode
+        elif decode is not None and self._own_prompt is not None and len(self._own_b):
+            own = MixedBatch(prompts=self._own_prompt, decode=decode)
+        num_rows = 0 if decode is None else decode.positions_BQ.shape[1]
+        return DealtBatch(own=own, rows=self._dealt(with_prompt=True, num_rows=num_rows))
 
-    def _dealt(self, own: AttentionBatch, owner_T: Ints, *, may_wait: bool) -> DealtBatch:
-        assert self._model.deal is not None
-        return DealtBatch(own=own, rows=self._model.deal.rows(owner_T, self._pool.device, may_wait=may_wait))
+    def _dealt(self, *, with_prompt: bool, num_rows: int) -> DealtRows:
+        """Rows of the chunks, and so many of each decode sequence: of verification and of the draft extend the same."""
+        key = with_prompt, num_rows
+        if key not in self._known:
+            assert self._model.deal is not None
+            owner_T = np.repeat(self._owner_B, num_rows)
+            if with_prompt:
+                owner_T = np.concatenate([self._owner_T, owner_T])
+            self._known[key] = self._model.deal.rows(owner_T, self._pool.device, may_wait=num_rows == 0)
+        return self._known[key]
 
     def _decode_batch(self, first_B: torch.Tensor, num_rows: int) -> DecodeBatch:
         """Of this rank's sequences, which may be none."""

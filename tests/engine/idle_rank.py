@@ -22,7 +22,7 @@ from baton.engine.tp import decision, step_limit
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kernels.moe import moe
 from baton.kvcache.pool import KVPool
-from baton.model.dealt_rows import RowDeal
+from baton.model.dealt_rows import DealtRows
 from baton.model.loader import load_model
 from baton.tests.engine.driver import Driver
 
@@ -41,7 +41,7 @@ class IdleRank(TPGroupRank):
         self._dp_attention = dp_attention
         self._decisions = self._num_decisions = 0
         self._passes = Counter()  # by whether this rank holds an expert that was chosen
-        self._dealt = Counter()  # passes by whether this rank has a row to attend for
+        self._dealt = Counter()  # layers of passes by whether this rank has a row to attend for
         if size > 1:  # for as long as the process is there
             step_limit.MIN_LIMIT_S = HANG_S  # type: ignore[misc]
             self._watch()
@@ -83,7 +83,7 @@ class IdleRank(TPGroupRank):
         return Runner(model, pool, communicator=group, **limits), pool
 
     def _watch(self):
-        packed, held, deal = decision.pack_reference, moe.held_ids, RowDeal.rows
+        packed, held, gather = decision.pack_reference, moe.held_ids, DealtRows.shared
 
         def pack(*arguments):
             own_N = packed(*arguments)
@@ -96,12 +96,11 @@ class IdleRank(TPGroupRank):
             self._passes[its is None or bool((id_TK < its.count).any())] += 1
             return id_TK
 
-        def rows(*arguments, **options):
-            dealt = deal(*arguments, **options)
+        def shared(dealt, x_OD):
             self._dealt[not dealt.is_idle] += 1
-            return dealt
+            return gather(dealt, x_OD)
 
-        decision.pack_reference, moe.held_ids, RowDeal.rows = pack, held_ids, rows
+        decision.pack_reference, moe.held_ids, DealtRows.shared = pack, held_ids, shared
 
 
 def play(driver, seed):
