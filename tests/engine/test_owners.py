@@ -201,6 +201,19 @@ def test_blocks_that_a_sequence_waits_for_are_kept_at_its_rank_alone():
     assert sequences
 
 
+def test_what_will_be_free_is_counted_at_its_rank():
+    bench = Pools(num_slots=4, overcommit=True)
+    a, b, c, d = decoding(bench, 7, 3, 7, 3)
+    assert [item.owner for item in (a, b, c, d)] == [0, 1, 1, 0]
+    bench.scheduler.leave(b)
+    assert [bench.scheduler.num_coming(owner) for owner in range(2)] == [0, 1]
+    free = bench.scheduler.preempt(c)
+    assert [bench.scheduler.num_coming(owner) for owner in range(2)] == [0, 3]
+    free()
+    assert [bench.scheduler.num_coming(owner) for owner in range(2)] == [0, 1]
+    bench.end(a, b, c, d)
+
+
 def test_those_that_may_need_a_block_soon_are_counted_at_their_rank():
     bench = Pools(num_slots=8, overcommit=True)
     owners, sequences = bench.owners(4, 4, 16, 16)  # two blocks, two, five and five
