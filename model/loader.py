@@ -87,7 +87,7 @@ def load_model(
         quantization = _stand_in(config, dtype, numerics) if is_random else Quantization.NONE
     eagle = None
     if draft_path is not None:
-        assert not with_mtp
+        assert not with_mtp and not dp_attention, "a drafter attends over heads"
         eagle = EagleConfig.from_directory(draft_path, config, made_weights=made_weights)
         eagle.require_cut(group.size, numerics)
         config = _renamed(config, f"drafted for by {eagle.sizes.model_hash}")

@@ -12,6 +12,7 @@ import torch
 
 from baton.core.errors import TransferFailed
 from baton.core.numerics import Numerics
+from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.local import LocalEngine
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
@@ -136,6 +137,21 @@ def test_drafts_that_are_looked_up(size, model_of, tokenizer, prompts, monkeypat
     assert [result.token_ids for result in made] == [result.token_ids for result in wanted]
     assert taken == steps
     assert any(accepted for mine in steps for _, accepted, _ in mine)
+
+
+@pytest.mark.parametrize(
+    ("size", "method"),
+    marked(itertools.product(SIZES, DraftSampleMethod), {(2, DraftSampleMethod.PROBABILISTIC)}),
+)
+def test_drafts_that_are_rejected(size, method, model_of, tokenizer, prompts, monkeypatch):
+    def made_by(engine):
+        results, steps = generate(monkeypatch, engine, requests_for(prompts, sampled=True, num_drafts=2))
+        return [result.token_ids for result in results], steps
+
+    verification = VerificationConfig(mode=VerificationMode.REJECTION, draft_sample_method=method)
+    options = sizes_of(2, 16, scheduling="async", verification=verification)
+    wanted = made_by(LocalEngine(model_of(), tokenizer, **options))
+    assert over_ranks(size, tokenizer, made_by, held=True, **options) == wanted
 
 
 # Room
