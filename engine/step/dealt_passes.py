@@ -49,7 +49,6 @@ class DealtPasses(EagerPasses):
         chunks: Sequence[ChunkRows],
     ) -> None:
         super().__init__(model, pool, rows, max_context_len, prompt)
-        self._blocks = blocks
         self._owner_B: Ints = np.array(owners, dtype=np.int64)
         chunk_owners = np.array([blocks.owner(chunk.blocks) for chunk in chunks], dtype=np.int64)
         self._owner_T = np.repeat(chunk_owners, [chunk.length for chunk in chunks])
