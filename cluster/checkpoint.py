@@ -185,8 +185,11 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
         message = f"max_model_len: {config.max_model_len} exceeds the model's own {sizes.max_model_len}"
         found.errors.append(ConfigInvalid(message, keys=["max_model_len"]))
     _collect(found, sizes.require_full_attention, config.max_model_len)
-    held: dict[str, Any] = {"expert_parallel": config.enable_expert_parallel}
-    held["num_redundant_experts"] = config.redundant_experts
+    held: dict[str, Any] = {
+        "expert_parallel": config.enable_expert_parallel,
+        "num_redundant_experts": config.redundant_experts,
+        "dp_attention": config.enable_dp_attention,
+    }
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         cut = partial(require_cut, **held)
         _collect(found, cut, sizes, size, config.numerics)

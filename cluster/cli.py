@@ -138,6 +138,7 @@ def serve(
     app,
     "tensor_parallel_size",
     "enable_expert_parallel",
+    "enable_dp_attention",
     "enable_eplb",
     "num_redundant_experts",
     "num_speculative_tokens",

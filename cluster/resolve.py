@@ -23,6 +23,7 @@ from baton.core.config import (
     ServeConfig,
     WorkerConfig,
 )
+from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PackageMissing, PortInUse
 from baton.core.kv_transports import AUTO, KV_TRANSPORTS, control_channel, one_sided_data_paths
 from baton.core.telemetry.span_export import SpanFile
@@ -250,7 +251,7 @@ def resolve_worker(
         raise ConfigInvalid(message, keys=["max_model_len"])
     if config.kernels == "triton" and device == "cpu":
         raise ConfigInvalid("kernels: triton's need a GPU, and workers compute on CPUs", keys=["kernels"])
-    graphs = config.graph_config()
+    graphs = CudaGraphConfig(mode="off") if config.enable_dp_attention else config.graph_config()
     transfer = transfer_config(config)
     graphs.require_fits(device=device, max_num_seqs=config.max_num_seqs)
     return WorkerConfig(
@@ -357,6 +358,8 @@ def num_prefill(config: ServeConfig, num_gpus: int | None) -> int:
     """
     if config.prefill is not None:
         return config.prefill
+    if config.enable_dp_attention:  # whose ranks take no hand-off
+        return 0
     num_wanted = config.tp_prefill + config.decode * config.tp_decode
     return 0 if num_gpus is not None and num_gpus < num_wanted and config.local_prefill != "never" else 1
 

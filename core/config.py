@@ -122,6 +122,9 @@ class ServeConfig(BaseModel):
     enable_expert_parallel: bool = _parallel(
         False, "ranks hold different experts, whole, instead of a part of each", vllm="--enable-expert-parallel"
     )
+    enable_dp_attention: bool = _parallel(
+        False, "of models with latents: each sequence's KV and attention are at one rank"
+    )
     enable_eplb: bool = _parallel(
         False, "whole experts move between ranks while they serve, by load", vllm="--enable-eplb"
     )
@@ -469,6 +472,7 @@ class ServeConfig(BaseModel):
         config._check_drafts()
         config.lookup()
         config._check_experts()
+        config._check_dp_attention()
         if config.quarantine_deaths == 1:
             why = "one death says nothing about who was there; 0, 2 or more"
             raise ConfigInvalid(f"quarantine_deaths: {why}", keys=["quarantine_deaths"])
@@ -518,6 +522,20 @@ class ServeConfig(BaseModel):
         if self.num_redundant_experts and not self.enable_eplb:
             message = "num_redundant_experts: copies are placed by load, and enable_eplb is not set"
             raise ConfigInvalid(message, keys=["num_redundant_experts", "enable_eplb"])
+
+    def _check_dp_attention(self) -> None:
+        if not self.enable_dp_attention:
+            return
+        refused = {
+            "prefill": self.prefill and "a rank that owns a sequence takes no hand-off: decode workers compute prompts",
+            "local_prefill": self.local_prefill == "never" and "no prefill worker computes prompts in their place",
+            "cuda_graph_sizes": self.cuda_graph_sizes and "steps whose rows are dealt to ranks have no CUDA graphs",
+            "enable_eplb": self.enable_eplb and "experts do not move where rows are dealt to ranks",
+            "draft_model": self.draft_path and "a drafter attends over heads, of which each rank has a part",
+        }
+        for key, why in refused.items():
+            if why:
+                raise ConfigInvalid(f"enable_dp_attention: {why}; leave out {key}", keys=["enable_dp_attention", key])
 
     def _check_drafts(self) -> None:
         asked = self.num_speculative_tokens
@@ -696,6 +714,7 @@ class WorkerConfig:
     kernels: KernelsName = "auto"
     tp_size: int = 1
     enable_expert_parallel: bool = False  # of this worker's ranks
+    enable_dp_attention: bool = False  # likewise
     redundant_experts: int | None = None  # further copies that they hold of a layer's; None: no expert moves
     eplb_step_interval: int = 3000
     scheduling: SchedulingName = "async"

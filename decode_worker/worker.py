@@ -129,16 +129,20 @@ class DecodeWorker:
         self._incoming = incoming
         self._clock = clock
         self.names = PrefixNames(pool.layout, pool.num_checkpoints, with_mtp=runner.has_mtp, enabled=prefix_cache)
-        self.block_log = BlockLog()
-        self._allocator = BlockAllocator(
-            pool.num_blocks,
-            pool.layout.block_size,
-            prefix_index(pool, self.block_log),
-            num_state_slots=pool.num_sequence_slots,
+        self.block_log = BlockLog(num_indices=runner.num_pools)
+        allocator, *others = (
+            BlockAllocator(
+                pool.num_blocks,
+                pool.layout.block_size,
+                prefix_index(pool, self.block_log),
+                num_state_slots=pool.num_sequence_slots,
+                first=rank * pool.num_blocks,
+            )
+            for rank in range(runner.num_pools)
         )
         self.engine = Engine(
             runner=runner,
-            scheduler=Scheduler(self._allocator, num_slots=runner.max_num_seqs, overcommit=overcommit),
+            scheduler=Scheduler(allocator, num_slots=runner.max_num_seqs, overcommit=overcommit, others=others),
             role=self,
             clock=clock,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -181,8 +185,11 @@ class DecodeWorker:
 
         Raises:
             InvalidRequest: it can never be served here.
+            TransferFailed: each rank has a pool of its own, into which no prefill worker can push.
             Overloaded: too many streams are open.
         """
+        if not prefill_here and self._runner.num_pools > 1:
+            raise TransferFailed("with --enable-dp-attention decode workers compute all prompts")
         self.check(request)
         sequence = EngineSequence(
             request=request,

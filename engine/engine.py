@@ -440,7 +440,7 @@ class Engine:
         return min(num_blocks * self.scheduler.allocator.block_size, self.runner.max_model_len)
 
     def _launch(self) -> bool:
-        self.scheduler.claim(0)
+        self.scheduler.claim_none()
         decode = self._decode_rows()
         planned = self.speculation.plan(decode.caps, *decode.kept) if decode.slots else None
         num_drafts = 0 if planned is None else planned.num_drafts

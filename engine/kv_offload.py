@@ -21,6 +21,7 @@ from baton.engine.step.slots import SlotTable
 from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.kvcache.geometry import LayerGeometry
 from baton.kvcache.pool import KVPool
+from baton.kvcache.rank_blocks import RankBlocks
 from baton.model.parallel import Communicator
 
 STATE_SHARE = 4  # one such part of the memory is for state
@@ -38,6 +39,7 @@ class KVOffload:
 
     Args:
         pool: whose blocks are copied, every layer of them.
+        blocks: which of those that a plan names are in it; of a sequence that is another rank's, none.
         num_bytes: of host memory, at most; 0 is none. Taken at once, pinned for a pool on a GPU.
         executor: of the runner.
         table: of its slots.
@@ -51,6 +53,7 @@ class KVOffload:
     def __init__(
         self,
         pool: KVPool,
+        blocks: RankBlocks,
         num_bytes: int,
         executor: StepExecutor,
         table: SlotTable,
@@ -71,6 +74,7 @@ class KVOffload:
             message = f"kv_offloading_size: {num_bytes} bytes hold {what}; raise it, or set 0"
             raise ConfigInvalid(message, keys=["kv_offloading_size"])
         self._pool = pool
+        self._blocks = blocks
         self._executor = executor
         self._table = table
         self._communicator = communicator
@@ -102,12 +106,12 @@ class KVOffload:
         Returns:
             Done when every rank of the group has read the blocks.
         """
-        blocks, first, slot = plan.blocks, plan.first, plan.slot
-        assert 0 < len(blocks) <= self.num_blocks - first
+        blocks, first, slot = self._blocks.own(plan.blocks), plan.first, plan.slot
+        assert 0 < len(plan.blocks) <= self.num_blocks - first
 
         def copy() -> torch.Tensor:
             index_n = self._index(blocks)
-            for arena in self._layers:
+            for arena in self._layers if blocks else ():
                 copy_to_host(arena.host_NX[first : first + len(blocks)], arena.pool_NX.index_select(0, index_n))
             for arena in self._states:
                 assert plan.state_slot is not None and plan.state_image is not None
@@ -126,11 +130,11 @@ class KVOffload:
         Returns:
             Done when every rank of the group has written the blocks.
         """
-        blocks, first, slot = plan.blocks, plan.first, plan.slot
+        blocks, first, slot = self._blocks.own(plan.blocks), plan.first, plan.slot
 
         def copy() -> torch.Tensor:
             index_n = self._index(blocks)
-            for arena in self._layers:
+            for arena in self._layers if blocks else ():
                 saved_nX = to_device(arena.host_NX[first : first + len(blocks)], self._pool.device)
                 arena.pool_NX.index_copy_(0, index_n, saved_nX)
             for arena in self._states:

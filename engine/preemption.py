@@ -255,17 +255,27 @@ class Preemption:
         Returns:
             Those that do not take part in it: they wait for blocks, or are preempted.
         """
-        missing = {item: self._num_missing(item, wanted_len) for item, wanted_len in short}
-        if sum(missing.values()) <= self._scheduler.allocator.num_free:  # by far the most often
-            self._grow(missing.items(), num_decoding)
+        missing: dict[int, dict[Sequence, int]] = {}  # by owner: its rank's pool has to have them
+        for item, wanted_len in short:
+            missing.setdefault(item.owner, {})[item] = self._num_missing(item, wanted_len)
+        gone: set[Sequence] = set()
+        for owner in sorted(missing):
+            gone.update(self._make_room_at(owner, missing[owner], num_decoding))
+        return gone
+
+    def _make_room_at(self, owner: int, missing: dict[Sequence, int], num_decoding: int) -> Collection[Sequence]:
+        """The same of one rank's pool; how many blocks each misses."""
+        allocator = self._scheduler.allocators[owner]
+        if sum(missing.values()) <= allocator.num_free:  # by far the most often
+            self._grow(owner, missing.items(), num_decoding)
             return ()
         gone: set[Sequence] = set()
         while True:
-            candidates = self._scheduler.candidates()
+            candidates = self._scheduler.candidates(owner)
             asking = [(sequence, missing[sequence]) for sequence in candidates if sequence in missing]
             assert len(asking) + len(gone & missing.keys()) == len(missing), "one that has all its blocks is short"
-            num_free, num_coming = self._scheduler.allocator.num_free, self._scheduler.num_coming
-            plan = plan_room(asking, candidates, num_free=num_free, num_coming=num_coming)
+            num_coming = self._scheduler.num_coming(owner)
+            plan = plan_room(asking, candidates, num_free=allocator.num_free, num_coming=num_coming)
             at_once = [victim for victim in plan.victims if not self._steps.runs(victim)]
             if not at_once:
                 break
@@ -274,18 +284,18 @@ class Preemption:
                 gone.add(victim)
         for victim in plan.victims:
             self._scheduler.leave(victim)
-        self._grow(plan.growing, num_decoding)
-        self._scheduler.claim(sum(number for _, number in plan.waiting))
+        self._grow(owner, plan.growing, num_decoding)
+        self._scheduler.claim(sum(number for _, number in plan.waiting), owner)
         return gone.union((item for item, _ in plan.waiting), plan.victims)
 
     def _num_missing(self, sequence: Sequence, wanted_len: int) -> int:
         return self._scheduler.allocator.num_blocks_for(wanted_len) - len(table_of(sequence).blocks)
 
-    def _grow(self, growing: Collection[tuple[Sequence, int]], num_decoding: int) -> None:
+    def _grow(self, owner: int, growing: Collection[tuple[Sequence, int]], num_decoding: int) -> None:
         """Give so many blocks, which are free; some more, so that it need not be soon again, if there are plenty."""
         if not growing:
             return
-        num_left = self._scheduler.allocator.num_free - sum(number for _, number in growing)
+        num_left = self._scheduler.allocators[owner].num_free - sum(number for _, number in growing)
         extra = HEADROOM_BLOCKS - 1 if num_left >= num_decoding * HEADROOM_BLOCKS else 0
         growths: list[Growth] = [self._scheduler.add_blocks(item, number + extra) for item, number in growing]
         self._steps.execute(Grow(tuple(growths)))

@@ -14,13 +14,18 @@ blocks (`hold`), because a decode worker must have room, too.
 
 A sequence that ends while steps run it keeps its slot and blocks until the last of them is over.
 
+With a pool at each rank (`kvcache.rank_blocks`) a sequence has all its blocks in one of them, its owner's. Each time
+that it takes blocks it goes where the fewest are reserved, those that it finds cached taken off; one that comes back
+from host memory goes where it was.
+
 Where layers keep state, a cached prefix is one with a checkpoint (`kvcache.state_checkpoints`): the first chunk begins
 with a copy of it, and chunks end where the sequence leaves checkpoints of its own.
 """
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 
 from baton.core.block_hash import checkpoint_blocks
 from baton.engine.sequence import Phase, Sequence
@@ -36,11 +41,25 @@ class Scheduler:
         allocator: of the pool; with a prefix index, sequences share the blocks that it names.
         num_slots: sequences that run at once.
         overcommit: start sequences without all the blocks that they may need.
+        others: allocators of the pools of further ranks, of as many blocks, whose numbers go on in order.
+
+    Attributes:
+        allocators: all of them, in rank order.
     """
 
-    def __init__(self, allocator: BlockAllocator, *, num_slots: int, overcommit: bool = False) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        num_slots: int,
+        overcommit: bool = False,
+        others: Items[BlockAllocator] = (),
+    ) -> None:
         assert num_slots >= 1
         self.allocator = allocator
+        self.allocators = (allocator, *others)
+        assert len({item.num_blocks for item in self.allocators}) == 1
+        assert not others or allocator.index.checkpoints is None
         self.num_slots = num_slots
         self.num_prefix_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -54,8 +73,8 @@ class Scheduler:
         self._running: list[Sequence] = []  # RUNNING, in order
         self._decoding: list[Sequence] | None = None  # of those, that take part as decode rows; None: to be made
         self._num_departing = 0  # slots out of `_running` that a step may still use
-        self._num_departing_blocks = 0
-        self._num_claimed = 0
+        self._num_departing_blocks = [0] * len(self.allocators)
+        self._num_claimed = [0] * len(self.allocators)
         self._quarantined: dict[Sequence, BlockTable] = {}
 
     # What there is
@@ -144,6 +163,7 @@ class Scheduler:
             OutOfBlocks: there are too few.
         """
         assert sequence.is_pushed and sequence.phase is Phase.WAITING
+        assert len(self.allocators) == 1
         sequence.table = self.allocator.reserve(sequence.capacity_len, shared)
         self._found(sequence, shared)
         sequence.phase = Phase.RESERVING
@@ -166,14 +186,14 @@ class Scheduler:
             started.append(sequence)
         return started
 
-    def match(self, sequence: Sequence) -> tuple[int, ...]:
-        """Blocks that hold the beginning of its prompt already. Any thread.
+    def match(self, sequence: Sequence, owner: int = 0) -> tuple[int, ...]:
+        """Blocks of a rank's pool that hold the beginning of its prompt already. Any thread.
 
         At least one token is left to compute: what is sampled next follows from it, or the state to decode from.
         """
         num_to_compute = sequence.num_tokens - bool(sequence.token_ids)
         most = (num_to_compute - 1) // self.allocator.block_size
-        return self.allocator.index.match(sequence.block_hashes[:most])
+        return self.allocators[owner].index.match(sequence.block_hashes[:most])
 
     def name_blocks(
         self, sequence: Sequence, table: BlockTable, start: int, end: int, checkpoint: int | None = None
@@ -187,9 +207,9 @@ class Scheduler:
             end: one past the last.
             checkpoint: the state slot that has the state behind them, which is that of a block's end; None: none has.
         """
-        full = slice(start // self.allocator.block_size, end // self.allocator.block_size)
+        full, allocator = slice(start // table.block_size, end // table.block_size), self._allocator_of(table)
         for block, name in zip(table.blocks[full], sequence.block_hashes[full], strict=False):
-            self.allocator.name(name, block)
+            allocator.name(name, block)
         if checkpoint is not None:
             assert end % self.allocator.block_size == 0
             name = sequence.block_hashes[end // self.allocator.block_size - 1]
@@ -255,19 +275,23 @@ class Scheduler:
 
     # Preemption; see `preemption`
 
-    @property
-    def num_coming(self) -> int:
-        """Blocks that will be free when steps in flight are over."""
-        leaving = [item.table for item in self._running if item.is_leaving]
-        return self._num_departing_blocks + sum(len(table.blocks) for table in leaving if table is not None)
+    def num_coming(self, owner: int = 0) -> int:
+        """Blocks of a rank's pool that will be free when steps in flight are over."""
+        leaving = [item.table for item in self._of(owner, self._running) if item.is_leaving]
+        return self._num_departing_blocks[owner] + sum(len(table.blocks) for table in leaving if table is not None)
 
-    def claim(self, num_blocks: int) -> None:
-        """So many blocks are for sequences that decode and wait for room: none starts with them."""
-        self._num_claimed = num_blocks
+    def claim_none(self) -> None:
+        """No sequence that decodes waits for room."""
+        self._num_claimed = [0] * len(self.allocators)
 
-    def candidates(self) -> list[Sequence]:
-        """Sequences that may be preempted, oldest first; READY ones are among them."""
-        holders = [item for item in (*self._running, *self._ready) if not (item.is_leaving or item.is_pushed)]
+    def claim(self, num_blocks: int, owner: int = 0) -> None:
+        """So many blocks of a rank's pool are for sequences that decode and wait for room: none starts with them."""
+        self._num_claimed[owner] = num_blocks
+
+    def candidates(self, owner: int = 0) -> list[Sequence]:
+        """Sequences of a rank's pool that may be preempted, oldest first; READY ones are among them."""
+        mine = self._of(owner, (*self._running, *self._ready))
+        holders = [item for item in mine if not (item.is_leaving or item.is_pushed)]
         return sorted((item for item in holders if not item.is_protected), key=_order)
 
     def leave(self, sequence: Sequence) -> None:
@@ -284,7 +308,7 @@ class Scheduler:
         assert sequence.table is not None and sequence.slot is not None
         first = len(sequence.table.blocks)
         wanted_len = min((first + num_blocks) * self.allocator.block_size, sequence.capacity_len)
-        sequence.table = self.allocator.grow(sequence.table, wanted_len)
+        sequence.table = self._allocator_of(sequence.table).grow(sequence.table, wanted_len)
         return Growth(sequence.slot, first, sequence.table.blocks[first:])
 
     def preempt(self, sequence: Sequence) -> Callable[[], None]:
@@ -344,21 +368,22 @@ class Scheduler:
     def quarantine(self, sequence: Sequence) -> None:
         """Forget a sequence that ends while it is RECEIVING: its blocks stay set apart until `drained`."""
         assert sequence.phase is Phase.RECEIVING and sequence.table is not None
-        self.allocator.quarantine(sequence.table)
+        self._allocator_of(sequence.table).quarantine(sequence.table)
         self._quarantined[sequence] = sequence.table
         sequence.table = None
         self.remove(sequence)()
 
     def drained(self, sequence: Sequence) -> None:
         """Nothing writes the blocks of a quarantined sequence any more: they are free."""
-        self.allocator.release_quarantined(self._quarantined.pop(sequence))
+        table = self._quarantined.pop(sequence)
+        self._allocator_of(table).release_quarantined(table)
 
     def check_empty(self) -> None:
         """With no sequence left every block and slot is free; anything else is a leak."""
         if not self._sequences and not self._num_departing and not self._quarantined:
-            assert self.allocator.num_free == self.allocator.num_blocks
+            assert all(allocator.num_free == allocator.num_blocks for allocator in self.allocators)
             assert len(self._free_slots) == self.num_slots
-            assert self._num_departing_blocks == 0
+            assert not any(self._num_departing_blocks)
             assert self.allocator.state_slots.num_held == 0
             checkpoints = self.allocator.index.checkpoints
             assert checkpoints is None or not checkpoints.num_in_use
@@ -376,18 +401,29 @@ class Scheduler:
         return sequence.step_len if self._overcommit and not sequence.is_protected else sequence.capacity_len
 
     def _take_blocks(self, sequence: Sequence, num_kept: int) -> bool:
-        num_kept += self._num_claimed
-        if self._overcommit and not sequence.is_protected:
-            num_kept += len(self._running) + len(self._ready)  # each may need a block soon
         start_len = self._start_len(sequence)
         is_computed_here = sequence.saved is None and (not sequence.is_received or sequence.num_preemptions > 0)
-        shared = self.match(sequence) if is_computed_here else ()
-        if self.allocator.num_missing(start_len + num_kept * self.allocator.block_size, shared):
-            return False
-        sequence.table = self.allocator.reserve(start_len, shared)
-        if is_computed_here:
-            self._found(sequence, shared)
-        return True
+        owners = range(len(self.allocators)) if sequence.saved is None else (sequence.owner,)
+        shared = {owner: self.match(sequence, owner) if is_computed_here else () for owner in owners}
+        for owner in sorted(owners, key=lambda owner: self.allocators[owner].num_reserved - len(shared[owner])):
+            allocator, num_left = self.allocators[owner], num_kept + self._num_claimed[owner]
+            if self._overcommit and not sequence.is_protected:
+                num_left += len(self._of(owner, (*self._running, *self._ready)))  # each may need a block soon
+            if allocator.num_missing(start_len + num_left * allocator.block_size, shared[owner]):
+                continue
+            sequence.owner, sequence.table = owner, allocator.reserve(start_len, shared[owner])
+            if is_computed_here:
+                self._found(sequence, shared[owner])
+            return True
+        return False
+
+    def _of(self, owner: int, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Those of them that have their blocks in a rank's pool."""
+        return [item for item in sequences if item.owner == owner]
+
+    def _allocator_of(self, table: BlockTable) -> BlockAllocator:
+        """By the table: its sequence may have another by now, in another rank's pool."""
+        return self.allocators[table.blocks[0] // self.allocator.num_blocks]
 
     def _found(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
         sequence.num_cached = sequence.num_computed = len(shared) * self.allocator.block_size
@@ -419,13 +455,14 @@ class Scheduler:
         sequence.table = sequence.slot = None
         num_blocks = 0 if table is None else len(table.blocks)
         self._num_departing += slot is not None
-        self._num_departing_blocks += num_blocks
+        owner = sequence.owner
+        self._num_departing_blocks[owner] += num_blocks
 
         def free() -> None:
             self._num_departing -= slot is not None
-            self._num_departing_blocks -= num_blocks
+            self._num_departing_blocks[owner] -= num_blocks
             if table is not None:
-                self.allocator.release(table)
+                self._allocator_of(table).release(table)
             if slot is not None:
                 self._free_slots.append(slot)
 

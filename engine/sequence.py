@@ -42,6 +42,7 @@ class Sequence:
         order: of arrival in the line for blocks; lower goes first.
         is_received: its prompt's KV comes from a prefill worker.
         is_pushed: its KV goes to a decode worker, which decodes it.
+        owner: rank in whose pool it has its blocks, or had those that are saved; 0 where there is one pool.
         table: its blocks.
         slot: its slot.
         token_ids: generated here so far.
@@ -79,6 +80,7 @@ class Sequence:
     order: int = -1
     is_received: bool = False
     is_pushed: bool = False
+    owner: int = 0
     table: BlockTable | None = None
     slot: int | None = None
     token_ids: list[int] = field(default_factory=list)

@@ -64,10 +64,17 @@ class BlockAllocator:
         index: keeps what named blocks hold; without one no block is ever shared. It has checkpoints where tables have
             state, and only there.
         num_state_slots: of a layout with state; every table has one of them.
+        first: the number of the first block; those of other pools lie before it (`kvcache.rank_blocks`).
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, index: PrefixIndex | None = None, *, num_state_slots: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        index: PrefixIndex | None = None,
+        *,
+        num_state_slots: int = 0,
+        first: int = 0,
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
@@ -78,7 +85,7 @@ class BlockAllocator:
             PrefixIndex(checkpoints=StateCheckpoints() if num_state_slots else None) if index is None else index
         )
         assert (self.index.checkpoints is not None) == self._has_state
-        self._free = deque(range(num_blocks))
+        self._free = deque(range(first, first + num_blocks))
         self._num_tables: dict[int, int] = {}  # of each reserved block
         self._quarantined: set[int] = set()
 

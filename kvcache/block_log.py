@@ -1,7 +1,8 @@
-"""What a prefix index holds, told to readers who are somewhere else and may have missed something.
+"""What prefix indices hold, told to readers who are somewhere else and may have missed something.
 
-The index's own thread records; any thread reads. The latest changes are kept in a ring, so that a reader gets what he
-missed, and where that is forgotten, everything. No reader has a queue here: one that is slow gets larger changes.
+The indices' own thread records; any thread reads. With an index for each rank a name is there while any of them has it.
+The latest changes are kept in a ring, so that a reader gets what he missed, and where that is forgotten, everything. No
+reader has a queue here: one that is slow gets larger changes.
 """
 
 import threading
@@ -22,13 +23,15 @@ class BlockLog:
     Args:
         ring_len: changes that are kept.
         max_names: that one part of a whole has.
+        num_indices: that tell it of names; each may have a block of the same name.
     """
 
-    def __init__(self, ring_len: int = RING_LEN, max_names: int = MAX_NAMES) -> None:
+    def __init__(self, ring_len: int = RING_LEN, max_names: int = MAX_NAMES, num_indices: int = 1) -> None:
         assert ring_len >= 1
         assert max_names >= 1
+        self._num_indices = num_indices
         self._max_names = max_names
-        self._names: set[bytes] = set()
+        self._names: dict[bytes, int] = {}  # and how many indices have each
         self._ring: deque[tuple[bytes, bool]] = deque(maxlen=ring_len)
         self._version = 0
         self._lock = threading.Lock()
@@ -40,17 +43,23 @@ class BlockLog:
         return self._version
 
     def stored(self, name: bytes) -> None:
-        """A block got this name; no other has it."""
+        """A block got this name; no other of its index has it."""
         with self._lock:
-            assert name not in self._names
-            self._names.add(name)
+            num_others = self._names.get(name, 0)
+            assert num_others < self._num_indices
+            self._names[name] = num_others + 1
+            if num_others:
+                return
             self._record(name, True)
         self._wake()
 
     def removed(self, name: bytes) -> None:
-        """No block has this name any more."""
+        """No block of one index has this name any more."""
         with self._lock:
-            self._names.remove(name)
+            self._names[name] -= 1
+            if self._names[name]:
+                return
+            del self._names[name]
             self._record(name, False)
         self._wake()
 

@@ -16,6 +16,7 @@ from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
 from baton.kernels.tiles import wide_dtype
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
+from baton.model.dealt_rows import DealtRows
 from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch
 from baton.model.layers import WeightSource
 
@@ -25,7 +26,7 @@ class AttentionInputs:
     """What every layer of one forward pass shares.
 
     Attributes:
-        batch: positions, slots and tables.
+        batch: positions, slots and tables; where rows are dealt, of this rank's rows alone, as all down to `plans`.
         slots_T: int64, where every row's K and V are written.
         pool: where K and V are written and read.
         cos_TF: cosines of the rotary angles.
@@ -34,6 +35,7 @@ class AttentionInputs:
         plans: how attention is divided, made by the first layer that needs it.
         state_rows: the same rows for layers that keep state; () if the layout has none.
         routed: the same rows for layers whose experts may move; None if there are none.
+        dealt: who attends for which rows of the pass; None: every rank for all of them.
     """
 
     batch: AttentionBatch
@@ -45,11 +47,12 @@ class AttentionInputs:
     plans: SplitKVPlans = field(default_factory=SplitKVPlans)
     state_rows: tuple[StateRows, ...] = ()
     routed: RoutedRows | None = None
+    dealt: DealtRows | None = None
 
     @property
     def may_wait(self) -> bool:
         """Whether the host may wait for the device: never where decode rows take part."""
-        return isinstance(self.batch, PrefillBatch)
+        return isinstance(self.batch, PrefillBatch) if self.dealt is None else self.dealt.may_wait
 
 
 class Attention:

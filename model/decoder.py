@@ -43,9 +43,13 @@ class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); in its place a layer may have a gated delta net.
 
     A layer does not add what its MLP makes: the norm that comes next does, in one pass over the rows.
+
+    `attention_ops` are of attention, which adds nothing over ranks where rows are dealt to them; `ops` of all else.
     """
 
-    def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
+    def __init__(
+        self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops, attention_ops: Ops
+    ) -> None:
         eps = config.rms_norm_eps
         plus_one, pool_layer = config.has_plus_one_norms, config.pool_layer(layer)
         self.attention_norm = RMSNorm(source, f"{prefix}.input_layernorm", eps, ops, plus_one=plus_one)
@@ -53,7 +57,7 @@ class DecoderLayer:
             DeltaNet(source, f"{prefix}.linear_attn", pool_layer, config, ops)
             if layer in config.delta_layers
             else (Attention if config.latent is None else LatentAttention)(
-                source, f"{prefix}.self_attn", pool_layer, config, ops
+                source, f"{prefix}.self_attn", pool_layer, config, attention_ops
             )
         )
         self.mlp_norm = RMSNorm(source, f"{prefix}.post_attention_layernorm", eps, ops, plus_one=plus_one)
@@ -69,10 +73,17 @@ class DecoderLayer:
         if isinstance(self.attention, DeltaNet):
             out_TX = yield self.attention, self.attention.project(normed_TD)
             mixed_TD = self.attention.join(out_TX)
-        else:
+        elif inputs.dealt is None:
             query_TAE, gate_TQ = self.attention.project(normed_TD, inputs)
             mixed_TQ = yield self.attention, (query_TAE,)
             mixed_TD = self.attention.join(mixed_TQ, gate_TQ)
+        else:
+            mixed_TD = normed_TD[:0]
+            if not inputs.dealt.is_idle:
+                query_TAE, gate_TQ = self.attention.project(inputs.dealt.own(normed_TD), inputs)
+                mixed_TQ = yield self.attention, (query_TAE,)
+                mixed_TD = self.attention.join(mixed_TQ, gate_TQ)
+            mixed_TD = inputs.dealt.shared(mixed_TD)
         normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, mixed_TD)
         return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait, routed=inputs.routed)
 
@@ -80,10 +91,11 @@ class DecoderLayer:
 class Decoder:
     """Embedding, layers, final norm."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, ops: Ops) -> None:
+    def __init__(self, source: WeightSource, config: ModelConfig, ops: Ops, attention_ops: Ops) -> None:
         self.embedding_VD = source.take("model.embed_tokens.weight")
         self.layers = [
-            DecoderLayer(source, f"model.layers.{layer}", layer, config, ops) for layer in range(config.num_layers)
+            DecoderLayer(source, f"model.layers.{layer}", layer, config, ops, attention_ops)
+            for layer in range(config.num_layers)
         ]
         self.norm = RMSNorm(source, "model.norm", config.rms_norm_eps, ops, plus_one=config.has_plus_one_norms)
         self._aux_layers: Collection[int] = ()

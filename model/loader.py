@@ -49,6 +49,7 @@ def load_model(
     cut_vocab: bool = True,
     expert_parallel: bool = False,
     num_redundant_experts: int | None = None,
+    dp_attention: bool = False,
     quantization: Quantization = Quantization.NONE,
     kv_dtype: KVDtype = KVDtype.AUTO,
     implementation: Implementation = Implementation.AUTO,
@@ -61,7 +62,8 @@ def load_model(
     of the weights is read, and the model computes with the other ranks'; its logits are then those of the rank's tokens
     alone, unless `cut_vocab` is False. With `expert_parallel` ranks hold different experts, whole, and not a part of
     each; alone, a rank holds all; with `num_redundant_experts` they may move between slots, of which there are so many
-    more than experts. With a `quantization`, weights of products are quantized as they are read; the
+    more than experts. With `dp_attention` ranks attend for different sequences, with whole weights, and not with a part
+    of the heads for all. With a `quantization`, weights of products are quantized as they are read; the
     KV is another model's then, and so it is with another `kv_dtype`. Weights that are float8 already are multiplied
     with as they are stored, whatever `quantization` says; those that cannot be are dequantized, and that is logged.
     `implementation` says what computes; left open, device, dtype and numerics do. An EAGLE-3 drafter is read from
@@ -85,7 +87,7 @@ def load_model(
         quantization = _stand_in(config, dtype, numerics) if is_random else Quantization.NONE
     eagle = None
     if draft_path is not None:
-        assert not with_mtp
+        assert not with_mtp and not dp_attention, "a drafter attends over heads"
         eagle = EagleConfig.from_directory(draft_path, config, made_weights=made_weights)
         eagle.require_cut(group.size, numerics)
         config = _renamed(config, f"drafted for by {eagle.sizes.model_hash}")
@@ -98,7 +100,11 @@ def load_model(
         if refusal is not None:
             raise refusal
     config = _identified(config, quantization, kv_dtype, dtype, numerics, num_ranks=group.size, is_ordered=is_ordered)
-    held: dict[str, Any] = {"expert_parallel": expert_parallel, "num_redundant_experts": num_redundant_experts}
+    held: dict[str, Any] = {
+        "expert_parallel": expert_parallel,
+        "num_redundant_experts": num_redundant_experts,
+        "dp_attention": dp_attention,
+    }
     spec = tensor_spec(config, with_mtp=with_mtp, **held)
     stored: Mapping[str, StoredTensor | RandomTensor]
     float8, d2t_C = NO_FLOAT8, None
@@ -142,6 +148,7 @@ def load_model(
             inner=plan.inner,
             d2t_C=None if d2t_C is None else d2t_C.to(device),
             vocab=plan.vocab,
+            deal=plan.deal,
             implementation=implementation,
             why_no_triton=why_no_triton,
         )

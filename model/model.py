@@ -23,6 +23,7 @@ from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
+from baton.model.dealt_rows import DealtBatch, PassBatch, RowDeal
 from baton.model.decoder import Decoder, Pieces, computed
 from baton.model.delta_net import state_rows
 from baton.model.delta_sizes import with_delta_nets
@@ -30,7 +31,7 @@ from baton.model.draft_head import HeadIds, columns_in_order, invert_d2t
 from baton.model.draft_names import DRAFT_HEAD
 from baton.model.eagle import EagleHead
 from baton.model.eagle_config import EAGLE_HEAD, EagleConfig
-from baton.model.inputs import AttentionBatch, DecodeBatch, positions_of, slots_of
+from baton.model.inputs import DecodeBatch, positions_of, slots_of
 from baton.model.layers import WeightSource
 from baton.model.moe import SparseMLP
 from baton.model.mtp import MTPHead
@@ -52,6 +53,7 @@ class Model:
         kv_dtype: how a pool for it keeps K and V.
         why_no_triton: why it is not the former, in words; "" if it is, or if it was not given.
         vocab: the tokens of this rank.
+        deal: how rows are dealt to ranks that attend; None: each rank attends for all rows.
         d2t_C: the tokens of a pruned draft head, ascending; None if it has all.
         draft_columns_C: where the logits of `draft_logits` stand among this rank's W; None likewise.
     """
@@ -67,6 +69,7 @@ class Model:
         eagle: tuple[WeightSource, EagleConfig] | None = None,
         d2t_C: torch.Tensor | None = None,
         vocab: Vocab = WHOLE,
+        deal: RowDeal | None = None,
         implementation: Implementation = Implementation.REFERENCE,
         why_no_triton: str = "",
     ) -> None:
@@ -80,12 +83,14 @@ class Model:
         self.implementation = implementation
         self.why_no_triton = why_no_triton
         self._ops = Ops(numerics, inner, implementation)
-        self._decoder = Decoder(source, config, self._ops)
+        attention_ops = self._ops if deal is None else Ops(numerics, implementation=implementation)
+        self.deal = deal
+        self._decoder = Decoder(source, config, self._ops, attention_ops)
         embedding_VD = self._decoder.embedding_VD
         self._mtp: MTPHead | EagleHead | None = None
         self._eagle: EagleConfig | None = None
         if with_mtp:
-            self._mtp = MTPHead(source, config, self._ops, embedding_VD)
+            self._mtp = MTPHead(source, config, self._ops, attention_ops, embedding_VD)
         elif eagle is not None:
             self._mtp = EagleHead(*eagle, config.pool_layer(config.num_layers), self._ops, embedding_VD)
             self._eagle = eagle[1]
@@ -113,7 +118,7 @@ class Model:
             self._draft_turns = _Turns(self._eagle.sizes, self.dtype, self.device)
 
     def trunk(
-        self, token_ids_T: torch.Tensor, batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
+        self, token_ids_T: torch.Tensor, batch: PassBatch, pool: KVPool, on_layer: Callable[[int], None]
     ) -> torch.Tensor:
         """[T, trunk_width]: hidden states after the final norm, and what a drafter takes of the pass beside them.
 
@@ -152,7 +157,7 @@ class Model:
         self,
         token_ids_T: torch.Tensor,
         hidden_TD: torch.Tensor,
-        batch: AttentionBatch,
+        batch: PassBatch,
         pool: KVPool,
         on_layer: Callable[[int], None],
     ) -> torch.Tensor:
@@ -277,12 +282,16 @@ class Model:
         return logits_NX.float() if logits_NX.dtype.itemsize < 4 and self.sampling_implementation is None else logits_NX
 
     def _inputs(
-        self, turns: "_Turns", batch: AttentionBatch, pool: KVPool, on_layer: Callable[[int], None]
+        self, turns: "_Turns", batch: PassBatch, pool: KVPool, on_layer: Callable[[int], None]
     ) -> AttentionInputs:
+        dealt = None
+        if isinstance(batch, DealtBatch):
+            assert not self._moves_experts, "this rank's rows do not say where all rows stand"
+            dealt, batch = batch.rows, batch.own
         rows = state_rows(batch, pool) if self.config.delta_net is not None else ()
         positions_T, slots_T = positions_of(batch), slots_of(batch)
         angles, routed = turns.angles(positions_T), self._routed(positions_T, slots_T, pool)
-        return AttentionInputs(batch, slots_T, pool, *angles, on_layer, state_rows=rows, routed=routed)
+        return AttentionInputs(batch, slots_T, pool, *angles, on_layer, state_rows=rows, routed=routed, dealt=dealt)
 
     def _routed(self, positions_T: torch.Tensor, slots_T: torch.Tensor, pool: KVPool) -> RoutedRows | None:
         """What layers whose experts may move ask of rows."""

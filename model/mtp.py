@@ -20,12 +20,14 @@ from baton.model.layers import RMSNorm, WeightSource
 class MTPHead:
     """Its KV is the pool layer after the trunk's last. Embedding and lm_head are the trunk's."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, ops: Ops, embedding_VD: torch.Tensor) -> None:
+    def __init__(
+        self, source: WeightSource, config: ModelConfig, ops: Ops, attention_ops: Ops, embedding_VD: torch.Tensor
+    ) -> None:
         eps, plus_one, names = config.rms_norm_eps, config.has_plus_one_norms, config.mtp_names
         self.embedding_norm = RMSNorm(source, names.embedding_norm, eps, ops, plus_one=plus_one)
         self.hidden_norm = RMSNorm(source, names.hidden_norm, eps, ops, plus_one=plus_one)
         self.join_DX = source.take(names.join)
-        self.layer = DecoderLayer(source, names.layer, config.num_layers, config, ops)
+        self.layer = DecoderLayer(source, names.layer, config.num_layers, config, ops, attention_ops)
         self.norm = RMSNorm(source, names.norm, eps, ops, plus_one=plus_one)
         self._embedding_VD = embedding_VD
         self._ops = ops

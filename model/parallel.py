@@ -7,7 +7,8 @@ a pruned draft head are cut by tokens, and what is chosen from them without putt
 (`model.vocab`). Everything else (norms, router, embeddings, the MTP head's joint projection) is whole at every rank:
 embeddings are read by row, so cutting them would save memory and cost a sum over the ranks for each step. Experts are
 all at every rank, each with a part of its intermediate dimension, so that a step of few tokens keeps all ranks busy; or
-every rank holds different ones, whole (expert parallelism), and what is added is the same.
+every rank holds different ones, whole (expert parallelism), and what is added is the same. Attention over latents may
+be whole at every rank, which attends for its own sequences (`model.dealt_rows`).
 
 How ranks reach each other is the engine's; here is the seam.
 """
@@ -23,6 +24,7 @@ from baton.kernels.gemm.inner_sum import InnerSum
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.model.checkpoint.weights import Cut
 from baton.model.config import ModelConfig
+from baton.model.dealt_rows import RowDeal
 from baton.model.tensor_spec import tensor_spec
 from baton.model.tp_fit import require_cut
 from baton.model.vocab import WHOLE, CutVocab, Vocab
@@ -115,11 +117,13 @@ class ShardPlan:
         cut_vocab: cut the LM head, too; without other ranks there is nothing to cut.
         expert_parallel: ranks hold different experts, and not a part of each.
         num_redundant_experts: so many slots more than experts, and experts move between them; None: they stay.
+        dp_attention: ranks attend for different sequences, with all heads, and not with a part of these for all.
 
     Attributes:
         inner: how parts of products are added.
         held: which experts are this rank's; None: all, or a part of each.
         vocab: which tokens are this rank's.
+        deal: how rows are dealt to ranks that attend; None: each attends for all rows.
 
     Raises:
         ModelUnsupported: the model cannot be cut into so many equal parts.
@@ -134,12 +138,20 @@ class ShardPlan:
         cut_vocab: bool = True,
         expert_parallel: bool = False,
         num_redundant_experts: int | None = None,
+        dp_attention: bool = False,
     ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         self.inner = InnerSum(self._size, communicator.all_sum)
         size = self._size
-        held: dict[str, Any] = {"expert_parallel": expert_parallel, "num_redundant_experts": num_redundant_experts}
+        held: dict[str, Any] = {
+            "expert_parallel": expert_parallel,
+            "num_redundant_experts": num_redundant_experts,
+            "dp_attention": dp_attention,
+        }
         require_cut(config, size, numerics, **held)
+        self.deal: RowDeal | None = None
+        if dp_attention and size > 1:
+            self.deal = RowDeal(rank=self._rank, size=size, all_gather=communicator.all_gather)
         self._weights = tensor_spec(config, with_mtp=True, **held).weights
         self.held: HeldExperts | None = None
         if expert_parallel and size > 1:

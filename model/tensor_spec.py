@@ -100,9 +100,17 @@ class TensorSpec:
 
 
 def tensor_spec(
-    config: ModelConfig, *, with_mtp: bool, expert_parallel: bool = False, num_redundant_experts: int | None = None
+    config: ModelConfig,
+    *,
+    with_mtp: bool,
+    expert_parallel: bool = False,
+    num_redundant_experts: int | None = None,
+    dp_attention: bool = False,
 ) -> TensorSpec:
-    """What the architecture needs, with or without its MTP head; ranks share every expert, or hold different ones."""
+    """What the architecture needs, with or without its MTP head.
+
+    Ranks share every expert, or hold different ones; they share heads of attention over latents, or each has all.
+    """
     hidden = config.hidden_size
     vocab = matrix(config.vocab_size, hidden, LOGIT_GAIN)
     shift = _norm_shift(config)
@@ -130,6 +138,9 @@ def tensor_spec(
         more = num_redundant_experts or 0
         experts = {name: one for name, one in weights.items() if one.expert is not None}
         weights |= {name: replace(one, cut_dim=None, num_redundant=more) for name, one in experts.items()}
+    if dp_attention:
+        whole = {name: one for name, one in weights.items() if ".self_attn." in name}
+        weights |= {name: replace(one, cut_dim=None) for name, one in whole.items()}
     return TensorSpec(weights, tables, optional, mtp)
 
 

@@ -15,36 +15,55 @@ def require_cut(
     *,
     expert_parallel: bool = False,
     num_redundant_experts: int | None = None,
+    dp_attention: bool = False,
 ) -> None:
     """Check that `size` ranks can hold equal parts of the model; `expert_parallel`: each whole experts, and copies.
+
+    With `dp_attention` each has all heads of attention over latents.
 
     Raises:
         ModelUnsupported: they cannot; the message names the dimension.
     """
     if expert_parallel:
         _require_experts(config, size, num_redundant_experts or 0)
-    queries, keys = config.num_heads, config.num_kv_heads
-    inner_sizes = {"num_attention_heads": queries}
-    if len(config.sparse_layers) < config.num_layers:
-        inner_sizes["intermediate_size"] = config.intermediate_size
-    if config.num_experts and not expert_parallel:
-        inner_sizes["moe_intermediate_size"] = config.moe_intermediate_size
-    if config.shared_expert_size:
-        inner_sizes["shared_expert_intermediate_size"] = config.shared_expert_size
+    if dp_attention:
+        _require_latents(config, size)
+    inner_sizes = {} if dp_attention else {"num_attention_heads": config.num_heads}
+    inner_sizes |= _mlp_sizes(config, expert_parallel=expert_parallel)
     for name, length in inner_sizes.items():
         _require_multiple(config, name, length, size)
+    keys = size if dp_attention else config.num_kv_heads
     if keys % size and size % keys:
         raise _refusal(f"num_key_value_heads = {keys} neither divides it nor is a multiple of it", size)
     delta = config.delta_net
     if delta is not None and delta.num_key_heads % size:
         raise _refusal(f"linear_num_key_heads = {delta.num_key_heads} is no multiple of it", size)
     if numerics is Numerics.INVARIANT:
-        inner_sizes["num_attention_heads"] *= config.value_dim
+        if not dp_attention:
+            inner_sizes["num_attention_heads"] *= config.value_dim
         if delta is not None:
             inner_sizes["linear_num_value_heads"] = delta.num_value_heads * delta.value_dim
         for name, length in inner_sizes.items():
             if num_slices(length) % size:
                 raise _refusal(f"--batch-invariant cuts {name} into {num_slices(length)} slices", size)
+
+
+def _mlp_sizes(config: ModelConfig, *, expert_parallel: bool) -> dict[str, int]:
+    """Inner dimensions of MLPs and experts that ranks share, by name."""
+    sizes = {}
+    if len(config.sparse_layers) < config.num_layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.num_experts and not expert_parallel:
+        sizes["moe_intermediate_size"] = config.moe_intermediate_size
+    if config.shared_expert_size:
+        sizes["shared_expert_intermediate_size"] = config.shared_expert_size
+    return sizes
+
+
+def _require_latents(config: ModelConfig, size: int) -> None:
+    if config.latent is None:
+        why = f"attention of {config.architecture} is over heads, which ranks share, not over latents"
+        raise ModelUnsupported(f"--enable-dp-attention: {why}", option="enable_dp_attention", value=size)
 
 
 def _require_multiple(config: ModelConfig, name: str, length: int, size: int) -> None:

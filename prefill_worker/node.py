@@ -12,6 +12,7 @@ import torch
 from baton.core.build import build_id
 from baton.core.clock import MonotonicClock
 from baton.core.config import WorkerConfig
+from baton.core.errors import ConfigInvalid
 from baton.core.telemetry.logs import know
 from baton.core.telemetry.telemetry import Telemetry
 from baton.engine.step.runner import Runner
@@ -46,6 +47,7 @@ class PrefillNode:
         incarnation. starter: of the other ranks, where there are any.
 
     Raises:
+        ConfigInvalid: no decode worker of this configuration takes a hand-off.
         StartupError: see `load_worker`.
     """
 
@@ -55,6 +57,9 @@ class PrefillNode:
         on_fatal: Callable[[BaseException], None],
         starter: RankStarter | None = None,
     ) -> None:
+        if config.enable_dp_attention:
+            message = "enable_dp_attention: a rank that owns a sequence takes no hand-off, and this is a prefill worker"
+            raise ConfigInvalid(message, keys=["enable_dp_attention", "prefill"])
         self.config = config
         self._build = build_id()
         self.epoch = secrets.randbits(64) or 1

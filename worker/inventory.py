@@ -137,8 +137,8 @@ def engine_inventory(
         num_finished: requests that ended well.
         num_failed: that did not.
     """
-    scheduler, allocator = engine.scheduler, engine.scheduler.allocator
-    checkpoints = allocator.index.checkpoints or StateCheckpoints()
+    scheduler, allocators = engine.scheduler, engine.scheduler.allocators
+    checkpoints = scheduler.allocator.index.checkpoints or StateCheckpoints()
     return worker_pb2.Inventory(
         num_requests_waiting=sum(waiting.values()),
         waiting=waiting_to_proto(waiting),
@@ -146,11 +146,11 @@ def engine_inventory(
         num_requests_held=num_requests,
         num_requests_finished=num_finished,
         num_requests_failed=num_failed,
-        num_blocks=allocator.num_blocks,
-        num_blocks_free=allocator.num_free,
-        num_blocks_reserved=allocator.num_reserved,
-        num_blocks_quarantined=allocator.num_quarantined,
-        num_blocks_cached=len(allocator.index),
+        num_blocks=sum(allocator.num_blocks for allocator in allocators),
+        num_blocks_free=sum(allocator.num_free for allocator in allocators),
+        num_blocks_reserved=sum(allocator.num_reserved for allocator in allocators),
+        num_blocks_quarantined=sum(allocator.num_quarantined for allocator in allocators),
+        num_blocks_cached=sum(len(allocator.index) for allocator in allocators),
         num_state_checkpoints=len(checkpoints),
         num_state_checkpoint_slots=checkpoints.num_slots,
         num_state_checkpoints_evicted=checkpoints.num_evicted,

@@ -219,6 +219,7 @@ def load_worker(
         communicator=group,
         expert_parallel=config.enable_expert_parallel,
         num_redundant_experts=config.redundant_experts,
+        dp_attention=config.enable_dp_attention,
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,
         implementation=Implementation(config.kernels),
@@ -409,7 +410,8 @@ def _pool_sizes(
         )
         if sizes.latent is not None:
             dims = sizes.latent.latent_dim, sizes.latent.rope_dim, sizes.latent.nope_dim, sizes.latent.value_dim
-            steps += mla_prefill.most_bytes(step.max_num_batched_tokens, sizes.num_heads // group.size, dims)
+            num_heads = sizes.num_heads // (group.size if model.deal is None else 1)
+            steps += mla_prefill.most_bytes(step.max_num_batched_tokens, num_heads, dims)
     steps += exchange_bytes(model)
     if config.lookup is not None and config.num_draft_tokens:
         steps += history_bytes(step.max_num_seqs, sizes.max_model_len)

@@ -61,6 +61,7 @@ class _FakeModel:
     dtype = torch.float32
     vocab = WHOLE
     sampling_implementation = None
+    deal = None
     config = SimpleNamespace(num_layers=1, hidden_size=8, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
 
 

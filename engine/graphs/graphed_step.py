@@ -37,7 +37,7 @@ from baton.engine.step.batch import DecodeRows, PrefillInputs, decode_batch
 from baton.engine.step.passes import EagerPasses, Hidden, Passes, ignore_layer
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
-from baton.model.inputs import AttentionBatch
+from baton.model.dealt_rows import DealtBatch, PassBatch
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
@@ -452,9 +452,9 @@ class _PiecewisePasses(EagerPasses):
         super().__init__(*of_step)
         self._graphs = graphs
 
-    def _trunk(self, token_ids_T: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def _trunk(self, token_ids_T: torch.Tensor, batch: PassBatch) -> torch.Tensor:
         trunk = self._graphs.trunk_of(len(token_ids_T))
-        if trunk is None:
+        if trunk is None or isinstance(batch, DealtBatch):
             return super()._trunk(token_ids_T, batch)
         return trunk.replay(token_ids_T, batch, self._on_layer)
 

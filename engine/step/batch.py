@@ -90,14 +90,15 @@ class DecodeRows:
     state_slots_B: torch.Tensor | None = None
 
 
-def prefill_inputs(chunks: Sequence[ChunkRows], pool: KVPool) -> PrefillInputs:
-    """Lay the chunks out one after the other."""
+def prefill_inputs(chunks: Sequence[ChunkRows], pool: KVPool, null_block: int | None = None) -> PrefillInputs:
+    """Lay the chunks out one after the other; unused entries of their tables name the pool's null block if None."""
     assert chunks
+    null_block = pool.num_blocks if null_block is None else null_block
     block_size = pool.layout.block_size
     num_tokens = sum(chunk.length for chunk in chunks)
     num_entries = max(-(-chunk.end // block_size) for chunk in chunks)
     ids_4T = np.zeros((4, num_tokens), dtype=np.int64)
-    tables_BM = np.full((len(chunks), num_entries), pool.num_blocks, dtype=np.int64)
+    tables_BM = np.full((len(chunks), num_entries), null_block, dtype=np.int64)
     last_rows, known = [], []
     row = 0
     for index, chunk in enumerate(chunks):

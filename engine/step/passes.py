@@ -2,7 +2,8 @@
 
 A step calls them and chooses tokens in between, so that everything that may visit the host or differs from batch to
 batch (grammars, sampling, penalties, log-probabilities) lies between passes, never in one. `EagerPasses` launches each
-kernel; `graphed_step` replays decode-only passes from CUDA graphs, and the trunk of others in pieces.
+kernel; `graphed_step` replays decode-only passes from CUDA graphs, and the trunk of others in pieces; in `dealt_passes`
+ranks attend for different rows.
 
 Legend: B decode sequences, Q rows of each, T tokens of chunks, D hidden size.
 """
@@ -14,7 +15,8 @@ import torch
 
 from baton.engine.step.batch import DecodeRows, PrefillInputs, decode_batch
 from baton.kvcache.pool import KVPool
-from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch
+from baton.model.dealt_rows import PassBatch
+from baton.model.inputs import DecodeBatch, MixedBatch
 from baton.model.model import Model
 
 Hidden = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -111,10 +113,10 @@ class EagerPasses:
         mtp_TD = self._model.mtp(_joined(ids), _joined(hidden), batch, self._pool, self._on_layer)
         return self._split(mtp_TD, has_decode=decode is not None)
 
-    def _trunk(self, token_ids_T: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def _trunk(self, token_ids_T: torch.Tensor, batch: PassBatch) -> torch.Tensor:
         return self._model.trunk(token_ids_T, batch, self._pool, self._on_layer)
 
-    def _batch(self, decode: DecodeBatch | None) -> AttentionBatch:
+    def _batch(self, decode: DecodeBatch | None) -> PassBatch:
         prompt = None if self._prompt is None else self._prompt.batch
         if prompt is None:
             assert decode is not None

@@ -2,7 +2,8 @@
 
 A plan is an *operation* on slots and blocks (`Place`, `Release`, `Grow`, `Save`, `Load`) or on experts (`MoveExperts`),
 or a `Step`. Ranks carry them out in the order in which rank 0 made them, so that all ranks hold the same slots, block
-tables and maps of experts. The numbers of the kinds are fixed: a kind that is deleted takes its number with it. Numbers
+tables and maps of experts. Blocks are numbered over the pools of all ranks, where each has its own
+(`kvcache.rank_blocks`). The numbers of the kinds are fixed: a kind that is deleted takes its number with it. Numbers
 from 64 on belong to the KV sender (`prefill_worker.tp_group_messages`); `plan_codec` turns messages into bytes.
 """
 

@@ -37,6 +37,7 @@ from baton.engine.speculation.verify import DraftLaw, Verified, Verifier
 from baton.engine.step.batch import ChunkRows, Ints, PrefillInputs, prefill_inputs
 from baton.engine.step.batch_rows import StepBatch
 from baton.engine.step.counters import mark_idle
+from baton.engine.step.dealt_passes import DealtPasses
 from baton.engine.step.executor import Pending, executor_for
 from baton.engine.step.host_future import ResultBuffers
 from baton.engine.step.meter import StepMeter, StepTimes
@@ -51,6 +52,7 @@ from baton.kernels.compile_ahead import compile_ahead
 from baton.kernels.copies import host_buffer, to_device
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
+from baton.kvcache.rank_blocks import RankBlocks
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
@@ -84,6 +86,7 @@ class _Resident:
     method: DraftMethod | None
     knows_next: bool
     state_slot: int | None
+    owner: int  # the rank that keeps its KV; 0 where all do
 
     @property
     def next_sampling(self) -> SamplingParams:
@@ -101,6 +104,7 @@ class _Work:
     batch: StepBatch | None
     redraws: bool
     chunks: tuple[ChunkRows, ...]
+    owners: tuple[int, ...]  # of the decode rows' sequences
     sampled_slots: tuple[int, ...]
     sampled_params: tuple[SamplingParams, ...]
     known: frozenset[int]
@@ -174,6 +178,9 @@ class Runner:
         self.graphs = graphs
         self._model = model
         self._pool = pool
+        rank, num_pools = (0, 1) if model.deal is None else (model.deal.rank, model.deal.size)
+        self._blocks = RankBlocks(num_blocks=pool.num_blocks, rank=rank, num_pools=num_pools)
+        assert num_pools == 1 or (graphs is None and open_push is None), "what is dealt is neither captured nor pushed"
         self._communicator = communicator or Alone()
         self._decisions = Decisions(self._communicator, pool.device)
         verification = verification or VerificationConfig()
@@ -204,7 +211,7 @@ class Runner:
             history=_history(lookup, max_num_seqs, num_draft_tokens, model),
         )
         self._offload = KVOffload(
-            pool, host_kv_bytes, self._executor, self._table, self._communicator, self.meter.interrupt
+            pool, self._blocks, host_kv_bytes, self._executor, self._table, self._communicator, self.meter.interrupt
         )
         self.experts = ExpertExchange.of_model(model, self._communicator, self._executor, self.meter.interrupt)
 
@@ -213,6 +220,11 @@ class Runner:
         """What can make the drafts of a step: at least one."""
         has_head = self.has_mtp or not self.has_lookup
         return (*((DraftMethod.HEAD,) if has_head else ()), *((DraftMethod.NGRAM,) if self.has_lookup else ()))
+
+    @property
+    def num_pools(self) -> int:
+        """That sequences lie in: one at each rank if each attends for its own sequences, else one (`RankBlocks`)."""
+        return self._blocks.num_pools
 
     @property
     def balancer(self) -> None:
@@ -301,6 +313,7 @@ class Runner:
             batch=batch,
             redraws=redraws,
             chunks=chunks,
+            owners=tuple(self._residents[slot].owner for slot in step.slots),
             sampled_slots=tuple(step.chunks[place].slot for place in sampled),
             sampled_params=tuple(residents[place].next_sampling for place in sampled),
             known=frozenset(at for at, place in enumerate(sampled) if residents[place].knows_next),
@@ -385,7 +398,7 @@ class Runner:
                 slot,
                 blocks=place.blocks,
                 limit=limit,
-                null_block=self._pool.num_blocks,
+                null_block=self._blocks.null_block,
                 draft_cap=draft_cap,
                 state_slot=place.state_slot or 0,
                 last_token=place.token_ids[-1],
@@ -407,6 +420,7 @@ class Runner:
             method=place.method,
             knows_next=place.knows_next,
             state_slot=place.state_slot,
+            owner=self._blocks.owner(place.blocks),
         )
         if resume is not None and resume.draft_token is not None and self._verifier.draft_law is not DraftLaw.LIKELIEST:
             self._drafted.add(slot)
@@ -428,6 +442,7 @@ class Runner:
         for growth in grow.growths:
             blocks = self._residents[growth.slot].blocks
             assert len(blocks) == growth.first
+            assert self._blocks.owner(growth.blocks) == self._residents[growth.slot].owner
             blocks += growth.blocks
         limits = [self._limit(growth.first + len(growth.blocks)) for growth in grow.growths]
         self._executor.run(lambda: self._table.grow(grow.growths, limits))
@@ -460,7 +475,7 @@ class Runner:
             slots = work.sampled_slots
             work.slots_F = to_device(torch.tensor(slots, dtype=torch.int64), self._pool.device)
             work.prompt = PromptInputs(
-                rows=prefill_inputs(work.chunks, self._pool),
+                rows=prefill_inputs(work.chunks, self._pool, self._blocks.null_block),
                 sampling=self._table.sampling.rows(slots, work.sampled_params) if slots else None,
                 grammar=self._grammar_rows(
                     slots,
@@ -506,6 +521,10 @@ class Runner:
         rows = None if work.decode is None else work.decode.rows
         prompt = None if work.prompt is None else work.prompt.rows
         step = work.step
+        if self._blocks.num_pools > 1:
+            return DealtPasses(
+                self._model, self._pool, self._blocks, rows, work.owners, step.max_context_len, prompt, work.chunks
+            )
         on_layer = None if work.push is None else work.push.submit
         if self.graphs is not None and prompt is not None:
             return self.graphs.passes_with_chunks(rows, step.max_context_len, prompt, on_layer)

@@ -54,6 +54,11 @@ class Rank0Runner:
         return self._runner.methods
 
     @property
+    def num_pools(self) -> int:
+        """See `Runner`."""
+        return self._runner.num_pools
+
+    @property
     def max_num_seqs(self) -> int:
         """See `Runner`."""
         return self._runner.max_num_seqs

@@ -101,6 +101,12 @@ REFUSED = [
     ("tp of one role", {"num_attention_heads": 6}, {"tp_decode": 4}, "num_attention_heads = 6 is no multiple"),
     ("experts of a dense model", {}, {"enable_expert_parallel": True}, "--enable-expert-parallel: the model is dense"),
     (
+        "attention over heads",
+        {},
+        {"enable_dp_attention": True, "tp_decode": 2},
+        "--enable-dp-attention: attention of .* is over heads, which ranks share, not over latents",
+    ),
+    (
         "experts over ranks",
         other("Qwen3MoeForCausalLM", **MOE | {"num_experts": 6}),
         {"enable_expert_parallel": True, "tp_decode": 4},
@@ -327,6 +333,11 @@ def test_check_says_that_ranks_hold_whole_experts(capsys, monkeypatch):
         (
             ["--enable-expert-parallel", "--enable-eplb", "--num-redundant-experts", "4"],
             "whole experts that move by load, 4 copies among them, KV",
+        ),
+        (["--enable-dp-attention"], "over 2 ranks, each with the KV of its own sequences, KV"),
+        (
+            ["--enable-expert-parallel", "--enable-dp-attention"],
+            "each with whole experts, each with the KV of its own sequences, KV",
         ),
     ):
         code, out, _ = run([*arguments, *more], capsys, monkeypatch)

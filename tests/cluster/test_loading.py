@@ -17,6 +17,7 @@ from baton.engine.step.runner import Runner
 from baton.engine.tp.expert_exchange import exchange_bytes
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kvcache.layout import CHECKPOINT_SHARE, NO_PREFIX_CACHE
+from baton.prefill_worker.node import PrefillNode
 from baton.router.served_model import ServedModel
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.test_parallel import Rank
@@ -61,6 +62,28 @@ def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
     num_all = model.config.num_experts
     held = HeldExperts(num_all // 2, num_all // 2, num_all) if asked else None
     assert {experts.held for experts in sparse} == {held}
+
+
+def test_a_rank_of_a_worker_has_all_of_attention_and_no_graphs_if_asked():
+    values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
+    num_blocks = set()
+    for asked in (False, True):
+        config = ServeConfig.from_mapping(values | {"enable_dp_attention": asked})
+        worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", tp_size=2)
+        assert (worker.enable_dp_attention, worker.graphs.mode) == (asked, "off" if asked else "auto")
+        loaded = load_worker(worker, communicator=Rank(1, 2))
+        layers = [*loaded.model._decoder.layers, loaded.model._mtp.layer]
+        share = {layer.attention.expand_AYC.shape[0] * 2 // loaded.model.config.num_heads for layer in layers}
+        assert share == {2 if asked else 1}
+        num_blocks.add(loaded.pool.num_blocks)
+    assert len(num_blocks) == 1, "of each rank's pool, which is its sequences' alone or all ranks' alike"
+
+
+def test_a_prefill_worker_whose_decode_workers_take_no_hand_off_does_not_start():
+    values = {"model": "tiny-mla", "device": "cpu", "enable_dp_attention": True}
+    worker = resolve_worker(ServeConfig.from_mapping(values), find_model("tiny-mla"), worker_id="w", tp_size=2)
+    with pytest.raises(ConfigInvalid, match=r"enable_dp_attention: .* this is a prefill worker"):
+        PrefillNode(worker, print)
 
 
 @pytest.mark.parametrize(("num_redundant", "num_held"), [(0, 8), (4, 10)])

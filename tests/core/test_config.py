@@ -259,6 +259,38 @@ def test_experts_that_could_not_move_are_refused(values, keys, message):
     assert sorted(refused.value.fields["keys"]) == keys
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prefill": 1}, "takes no hand-off"),
+        ({"local_prefill": "never"}, "no prefill worker computes prompts"),
+        ({"cuda_graph_sizes": "1,2"}, "have no CUDA graphs"),
+        ({"enable_expert_parallel": True, "enable_eplb": True}, "experts do not move"),
+        ({"draft_model": "tiny-eagle3"}, "a drafter attends over heads"),
+    ],
+)
+def test_what_does_not_go_with_attention_of_ranks_own_is_refused_by_name(values, message):
+    key = list(values)[-1]
+    with pytest.raises(ConfigInvalid, match=f"^enable_dp_attention: .*{message}.*; leave out {key}$") as refused:
+        ServeConfig.from_mapping(values | {"enable_dp_attention": True})
+    assert refused.value.fields["keys"] == ["enable_dp_attention", key]
+    ServeConfig.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"prefill": 0},
+        {"enable_expert_parallel": True},
+        {"cuda_graphs": "off"},
+        {"speculative_method": "ngram", "draft_model": ""},
+    ],
+)
+def test_what_goes_with_attention_of_ranks_own(values):
+    assert ServeConfig.from_mapping(values | {"enable_dp_attention": True}).enable_dp_attention
+
+
 def test_copies_of_experts_are_none_where_experts_stay():
     whole = {"enable_expert_parallel": True}
     assert ServeConfig.from_mapping(whole).redundant_experts is None

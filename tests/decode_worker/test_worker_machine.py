@@ -201,7 +201,7 @@ class DecodeMachine(RuleBasedStateMachine):
         counts = Counter(block for table in tables for block in table.blocks)
         assert counts <= Counter(allocator._num_tables)
         num_departing = sum(allocator._num_tables.values()) - sum(counts.values())
-        assert num_departing == scheduler._num_departing_blocks, "every block is a sequence's, or about to be free"
+        assert num_departing == sum(scheduler._num_departing_blocks), "every block is a sequence's, or about to be free"
         assert all(block in allocator.index for block, count in counts.items() if count > 1)
         quarantined = {block for table in scheduler._quarantined.values() for block in table.blocks}
         assert quarantined == allocator._quarantined

@@ -6,8 +6,10 @@ from baton.core.clock import MonotonicClock
 from baton.engine.engine import Engine
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.local import LocalEngine
+from baton.engine.scheduler import Scheduler
 from baton.engine.step.runner import Runner
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
+from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
 from baton.tests.model.ranks import channel_of, on_ranks
@@ -20,6 +22,8 @@ class LedEngine(LocalEngine):
         super().__init__(runner._model, tokenizer, **options)
         self.pool = runner._pool
         self.runner.close()
+        if runner.num_pools > 1:
+            self.scheduler = scheduler_of_pools(runner, self.pool, overcommit=options.get("overcommit", False))
         self.runner = Rank0Runner(runner, channel, balancer(runner.experts) if balancer else None)
         self.engine = Engine(
             runner=self.runner,
@@ -31,6 +35,13 @@ class LedEngine(LocalEngine):
             speculation=self.speculation,
             preempt_at=options.get("preempt_at", ()),
         )
+
+
+def scheduler_of_pools(runner, pool, *, overcommit=False):
+    """Over a pool at each rank."""
+    sizes = pool.num_blocks, pool.layout.block_size
+    allocators = [BlockAllocator(*sizes, first=rank * pool.num_blocks) for rank in range(runner.num_pools)]
+    return Scheduler(allocators[0], num_slots=runner.max_num_seqs, overcommit=overcommit, others=allocators[1:])
 
 
 def runner_of(path, tokenizer, group, options):

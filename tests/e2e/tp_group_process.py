@@ -17,6 +17,7 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import KVTransferConfig
+from baton.core.errors import BatonError
 from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
 from baton.decode_worker.worker import DecodeWorker
@@ -68,6 +69,7 @@ class Job:
     preempt_at: tuple[int, ...] = ()
     max_num_seqs: int = 16
     expert_parallel: bool = False
+    dp_attention: bool = False
     num_redundant: int | None = None  # experts move ahead of every step, to maps drawn at random; None: they stay
     fails_to_move: bool = False  # the last rank, in its third round
     rows_in: Path | None = None  # where each rank leaves what its trunk computed
@@ -137,6 +139,7 @@ class Rank:
             communicator=self.group,
             expert_parallel=job.expert_parallel,
             num_redundant_experts=job.num_redundant,
+            dp_attention=job.dp_attention,
         )
         self.runs = []
         if job.rows_in is not None:
@@ -321,7 +324,11 @@ def serve(rank, worker, receive):
             case ("submit", request, peer):
                 worker.submit(request, peer, PipeSink(rank.send, request.key))
             case ("attend", request, *options):
-                worker.attend(request, PipeSink(rank.send, request.key), **dict(options))
+                sink = PipeSink(rank.send, request.key)
+                try:
+                    worker.attend(request, sink, **dict(options))
+                except BatonError as error:
+                    sink.end(error)
             case ("cancel", key):
                 worker.cancel(key)
             case ("inventory",):

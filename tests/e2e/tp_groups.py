@@ -112,7 +112,8 @@ class TPGroupTopology:
     """One prefill worker of `tp_prefill` ranks and one decode worker of `tp_decode`.
 
     `expert_parallel` says of which of the two the ranks hold whole experts, `num_redundant` that these move: with so
-    many slots more.
+    many slots more. With `dp_attention` ranks of the decode worker attend for sequences of their own, and nothing is
+    handed over.
     """
 
     def __init__(
@@ -132,10 +133,12 @@ class TPGroupTopology:
         expert_parallel=(False, False),
         num_redundant=None,
         rows_in=None,
+        dp_attention=False,
         **decode_options,
     ):
         self._processes = processes
         self._data_path = data_path
+        self._hands_over = not dp_attention
         transfer = KVTransferConfig(transport={"shm": "shm", "raw": "tcp", "inline": "zmq"}[data_path])
         shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer, "rows_in": rows_in}
         self._taken = processes.take(tp_prefill + tp_decode)
@@ -156,7 +159,7 @@ class TPGroupTopology:
                 "expert_parallel": whole_experts,
                 "num_redundant": num_redundant if whole_experts and len(ranks) > 1 else None,
                 **shared,
-                **(decode_options if role == "decode" else {}),
+                **({"dp_attention": dp_attention, **decode_options} if role == "decode" else {}),
             }
             if role == "decode" and num_decode_blocks is not None:
                 job["num_blocks"] = num_decode_blocks
@@ -182,6 +185,9 @@ class TPGroupTopology:
         self._processes.give_back(self._taken)
         # The raw data path is open once the other side has answered; on busy processors the first frames are earlier.
         before = {"inline"} if self._data_path == "raw" else set()
+        if not self._hands_over:
+            assert not any(used)
+            return
         assert all({self._data_path} <= set(data_paths) <= {self._data_path} | before for data_paths in used), used
 
     def start(self, request, *, local=False):

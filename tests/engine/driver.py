@@ -15,7 +15,9 @@ class Driver:
 
     def __init__(self, runner, pool):
         self.runner = runner
-        self.allocator = BlockAllocator(pool.num_blocks, pool.layout.block_size)
+        sizes, num_pools = (pool.num_blocks, pool.layout.block_size), getattr(runner, "num_pools", 1)
+        self.allocators = [BlockAllocator(*sizes, first=rank * pool.num_blocks) for rank in range(num_pools)]
+        self.allocator = self.allocators[0]
         self.tables = {}
         self._ends = {}  # by slot: tokens that chunks compute
         self._starts = {}  # by slot: of them, those that were
@@ -34,12 +36,16 @@ class Driver:
         knows_next=False,
         table=None,
         capacity_len=None,
+        owner=0,
     ):
-        """A sequence takes a slot; its blocks are enough for all that it may emit, or for `capacity_len`."""
+        """A sequence takes a slot; its blocks are enough for all that it may emit, or for `capacity_len`.
+
+        They are in the pool of rank `owner`, counted round, where each rank attends for its own sequences.
+        """
         sampling = sampling or SamplingParams()
         cap = self.runner.num_draft_tokens if draft_cap is None else draft_cap
         length = capacity_len or len(prompt) - num_output + sampling.max_tokens + cap
-        self.tables[slot] = table or self.allocator.reserve(length)
+        self.tables[slot] = table or self.allocators[owner % len(self.allocators)].reserve(length)
         self._ends[slot] = len(prompt) - knows_next
         self._starts[slot] = 0 if resume is None else self._ends[slot]
         self._most[slot] = len(prompt)
@@ -65,7 +71,8 @@ class Driver:
     def release(self, slot):
         """Its sequence takes part in no later step; its blocks are free."""
         self.runner.execute(Release(slot))
-        self.allocator.release(self.tables.pop(slot))
+        table = self.tables.pop(slot)
+        self.allocators[table.blocks[0] // self.allocator.num_blocks].release(table)
 
     def chunk(self, slot, length=None, **options):
         """The next so many tokens of a prompt, all that are left if None."""

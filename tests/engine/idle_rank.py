@@ -1,8 +1,10 @@
 """One rank of a group whose ranks hold different experts, in a process of its own, over random patterns of work.
 
+Ranks attend for all sequences together, or each for its own alone.
+
 A pattern is turns: a request comes, goes, or all that is there is read and nothing is launched; in between are steps of
 some of the sequences and of some of the prompts. With as few rows as they have, a rank often holds none of the experts
-that were chosen, and has to add its part of nothing all the same.
+that were chosen, and has to add its part of nothing all the same; or it has no row to attend for.
 """
 
 import random
@@ -20,6 +22,7 @@ from baton.engine.tp import decision, step_limit
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kernels.moe import moe
 from baton.kvcache.pool import KVPool
+from baton.model.dealt_rows import DealtRows
 from baton.model.loader import load_model
 from baton.tests.engine.driver import Driver
 
@@ -32,11 +35,13 @@ HANG_S = 60.0  # of a step: so long it takes on no machine, however busy
 class IdleRank(TPGroupRank):
     """See the module; after `meet` the others `follow` until rank 0 is told to `stop`."""
 
-    def __init__(self, rank, size, path):
+    def __init__(self, rank, size, path, dp_attention=False):
         super().__init__(rank, size, "cpu")
         self._path = Path(path)
+        self._dp_attention = dp_attention
         self._decisions = self._num_decisions = 0
         self._passes = Counter()  # by whether this rank holds an expert that was chosen
+        self._dealt = Counter()  # layers of passes by whether this rank has a row to attend for
         if size > 1:  # for as long as the process is there
             step_limit.MIN_LIMIT_S = HANG_S  # type: ignore[misc]
             self._watch()
@@ -65,20 +70,20 @@ class IdleRank(TPGroupRank):
         self._driver.runner.close()
 
     def seen(self):
-        """What was decided, as a number, in how many decisions; passes with an expert of this rank's, and without."""
-        return (self._decisions, self._num_decisions), dict(self._passes)
+        """What was decided, as a number, in how many decisions; passes with something for this rank, and without."""
+        return (self._decisions, self._num_decisions), dict(self._dealt if self._dp_attention else self._passes)
 
     def _load(self):
         group = None if self._channel is None else self._channel.communicator
         options = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT}
-        experts = {"communicator": group, "expert_parallel": True}
-        model = load_model(self._path, with_mtp=True, random_seed=5, **options, **experts)
+        cut = {"communicator": group, "expert_parallel": True, "dp_attention": self._dp_attention}
+        model = load_model(self._path, with_mtp=True, random_seed=5, **options, **cut)
         pool = KVPool(model.kv_layout(BLOCK_SIZE), NUM_BLOCKS, model.device, rank=self._rank, size=self._size)
         limits = {"max_num_seqs": NUM_SLOTS, "num_draft_tokens": NUM_DRAFTS}
         return Runner(model, pool, communicator=group, **limits), pool
 
     def _watch(self):
-        packed, held = decision.pack_reference, moe.held_ids
+        packed, held, gather = decision.pack_reference, moe.held_ids, DealtRows.shared
 
         def pack(*arguments):
             own_N = packed(*arguments)
@@ -91,7 +96,11 @@ class IdleRank(TPGroupRank):
             self._passes[its is None or bool((id_TK < its.count).any())] += 1
             return id_TK
 
-        decision.pack_reference, moe.held_ids = pack, held_ids
+        def shared(dealt, x_OD):
+            self._dealt[not dealt.is_idle] += 1
+            return gather(dealt, x_OD)
+
+        decision.pack_reference, moe.held_ids, DealtRows.shared = pack, held_ids, shared
 
 
 def play(driver, seed):
@@ -114,7 +123,9 @@ def play(driver, seed):
                 sampling = SamplingParams(
                     temperature=draw.choice((0.0, 1.0)), seed=draw.randrange(9), max_tokens=MAX_TOKENS
                 )
-                driver.place(free[0], prompt, sampling, draft_cap=draw.randint(0, NUM_DRAFTS))
+                driver.place(
+                    free[0], prompt, sampling, draft_cap=draw.randint(0, NUM_DRAFTS), owner=draw.randrange(NUM_SLOTS)
+                )
                 computing[free[0]] = len(prompt)
             case "go" if computing or decoding:
                 slot = draw.choice([*computing, *decoding])

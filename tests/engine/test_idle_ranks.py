@@ -1,4 +1,7 @@
-"""Ranks that hold different experts, and random patterns in which some have nothing to do: none hangs or diverges."""
+"""Ranks that hold different experts, and random patterns in which some have nothing to do: none hangs or diverges.
+
+Neither where each rank attends for its own sequences alone, of which it may have none.
+"""
 
 import contextlib
 
@@ -13,8 +16,8 @@ AT_ONCE = 50  # patterns of one call, which has a deadline
 
 
 @contextlib.contextmanager
-def group_of(size, path):
-    ranks = [SpawnedRemote(IdleRank, rank, size, str(path)) for rank in range(size)]
+def group_of(size, path, dp_attention):
+    ranks = [SpawnedRemote(IdleRank, rank, size, str(path), dp_attention) for rank in range(size)]
     try:
         place = ranks[0].call("open")
         for wait in [rank.post("meet", *place) for rank in ranks]:
@@ -43,13 +46,14 @@ def alone(path):
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dp_attention", [False, True], ids=["shared attention", "own attention"])
 @pytest.mark.parametrize(
     ("size", "num_patterns"),
     [(2, 8), (4, 4), *(pytest.param(size, 1000, marks=pytest.mark.slow) for size in (2, 4))],
 )
-def test_no_pattern_of_idle_ranks_hangs_or_makes_one_diverge(size, num_patterns, path, alone):
+def test_no_pattern_of_idle_ranks_hangs_or_makes_one_diverge(size, num_patterns, dp_attention, path, alone):
     """And tokens are those of one process: a hang is the deadline of a call, a rank that differs names itself."""
-    with group_of(size, path) as ranks:
+    with group_of(size, path, dp_attention) as ranks:
         followed = [rank.post("follow") for rank in ranks[1:]]
         ranks[0].call("lead")
         for first in range(0, num_patterns, AT_ONCE):

@@ -12,6 +12,7 @@ from baton.engine.step.plan import Growth, Load, Save
 from baton.engine.step.slots import SlotTable
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
+from baton.kvcache.rank_blocks import RankBlocks
 from baton.model.parallel import Alone
 from baton.tests.kvtransfer.kept import state, window
 from baton.tests.model.ranks import on_ranks
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 LAYOUT = KVLayout.of_attention(model_hash="x", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 NUM_BLOCKS = 12
+BLOCKS = RankBlocks(num_blocks=NUM_BLOCKS)
 ROOM = {"blocks": (4, 2), "limit": 8, "null_block": 12, "draft_cap": 1}
 
 
@@ -36,7 +38,7 @@ class Side:
         self.executor = ThreadExecutor()
         block_bytes = sum(layer.block_bytes for layer in self.pool.geometry.layers)
         num_bytes = num_host_blocks * block_bytes + block_bytes - 1
-        self.offload = KVOffload(self.pool, num_bytes, self.executor, self.table, group)
+        self.offload = KVOffload(self.pool, BLOCKS, num_bytes, self.executor, self.table, group)
         assert self.offload.num_blocks == num_host_blocks
 
     def content(self, blocks):
@@ -75,7 +77,7 @@ def test_a_state_slot_goes_with_the_blocks_and_no_other_changes():
     pool = KVPool(layout, NUM_BLOCKS, CPU, num_state_slots=3)
     pool.data_bytes.copy_(torch.arange(len(pool.data_bytes)) * 7 % 251)
     executor, table = ThreadExecutor(), Side().table
-    offload = KVOffload(pool, 1 << 16, executor, table, Alone())
+    offload = KVOffload(pool, BLOCKS, 1 << 16, executor, table, Alone())
     assert offload.num_state_images >= 2
     assert (
         offload.num_blocks * layout.bytes_per_block + offload.num_state_images * layout.bytes_per_state_slot <= 1 << 16
@@ -89,6 +91,25 @@ def test_a_state_slot_goes_with_the_blocks_and_no_other_changes():
     assert same([pool.blocks(1)[2:4], pool.blocks(2)[1]], before)
     assert same([pool.blocks(1)[[0, 1, 6, 7]], pool.blocks(2)[[0, 3]]], others)
     executor.close()
+
+
+@pytest.mark.parametrize("owner", range(2))
+def test_blocks_of_another_rank_are_not_copied_and_the_draft_is_all_the_same(owner):
+    side = Side()
+    side.offload._blocks = RankBlocks(num_blocks=NUM_BLOCKS, rank=1, num_pools=2)
+    before, blocks = side.content(range(NUM_BLOCKS)), [owner * NUM_BLOCKS + at for at in (5, 2)]
+    side.table.place(1, last_token=3, draft_token=8, length=7, **ROOM)
+    side.offload.save(Save(tuple(blocks), 3, 1))
+    moved = [owner * NUM_BLOCKS + at for at in (7, 0)]
+    side.offload.load(Load(tuple(moved), 3, 2))
+    side.executor.drain()
+    after = side.content(range(NUM_BLOCKS))
+    for layer_before, layer_after in zip(before, after, strict=True):
+        if owner == 1:
+            assert torch.equal(layer_after[[7, 0]], layer_before[[5, 2]])
+            layer_before[[7, 0]] = layer_before[[5, 2]]
+        assert torch.equal(layer_after, layer_before)
+    assert int(side.table.draft_of(2)[0]) == 8
 
 
 def test_copies_lie_between_the_steps_around_them_and_ranges_may_be_used_again_at_once():

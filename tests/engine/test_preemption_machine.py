@@ -56,6 +56,12 @@ def answer(prompt, max_tokens):
     return token_ids[len(prompt) :]
 
 
+def pool_of(blocks):
+    """The rank in whose pool they all are."""
+    (pool,) = {block // NUM_BLOCKS for block in blocks}
+    return pool
+
+
 class Ending:
     """A step or a copy."""
 
@@ -110,6 +116,7 @@ class Device:
         self.rng = random.Random(seed)
         self.numbers, self.num_over, self.endings = itertools.count(), 0, []
         self.slots, self.memory, self.host = {}, {}, {}
+        self.saved_at = {}  # by host block, the rank that copied
         self.num_mixed = 0
 
     def under_way(self):
@@ -123,6 +130,7 @@ class Device:
         match operation:
             case Place():
                 assert operation.slot not in self.slots
+                pool_of(operation.blocks)
                 prompt_len = len(operation.token_ids) - operation.num_output
                 self.slots[operation.slot] = Resident(
                     list(operation.token_ids),
@@ -139,14 +147,17 @@ class Device:
                     blocks = self.slots[growth.slot].blocks
                     assert len(blocks) == growth.first
                     blocks += growth.blocks
+                    pool_of(blocks)
             case Save():
                 assert operation.slot is None or operation.slot in self.slots
                 for at, block in enumerate(operation.blocks):
                     self.host[operation.first + at] = [self.memory.get((block, place)) for place in range(BLOCK_SIZE)]
+                    self.saved_at[operation.first + at] = pool_of(operation.blocks)
                 return Ending(self, operation.blocks)
             case Load():
                 assert operation.slot in self.slots
                 for at, block in enumerate(operation.blocks):
+                    assert self.saved_at[operation.first + at] == pool_of(operation.blocks), "its rank has the copy"
                     for place, content in enumerate(self.host.pop(operation.first + at)):
                         self.memory[block, place] = content
                 return Ending(self, operation.blocks)
@@ -227,10 +238,21 @@ class EngineMachine(RuleBasedStateMachine):
         most_tokens=st.sampled_from([3, 8, 24, 60]),
         is_cached=st.booleans(),
         seed=st.integers(0, 3),
+        num_pools=st.sampled_from([1, 1, 2]),
     )
-    def begin(self, scheduling="sync", num_host_blocks=30, overcommit=True, most_tokens=60, is_cached=False, seed=0):
-        self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
-        self.scheduler = Scheduler(self.allocator, num_slots=NUM_SLOTS, overcommit=overcommit)
+    def begin(
+        self,
+        scheduling="sync",
+        num_host_blocks=30,
+        overcommit=True,
+        most_tokens=60,
+        is_cached=False,
+        seed=0,
+        num_pools=1,
+    ):
+        self.allocators = [BlockAllocator(NUM_BLOCKS, BLOCK_SIZE, first=at * NUM_BLOCKS) for at in range(num_pools)]
+        self.allocator, *others = self.allocators
+        self.scheduler = Scheduler(self.allocator, num_slots=NUM_SLOTS, overcommit=overcommit, others=others)
         self.device = Device(num_host_blocks, most_tokens, seed)
         self.engine = Engine(
             runner=self.device,
@@ -381,10 +403,13 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         counts = Counter(block for item in self.here() if item.table is not None for block in item.table.blocks)
-        assert counts <= Counter(self.allocator._num_tables)
-        num_departing = sum(self.allocator._num_tables.values()) - sum(counts.values())
-        assert num_departing == self.scheduler._num_departing_blocks
-        assert all(block in self.allocator.index for block, count in counts.items() if count > 1)
+        for at, allocator in enumerate(self.allocators):
+            mine = Counter({block: count for block, count in counts.items() if pool_of([block]) == at})
+            assert mine <= Counter(allocator._num_tables)
+            num_departing = sum(allocator._num_tables.values()) - sum(mine.values())
+            assert num_departing == self.scheduler._num_departing_blocks[at]
+            assert all(block in allocator.index for block, count in mine.items() if count > 1)
+        assert all(pool_of(item.table.blocks) == item.owner for item in self.here() if item.table is not None)
         for item in self.here(Phase.RUNNING):
             assert self.device.slots[item.slot].blocks == list(item.table.blocks)
         assert len(self.device.slots) == len(self.here(Phase.RUNNING))
@@ -393,8 +418,9 @@ class EngineMachine(RuleBasedStateMachine):
     def what_is_under_way_keeps_its_blocks(self):
         if not hasattr(self, "engine"):
             return
-        index = self.allocator.index
-        free = {*self.allocator._free, *(block for block in range(NUM_BLOCKS) if index.is_resting(block))}
+        blocks = range(len(self.allocators) * NUM_BLOCKS)
+        resting = {block for block in blocks if self.allocators[pool_of([block])].index.is_resting(block)}
+        free = resting.union(*(allocator._free for allocator in self.allocators))
         received = {block for item in self.here(Phase.RECEIVING) for block in item.table.blocks}
         for ending in self.device.under_way():
             assert not ending.blocks & free, "they could be given to whoever writes them at once"
@@ -439,8 +465,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.drain()
         self.preemptions_are_bounded_and_counted()
         self.scheduler.check_empty()
-        assert self.allocator.num_free == NUM_BLOCKS
-        assert self.scheduler.num_slots_used == self.scheduler.num_coming == 0
+        assert all(allocator.num_free == NUM_BLOCKS for allocator in self.allocators)
+        assert not any(self.scheduler.num_coming(at) for at in range(len(self.allocators)))
+        assert self.scheduler.num_slots_used == 0
         assert self.engine.is_idle
         assert self.engine.num_host_blocks_used == 0
         assert not self.device.slots

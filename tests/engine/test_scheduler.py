@@ -301,7 +301,7 @@ def test_what_a_step_in_flight_has_stays_its_own_until_it_is_over():
     assert before == [a], "a step in flight keeps its own list"
     assert bench.scheduler.decoding() == []
     assert (a.phase, a.slot, a.table) == (Phase.ENDED, None, None)
-    assert bench.scheduler.num_coming == 3
+    assert bench.scheduler.num_coming() == 3
     bench.scheduler.give_blocks()
     assert b.phase is Phase.WAITING
     free()
@@ -440,7 +440,7 @@ def test_a_preempted_sequence_waits_in_its_old_place_with_its_tokens(is_saved):
     bench.scheduler.leave(b)
     assert bench.scheduler.decoding() == [a]
     assert bench.scheduler.leaving() == (b,)
-    assert bench.scheduler.num_coming == 3
+    assert bench.scheduler.num_coming() == 3
     assert bench.scheduler.candidates() == [a]
     b.saved = HostRange(0, 3) if is_saved else None
     b.resume = Resume(1, b"")
@@ -453,7 +453,7 @@ def test_a_preempted_sequence_waits_in_its_old_place_with_its_tokens(is_saved):
     bench.scheduler.give_blocks()
     assert (b.phase, new.phase) == (Phase.WAITING, Phase.WAITING), "its old slot is not free yet"
     free()
-    assert bench.scheduler.num_coming == 0
+    assert bench.scheduler.num_coming() == 0
     assert bench.scheduler.give_blocks() == [], "nothing is received twice"
     assert (b.phase, new.phase) == (Phase.READY, Phase.WAITING)
     assert len(b.table.blocks) == 4
@@ -497,7 +497,7 @@ def test_one_that_ends_while_it_is_away_leaves_nothing(when):
         assert bench.scheduler.give_slots() == [b]
     bench.end(b, a)
     assert bench.allocator.num_free == 20
-    assert bench.scheduler.num_slots_used == bench.scheduler.num_coming == 0
+    assert bench.scheduler.num_slots_used == bench.scheduler.num_coming() == 0
     assert bench.scheduler.sequences() == bench.scheduler.waiting() == ()
     assert bench.scheduler.give_blocks() == bench.scheduler.give_slots() == []
 
@@ -756,7 +756,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert counts <= Counter(allocator._num_tables)
         num_departing = sum(allocator._num_tables.values()) - sum(counts.values())
         leaving = sum(len(item.table.blocks) for item in self.here() if item.is_leaving)
-        assert scheduler.num_coming == num_departing + leaving
+        assert scheduler.num_coming() == num_departing + leaving
         assert all(block in allocator.index for block, count in counts.items() if count > 1)
         slots = [item.slot for item in self.here() if item.slot is not None]
         assert len(set(slots)) == len(slots)

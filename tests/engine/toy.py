@@ -53,6 +53,7 @@ class ToyModel:
         self.vocab = WHOLE
         self.sampling_implementation = None  # torch chooses its tokens
         self.around = self.implementation = Implementation.REFERENCE
+        self.deal = None  # every rank attends for all rows
         self.with_mtp = with_mtp
         self.surprise = surprise  # how much the mix, which the MTP head cannot know, decides
         self.sharpness = sharpness

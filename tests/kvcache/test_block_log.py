@@ -49,6 +49,22 @@ def test_a_name_that_is_there_twice_or_not_at_all_is_a_bug():
     assert log.version == 1
 
 
+def test_a_name_is_there_while_any_of_several_indices_has_it():
+    log, woken = BlockLog(num_indices=2), []
+    log.stored(b"a")
+    log.call_at_change(lambda: woken.append("again"))
+    log.stored(b"a")
+    log.removed(b"a")
+    assert (log.since(0), woken) == ([BlockChange(after=0, version=1, stored=(b"a",))], [])
+    log.stored(b"a")
+    with pytest.raises(AssertionError):
+        log.stored(b"a")
+    for _ in range(2):
+        log.removed(b"a")
+    assert log.since(1) == [BlockChange(after=1, version=2, removed=(b"a",))]
+    assert woken == ["again"]
+
+
 def test_a_reader_is_woken_once_and_not_after_it_left():
     log, woken = BlockLog(), []
     log.call_at_change(lambda: woken.append("first"))

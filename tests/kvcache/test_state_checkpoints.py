@@ -117,7 +117,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert counts == (len(self.kept), len(self.filling), len(set(self.used)))
         assert set(self.used) <= set(dict(self.kept)), "one that is in use is there"
         assert not self.filling & self.kept_slots()
-        assert self.log._names == {checkpoint_name(name) for name, _ in self.kept}, "readers hear of each"
+        assert set(self.log._names) == {checkpoint_name(name) for name, _ in self.kept}, "readers hear of each"
 
 
 @pytest.mark.long

@@ -28,6 +28,10 @@ class Paged:
     def _slots(self, sequence, position):
         return self.table[sequence, position // self.block_size] * self.block_size + position % self.block_size
 
+    def places(self, sequence, length):
+        """Flat pool slots of a sequence's first positions."""
+        return self._slots(sequence, torch.arange(length, device=self.model.device))
+
     def prefill_batch(self, parts):
         """`parts`: (sequence, start, end) each."""
         device = self.model.device

@@ -130,7 +130,7 @@ class CheckpointMachine(PrefixMachine):
 
     @invariant()
     def readers_hear_of_rows_and_of_checkpoints(self):
-        assert self.log._names == {*self.allocator.index._blocks, *map(checkpoint_name, self.checkpoints._kept)}
+        assert set(self.log._names) == {*self.allocator.index._blocks, *map(checkpoint_name, self.checkpoints._kept)}
 
     @invariant()
     def a_hit_that_the_router_predicts_is_the_hit_that_is_found(self):

@@ -381,7 +381,7 @@ class Turns(RuleBasedStateMachine):
         tables = [item.sequence.table for item in self.prefill.worker._requests.values()]
         held = [block for table in tables if table is not None for block in table.blocks]
         # What has left keeps its blocks until the last step that runs it is over.
-        num_held = len(held) + self.prefill.scheduler._num_departing_blocks
+        num_held = len(held) + sum(self.prefill.scheduler._num_departing_blocks)
         assert len(set(held)) <= allocator.num_reserved <= num_held
         self.steps = [(ticket, blocks) for ticket, blocks in self.steps if not ticket.is_done]
         for _, blocks in self.steps:
