@@ -23,7 +23,7 @@ from baton.kernels.dry_run import forms_of
 from baton.kernels.kernel_form import KernelForm
 
 MODULE: Final = "baton.kernels.compile_ahead"
-MAX_PROCESSES: Final = 16  # a form takes up to half a gigabyte to compile
+MAX_PROCESSES: Final = 16  # each takes up to 300 MB
 MIN_FORMS: Final = 8  # fewer are compiled before another process has imported what it needs
 LIMIT_S: Final = 1200.0
 FORM_LIMIT_S: Final = 120

@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 
+from baton.kernels.dispatch_mode import DispatchMode
 from baton.kernels.kernel_form import KernelForm
 
 _UNFILLED = ("aten::empty", "aten::new_empty")
@@ -64,16 +64,8 @@ def forms_of(work: Callable[[], None]) -> list[KernelForm]:
     return [form for form in forms.values() if form is not None]
 
 
-class _Zeros(TorchDispatchMode):
+class _Zeros(DispatchMode):
     """New memory is filled."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: what hides the dispatch from Dynamo imports Dynamo first, which takes seconds."""
-        return False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: dict[str, Any] | None = None

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.kernels.dispatch_mode import DispatchMode
 
 _CREATE = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
 _LARGEST = 1 << 40  # of an argument that is a number and no address
@@ -107,17 +108,12 @@ def record(work: Callable[[], R], tensors: Sequence[torch.Tensor]) -> tuple[R, L
     return made, LaunchTape(made, tuple(recording.launches))
 
 
-class _Watched(TorchDispatchMode):
+class _Watched(DispatchMode):
     """Spoils a recording by any operation of torch that does more than take memory or look at it."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self._recording = recording
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: what hides the dispatch from Dynamo imports Dynamo first, which takes seconds."""
-        return False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: dict[str, Any] | None = None

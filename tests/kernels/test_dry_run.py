@@ -172,7 +172,7 @@ def test_what_launches_a_form_is_compiled_where_triton_makes_one(backend, has_an
 
 @pytest.fixture
 def unfilled():
-    """Memory that nobody has written is not zeros, to be sure."""
+    """Memory that was never written is not zeros, to be sure."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
