@@ -42,6 +42,8 @@ from baton.engine.tp.expert_balancer import ExpertBalancer
 
 Ints = npt.NDArray[np.int64]
 
+IDLE_S: Final = 0.02  # between turns without work: deadlines are seen without a wake-up
+SETTLE_S: Final = 0.0005  # between turns that wait for the end of a step, or of a copy
 _MAX_UNTIMED: Final = 64
 
 log = logging.getLogger(__name__)
@@ -283,8 +285,12 @@ class Engine:
                 sequence.method, sequence.draft_cap = kept
         self.scheduler.add(sequence)
 
-    def step(self) -> bool:
-        """One turn of the loop; whether there was anything to do."""
+    def step(self) -> float:
+        """One turn of the loop; seconds that the caller may sleep before the next one, unless it hears of something.
+
+        With work to do that is 0. It is SETTLE_S where all that is left is to give back what a step still reads: to
+        ask for that without a pause would keep the interpreter from the thread that computes the step.
+        """
         has_worked = self._role.receive()
         self._expire()
         self.settle()
@@ -294,9 +300,11 @@ class Engine:
         self._start()  # what the role has just made ready
         has_launched = self._launch()
         self.runner.meter.copy_if_wanted()
-        is_busy = has_launched or not self.is_idle
+        is_busy = has_worked or has_launched or bool(self._flights)
         self._read(has_launched=has_launched)
-        return has_worked or is_busy
+        if is_busy:
+            return 0.0
+        return SETTLE_S if self._later else IDLE_S
 
     def fail(self, sequence: Sequence, error: BatonError) -> None:
         """End a sequence with an error."""

@@ -5,6 +5,7 @@ can never fit with a typed error before anything is allocated, and ends every re
 one caller drives it.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from baton.core.requests.validate import RequestLimits, validate_request
 from baton.core.telemetry.step_report import StepReport
 from baton.core.verification import VerificationConfig, VerificationMode
 from baton.engine import sequence as sequences
-from baton.engine.engine import Engine, Published
+from baton.engine.engine import SETTLE_S, Engine, Published
 from baton.engine.finish import FinishChecker
 from baton.engine.generation import GenerationResult, TokenEvent
 from baton.engine.grammar.grammar import GrammarCompiler
@@ -282,7 +283,9 @@ class LocalEngine:
         # A step that raised leaves sequences half moved; going on from there could decode from missing KV.
         assert not self._in_step, "an earlier step failed: this engine can only be dropped"
         self._in_step = True
-        self.engine.step()
+        rest_s = self.engine.step()
+        if rest_s == SETTLE_S:
+            time.sleep(rest_s)
         self.scheduler.check_empty()
         self._in_step = False
 

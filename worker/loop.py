@@ -52,29 +52,27 @@ log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Calls `step` until closed; sleeps while it says there is nothing to do."""
+    """Calls `step` until closed; between turns it sleeps as long as `step` says, or until it is woken."""
 
     def __init__(
         self,
         name: str,
-        step: Callable[[], bool],
+        step: Callable[[], float],
         on_fatal: Callable[[BaseException], None],
         *,
-        idle_wait_s: float = 0.02,
         max_commands: int = 65_536,
     ) -> None:
         """Prepare a loop; `start` runs it.
 
         Args:
             name: of the thread.
-            step: one turn; returns whether it did work. Runs on the loop thread only.
+            step: one turn; returns how many seconds to sleep before the next one at most, so that deadlines are seen
+                without a wake-up; 0 does not sleep. Runs on the loop thread only.
             on_fatal: told, on the loop thread, the exception that ended the loop.
-            idle_wait_s: longest sleep between turns, so that deadlines are seen without a wake-up.
             max_commands: bound of the inbox.
         """
         self._step = step
         self._on_fatal = on_fatal
-        self._idle_wait_s = idle_wait_s
         self._max_commands = max_commands
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
@@ -118,8 +116,9 @@ class LoopThread:
                 self._wake.clear()
                 while self._commands:
                     self._commands.popleft()()
-                if not self._step():
-                    self._wake.wait(self._idle_wait_s)
+                rest_s = self._step()
+                if rest_s > 0:
+                    self._wake.wait(rest_s)
         # The boundary of the thread: nothing above it could catch this, and the worker must not go on half-dead.
         except BaseException as error:
             log.exception("the worker loop failed")

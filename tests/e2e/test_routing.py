@@ -120,7 +120,10 @@ async def told_idle(router):
 
 
 async def told_all_idle(router):
-    """Wait until every worker has reported, after all that it was sent, that it has nothing to do."""
+    """Wait until every worker has reported, after all that it was sent, that it has nothing to do and uses no block.
+
+    A step in flight has the blocks of a request that ended until it is over, and that counts against the worker.
+    """
     members, asked_s = router.members, MonotonicClock().now_s() + LAG_S
     async with asyncio.timeout(10):
         while any(
@@ -128,6 +131,7 @@ async def told_all_idle(router):
             or member.state.inventory.num_requests_held
             or member.state.inventory.num_requests_running
             or member.state.inventory.num_prefill_tokens_queued
+            or member.state.inventory.num_blocks_free < member.state.inventory.num_blocks
             for member in (*members.live("prefill"), *members.live("decode"))
         ):
             await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from baton.core.errors import RequestDeadlineExceeded
 from baton.core.requests.request import SpeculationCounts
 from baton.core.requests.sampling import SamplingParams
+from baton.engine.engine import IDLE_S, SETTLE_S
 from baton.engine.sequence import Phase
 from baton.engine.step.length_bounds import LengthBounds
 from baton.engine.step.runner import Runner
@@ -153,7 +155,7 @@ def test_with_nothing_to_compute_no_step_is_launched(monkeypatch):
     engine = toy_engine()
     engine.generate([request_of([3, 1], max_tokens=3)])
     monkeypatch.setattr(engine.runner, "launch", lambda step: pytest.fail("nothing to compute"))
-    assert not engine.engine.step()
+    assert engine.engine.step() == IDLE_S
     side = Side()
     with pytest.raises(AssertionError):
         side.launch()
@@ -343,6 +345,30 @@ def test_blocks_stay_until_the_extra_step_is_over():
     while not engine.engine.is_idle:
         engine.step()
     assert allocator.num_reserved == 0
+
+
+@fast
+def test_the_thread_that_computes_is_left_alone_while_the_last_step_ends():
+    """All tokens are read, its drafts are not made yet: who asks without a pause takes the processor."""
+    engine = toy_engine(k=2)
+    engine.submit(request_of([4, 9], max_tokens=6, ignore_eos=True))
+    end, given = SimpleNamespace(is_done=False), engine.runner.launch
+
+    def launch(step):
+        ticket = given(step)
+        ticket._end = end
+        return ticket
+
+    engine.runner.launch = launch
+    rests = []
+    while engine.scheduler.sequences():
+        rests.append(engine.engine.step())
+    assert set(rests) == {0.0}
+    assert [engine.engine.step() for _ in range(20)][1:] == [SETTLE_S] * 19
+    assert engine.scheduler.allocator.num_reserved
+    end.is_done = True
+    assert engine.engine.step() == IDLE_S
+    assert not engine.scheduler.allocator.num_reserved
 
 
 @pytest.mark.long

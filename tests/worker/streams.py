@@ -9,10 +9,11 @@ from baton.proto import worker_pb2
 from baton.proto.stream_mux_wire import End, StreamTokens, decode_frame, read_decode_frame, read_prefill_frame
 
 TIMEOUT_S = 60.0
+_open: set["Stream"] = set()  # gRPC cancels a call that nobody refers to any more, whenever the collector gets to it
 
 
 class Stream:
-    """Iterates over events; raises what the stream was ended with.
+    """Iterates over events; raises what the stream was ended with. It goes on until then, whoever holds it.
 
     Attributes:
         epoch: of the life that answers.
@@ -25,6 +26,8 @@ class Stream:
         opening = commands()
         opening.open.add(stream=1, request=message)
         self._commands.put(opening)
+        _open.add(self)
+        self._call.add_callback(lambda: _open.discard(self))
         self.epoch = next(self._call).epoch
 
     def __iter__(self):

@@ -1,12 +1,15 @@
 """A worker without its thread: commands and steps run where the test calls."""
 
+from baton.engine.engine import IDLE_S
+
 
 def turn(worker):
     """What the loop thread does once; whether there was anything to do."""
     commands = worker._loop._commands
     while commands:
         commands.popleft()()
-    has_worked, engine = worker.engine.step(), worker.engine
+    engine = worker.engine
+    has_worked = engine.step() < IDLE_S
     if engine._later and not engine._flights:
         engine.runner.drain()  # all that is left to do is to wait for the end of a step
     return has_worked
