@@ -257,6 +257,8 @@ def _judge_pool(
     layout = with_delta_nets(layout, sizes.delta_net, sizes.delta_layers, dtype=dtype)
     found.facts |= {"kv_bytes_per_token": layout.bytes_per_position, "kv_tokens": None}
     found.facts |= {"state_bytes_per_sequence": layout.bytes_per_state_slot, "state_checkpoints": None}
+    found.facts["state_checkpoint_interval"] = config.state_checkpoint_interval
+    _collect(found, layout.require_state, config.state_checkpoint_interval)
     if device != "cpu":
         if sizes.latent is not None:
             _collect(found, _judge_latents, sizes.latent, config.numerics)

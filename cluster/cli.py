@@ -148,6 +148,7 @@ def serve(
     "dtype",
     "quantization",
     "kv_cache_dtype",
+    "state_checkpoint_interval",
     "max_model_len",
     "device",
     "batch_invariant",

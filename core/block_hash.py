@@ -71,24 +71,35 @@ def checkpoint_name(name: bytes) -> bytes:
     return bytes((name[0] ^ 0x80,)) + name[1:]
 
 
-def checkpoint_blocks(prompt_len: int, block_size: int, *, num_cached: int, num_shared: int) -> tuple[int, ...]:
-    """Behind how many of its blocks a prompt leaves checkpoints, in order.
+def checkpoint_blocks(
+    prompt_len: int, block_size: int, *, num_cached: int, num_shared: int, interval: int = 0
+) -> dict[int, bool]:
+    """Behind how many of its blocks a prompt leaves checkpoints, in order; and whether it parts from others there.
 
     One is for the prompt again and for the next turn of a chat: the last that leaves `TURN_LEN` tokens and one more to
     compute. The other is where the prompt parts from those before it: the next that parts there finds it. None is
     before `MIN_CHECKPOINT_LEN`, and no place to part is that close behind the cached part: each turn of a chat has rows
     of a block or two behind the end of the one before, and no other prompt begins with them.
 
+    With an interval it leaves further ones at its multiples, so that already the second of several prompts that begin
+    alike finds nearly all they share. They are as far from the others as a checkpoint from the start.
+
     Args:
         prompt_len: tokens.
         block_size: positions per block.
         num_cached: blocks that it begins with, at a checkpoint.
         num_shared: blocks whose rows are cached, `num_cached` or more.
+        interval: tokens, a multiple of `block_size`; 0: none but those two.
     """
     last = max(0, prompt_len - 1 - TURN_LEN) // block_size
     branch = num_shared if num_shared < last and (num_shared - num_cached) * block_size >= MIN_CHECKPOINT_LEN else 0
     least = max(num_cached, (MIN_CHECKPOINT_LEN - 1) // block_size)
-    return tuple(count for count in (branch, last) if count > least)
+    ends = [count for count in (branch, last) if count > least]
+    step = interval // block_size
+    marks = range(step * (least // step + 1), last, step) if step else ()
+    far = MIN_CHECKPOINT_LEN // block_size
+    own = [mark for mark in marks if all(abs(mark - count) >= far for count in (num_cached, *ends))]
+    return {count: count == branch for count in sorted(own + ends)}
 
 
 def _digest(data: bytes) -> bytes:

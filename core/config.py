@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from baton.core.block_hash import MIN_CHECKPOINT_LEN
 from baton.core.clock import MAX_TIMEOUT_S
 from baton.core.config_key import config_key
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
@@ -217,6 +218,14 @@ class ServeConfig(BaseModel):
     )
     block_size: Literal[16, 32, 64] = _kv(16, "positions per KV block", vllm="--block-size")
     prefix_cache: bool = _kv(True, "keep the KV of prompts for those that begin alike", vllm="--enable-prefix-caching")
+    state_checkpoint_interval: int = _kv(
+        0,
+        "of models with state: a cached prefix every so many tokens of a prompt; 0: at its end, and where prompts part",
+        metavar="tokens",
+        vllm="--mamba-block-size",
+        ge=0,
+        le=1 << 20,
+    )
     kv_offloading_size: float = _kv(
         0.0,
         "host memory per decode worker for preempted KV; 0: recompute",
@@ -473,6 +482,7 @@ class ServeConfig(BaseModel):
         config.lookup()
         config._check_experts()
         config._check_dp_attention()
+        config._check_checkpoints()
         if config.quarantine_deaths == 1:
             why = "one death says nothing about who was there; 0, 2 or more"
             raise ConfigInvalid(f"quarantine_deaths: {why}", keys=["quarantine_deaths"])
@@ -536,6 +546,16 @@ class ServeConfig(BaseModel):
         for key, why in refused.items():
             if why:
                 raise ConfigInvalid(f"enable_dp_attention: {why}; leave out {key}", keys=["enable_dp_attention", key])
+
+    def _check_checkpoints(self) -> None:
+        asked = self.state_checkpoint_interval
+        if asked and not self.prefix_cache:
+            message = "state_checkpoint_interval: it says where cached prefixes end, and prefix_cache is off"
+            raise ConfigInvalid(message, keys=["state_checkpoint_interval", "prefix_cache"])
+        if asked and (asked % self.block_size or asked < MIN_CHECKPOINT_LEN):
+            least = f"block_size {self.block_size}, {MIN_CHECKPOINT_LEN} or more"
+            message = f"state_checkpoint_interval: {asked} is neither 0 nor a multiple of {least}"
+            raise ConfigInvalid(message, keys=["state_checkpoint_interval", "block_size"])
 
     def _check_drafts(self) -> None:
         asked = self.num_speculative_tokens
@@ -705,6 +725,7 @@ class WorkerConfig:
     has_head: bool = True  # of what drafts: the checkpoint's own, or `draft_path`
     draft_path: str = ""  # of an EAGLE-3 drafter; empty: the draft head is the checkpoint's own
     prefix_cache: bool = True
+    state_checkpoint_interval: int = 0  # tokens; 0: prompts leave none on their way
     overcommit: bool = True
     json_whitespace: bool = False
     host_kv_bytes: int = 0  # of one rank

@@ -109,6 +109,7 @@ class DecodeNode:
             scheduling=config.scheduling,
             overcommit=config.overcommit,
             prefix_cache=config.prefix_cache,
+            state_checkpoint_interval=config.state_checkpoint_interval,
             speculation=Speculation(
                 config.num_draft_tokens,
                 None if config.auto_drafts else config.num_draft_tokens,

@@ -119,6 +119,7 @@ class DecodeWorker:
         scheduling: SchedulingName = "async",
         overcommit: bool = False,
         prefix_cache: bool = True,
+        state_checkpoint_interval: int = 0,
         preempt_at: Sequence[int] = (),
         speculation: Speculation | None = None,
         tracer: Tracer | None = None,
@@ -128,13 +129,19 @@ class DecodeWorker:
         self._tokenizer = tokenizer
         self._incoming = incoming
         self._clock = clock
-        self.names = PrefixNames(pool.layout, pool.num_checkpoints, with_mtp=runner.has_mtp, enabled=prefix_cache)
+        self.names = PrefixNames(
+            pool.layout,
+            pool.num_checkpoints,
+            with_mtp=runner.has_mtp,
+            enabled=prefix_cache,
+            checkpoint_interval=state_checkpoint_interval,
+        )
         self.block_log = BlockLog(num_indices=runner.num_pools)
         allocator, *others = (
             BlockAllocator(
                 pool.num_blocks,
                 pool.layout.block_size,
-                prefix_index(pool, self.block_log),
+                prefix_index(pool, self.block_log, state_checkpoint_interval),
                 num_state_slots=pool.num_sequence_slots,
                 first=rank * pool.num_blocks,
             )

@@ -214,7 +214,7 @@ class Scheduler:
             assert end % self.allocator.block_size == 0
             name = sequence.block_hashes[end // self.allocator.block_size - 1]
             assert self.allocator.index.has(name), "a checkpoint goes with its block"
-            is_branch = end // self.allocator.block_size in sequence.checkpoint_blocks[:-1]
+            is_branch = sequence.checkpoint_blocks[end // self.allocator.block_size]
             self._checkpoints().keep(name, checkpoint, is_branch=is_branch)
 
     # The next step
@@ -437,6 +437,7 @@ class Scheduler:
                 self.allocator.block_size,
                 num_cached=len(shared),
                 num_shared=len(index.run(sequence.block_hashes)),
+                interval=index.checkpoints.interval,
             )
         if sequence.block_hashes:
             self.num_prefix_tokens += sequence.num_tokens

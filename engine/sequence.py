@@ -60,7 +60,7 @@ class Sequence:
         num_reported: prompt tokens whose log-probabilities were reported.
         block_hashes: of its prompt's full blocks; empty if it shares nothing.
         checkpoint: name of the one that its first chunk begins with; None: there is none, or that chunk is planned.
-        checkpoint_blocks: behind how many of its blocks it leaves checkpoints, in order.
+        checkpoint_blocks: behind how many of its blocks it leaves checkpoints, in order; whether others part there.
         chunks: of a traced request: when each chunk was launched and read, its first position and its length.
         counts: drafts proposed and accepted, tokens emitted.
         finish_reason: why the answer ended.
@@ -97,7 +97,7 @@ class Sequence:
     num_reported: int = 0
     block_hashes: tuple[bytes, ...] = ()
     checkpoint: bytes | None = None
-    checkpoint_blocks: tuple[int, ...] = ()
+    checkpoint_blocks: dict[int, bool] = field(default_factory=dict)
     chunks: list[tuple[float, float, int, int]] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     finish_reason: FinishReason | None = None

@@ -14,6 +14,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Self
 
+from baton.core.errors import ConfigInvalid
+
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 WORD_BYTES = 8  # a digest is made of words; a row holds a whole number of them
 MAX_BLOCK_SIZE = 64
@@ -240,6 +242,16 @@ class KVLayout:
         """
         slot_bytes = self.bytes_per_state_slot if slot_bytes is None else slot_bytes
         return min(max(0, room_bytes) // (CHECKPOINT_SHARE * slot_bytes), MAX_CHECKPOINTS) if self.has_state else 0
+
+    def require_state(self, checkpoint_interval: int) -> None:
+        """Check that prompts can leave checkpoints, where they are to leave them so often.
+
+        Raises:
+            ConfigInvalid: there is no state.
+        """
+        if checkpoint_interval and not self.has_state:
+            message = "state_checkpoint_interval: this model keeps no state; all of its cached blocks can be begun with"
+            raise ConfigInvalid(message, keys=["state_checkpoint_interval"])
 
     def rows_per_block(self, layer: int) -> int:
         """Positions of a layer that lie side by side: of a block, or of a state slot, at most MAX_BLOCK_SIZE."""

@@ -4,12 +4,13 @@ A *checkpoint* is the state of a prefix: all that its layers keep beside blocks,
 the prefix are computed. It has the name of the prefix's last block, and is dropped with that block. Its slot is one of
 the pool's, none of a sequence's: free, filling (a step copies state into it), or kept under a name.
 
-Some lie at the *end* of one prompt, and most of those are never used, or once, by the next turn of a chat. Others lie
-at a *branch*: where a prompt parted from one before it, or where two have gone on. The end that was used least recently
-is evicted for a new checkpoint. A branch is evicted once it was of no use for `BRANCH_ROUNDS` times as many new ones as
-there are slots, and then before any end. Three quarters of the slots are branches at most; what would be one more
-counts as an end, and pushes out none of them: else a round over a few more prompts than fit would find nothing at all.
-What a sequence is about to begin with is never evicted.
+Some lie at the *end* of one prompt, and most of those are never used, or once, by the next turn of a chat; where an
+interval is asked for, those on the way there count as ends, too. Others lie at a *branch*: where a prompt parted from
+one before it, or where two have gone on. The end that was used least recently is evicted for a new checkpoint. A branch
+is evicted once it was of no use for `BRANCH_ROUNDS` times as many new ones as there are slots, and then before any end.
+Three quarters of the slots are branches at most; what would be one more counts as an end, and pushes out none of them:
+else a round over a few more prompts than fit would find nothing at all. What a sequence is about to begin with is never
+evicted.
 
 Steps alone read and write these slots, in the order in which they are launched. So one may be given away as soon as
 the step that copies from it is planned: the step that overwrites it comes later, and copies at its end.
@@ -30,10 +31,12 @@ class StateCheckpoints:
     Args:
         slots: of the pool, for checkpoints alone.
         log: told of every checkpoint that comes or goes, by `checkpoint_name`.
+        interval: tokens between those that a prompt leaves beside its end and its branch; 0: it leaves no others.
     """
 
-    def __init__(self, slots: Iterable[int] = (), log: BlockLog | None = None) -> None:
+    def __init__(self, slots: Iterable[int] = (), log: BlockLog | None = None, *, interval: int = 0) -> None:
         self._log = log
+        self.interval = interval
         self._free = list(slots)
         self._free.reverse()
         self._filling: set[int] = set()

@@ -103,6 +103,7 @@ class PrefillNode:
             scheduling=config.scheduling,
             max_queue_len=config.max_queue_len,
             prefix_cache=config.prefix_cache,
+            state_checkpoint_interval=config.state_checkpoint_interval,
             clock=clock,
             on_fatal=self._on_fatal,
         )

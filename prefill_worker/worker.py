@@ -122,6 +122,7 @@ class PrefillWorker:
         max_num_batched_tokens: int,
         max_queue_len: int,
         prefix_cache: bool = True,
+        state_checkpoint_interval: int = 0,
         scheduling: SchedulingName = "async",
         clock: Clock,
         on_fatal: Callable[[BaseException], None],
@@ -132,12 +133,18 @@ class PrefillWorker:
         self._tokenizer = tokenizer
         self._push = push
         self._clock = clock
-        self.names = PrefixNames(pool.layout, pool.num_checkpoints, with_mtp=runner.has_mtp, enabled=prefix_cache)
+        self.names = PrefixNames(
+            pool.layout,
+            pool.num_checkpoints,
+            with_mtp=runner.has_mtp,
+            enabled=prefix_cache,
+            checkpoint_interval=state_checkpoint_interval,
+        )
         self.block_log = BlockLog()
         allocator = BlockAllocator(
             pool.num_blocks,
             pool.layout.block_size,
-            prefix_index(pool, self.block_log),
+            prefix_index(pool, self.block_log, state_checkpoint_interval),
             num_state_slots=pool.num_sequence_slots,
         )
         self.engine = Engine(

@@ -118,16 +118,18 @@ class PrefixChange(_message.Message):
     def __init__(self, after: _Optional[int] = ..., version: _Optional[int] = ..., cleared: bool = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., name_bytes: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
 
 class PrefixNaming(_message.Message):
-    __slots__ = ("model", "block_size", "with_mtp", "with_checkpoints")
+    __slots__ = ("model", "block_size", "with_mtp", "with_checkpoints", "checkpoint_interval")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     WITH_MTP_FIELD_NUMBER: _ClassVar[int]
     WITH_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     model: str
     block_size: int
     with_mtp: bool
     with_checkpoints: bool
-    def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ..., with_checkpoints: bool = ...) -> None: ...
+    checkpoint_interval: int
+    def __init__(self, model: _Optional[str] = ..., block_size: _Optional[int] = ..., with_mtp: bool = ..., with_checkpoints: bool = ..., checkpoint_interval: _Optional[int] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("attempt", "prompt_token_ids", "sampling", "num_draft_tokens", "timeout_ms", "choice", "tenant", "num_forced_tokens", "traceparent", "keeps_drafts", "prefill_here")

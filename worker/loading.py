@@ -232,6 +232,7 @@ def load_worker(
     if config.numerics is Numerics.INVARIANT:
         _check_invariance(model, config, group)
     layout = model.kv_layout(config.block_size)
+    layout.require_state(config.state_checkpoint_interval)
     sizes = _sizes(config, model)
     pool_sizes = _pool_sizes(config, model, layout, group, sizes)
     num_blocks, num_state_slots, num_checkpoints = pool_sizes
@@ -300,6 +301,9 @@ def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, pool: 
         used = torch.cuda.memory_reserved(device) / (1 << 30)
         why = f"{config.gpu_memory_utilization:g} of the GPU is this worker's, and {used:.1f} GiB of it in use with KV"
     kept = f", {pool.num_checkpoints} checkpoints of state" if pool.num_checkpoints else ""
+    if kept and config.state_checkpoint_interval:
+        num_tokens = pool.num_checkpoints * config.state_checkpoint_interval
+        kept += f", which prompts of {num_tokens} tokens together leave at one every {config.state_checkpoint_interval}"
     sizes = replace(sizes, why=(*sizes.why, f"KV pool of {pool.num_blocks} blocks, {pool_len} positions{kept}: {why}"))
     log.info("%s", "; ".join(sizes.why))
     return sizes

@@ -22,10 +22,11 @@ from baton.proto.wire import abort_with, change_to_proto
 log = logging.getLogger(__name__)
 
 
-def prefix_index(pool: KVPool, block_log: BlockLog) -> PrefixIndex:
+def prefix_index(pool: KVPool, block_log: BlockLog, checkpoint_interval: int = 0) -> PrefixIndex:
     """An empty index over a worker's pool, with checkpoints if its sequences keep state."""
-    has_state = pool.layout.has_state
-    return PrefixIndex(block_log, StateCheckpoints(pool.checkpoint_slots, block_log) if has_state else None)
+    if not pool.layout.has_state:
+        return PrefixIndex(block_log)
+    return PrefixIndex(block_log, StateCheckpoints(pool.checkpoint_slots, block_log, interval=checkpoint_interval))
 
 
 class PrefixNames:
@@ -36,9 +37,18 @@ class PrefixNames:
         num_checkpoints: that it has room for, of a layout with state.
         with_mtp: an MTP head's entries are in it.
         enabled: an operator wants prefixes kept.
+        checkpoint_interval: tokens between checkpoints within a prompt; 0: there are none.
     """
 
-    def __init__(self, layout: KVLayout, num_checkpoints: int = 0, *, with_mtp: bool, enabled: bool) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_checkpoints: int = 0,
+        *,
+        with_mtp: bool,
+        enabled: bool,
+        checkpoint_interval: int = 0,
+    ) -> None:
         self.naming: worker_pb2.PrefixNaming | None = None  # what the router makes the same names with
         if enabled and layout.has_state and not num_checkpoints:
             # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
@@ -49,6 +59,7 @@ class PrefixNames:
                 block_size=layout.block_size,
                 with_mtp=with_mtp,
                 with_checkpoints=layout.has_state,
+                checkpoint_interval=checkpoint_interval if layout.has_state else 0,
             )
 
     def of(self, request: GenerationRequest) -> tuple[bytes, ...]:

@@ -54,6 +54,8 @@ def _state(facts: dict[str, Any]) -> str:
     if not facts["state_bytes_per_sequence"]:
         return ""
     of_prefixes = f", and of {facts['state_checkpoints']} cached prefixes" if facts["state_checkpoints"] else ""
+    interval = facts["state_checkpoint_interval"]
+    of_prefixes += f", of which a prompt leaves one every {interval} tokens" if interval else ""
     return f", state {facts['state_bytes_per_sequence'] / (1 << 20):.2f} MiB a sequence{of_prefixes}"
 
 

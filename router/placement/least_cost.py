@@ -358,7 +358,11 @@ class LeastCost:
         if naming.with_checkpoints:
             num_shared = self._prefixes.match(names, now_s).get(member.incarnation, 0)
             counts = checkpoint_blocks(
-                request.prompt_len, naming.block_size, num_cached=first, num_shared=max(first, num_shared)
+                request.prompt_len,
+                naming.block_size,
+                num_cached=first,
+                num_shared=max(first, num_shared),
+                interval=naming.checkpoint_interval,
             )
             made += [checkpoint_name(names[count - 1]) for count in counts]
         self._prefixes.expect(member.incarnation, made, now_s + EXPECT_S + 2 * busy_s)

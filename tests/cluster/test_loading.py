@@ -149,6 +149,26 @@ def test_a_model_with_state_has_room_for_checkpoints_as_baton_check_says(
     assert (f"{num_checkpoints} checkpoints of state" in said) == has_checkpoints
 
 
+def test_what_checkpoints_at_an_interval_cost_is_said(tmp_path):
+    path = write_checkpoint(tmp_path / "hybrid", kind="qwen3_5", layers=3, tokenizer=True)
+    values = {"model": str(path), "device": "cpu", "kv_memory_mib": 2, "state_checkpoint_interval": 128}
+    asked = ServeConfig.from_mapping(values | {"max_num_seqs": 4})
+    assert "cached prefixes, of which a prompt leaves one every 128 tokens" in _text(checkpoint.judge(asked))
+    loaded = load_worker(resolve_worker(asked, find_model(asked.model), worker_id="decode-0"))
+    num_checkpoints = loaded.pool.num_checkpoints
+    said = f"{num_checkpoints} checkpoints of state, which prompts of {num_checkpoints * 128} tokens together leave"
+    assert any(said in why for why in loaded.sizes.why)
+
+
+def test_a_model_without_state_refuses_an_interval_of_checkpoints(tmp_path):
+    asked = ServeConfig.from_mapping({"model": "tiny", "device": "cpu", "state_checkpoint_interval": 512})
+    (refused,) = checkpoint.judge(asked).errors
+    assert "state_checkpoint_interval: this model keeps no state" in refused.message
+    with pytest.raises(ConfigInvalid) as again:
+        load_worker(resolve_worker(asked, find_model(asked.model), worker_id="decode-0"))
+    assert (again.value.message, again.value.fields) == (refused.message, {"keys": ["state_checkpoint_interval"]})
+
+
 @pytest.mark.parametrize("decodes", [True, False])
 def test_kernels_are_compiled_ahead_of_graphs_and_of_the_warm_up(decodes, monkeypatch):
     done = []

@@ -291,6 +291,26 @@ def test_what_goes_with_attention_of_ranks_own(values):
     assert ServeConfig.from_mapping(values | {"enable_dp_attention": True}).enable_dp_attention
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"state_checkpoint_interval": 100}, "100 is neither 0 nor a multiple of block_size 16, 64 or more"),
+        ({"state_checkpoint_interval": 48}, "48 is neither"),
+        ({"state_checkpoint_interval": 96, "block_size": 64}, "multiple of block_size 64"),
+        ({"state_checkpoint_interval": 512, "prefix_cache": False}, "prefix_cache is off"),
+    ],
+)
+def test_an_interval_of_checkpoints_that_cannot_be_is_refused(values, message):
+    with pytest.raises(ConfigInvalid, match=f"^state_checkpoint_interval: .*{message}"):
+        ServeConfig.from_mapping(values)
+
+
+@pytest.mark.parametrize(("interval", "block_size"), [(0, 16), (64, 64), (96, 32), (1 << 20, 64)])
+def test_an_interval_of_checkpoints_is_whole_blocks(interval, block_size):
+    values = {"state_checkpoint_interval": interval, "block_size": block_size}
+    assert ServeConfig.from_mapping(values).state_checkpoint_interval == interval
+
+
 def test_copies_of_experts_are_none_where_experts_stay():
     whole = {"enable_expert_parallel": True}
     assert ServeConfig.from_mapping(whole).redundant_experts is None

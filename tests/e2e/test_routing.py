@@ -54,7 +54,7 @@ def worker_config(worker_id, router_address, **changes):
 
 
 @asynccontextmanager
-async def deployment(routing, num_prefill=2, num_decode=1, *, path=TINY, **changes):
+async def deployment(routing, num_prefill=2, num_decode=1, *, path=TINY, state_checkpoint_interval=0, **changes):
     """A router and workers that report to it."""
     config = RouterConfig(
         host="127.0.0.1",
@@ -68,7 +68,7 @@ async def deployment(routing, num_prefill=2, num_decode=1, *, path=TINY, **chang
     await router.start()
     fatal = []
     nodes = []
-    model = {"model_path": str(path)}
+    model = {"model_path": str(path), "state_checkpoint_interval": state_checkpoint_interval}
     try:
         address = f"127.0.0.1:{router.port}"
         for at in range(num_prefill):
@@ -207,24 +207,31 @@ async def test_without_prefill_workers_requests_follow_their_prefix(equal_worker
             assert (stats.num_cached_tokens, stats.num_expected_cached_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize("num_prefill", [0, 1])
-async def test_of_a_model_with_state_the_hit_that_is_predicted_is_found(num_prefill, tmp_path, equal_workers):
+@pytest.mark.parametrize(
+    ("num_prefill", "interval", "shared_len", "hits", "num_left"),
+    [(0, 0, 83, (0, 0, 80, 80), 15), (1, 0, 83, (0, 0, 80, 80), 15), (1, 64, 150, (0, 64, 144, 144), 18)],
+)
+async def test_of_a_model_with_state_the_hit_that_is_predicted_is_found(
+    num_prefill, interval, shared_len, hits, num_left, tmp_path, equal_workers
+):
     """Groups of prompts that part at a block's end: the second leaves the checkpoint that the third begins with."""
     path = write_checkpoint(tmp_path / "hybrid", kind="qwen3_5", layers=3, tokenizer=True)
     local = AUTO if num_prefill == 0 else NEVER
-    async with deployment("prefix", num_prefill, 1, path=path, local_prefill=local) as (router, nodes, address):
+    options = {"local_prefill": local, "state_checkpoint_interval": interval}
+    async with deployment("prefix", num_prefill, 1, path=path, **options) as (router, nodes, address):
         found = []
         for at in range(4):
             for group in range(3):
-                shared, own = prompt(83, seed=group).tolist(), prompt(40, seed=10 * group + at + 3).tolist()
+                shared, own = prompt(shared_len, seed=group).tolist(), prompt(40, seed=10 * group + at + 3).tolist()
                 stats = await ask(address, (*shared, *own))
                 found.append((stats.num_cached_tokens, stats.num_expected_cached_tokens))
                 await (told_idle(router) if num_prefill else told_all_idle(router))
                 await heard(router, nodes)
-        assert found == [(0, 0)] * 6 + [(80, 80)] * 6
+        assert found == [(hit, hit) for hit in hits for _ in range(3)]
+        assert {node.state().prefix_naming.checkpoint_interval for node in nodes} == {interval}
         held = [node.worker.inventory() for node in nodes if is_prefill(node) or not num_prefill]
-        assert sum(one.num_state_checkpoints for one in held) == 12 + 3
-        assert all(one.num_state_checkpoint_slots > 15 and not one.num_state_checkpoints_evicted for one in held)
+        assert sum(one.num_state_checkpoints for one in held) == num_left
+        assert all(one.num_state_checkpoint_slots > num_left and not one.num_state_checkpoints_evicted for one in held)
 
 
 async def test_another_life_of_a_decode_worker_holds_nothing(equal_workers):

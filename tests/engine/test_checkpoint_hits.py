@@ -29,8 +29,10 @@ NUM_SLOTS = 4
 class Worker:
     """A scheduler over a pool with state, and what a worker does with it."""
 
-    def __init__(self, *, block_size=16, num_blocks=4096, num_checkpoints=64, with_mtp=True, budget_len=2048):
-        checkpoints = StateCheckpoints(range(NUM_SLOTS, NUM_SLOTS + num_checkpoints))
+    def __init__(
+        self, *, block_size=16, num_blocks=4096, num_checkpoints=64, with_mtp=True, budget_len=2048, interval=0
+    ):
+        checkpoints = StateCheckpoints(range(NUM_SLOTS, NUM_SLOTS + num_checkpoints), interval=interval)
         index = PrefixIndex(checkpoints=checkpoints)
         self.allocator = BlockAllocator(num_blocks, block_size, index, num_state_slots=NUM_SLOTS)
         self.scheduler = Scheduler(self.allocator, num_slots=NUM_SLOTS)
@@ -103,6 +105,28 @@ def test_what_a_group_shares_stays_while_ends_of_prompts_come_and_go(num_checkpo
     assert sum(cached > 0 for cached in made) == hits
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("interval", "second"), [(256, 1280), (512, 1024), (1024, 1024)])
+def test_at_an_interval_the_second_prompt_of_a_group_finds_most_of_it(interval, second, order, block_size):
+    worker = Worker(block_size=block_size, interval=interval, num_checkpoints=128)
+    found = [worker.found(prompt) for prompt in ORDERS[order](groups(8, 8, 1500, 700))]
+    assert sum(cached > 0 for cached in found) == 56
+    whole = 1500 // block_size * block_size
+    assert sorted(found) == [0] * 8 + [second] * 8 + [whole] * 48
+    checkpoints = worker.allocator.index.checkpoints
+    num_new = 8 * (2200 // interval) + 56 * len(range(0, 700, interval))
+    assert len(checkpoints) + checkpoints.num_evicted <= num_new + 8 * 8 + 8, "what they cost"
+
+
+@pytest.mark.parametrize(("interval", "num_checkpoints", "hits"), [(512, 40, 56), (1024, 32, 56), (1024, 16, 48)])
+def test_what_hits_at_an_interval_cost(interval, num_checkpoints, hits):
+    """Groups in turn: between two prompts of a group lie those of seven others, with all that they leave."""
+    worker = Worker(num_checkpoints=num_checkpoints, interval=interval)
+    made = [worker.found(prompt) for prompt in ORDERS["in turn"](groups(8, 8, 1500, 700))]
+    assert sum(cached > 0 for cached in made) == hits
+
+
 def test_turns_of_chats_leave_one_checkpoint_each_and_take_none_from_groups():
     """Six chats beside eight groups, in turn: each turn finds the one before, and each third prompt what is shared."""
     worker = Worker(num_blocks=1 << 14, num_checkpoints=28)
@@ -166,22 +190,26 @@ def toy():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("k", "scheduling"), [(0, "sync"), (2, "async"), (4, "async")])
-def test_a_toy_that_keeps_all_kinds_of_state_finds_the_state_of_its_prefix(toy, k, scheduling):
+@pytest.mark.parametrize(
+    ("k", "scheduling", "interval"), [(0, "sync", 0), (2, "async", 0), (4, "async", 0), (2, "async", 64)]
+)
+def test_a_toy_that_keeps_all_kinds_of_state_finds_the_state_of_its_prefix(toy, k, scheduling, interval):
     """It asserts the boundary of each state; tokens and accepted drafts are those without checkpoints.
 
     Groups share five blocks, and four of them with the draft entry at their end, which depends on the token after it.
     """
-    prompts = [[token % 22 for token in prompt] for prompt in ORDERS["in turn"](groups(3, 5, 80, 40))]
+    shared_len = 160 if interval else 80
+    prompts = [[token % 22 for token in prompt] for prompt in ORDERS["in turn"](groups(3, 5, shared_len, 40))]
     made = []
-    for num_checkpoints in (0, 8):
+    for num_checkpoints in (0, 24 if interval else 8):
         with Topology(
-            toy, letters_tokenizer(), num_prefill=0, num_drafts=k, chunk_len=32, num_blocks=96, max_num_seqs=4,
-            num_checkpoints=num_checkpoints, scheduling=scheduling,
+            toy, letters_tokenizer(), num_prefill=0, num_drafts=k, chunk_len=32, num_blocks=128, max_num_seqs=4,
+            num_checkpoints=num_checkpoints, scheduling=scheduling, state_checkpoint_interval=interval,
         ) as topology:  # fmt: skip
             asked = [request_of(prompt, k=k, max_tokens=9, temperature=0.0, ignore_eos=True) for prompt in prompts]
             outcomes = [topology.finish(topology.start_local(request), timeout_s=20.0) for request in asked]
             made.append([(outcome.token_ids, outcome.decode_stats.num_accepted_tokens) for outcome in outcomes])
             hits = [outcome.first.num_cached_tokens for outcome in outcomes]
-            assert hits == ([0] * 6 + [64] * 9 if num_checkpoints else [0] * 15)
+            wanted = [0] * 3 + [64] * 3 + [144] * 9 if interval else [0] * 6 + [64] * 9
+            assert hits == (wanted if num_checkpoints else [0] * 15)
     assert made[0] == made[1]

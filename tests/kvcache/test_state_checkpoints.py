@@ -1,5 +1,7 @@
 """Checkpoints against a plain model of them, any order of events; and together with the blocks that they belong to."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -249,6 +251,7 @@ def test_where_a_prompt_leaves_checkpoints(prompt_len, block_size, shares):
     num_cached, num_shared = (min(share, (prompt_len - 1) // block_size) for share in sorted(shares))
     found = checkpoint_blocks(prompt_len, block_size, num_cached=num_cached, num_shared=num_shared)
     assert list(found) == sorted(set(found)) and len(found) <= 2
+    assert [count for count, parts in found.items() if parts] == [num_shared] * (num_shared in [*found][:-1])
     assert all(num_cached < count and count * block_size + TURN_LEN < prompt_len for count in found)
     assert all(count * block_size >= MIN_CHECKPOINT_LEN for count in found)
     last = max(0, prompt_len - 1 - TURN_LEN) // block_size
@@ -257,6 +260,41 @@ def test_where_a_prompt_leaves_checkpoints(prompt_len, block_size, shares):
     assert last * block_size >= prompt_len - block_size - TURN_LEN
     parts = (num_shared - num_cached) * block_size >= MIN_CHECKPOINT_LEN and num_shared <= last
     assert (num_shared in found) == (num_shared >= least and (parts or num_cached < num_shared == last))
+
+
+@given(
+    prompt_len=st.integers(1, 6000),
+    block_size=st.sampled_from([16, 32, 64]),
+    num_blocks=st.integers(1, 40),
+    shares=st.tuples(*[st.integers(0, 200)] * 2),
+)
+def test_at_an_interval_it_leaves_more_and_none_too_many(prompt_len, block_size, num_blocks, shares):
+    """Wherever a later prompt parts from it, a checkpoint is less than an interval and the room of one before that."""
+    interval = max(num_blocks * block_size, MIN_CHECKPOINT_LEN)
+    num_cached, num_shared = (min(share, (prompt_len - 1) // block_size) for share in sorted(shares))
+    asked = {"num_cached": num_cached, "num_shared": num_shared}
+    usual = checkpoint_blocks(prompt_len, block_size, **asked)
+    found = checkpoint_blocks(prompt_len, block_size, **asked, interval=interval)
+    assert usual.items() <= found.items() and list(found) == sorted(found)
+    more = [count for count in found if count not in usual]
+    assert all(count * block_size % interval == 0 and not found[count] for count in more)
+    more_at = [count * block_size for count in more]
+    at = [num_cached * block_size, *(count * block_size for count in found)]
+    for first, second in itertools.pairwise(at):
+        assert second - first <= interval + MIN_CHECKPOINT_LEN
+        assert second - first >= MIN_CHECKPOINT_LEN or (second // block_size in usual and first not in more_at)
+    assert len(more) <= prompt_len // interval
+
+
+def test_where_the_marks_of_an_interval_lie():
+    found = checkpoint_blocks(2200, 16, num_cached=0, num_shared=0, interval=512)
+    assert [count * 16 for count in found] == [512, 1024, 1536, 2048, 2176]
+    found = checkpoint_blocks(2200, 16, num_cached=64, num_shared=93, interval=512)
+    assert [(count * 16, parts) for count, parts in found.items()] == [
+        (1488, True),
+        (2048, False),
+        (2176, False),
+    ], "1536 is not far enough behind 1488"
 
 
 @pytest.mark.parametrize(

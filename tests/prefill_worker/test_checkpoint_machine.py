@@ -30,11 +30,12 @@ WORKER = Incarnation("w", 1)
 class CheckpointMachine(PrefixMachine):
     @initialize(
         num_blocks=st.integers(4, 12), with_mtp=st.booleans(), chunk_len=st.sampled_from([1, 3, 9, 40]),
-        num_checkpoints=st.integers(0, 4),
+        num_checkpoints=st.integers(0, 4), interval=st.sampled_from([0, BLOCK_SIZE, 3 * BLOCK_SIZE]),
     )  # fmt: skip
-    def begin(self, num_blocks, with_mtp, chunk_len, num_checkpoints):
+    def begin(self, num_blocks, with_mtp, chunk_len, num_checkpoints, interval):
         self.log = BlockLog()
-        self.checkpoints = StateCheckpoints(range(NUM_SEQUENCES, NUM_SEQUENCES + num_checkpoints), self.log)
+        slots = range(NUM_SEQUENCES, NUM_SEQUENCES + num_checkpoints)
+        self.checkpoints = StateCheckpoints(slots, self.log, interval=interval)
         index = PrefixIndex(self.log, self.checkpoints)
         allocator = BlockAllocator(num_blocks, BLOCK_SIZE, index, num_state_slots=NUM_SEQUENCES)
         self.set_up(allocator, with_mtp, chunk_len)

@@ -63,7 +63,7 @@ class Table:
         for at in range(num_decode):
             self.beat(f"d{at}")
 
-    def beat(self, worker_id, *, epoch=1, paths=(), steps=None, state=None, with_checkpoints=False, **inventory):
+    def beat(self, worker_id, *, epoch=1, paths=(), steps=None, state=None, naming=None, **inventory):
         role = "prefill" if worker_id[0] == "p" else "decode"
         message = worker_pb2.WorkerState(
             worker_id=worker_id,
@@ -77,8 +77,7 @@ class Table:
             kv_bytes_per_position=1000.0,
             inventory=worker_pb2.Inventory(**{"num_blocks": 100, "num_blocks_free": 100, **inventory}),
         )
-        naming = worker_pb2.PrefixNaming(model="m", block_size=BLOCK, with_checkpoints=with_checkpoints)
-        message.prefix_naming.CopyFrom(naming)
+        message.prefix_naming.CopyFrom(worker_pb2.PrefixNaming(model="m", block_size=BLOCK, **(naming or {})))
         if role == "prefill":
             message.inventory.transfer.paths.extend(paths)
         for name, value in (state or {}).items():
@@ -343,7 +342,7 @@ def test_a_policy_that_does_not_exist_is_refused():
 def test_of_a_model_with_state_a_prefix_counts_up_to_its_deepest_checkpoint():
     table = Table(2, 1)
     for name in ("p0", "p1"):
-        table.beat(name, with_checkpoints=True)
+        table.beat(name, naming={"with_checkpoints": True})
     names = names_of(PROMPT)
     table.cache("p0", names)
     assert table.policy.cached_len(table.members.live("prefill"), [], request()) == 0, "rows alone are of no use"
@@ -354,7 +353,7 @@ def test_of_a_model_with_state_a_prefix_counts_up_to_its_deepest_checkpoint():
 
 def test_of_a_model_with_state_checkpoints_are_expected_where_a_prompt_will_leave_them():
     table = Table(1, 1)
-    table.beat("p0", with_checkpoints=True)
+    table.beat("p0", naming={"with_checkpoints": True})
     assert table.pick().expected_cached_len == 0
     last = (len(PROMPT) - 1 - TURN_LEN) // BLOCK
     assert table.pick().expected_cached_len == last * BLOCK
@@ -363,3 +362,13 @@ def test_of_a_model_with_state_checkpoints_are_expected_where_a_prompt_will_leav
     assert table.pick(request((*PROMPT[: 6 * BLOCK], 7, 8))).expected_cached_len == 6 * BLOCK, "the third finds them"
     table.clock.advance(1e6)
     assert table.pick().expected_cached_len == 0, "they never came"
+
+
+def test_at_an_interval_checkpoints_are_expected_on_the_way_too():
+    table = Table(1, 1)
+    table.beat("p0", naming={"with_checkpoints": True, "checkpoint_interval": 8 * BLOCK})
+    long = tuple(range(1000, 1000 + 40 * BLOCK))
+    assert table.pick(request(long)).expected_cached_len == 0
+    for shared, found in ((7, 0), (8, 8), (23, 16), (30, 24)):
+        other = request((*long[: shared * BLOCK], *range(5 * BLOCK)))
+        assert table.policy.cached_len(table.members.live("prefill"), [], other) == found * BLOCK

@@ -28,9 +28,10 @@ STEP_S = 0.05
 class Worker:
     """A scheduler, and the steps of a worker that ends a prompt with its first token."""
 
-    def __init__(self, num_checkpoints, num_blocks):
+    def __init__(self, num_checkpoints, num_blocks, interval):
         self.log = BlockLog()
-        checkpoints = StateCheckpoints(range(NUM_SLOTS, NUM_SLOTS + num_checkpoints), self.log)
+        slots = range(NUM_SLOTS, NUM_SLOTS + num_checkpoints)
+        checkpoints = StateCheckpoints(slots, self.log, interval=interval)
         index = PrefixIndex(self.log, checkpoints)
         allocator = BlockAllocator(num_blocks, BLOCK, index, num_state_slots=NUM_SLOTS)
         self.scheduler = Scheduler(allocator, num_slots=NUM_SLOTS)
@@ -75,13 +76,13 @@ class Clients:
         return self._rng.choice(self._asked[-12:])
 
 
-def run(num_requests, *, num_checkpoints, num_blocks, steps_between):
+def run(num_requests, *, num_checkpoints, num_blocks, steps_between, interval):
     """(predicted, found) tokens of each request; a log's changes are heard a step late."""
     table, clients = Table(3, 1), Clients(num_requests)
-    workers = {}
+    workers, naming = {}, {"with_checkpoints": True, "checkpoint_interval": interval}
     for at in range(3):
-        table.beat(f"p{at}", with_checkpoints=True)
-        workers[f"p{at}"] = Worker(num_checkpoints, num_blocks)
+        table.beat(f"p{at}", naming=naming)
+        workers[f"p{at}"] = Worker(num_checkpoints, num_blocks, interval)
     asked = []
     for at in range(num_requests):
         request = GenerationRequest(
@@ -98,7 +99,7 @@ def run(num_requests, *, num_checkpoints, num_blocks, steps_between):
                     assert table.index.apply(table.incarnation(name), change)
             table.clock.advance(STEP_S)
             for name in workers:
-                table.beat(name, with_checkpoints=True)
+                table.beat(name, naming=naming)
     while any(worker.scheduler.sequences() for worker in workers.values()):
         for worker in workers.values():
             worker.step()
@@ -107,9 +108,19 @@ def run(num_requests, *, num_checkpoints, num_blocks, steps_between):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("num_checkpoints", "num_blocks", "steps_between"), [(256, 8192, 1), (24, 8192, 1), (24, 400, 1), (24, 400, 4)]
+    ("num_checkpoints", "num_blocks", "steps_between", "interval"),
+    [
+        (256, 8192, 1, 0),
+        (24, 8192, 1, 0),
+        (24, 400, 1, 0),
+        (24, 400, 4, 0),
+        (1024, 8192, 1, 128),
+        (96, 8192, 1, 128),
+        (48, 400, 4, 128),
+    ],
 )
-def test_what_is_predicted_is_found(num_checkpoints, num_blocks, steps_between):
-    made = run(1000, num_checkpoints=num_checkpoints, num_blocks=num_blocks, steps_between=steps_between)
+def test_what_is_predicted_is_found(num_checkpoints, num_blocks, steps_between, interval):
+    options = {"num_blocks": num_blocks, "steps_between": steps_between, "interval": interval}
+    made = run(1000, num_checkpoints=num_checkpoints, **options)
     assert sum(found > 0 for _, found in made) > 500
-    assert sum(predicted == found for predicted, found in made) >= (1000 if num_checkpoints == 256 else 990)
+    assert sum(predicted == found for predicted, found in made) >= (1000 if num_checkpoints >= 256 else 990)
