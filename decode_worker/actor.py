@@ -3,6 +3,7 @@
 import logging
 import os
 
+from baton.core import garbage
 from baton.core.config import WorkerConfig
 from baton.decode_worker.node import DecodeNode, DecodeRank
 from baton.worker.rank import RankPlace, RankStarter, RankThread
@@ -21,6 +22,7 @@ class DecodeActorShell:
 
     def __init__(self, config: WorkerConfig, starter: RankStarter | None = None) -> None:
         self._node = DecodeNode(config, _end_process, starter)
+        garbage.begin_to_serve()
 
     def ready(self) -> dict[str, object]:
         """Identity of this incarnation: worker_id, address, kv_address, epoch, pid."""
@@ -40,6 +42,7 @@ class DecodeRankShell:
 
     def __init__(self, config: WorkerConfig, rank_place: RankPlace) -> None:
         rank = DecodeRank(config, rank_place)
+        garbage.begin_to_serve()
         self._thread = RankThread(rank.run, rank.channel, _end_process)
         self._thread.start()
 

@@ -3,6 +3,7 @@
 import logging
 import os
 
+from baton.core import garbage
 from baton.core.config import WorkerConfig
 from baton.prefill_worker.node import PrefillNode, PrefillRank
 from baton.worker.rank import RankPlace, RankStarter, RankThread
@@ -21,6 +22,7 @@ class PrefillActorShell:
 
     def __init__(self, config: WorkerConfig, starter: RankStarter | None = None) -> None:
         self._node = PrefillNode(config, _end_process, starter)
+        garbage.begin_to_serve()
 
     def ready(self) -> dict[str, object]:
         """Identity of this incarnation: worker_id, address, kv_address, epoch, pid."""
@@ -40,6 +42,7 @@ class PrefillRankShell:
 
     def __init__(self, config: WorkerConfig, rank_place: RankPlace) -> None:
         rank = PrefillRank(config, rank_place)
+        garbage.begin_to_serve()
         self._thread = RankThread(rank.run, rank.channel, _end_process)
         self._thread.start()
 

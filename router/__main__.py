@@ -7,7 +7,6 @@ error's JSON, and exit code 3.
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any
 
 import uvloop
 
+from baton.core import garbage
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError
 from baton.core.files import raise_file_limit
@@ -39,7 +39,6 @@ from baton.router.server import RouterConfig, RouterServer
 
 EXIT_OK = 0
 EXIT_PRECONDITION = 3
-GC_THRESHOLD = 20_000  # objects made and not freed between two collections
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -105,9 +104,7 @@ async def serve(options: argparse.Namespace, ending: "ProcessEnd") -> None:
     await router.start()
     router.warm_up()
     shed = asyncio.create_task(admission.watch(router.metrics))
-    # A stream is a few hundred objects: as many as there are streams would be looked at again and again.
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, 10, 20)
+    garbage.begin_to_serve()
     try:
         ports = {"grpc_port": router.port}
         if config.security.admin_port is not None:

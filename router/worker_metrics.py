@@ -150,6 +150,12 @@ WORKER_METRICS: Final = (
         lambda its: its.held.grammar_seconds,
     ),
     WorkerMetric(
+        _Counter,
+        "gc_seconds",
+        "Time in which Python's garbage collector stopped a worker, since it is ready",
+        lambda its: its.held.gc_seconds,
+    ),
+    WorkerMetric(
         _Gauge, "kv_cache_usage", "Share of a worker's KV blocks that are held", lambda its: kv_cache_usage(its.held)
     ),
     WorkerMetric(

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from baton.core import garbage
 from baton.core.clock import clock_id
 from baton.core.config import WorkerConfig
 from baton.core.numerics import Numerics, Quantization
@@ -159,6 +160,7 @@ def engine_inventory(
         num_prefix_hits=scheduler.num_prefix_hits,
         prefill_pace=pace_to_proto(engine.pace),
         experts=balance_to_proto(engine.runner.balancer),
+        gc_seconds=garbage.collected_s(),
     )
 
 

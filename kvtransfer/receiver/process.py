@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 
+from baton.core import garbage
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError, PortInUse
 from baton.core.telemetry.logs import configure_inherited
@@ -74,6 +75,7 @@ def main() -> int:
     except BatonError as error:
         _say({"error": error.to_wire()})
         return 1
+    garbage.begin_to_serve()
     _say({"address": incarnation.address})
     incarnation.run()
     return 0

@@ -63,6 +63,11 @@ def test_diagnostics_hold_what_they_promise_and_no_secret(runbook, deployment, t
     assert "xyz789" not in text
 
 
+def test_every_worker_process_leaves_out_what_it_loaded_and_counts_what_collections_take(client):
+    """The collection with which it begins to serve is the first that counts."""
+    wait_until(lambda: all(worker.state.inventory.gc_seconds > 0 for worker in client.inventory().workers))
+
+
 def test_diagnostics_that_lack_something_are_partial_and_say_what(runbook, tmp_path):
     done = runbook("collect-diagnostics", "--into", str(tmp_path), "--metrics", "http://127.0.0.1:1/metrics")
     assert done.code == 4
