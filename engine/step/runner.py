@@ -571,6 +571,8 @@ class Runner:
             bits += self._prompt_logprobs(work, inputs, of_prompt.trunk_TD)
             places = inputs.batch
             upon += [inputs.token_ids_T, places.positions_T, places.slots_T, places.block_tables_BM]
+        if self.experts is not None:
+            upon.append(self.experts.map_digests_L)
         packed = torch.cat(ints) if ints else torch.zeros(0, dtype=torch.int64, device=self._pool.device)
         decided = self._decisions.agree(packed, upon)
         return torch.cat([decided, *bits]) if bits else decided

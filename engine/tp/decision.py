@@ -3,8 +3,9 @@
 It holds the number of the decision, a digest of what was decided upon, and what was decided (accepted lengths, tokens,
 the next draft). Every rank computes all of it by itself; they must be the same, and a rank whose differ must not go on:
 it would decode from KV that does not belong together. The digest covers what ranks know and do not exchange: slots,
-lengths, last tokens, drafts and block tables. It crosses with the communicator, so on a GPU nothing waits for the host
-until the decision is read; there two kernels (`kernels.sampling.decision`) make it and compare it.
+lengths, last tokens, drafts, block tables, and where experts lie that may move. It crosses with the communicator, so on
+a GPU nothing waits for the host until the decision is read; there two kernels (`kernels.sampling.decision`) make it and
+compare it.
 """
 
 from collections.abc import Sequence

@@ -19,6 +19,7 @@ from baton.engine.step.plan import MoveExperts
 from baton.kernels.copies import host_buffer
 from baton.kernels.moe.expert_map import ExpertMap, first_map
 from baton.kernels.moe.expert_moves import ExpertMoves
+from baton.kernels.moe.expert_slots import ExpertSlots
 from baton.kernels.moe.gemm import Fp8ExpertWeights
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.ops import Experts
@@ -38,6 +39,7 @@ class ExpertExchange:
 
     Attributes:
         maps: of each layer, once all rounds that were given are over.
+        map_digests_L: int64, of the maps in force on the device; ranks whose differ would add up other experts.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ExpertExchange:
         self._on_move = on_move
         self._moving: tuple[MoveExperts, ExpertMoves] | None = None  # the round that was given last
         self._device = layers[0].experts.down_EDI.device
+        self.map_digests_L = torch.cat([_slots_of(layer).digest() for layer in layers])
         self._staged_SX = torch.empty(held.count, _most_bytes(layers), dtype=torch.uint8, device=self._device)
 
     @classmethod
@@ -96,6 +99,7 @@ class ExpertExchange:
                 self._cross(layer.experts, moves, plan.round)
             if is_last:
                 self._put_in_force(layer, moves, plan.experts)
+                self.map_digests_L[plan.layer : plan.layer + 1] = _slots_of(layer).digest()
 
         self._on_move()
         return self._executor.run(exchange)
@@ -118,7 +122,6 @@ class ExpertExchange:
                 self._staged(slot, own_X.numel()).copy_(all_RX[rank])
 
     def _put_in_force(self, layer: SparseMLP, moves: ExpertMoves, experts: ExpertMap) -> None:
-        assert layer.slots is not None
         first, changed = self._held.first, [slot for slot in moves.taken if self._is_own(slot)]
         for slot, source in moves.copied.items():  # of weights as they were until now
             if self._is_own(slot):
@@ -130,7 +133,7 @@ class ExpertExchange:
             staged_X = self._staged(slot, sum(part.numel() for part in parts))
             for part, values in zip(parts, staged_X.split([part.numel() for part in parts]), strict=True):
                 part.copy_(values)
-        layer.slots.put(experts)
+        _slots_of(layer).put(experts)
 
     def _staged(self, slot: int, num_bytes: int) -> torch.Tensor:
         return self._staged_SX[slot - self._held.first, :num_bytes]
@@ -139,7 +142,7 @@ class ExpertExchange:
         return self._held.first <= slot < self._held.first + self._held.count
 
     def _loads(self) -> torch.Tensor:
-        return torch.cat([layer.slots.load_E for layer in self._layers if layer.slots is not None])
+        return torch.cat([_slots_of(layer).load_E for layer in self._layers])
 
 
 def exchange_bytes(model: Model) -> int:
@@ -158,6 +161,11 @@ def _moving(model: Model) -> list[SparseMLP]:
 def _most_bytes(layers: Sequence[SparseMLP]) -> int:
     """Of an expert of any layer."""
     return max(sum(part.numel() for part in _parts_of(layer.experts, 0)) for layer in layers)
+
+
+def _slots_of(layer: SparseMLP) -> ExpertSlots:
+    assert layer.slots is not None
+    return layer.slots
 
 
 def _held(layer: SparseMLP) -> HeldExperts:

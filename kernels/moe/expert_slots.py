@@ -16,6 +16,7 @@ import torch
 from baton.kernels.copies import to_device
 from baton.kernels.moe.expert_map import ExpertMap, first_map
 from baton.kernels.moe.held_experts import HeldExperts
+from baton.kernels.sampling.decision_reference import digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class ExpertSlots:
             slots[expert].append(slot)
         _write(self._slot_EC, [its + [its[0]] * (most - len(its)) for its in slots])
         _write(self._num_copies_E, [len(its) for its in slots])
+
+    def digest(self) -> torch.Tensor:
+        """64 bits of both tables, as they lie on the device: int64 [1]."""
+        return digest([self._slot_EC, self._num_copies_E], self._slot_EC.device)
 
     def place(self, expert_TK: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
         """Slots, int64 [T, K], of choices, int32 or int64 [T, K], which are counted."""

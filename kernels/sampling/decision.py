@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.sampling.decision_reference import DIVERGED, HEAD_LEN, WEIGHT
+from baton.kernels.sampling.decision_reference import DIVERGED, HEAD_LEN, MAX_STATE, WEIGHT
 
-MAX_STATE = 6
 FIRST = 512  # words of each tensor that are loaded before any is used
 ROWS = 8  # times as many at once, of longer tensors
 COMPARED = 1024
@@ -33,7 +32,7 @@ def pack(values: torch.Tensor, state: Sequence[torch.Tensor], number: int) -> tu
 
     Args:
         values: int64 that fit in 31 bits.
-        state: at most 6 tensors of integers; one that is neither contiguous nor 1-D costs a copy.
+        state: at most MAX_STATE tensors of integers; one that is neither contiguous nor 1-D costs a copy.
         number: of the decision, 31 bits.
     """
     assert len(state) <= MAX_STATE
@@ -133,6 +132,18 @@ def _pack_kernel(
     words_5,  # noqa: ANN001
     count_5: tl.int32,
     stride_5: tl.int32,
+    words_6,  # noqa: ANN001
+    count_6: tl.int32,
+    stride_6: tl.int32,
+    words_7,  # noqa: ANN001
+    count_7: tl.int32,
+    stride_7: tl.int32,
+    words_8,  # noqa: ANN001
+    count_8: tl.int32,
+    stride_8: tl.int32,
+    words_9,  # noqa: ANN001
+    count_9: tl.int32,
+    stride_9: tl.int32,
     values,  # noqa: ANN001
     num_values: tl.int32,
     number: tl.int32,
@@ -149,21 +160,35 @@ def _pack_kernel(
     word_3F = _load(words_3, count_3, stride_3, place_F)
     word_4F = _load(words_4, count_4, stride_4, place_F)
     word_5F = _load(words_5, count_5, stride_5, place_F)
+    word_6F = _load(words_6, count_6, stride_6, place_F)
+    word_7F = _load(words_7, count_7, stride_7, place_F)
+    word_8F = _load(words_8, count_8, stride_8, place_F)
+    word_9F = _load(words_9, count_9, stride_9, place_F)
     _pack_values(values, num_values, own, decided, F)
     end_0 = count_0
     end_1 = end_0 + count_1
     end_2 = end_1 + count_2
     end_3 = end_2 + count_3
     end_4 = end_3 + count_4
+    end_5 = end_4 + count_5
+    end_6 = end_5 + count_6
+    end_7 = end_6 + count_7
+    end_8 = end_7 + count_8
     total_F = _weigh(word_0F, place_F) + _weigh(word_1F, end_0 + place_F)
     total_F += _weigh(word_2F, end_1 + place_F) + _weigh(word_3F, end_2 + place_F)
     total_F += _weigh(word_4F, end_3 + place_F) + _weigh(word_5F, end_4 + place_F)
+    total_F += _weigh(word_6F, end_5 + place_F) + _weigh(word_7F, end_6 + place_F)
+    total_F += _weigh(word_8F, end_7 + place_F) + _weigh(word_9F, end_8 + place_F)
     total_F = _add_rest(total_F, words_0, count_0, stride_0, 0, F, R)
     total_F = _add_rest(total_F, words_1, count_1, stride_1, end_0, F, R)
     total_F = _add_rest(total_F, words_2, count_2, stride_2, end_1, F, R)
     total_F = _add_rest(total_F, words_3, count_3, stride_3, end_2, F, R)
     total_F = _add_rest(total_F, words_4, count_4, stride_4, end_3, F, R)
     total_F = _add_rest(total_F, words_5, count_5, stride_5, end_4, F, R)
+    total_F = _add_rest(total_F, words_6, count_6, stride_6, end_5, F, R)
+    total_F = _add_rest(total_F, words_7, count_7, stride_7, end_6, F, R)
+    total_F = _add_rest(total_F, words_8, count_8, stride_8, end_7, F, R)
+    total_F = _add_rest(total_F, words_9, count_9, stride_9, end_8, F, R)
     digest = tl.sum(total_F)
     low, high = digest.to(tl.int32), (digest >> 32).to(tl.int32)
     for message in tl.static_range(2):

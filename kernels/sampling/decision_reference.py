@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 HEAD_LEN: Final = 3  # number, digest in two words
+MAX_STATE: Final = 10  # tensors of the state, of decode rows, chunks and experts; a kernel has arguments for each
 DIVERGED: Final = -1  # neither a token nor a count
 WEIGHT: Final = -7046029254386353131  # 2^64 / golden ratio, odd
 _NUMBERS: Final = 0x7FFFFFFF
@@ -31,10 +32,11 @@ def pack_reference(
 
     Args:
         values: int64 that fit in 31 bits.
-        state: integer tensors.
+        state: at most MAX_STATE integer tensors.
         number: of the decision, 31 bits.
         weights_N: as in `digest`.
     """
+    assert len(state) <= MAX_STATE
     number_1 = torch.full((1,), number, dtype=torch.int32, device=values.device)
     digest_2 = digest(state, values.device, weights_N).view(torch.int32)
     return torch.cat([number_1, digest_2, values.flatten().to(torch.int32)])

@@ -6,14 +6,20 @@ import pytest
 import torch
 
 from baton.core.errors import BatonError, WorkerLost
+from baton.core.requests.sampling import SamplingParams
 from baton.engine.step.executor import ThreadExecutor
 from baton.engine.step.plan import MoveExperts
+from baton.engine.step.runner import Runner
+from baton.engine.tp.decision import Decisions
 from baton.engine.tp.expert_balancer import ExpertBalancer
 from baton.engine.tp.expert_exchange import ExpertExchange
 from baton.kernels.moe.expert_map import balanced_map, first_map, rank_loads
 from baton.kernels.moe.expert_moves import ExpertMoves
 from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
 from baton.kernels.moe.gemm import Fp8ExpertWeights
+from baton.kernels.sampling.decision_reference import MAX_STATE
+from baton.kvcache.pool import KVPool
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.host_guard import guarded, methods_guarded
 from baton.tests.engine.moving_experts import Shuffler, load_options
 from baton.tests.engine.recorder import RecorderBackend
@@ -223,6 +229,57 @@ def test_a_rank_that_fails_in_a_round_ends_what_follows_at_every_rank(failing, t
     found = on_ranks(2, work)
     assert found[failing] is BatonError
     assert found[1 - failing] is WorkerLost
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_rank_whose_experts_lie_elsewhere_must_not_go_on(layer, tiny_checkpoint):
+    """Sums over the ranks would be the same everywhere, and of other experts."""
+    path = tiny_checkpoint(**FAMILIES["qwen3_moe"])
+    maps = (4, 5, 6, 7, 0, 1, 2, 3), (4, 5, 6, 7, 0, 1, 3, 2)
+
+    def work(group):
+        model = load(path, group, **load_options(0))
+        pool = KVPool(model.kv_layout(16), 8, model.device, rank=group.rank, size=group.size)
+        driver = Driver(Runner(model, pool, max_num_seqs=2, num_draft_tokens=0, communicator=group), pool)
+        driver.start(0, [1, 2, 3], SamplingParams(max_tokens=8))
+        exchange, digests = driver.runner.experts, []
+        for experts in (maps[0], first_map(8, 0), maps[group.rank]):
+            digests.append(driver.step((0,)) and exchange.map_digests_L.tolist())
+            move_all(exchange, layer, experts)
+        assert digests[0] == digests[2] != digests[1]
+        assert digests[0][1 - layer] == digests[1][1 - layer]
+        if group.rank == 0:
+            driver.step((0,))
+        else:
+            with pytest.raises(WorkerLost, match="rank 1 of 2 diverged in the state"):
+                driver.step((0,))
+        driver.runner.close()
+
+    on_ranks(2, work)
+
+
+def test_a_step_of_decode_rows_and_chunks_and_moving_experts_decides_upon_all_that_the_kernel_takes(
+    tiny_checkpoint, monkeypatch
+):
+    path, given, agree = tiny_checkpoint(**FAMILIES["qwen3_moe"]), set(), Decisions.agree
+
+    def watched(decisions, values, state=()):
+        given.add(len(state))
+        return agree(decisions, values, state)
+
+    monkeypatch.setattr(Decisions, "agree", watched)
+
+    def work(group):
+        model = load(path, group, **load_options(0))
+        pool = KVPool(model.kv_layout(16), 8, model.device, rank=group.rank, size=group.size)
+        driver = Driver(Runner(model, pool, max_num_seqs=2, num_draft_tokens=0, communicator=group), pool)
+        driver.start(0, [1, 2, 3], SamplingParams(max_tokens=8))
+        driver.place(1, [4, 5, 6], SamplingParams(max_tokens=8))
+        driver.step((0,), chunks=[driver.chunk(1)])
+        driver.runner.close()
+
+    on_ranks(2, work)
+    assert max(given) == MAX_STATE
 
 
 def test_rounds_out_of_order_are_no_exchange(tiny_checkpoint):

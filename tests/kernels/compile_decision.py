@@ -25,7 +25,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 def facts(kernel, pointers, constants, num_warps):
     """Of the binary for these pointers' types; nothing else is specialized on."""
     signature = {
-        name: "constexpr" if name in constants else pointers.get(name, pointers.get(name.rstrip("_012345"), "i32"))
+        name: "constexpr" if name in constants else pointers.get(name, pointers.get(name.rstrip("_0123456789"), "i32"))
         for name in kernel.arg_names
     }
     compiled = triton.compile(

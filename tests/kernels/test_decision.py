@@ -14,6 +14,7 @@ from baton.kernels.sampling.decision import compare, pack, warm_up
 from baton.kernels.sampling.decision_reference import (
     DIVERGED,
     HEAD_LEN,
+    MAX_STATE,
     compare_reference,
     digest,
     message_number,
@@ -56,7 +57,7 @@ def test_a_decode_steps_message_is_the_references(batch):
     assert_packed(values, step_state(batch, 9), message_number(batch))
 
 
-@pytest.mark.parametrize("num_tensors", range(decision.MAX_STATE + 1))
+@pytest.mark.parametrize("num_tensors", range(MAX_STATE + 1))
 def test_any_number_of_tensors_of_any_words(num_tensors):
     generator = torch.Generator().manual_seed(num_tensors)
     for round_ in range(8):
@@ -71,12 +72,12 @@ def test_any_number_of_tensors_of_any_words(num_tensors):
         assert_packed(values, state, 0x7FFFFFFF - round_)
 
 
-@pytest.mark.parametrize("which", range(decision.MAX_STATE))
+@pytest.mark.parametrize("which", range(MAX_STATE))
 def test_long_tensors_end_anywhere(which):
     block = decision.FIRST * decision.ROWS
     generator = torch.Generator().manual_seed(which)
     for count in (decision.FIRST - 1, decision.FIRST, decision.FIRST + 1, decision.FIRST + block + which, 2 * block):
-        state = [torch.arange(3 + index) for index in range(decision.MAX_STATE)]
+        state = [torch.arange(3 + index) for index in range(MAX_STATE)]
         state[which] = words(generator, (count,))
         assert_packed(torch.arange(5), state)
 
@@ -95,9 +96,10 @@ def test_views_that_are_not_contiguous():
 
 
 @pytest.mark.fast
-def test_no_more_than_six_tensors():
+@pytest.mark.parametrize("form", [pack, pack_reference])
+def test_no_form_takes_more_tensors_than_the_kernel_has_arguments_for(form):
     with pytest.raises(AssertionError):
-        pack(torch.arange(3), [torch.arange(2)] * (decision.MAX_STATE + 1), 1)
+        form(torch.arange(3), [torch.arange(2)] * (MAX_STATE + 1), 1)
 
 
 @pytest.mark.fast
@@ -185,4 +187,4 @@ def test_for_hopper_both_compile_without_spills_and_load_at_once():
         assert facts["registers"] <= 128, name  # 16 warps on one multiprocessor
         assert facts["barriers"] == 2, name  # of one sum over the program
         assert facts["atomics"] == 0, name
-        assert facts["loads_at_once"] >= (decision.MAX_STATE if name.startswith("pack") else 1), name
+        assert facts["loads_at_once"] >= (MAX_STATE if name.startswith("pack") else 1), name
