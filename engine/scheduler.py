@@ -136,17 +136,23 @@ class Scheduler:
         """Give blocks to the head of the line while there are any: those that are RECEIVING now.
 
         What is computed here, or comes back from host memory, takes its blocks only when a slot is free for it, and is
-        READY then. While it waits for a slot alone, those behind it leave it the blocks that it will need.
+        READY then. While it waits for a slot alone, those behind it leave it the blocks that it will need. What waits
+        for the rank that has its saved KV holds up nobody whom another rank can take.
         """
         granted: list[Sequence] = []
+        closed: set[int] = set()  # ranks with too few blocks for one that is ahead in the line
         num_slots, num_kept = len(self._free_slots) - len(self._ready), 0
         for sequence in tuple(self._line):
             comes_by_transfer = sequence.is_received and not sequence.num_preemptions
             if not comes_by_transfer and num_slots <= 0:
                 num_kept += self.allocator.num_blocks_for(self._start_len(sequence))
                 continue
-            if not self._take_blocks(sequence, num_kept):
-                break
+            owners = [owner for owner in self._owners_for(sequence) if owner not in closed]
+            if not self._take_blocks(sequence, owners, num_kept):
+                closed.update(owners)
+                if len(closed) == len(self.allocators):
+                    break
+                continue
             self._line.remove(sequence)
             if comes_by_transfer:
                 sequence.phase = Phase.RECEIVING
@@ -400,10 +406,13 @@ class Scheduler:
         """Positions that it starts with blocks for."""
         return sequence.step_len if self._overcommit and not sequence.is_protected else sequence.capacity_len
 
-    def _take_blocks(self, sequence: Sequence, num_kept: int) -> bool:
+    def _owners_for(self, sequence: Sequence) -> Iterable[int]:
+        """Ranks that may have its blocks: saved KV comes back to the one that saved it."""
+        return range(len(self.allocators)) if sequence.saved is None else (sequence.owner,)
+
+    def _take_blocks(self, sequence: Sequence, owners: Iterable[int], num_kept: int) -> bool:
         start_len = self._start_len(sequence)
         is_computed_here = sequence.saved is None and (not sequence.is_received or sequence.num_preemptions > 0)
-        owners = range(len(self.allocators)) if sequence.saved is None else (sequence.owner,)
         shared = {owner: self.match(sequence, owner) if is_computed_here else () for owner in owners}
         for owner in sorted(owners, key=lambda owner: self.allocators[owner].num_reserved - len(shared[owner])):
             allocator, num_left = self.allocators[owner], num_kept + self._num_claimed[owner]

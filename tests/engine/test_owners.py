@@ -141,6 +141,43 @@ def test_what_was_saved_comes_back_to_its_rank_and_waits_for_it():
     bench.end(a, b)
 
 
+def test_what_waits_for_its_rank_holds_up_nobody_whom_another_rank_can_take():
+    bench = Pools(num_pools=3, overcommit=True)
+    _, (a, b, c) = bench.owners(8, 8, 8)
+    a.saved = HostRange(0, 2)
+    a.token_ids.append(0)
+    bench.scheduler.preempt(a)()
+    full = bench.allocators[0].reserve((NUM_BLOCKS - 1) * BLOCK_SIZE)  # one is left, and it needs three
+    fits, too_long, short = bench.add("d", 8), bench.add("e", 7 * BLOCK_SIZE), bench.add("f", 1)
+    bench.start()
+    assert (a.phase, fits.phase, fits.owner) == (Phase.WAITING, Phase.RUNNING, 1)
+    assert (too_long.phase, short.phase) == (Phase.WAITING, Phase.WAITING), "no rank has room for it: the line ends"
+    bench.allocators[0].release(full)
+    bench.start()
+    assert (a.phase, a.owner) == (Phase.RUNNING, 0)
+    bench.end(a, b, c, fits, too_long, short)
+
+
+def test_nobody_takes_from_a_rank_what_one_ahead_in_the_line_waits_for_there():
+    bench = Pools(overcommit=True)
+    _, (a, b) = bench.owners(8, 8)
+    a.saved = HostRange(0, 2)
+    a.token_ids.append(0)
+    bench.scheduler.preempt(a)()
+    full = [
+        pool.reserve((pool.num_free - left) * BLOCK_SIZE) for pool, left in zip(bench.allocators, (2, 0), strict=True)
+    ]
+    short = bench.add("c", 1)
+    bench.start()
+    assert (a.phase, short.phase, bench.allocators[0].num_free) == (Phase.WAITING, Phase.WAITING, 2)
+    bench.allocators[1].release(full[1])
+    bench.start()
+    assert (a.phase, short.phase, short.owner) == (Phase.WAITING, Phase.RUNNING, 1)
+    bench.allocators[0].release(full[0])
+    bench.start()
+    bench.end(a, b, short)
+
+
 class Steps:
     """What preemption asks, where no step is in flight."""
 
