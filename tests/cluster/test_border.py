@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
 import types
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from ray._private import services
 
 from baton.cluster.ray import certificates as ray_certificates
 from baton.cluster.ray import private_ray
@@ -258,6 +260,7 @@ def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch, tmp_path)
     monkeypatch.setenv("RAY_USE_TLS", "0")
     monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/an/operators/own")
     monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    popen = services.ConsolePopen
     before, umask = dict(os.environ), os.umask(0o022)
     try:
         with pytest.raises(ZeroDivisionError), private_ray.closed_doors("secret", tmp_path / "tls") as options:
@@ -272,8 +275,11 @@ def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch, tmp_path)
             for name in ray_certificates.TLS_VARIABLES[1:]:
                 file = Path(os.environ[name])
                 assert file.parent == tmp_path / "tls" and file.stat().st_mode & 0o077 == 0
+            with services.ConsolePopen(["cat"], stdin=subprocess.PIPE) as child:
+                assert os.getpgid(child.pid) == child.pid
             raise ZeroDivisionError
         assert dict(os.environ) == before
+        assert services.ConsolePopen is popen
         assert os.umask(umask) == 0o022
     finally:
         os.umask(umask)
