@@ -161,6 +161,7 @@ async def test_other_paths_methods_and_bodies():
         chunked = [f"POST {FAR} HTTP/1.1", json_type, "Transfer-Encoding: chunked"]
         status, _, body = await raw(url, chunked, b"3e9\r\n" + b"x" * 1001 + b"\r\n0\r\n\r\n", is_partial=True)
         assert status == 413
+        assert running.router.metrics.ended_with_errors() == (0, 3), "the client's mistakes"
         status, fields, _ = await post(url, FAR, CHAT, "X-Request-Id: mine")
         assert (status, fields["x-request-id"]) == (200, "mine")
         assert sent_to(running)[0].attempt.request_id.startswith("mine-")
