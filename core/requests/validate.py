@@ -74,7 +74,7 @@ def validate_request(
     for position, token_id in enumerate(prompt_token_ids):
         if not 0 <= token_id < limits.vocab_size:
             message = f"token {token_id} at position {position} is not one of the model's {limits.vocab_size}"
-            raise InvalidRequest(message, field="prompt_token_ids", at=position, value=token_id)
+            raise InvalidRequest(message, field="prompt", at=position, value=token_id)
 
 
 def validate_attempt(request: GenerationRequest, limits: RequestLimits) -> None:

@@ -123,13 +123,13 @@ async def test_what_a_client_can_do_wrong():
         for body in (b"", b"{", b"[]", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 100_000):
             status, _, data = await post(running.url, FAR, body)
             assert (status, data["error"]["type"]) == (400, "invalid_request_error"), body[:40]
-        for prompt in (None, "", [], [[]], [-1], [1 << 40], ["a", 1], [""]):
+        for prompt in (None, "", [], [[]], [-1], [5000], [1 << 40], ["a", 1], [""]):
             status, _, data = await post(running.url, "/v1/completions", {"prompt": prompt})
-            assert status == 400, (prompt, data)
+            assert (status, data["error"]["param"]) == (400, "prompt"), (prompt, data)
         status, _, data = await post(running.url, FAR, CHAT | {"model": "gpt-9"})
         assert (status, data["error"]["code"]) == (404, "model_not_found")
         assert sent_to(running) == [], "nothing was begun"
-        assert running.router.metrics.total("requests_failed") == len(BAD) + 5 + 8 + 1
+        assert running.router.metrics.total("requests_failed") == len(BAD) + 5 + 9 + 1
         status, fields, _ = await post(running.url, FAR, CHAT | {"max_token": 3, "user": "me", "best_of": 1, "a b": 1})
         assert (status, fields["x-baton-ignored"]) == (200, "max_token")
 
