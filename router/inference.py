@@ -129,7 +129,7 @@ def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_
     if isinstance(error, BatonError) and not is_clients(type(error).__name__):
         log.warning("request %s failed at the workers as %s: %s", shown_id, key, shown(error))
     elif error is not None:
-        log.debug("request %s, at the workers %s, ended by its client: %s", shown_id, key, type(error).__name__)
+        log.debug("request %s, at the workers %s, ended by its client: %s", shown_id, key, shown(error))
 
 
 THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thread, so that other streams go on
