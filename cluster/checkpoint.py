@@ -83,7 +83,7 @@ def judge(config: ServeConfig) -> Judgement:
         _judge_files(config, model, found)
     except BatonError as error:
         found.errors.append(error)
-    for check in (_judge_tokenizer, _judge_template):
+    for check in (_judge_tokenizer, _judge_template, _judge_advice):
         _collect(found, check, config, model)
     return found
 
@@ -367,6 +367,12 @@ def _judge_template(config: ServeConfig, model: ModelDirectory) -> str | None:
     if ChatTemplate.load(model.path, config.chat_template) is None:
         return "it has no chat template: HTTP serves completions, and chats with --chat-template"
     return None
+
+
+def _judge_advice(config: ServeConfig, model: ModelDirectory) -> None:
+    from baton.router.openai.advised_sampling import advised_sampling
+
+    advised_sampling(model.path)
 
 
 def _collect(found: Judgement, check: Callable[..., str | None], *arguments: Any) -> None:

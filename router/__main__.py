@@ -31,8 +31,9 @@ from baton.router.access.metrics_port import serve_metrics
 from baton.router.admission import admission
 from baton.router.attempt.migration import MigrationConfig
 from baton.router.metrics import SpanCollector
+from baton.router.openai.advised_sampling import advised_sampling
 from baton.router.openai.chat_template import ChatTemplate
-from baton.router.openai.front import HttpConfig, advised_sampling
+from baton.router.openai.front import HttpConfig
 from baton.router.placement.canary import CanaryConfig
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer

@@ -23,7 +23,6 @@ from baton.core.errors import (
     ModelNotFound,
     Overloaded,
     PromptTooLong,
-    RequestCancelled,
     as_internal,
 )
 from baton.core.requests.answer_structure import MAX_GRAMMAR_BYTES
@@ -41,7 +40,7 @@ from baton.router.admission.admission_queue import AdmissionQueue
 from baton.router.attempt.attempts import Attempts, AttemptsContext
 from baton.router.attempt.choices import Answers, Choices
 from baton.router.attempt.stats import RequestTracing, StreamStats
-from baton.router.metrics import RouterMetrics
+from baton.router.metrics import RouterMetrics, is_clients
 from baton.router.placement.members import DECODE, PREFILL, Members
 from baton.router.placement.policy import Pair, require
 from baton.router.served_model import ServedModel
@@ -117,7 +116,7 @@ def log_request(shown_id: str, tenant: str, times: str, error: BaseException | N
 
 
 def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_sent: bool) -> None:
-    """One line for a request that ended by an error of ours; clients that go away are none.
+    """One line for a request that ended by an error of ours; what clients do wrong, or give up, is none.
 
     Args:
         key: of its first attempt.
@@ -127,10 +126,10 @@ def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_
     """
     if isinstance(error, Overloaded) and not was_sent:
         return
-    if isinstance(error, BatonError) and not isinstance(error, RequestCancelled):
+    if isinstance(error, BatonError) and not is_clients(type(error).__name__):
         log.warning("request %s failed at the workers as %s: %s", shown_id, key, shown(error))
     elif error is not None:
-        log.debug("request %s, at the workers %s, was given up by its client", shown_id, key)
+        log.debug("request %s, at the workers %s, ended by its client: %s", shown_id, key, shown(error))
 
 
 THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thread, so that other streams go on

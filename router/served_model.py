@@ -49,7 +49,7 @@ class ServedModel:
             vocab_size = int((config.get("text_config") or config)["vocab_size"])
         except FileNotFoundError as error:
             raise ModelMissing(f"{path} does not exist", path=str(path)) from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelFileDamaged(f"{path} names no vocab_size: {error!r}", path=str(path)) from error
         source, about = (str(directory), weights), _tokenizer_config(directory)
         if weights == "random" and not (directory / "tokenizer.json").exists():

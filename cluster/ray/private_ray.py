@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,8 +33,9 @@ SETTINGS: Final[Mapping[str, str]] = {
 def closed_doors(token: str, folder: Path) -> Iterator[dict[str, Any]]:
     """What `ray.init(address="local")` is called in; yields more of its options.
 
-    Files that Ray's processes write are readable by this account alone. The token stays known to Ray in this process
-    until `read_settings` is called after the end of it.
+    Files that Ray's processes write are readable by this account alone. Each has a process group of its own: a signal
+    for this process's group (`timeout`, a shell's `kill %1`) is for this process, which lets streams finish first. The
+    token stays known to Ray in this process until `read_settings` is called after the end of it.
 
     Args:
         token: of this Ray; random.
@@ -48,12 +50,16 @@ def closed_doors(token: str, folder: Path) -> Iterator[dict[str, Any]]:
     constants: Any = importlib.import_module("ray._private.ray_constants")
     is_cluster = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
+    services: Any = importlib.import_module("ray._private.services")
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
     umask = os.umask(PRIVATE_UMASK)
     try:
         read_settings()
         yield {"_node_ip_address": LOOPBACK}
     finally:
         os.umask(umask)
+        services.ConsolePopen = popen
         constants.ENABLE_RAY_CLUSTER = is_cluster
         for name, value in before.items():
             if value is None:

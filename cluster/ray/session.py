@@ -1,5 +1,6 @@
 """Connecting to Ray, or starting a private one: versions, environment and ends are decided here."""
 
+import importlib
 import logging
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import socket
 import ssl
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,8 @@ TESTED_RAY = "2.60.0"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's minimum is 75 MiB
 CONNECT_TIMEOUT_S = 5.0
 MAX_STARTS = 3  # of a private Ray, whose head has been seen to hang as it started, without a word
+MAX_SAID_LEN = 500  # the rest is advice, or a traceback, and in Ray's logs
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 VITAL = ("gcs_server", "raylet")
 _HANGS = ("Timed out waiting for file", "timed out during startup")
 _logger = logging.getLogger(__name__)
@@ -66,6 +70,18 @@ def import_ray() -> ModuleType:
     return ray  # type: ignore[no-any-return, unused-ignore]
 
 
+def say_as_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """What Ray tells its driver, as lines of our log. Ray itself would print it on stdout, in colours.
+
+    Args:
+        data: its messages are `lines`.
+        ignore_prefix: of Ray's print.
+    """
+    for message in data["lines"]:
+        text = " ".join(_COLOURS.sub("", str(message)).split())
+        _logger.warning("Ray says: %s", text if len(text) <= MAX_SAID_LEN else f"{text[:MAX_SAID_LEN]}...")
+
+
 class RaySession:
     """This process as a Ray driver, from construction to `close`.
 
@@ -90,6 +106,7 @@ class RaySession:
         # raylet tells its workers its own.
         os.environ[RAYLET_PID] = str(os.getpid())
         self.ray: Any = import_ray()
+        importlib.import_module("ray._private.worker").print_to_stdstream = say_as_log  # type: ignore[attr-defined]
         options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
         if self.is_private:
             options |= {

@@ -55,7 +55,7 @@ def validate_request(
     """
     prompt_len = len(prompt_token_ids)
     if prompt_len == 0:
-        raise EmptyPrompt("the prompt holds no token")
+        raise EmptyPrompt("the prompt holds no token", field="prompt")
     if limits.max_prompt_len is not None:
         _require_len(prompt_len, limits.max_prompt_len, "the prompt", "exceeds this deployment's max_prompt_tokens,")
     _require_len(prompt_len, limits.max_model_len - 1, "the prompt", "leaves no room for an answer within the model's")
@@ -74,7 +74,7 @@ def validate_request(
     for position, token_id in enumerate(prompt_token_ids):
         if not 0 <= token_id < limits.vocab_size:
             message = f"token {token_id} at position {position} is not one of the model's {limits.vocab_size}"
-            raise InvalidRequest(message, field="prompt_token_ids", at=position, value=token_id)
+            raise InvalidRequest(message, field="prompt", at=position, value=token_id)
 
 
 def validate_attempt(request: GenerationRequest, limits: RequestLimits) -> None:

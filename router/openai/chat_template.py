@@ -91,7 +91,7 @@ class ChatTemplate:
             path = Path(__file__).with_name("chatml.jinja") if given == BUILT_IN else Path(given).expanduser()
             try:
                 return cls({"default": path.read_text(encoding="utf-8")}, tokens, tool_call_parser)
-            except (OSError, ValueError, TemplateError) as error:
+            except (OSError, ValueError, RecursionError, TemplateError) as error:
                 raise ConfigInvalid(f"chat_template: {given}: {error}", keys=["chat_template"]) from error
         for name in TEMPLATE_FILES:
             path = directory / name
@@ -101,7 +101,7 @@ class ChatTemplate:
                 sources = _sources(path)
                 if sources:
                     return cls(sources, tokens, tool_call_parser)
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, TemplateError) as error:
                 raise ModelFileDamaged(f"{path} holds no usable chat template: {error}", path=str(path)) from error
         return None
 
@@ -215,7 +215,7 @@ def _special_tokens(directory: Path) -> dict[str, str]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         found = {name: config.get(name) for name in SPECIAL_TOKENS}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

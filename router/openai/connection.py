@@ -2,6 +2,10 @@
 
 uvicorn's parser in C knows none of them. A connection over the number is closed at once with a 503, but first one that
 is idle makes room for it. What is closed is counted, and said no more often than every few seconds.
+
+A reply can be whole before its request is: a refusal of a body that is too long. If the connection ends with it, what
+still comes is read and dropped first, for a while. Closed at once, the kernel would answer it with a reset, and that
+takes the reply from a client that has not read it yet.
 """
 
 import asyncio
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import httptools
 import uvicorn
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as MetricCounter
@@ -63,6 +68,7 @@ async def _disconnected(receive: Receive) -> None:
 
 MAX_HEADER_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
+LINGER_S: Final = 30.0  # as long as a body may take to come
 SAY_EVERY_S: Final = 10.0
 PLACE: Final = "baton.connection"  # in a scope
 
@@ -77,11 +83,13 @@ class ConnectionLimits:
         max_connections: of all clients together.
         max_header_bytes: of one request's first line and headers.
         head_timeout_s: from the first byte of a request, or the beginning of a connection, to the end of its headers.
+        linger_s: for which a client may go on sending what is dropped, behind the last reply.
     """
 
     max_connections: int
     max_header_bytes: int = MAX_HEADER_BYTES
     head_timeout_s: float = HEAD_TIMEOUT_S
+    linger_s: float = LINGER_S
 
 
 class Connections:
@@ -178,8 +186,9 @@ class Connection(HttpToolsProtocol):
         self._limits = connections.limits
         self._is_in_head = True
         self._has_ended_message = False
-        self._is_refused = False
+        self._is_refused = False  # what comes is dropped
         self._num_head_bytes = 0
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -187,6 +196,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if not self._all.take(self):
             self._refuse(HttpRefusal(503, "too many connections are open", "too_many_connections"))
+            self.end()
             return
         self._all.set_idle(self, is_idle=True)
         self._start_timer()
@@ -194,6 +204,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
         self._stop_timer()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         self._all.drop(self)
         super().connection_lost(exc)
 
@@ -203,6 +215,13 @@ class Connection(HttpToolsProtocol):
         self._all.drop(self)
         self.transport.close()
 
+    def close(self) -> None:
+        """Close it behind a reply, when the client has sent all of what is replied to or `linger_s` have passed."""
+        if self._is_in_head:
+            self.transport.close()
+        else:
+            self._linger()
+
     def data_received(self, data: bytes) -> None:
         """Count what comes before a request's headers are whole."""
         if self._is_refused:
@@ -210,7 +229,7 @@ class Connection(HttpToolsProtocol):
         if self._is_in_head:
             self._start_timer()
         self._has_ended_message = False
-        super().data_received(data)
+        self._parse(data)
         if not self._is_in_head or self._is_refused or self.transport.is_closing():
             return
         # A message that ended in these bytes leaves it open how many are the next one's: none are counted.
@@ -218,12 +237,24 @@ class Connection(HttpToolsProtocol):
         if self._num_head_bytes > self._limits.max_header_bytes:
             self._refuse_head()
 
+    def _parse(self, data: bytes) -> None:
+        """As uvicorn's, which logs a line for whatever is no HTTP and says so in plain text."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # to a protocol that is not served: the request is answered as any other
+        except httptools.HttpParserError:
+            self._all.note("no_http")
+            self._refuse(HttpRefusal(400, "what came is no HTTP request", "invalid_http"))
+
     def on_message_begin(self) -> None:
         """A request has begun."""
         super().on_message_begin()
         scope: Scope = self.scope  # type: ignore[assignment]
         scope[PLACE] = self
-        self._all.set_idle(self, is_idle=False)
+        if not self._is_refused:
+            self._all.set_idle(self, is_idle=False)
 
     def on_headers_complete(self) -> None:
         """The headers are whole: begin, unless they are too long in all."""
@@ -236,6 +267,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
             return
         super().on_headers_complete()
+        self.cycle.transport = _Transport(self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         """More of a body."""
@@ -251,6 +283,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The reply is whole."""
+        if self._is_refused:
+            return
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
             self._all.set_idle(self, is_idle=True)
@@ -273,11 +307,25 @@ class Connection(HttpToolsProtocol):
         self._refuse(HttpRefusal(431, f"the headers have more than {limit} bytes", "headers_too_large"))
 
     def _refuse(self, refusal: HttpRefusal) -> None:
-        self._is_refused = True
         self._stop_timer()
-        self._all.drop(self)
+        if self._is_replying:  # to an earlier request, into whose reply this one would go
+            self.end()
+            return
         self.transport.write(error_bytes(refusal))
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Drop what comes until the client ends; meanwhile the connection is one that makes room for others."""
+        self._is_refused = True
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._all.set_idle(self, is_idle=True)
+        self._linger_timer = self.loop.call_later(self._limits.linger_s, self.transport.close)
+
+    @property
+    def _is_replying(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _start_timer(self) -> None:
         if self._head_timer is None:
@@ -290,10 +338,30 @@ class Connection(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._head_timer = None
-        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+        if self.transport.is_closing() or self._is_replying:
             return
         self._all.note("slow_headers")
         self._refuse(HttpRefusal(408, "the headers were not whole in time", "request_timeout"))
+        self.end()
+
+
+class _Transport:
+    """What a reply is written to: it closes as its connection does."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        """Send it."""
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        """See `Connection.close`."""
+        self._connection.close()
 
 
 BACKLOG: Final = 2048

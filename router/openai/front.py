@@ -1,16 +1,14 @@
 """What the endpoints share: who generates, by which tokenizer and template, and the limits of HTTP."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.core.errors import ModelFileDamaged, PermissionDenied, as_internal
+from baton.core.errors import PermissionDenied, as_internal
 from baton.proto import inference_pb2
 from baton.proto.roles import ALLOWED, require_roles
 from baton.router.access.api_keys import Principal
@@ -108,7 +106,6 @@ def num_header_bytes(scope: Scope) -> int:
 
 
 MAX_BODY_BYTES: Final = 16 << 20
-_DEFAULTS: Final = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,20 +168,3 @@ class Front:
     operators: Authenticator
     reader: "BodyReader"
     now_unix_s: Callable[[], float] = time.time
-
-
-def advised_sampling(directory: Path) -> dict[str, Any]:
-    """What a model's generation_config.json advises, as vLLM does by default.
-
-    Raises:
-        ModelFileDamaged: the file is there and cannot be read as what it should be.
-    """
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        values = {name: kind(found[name]) for name, kind in _DEFAULTS.items() if found.get(name) is not None}
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise ModelFileDamaged(f"{path} holds no usable sampling values: {error}", path=str(path)) from error
-    return values

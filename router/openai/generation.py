@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import BatonError, as_internal
+from baton.core.errors import BatonError, InvalidRequest, as_internal
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
 from baton.core.telemetry.span import HEADER, INCOMING
@@ -176,7 +176,11 @@ class GenerationEndpoint(Generic[Body]):
 
     async def _fail(self, where: str, error: Exception, reply: Reply) -> None:
         """Count and say it; not where it was raised: the error knows that frame, and a name there makes a cycle."""
-        typed = error if isinstance(error, HttpRefusal) else as_internal(where, error)
+        if isinstance(error, HttpRefusal):  # of a body: the client's mistake
+            self.front.metrics.requests_failed.labels(InvalidRequest.__name__).inc()
+            await reply.fail(error)
+            return
+        typed = as_internal(where, error)
         self.front.metrics.requests_failed.labels(type(typed).__name__).inc()
         await reply.fail(typed)
 

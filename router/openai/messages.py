@@ -421,6 +421,6 @@ def _tool_use(id_: str, function: Data) -> Data:
     """A call whose arguments the answer's end has cut is shown with none."""
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = {}
     return {"type": "tool_use", "id": id_, "name": function["name"], "input": arguments}

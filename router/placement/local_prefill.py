@@ -40,6 +40,7 @@ class LocalPrefill:
         self.mode = mode
         self.choices: Counter[tuple[str, str]] = Counter()  # attempts, by path and reason
         self.is_only_way = False
+        self._has_prefill = False  # some worker was one
 
     def able(
         self, decode: Sequence[Member], excluded: Set[tuple[Incarnation, Incarnation]] = frozenset()
@@ -65,6 +66,7 @@ class LocalPrefill:
         request: GenerationRequest | None = None,
     ) -> list[Member]:
         """Decode workers of which one must compute the prompt; empty if a prefill worker may."""
+        self._has_prefill = self._has_prefill or bool(prefill)
         if prefill and (self.mode != ALWAYS or _is_split_only(request)):
             return []
         return self.able(decode, excluded)
@@ -91,7 +93,7 @@ class LocalPrefill:
     def chosen(self, path: str, reason: str) -> None:
         """An attempt goes this way."""
         self.choices[path, reason] += 1
-        if reason == ONLY_WAY and not self.is_only_way:
+        if reason == ONLY_WAY and not self.is_only_way and self._has_prefill:  # else it is meant: --prefill 0
             log.warning("no prefill worker takes requests: decode workers compute prompts until one does")
         self.is_only_way = reason == ONLY_WAY
 

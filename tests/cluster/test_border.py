@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
 import types
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import grpc
 import pytest
+from ray._private import services
+from ray._private import worker as ray_worker
 
 from baton.cluster.ray import certificates as ray_certificates
 from baton.cluster.ray import private_ray
@@ -129,6 +132,20 @@ def test_a_head_that_hangs_is_started_again_and_not_for_ever(monkeypatch, tmp_pa
     again = len(begun) - 1
     assert ended == [(False, False, True)] * num_hangs
     assert caplog.text.count("is started again") == again
+
+
+def test_what_ray_says_is_a_line_of_our_log(monkeypatch, tmp_path, caplog, capsys):
+    its_own = ray_worker.print_to_stdstream
+    monkeypatch.setattr(ray_worker, "print_to_stdstream", its_own)  # put back behind the test
+    fake = types.SimpleNamespace(init=lambda **options: None, cluster_resources=dict)
+    monkeypatch.setattr(ray_session, "import_ray", lambda: fake)
+    ray_session.RaySession("local", namespace="n", temp_dir=tmp_path, num_gpus=None)
+    text = "\x1b[33m(raylet)\x1b[0m it failed:\nTraceback\n  File"
+    ray_worker.print_to_stdstream({"lines": [text, "x" * 9999], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "Ray says: (raylet) it failed: Traceback File"
+    assert len(second) < 600 and second.endswith("x...")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_ray_without_a_version_or_that_cannot_be_loaded(monkeypatch):
@@ -258,6 +275,7 @@ def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch, tmp_path)
     monkeypatch.setenv("RAY_USE_TLS", "0")
     monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/an/operators/own")
     monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    popen = services.ConsolePopen
     before, umask = dict(os.environ), os.umask(0o022)
     try:
         with pytest.raises(ZeroDivisionError), private_ray.closed_doors("secret", tmp_path / "tls") as options:
@@ -272,8 +290,11 @@ def test_what_a_private_ray_is_started_with_is_taken_back(monkeypatch, tmp_path)
             for name in ray_certificates.TLS_VARIABLES[1:]:
                 file = Path(os.environ[name])
                 assert file.parent == tmp_path / "tls" and file.stat().st_mode & 0o077 == 0
+            with services.ConsolePopen(["cat"], stdin=subprocess.PIPE) as child:
+                assert os.getpgid(child.pid) == child.pid
             raise ZeroDivisionError
         assert dict(os.environ) == before
+        assert services.ConsolePopen is popen
         assert os.umask(umask) == 0o022
     finally:
         os.umask(umask)

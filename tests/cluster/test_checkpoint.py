@@ -10,9 +10,12 @@ import pytest
 from baton.cluster import checkpoint, cli
 from baton.cluster.resolve import find_model
 from baton.core.config import ServeConfig
-from baton.core.errors import ModelUnsupported
+from baton.core.errors import ModelFileDamaged, ModelUnsupported
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
+from baton.router.openai.advised_sampling import advised_sampling
+from baton.router.openai.chat_template import ChatTemplate
+from baton.router.served_model import ServedModel
 from baton.tests.model.deepseek_checkpoints import deepseek_config
 
 pytestmark = pytest.mark.fast
@@ -309,6 +312,29 @@ def run(arguments, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return ended.value.code, *capsys.readouterr()
+
+
+@pytest.mark.long
+def test_what_a_router_cannot_read_is_found_before_it_is_started(tmp_path):
+    number = 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        for text in (
+            *(b"", b"[]", b"{", b"[" * 100_000, b"{{" + b"(" * 100_000, b"\xff"),
+            *(b'{"temperature": -5}', b'{"chat_template": "{{"}'),
+        ):
+            for beside in ({}, {"chat_template.jinja": b"ok"}):
+                path = write_model(tmp_path / str(number := number + 1))
+                for file, data in (beside | {name: text}).items():
+                    (path / file).write_bytes(data)
+                try:
+                    ServedModel.from_directory("m", path)
+                    ChatTemplate.load(path, None)
+                    advised_sampling(path)
+                except ModelFileDamaged as error:
+                    found = [one.fields["path"] for one in judged(path).errors]
+                    assert error.fields["path"] in found, (name, text, beside)
+                else:
+                    assert not judged(path).errors, (name, text, beside)
 
 
 def test_check_prints_all_reasons_and_exits_3(tmp_path, capsys, monkeypatch):

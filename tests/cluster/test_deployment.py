@@ -45,7 +45,7 @@ def model(tmp_path):
 
 @pytest.fixture(autouse=True)
 def workers_find_the_stubs(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 def make(model, prefill=stubs.stub_shell, decode=stubs.stub_shell, **values):
@@ -367,7 +367,7 @@ sys.exit(serve.serve(config, Output(True)))
 def test_a_signal_ends_everything(model, number, while_starting, tmp_path):
     script = textwrap.dedent(SERVE).format(here=str(Path(__file__).parent), model=str(model))
     with (tmp_path / "err").open("wb") as err:
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=err)
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=err, process_group=0)
     assert process.stdout is not None
     if while_starting:
         while b"starting Ray" not in (tmp_path / "err").read_bytes():
@@ -376,8 +376,10 @@ def test_a_signal_ends_everything(model, number, while_starting, tmp_path):
     else:
         assert b'"address"' in process.stdout.readline()
     tree = psutil.Process(process.pid).children(recursive=True)
+    if not while_starting:  # it is for this process alone: else Ray would end before the streams do
+        assert [child for child in tree if os.getpgid(child.pid) == process.pid] == []
     directory = directory_of(tree)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     assert process.wait(30) == (1 if while_starting else 0), (tmp_path / "err").read_text()
     assert process.stdout.read() == b""
     process.stdout.close()

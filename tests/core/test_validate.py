@@ -76,5 +76,5 @@ def test_empty():
 def test_tokens_outside_the_vocabulary_are_named(token):
     with pytest.raises(InvalidRequest) as caught:
         validate_request([0, 49, token], SamplingParams(max_tokens=1), LIMITS)
-    assert caught.value.fields == {"field": "prompt_token_ids", "at": 2, "value": token}
+    assert caught.value.fields == {"field": "prompt", "at": 2, "value": token}
     assert type(from_wire(caught.value.to_wire())) is InvalidRequest

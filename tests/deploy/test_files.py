@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from baton.core import errors
+from baton.router.metrics import is_clients
 from baton.tests.deploy.files import DEPLOY, dashboard, expressions, groups, rules
 from baton.tests.deploy.promql import parse
 
@@ -58,6 +59,14 @@ def test_errors_that_rules_name_exist():
     for _, _, value in named:
         for name in value.split("|"):
             assert issubclass(getattr(errors, name), errors.BatonError)
+
+
+def test_no_rule_counts_what_clients_do_wrong():
+    selectors = [s for rule in rules() for s in parse(rule["expr"]).selectors]
+    excluded = [m[2] for s in selectors for m in s.matchers if m[:2] == ("error", "!~")]
+    assert excluded
+    for value in excluded:
+        assert set(value.split("|")) == {name for name in vars(errors) if is_clients(name)}
 
 
 def test_panels_have_their_own_place_and_number():

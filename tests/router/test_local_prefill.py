@@ -277,9 +277,22 @@ def test_means_of_late_are_heard_from_sums():
     assert loads.of(table.members._members["p0"]).pace is None
 
 
+def test_that_no_prefill_worker_is_left_is_said_once_where_there_was_one(caplog):
+    table = Deployment(AUTO, num_prefill=1, num_decode=1)
+    local = table.local
+    for _ in range(2):
+        local.required([table.members._members["p0"]], [], frozenset())
+        caplog.clear()
+        for _ in range(2):
+            local.required([], [], frozenset())
+            local.chosen("local", ONLY_WAY)
+        assert len(caplog.records) == 1
+        local.chosen("split", "cheaper")
+
+
 @pytest.mark.parametrize("routing", ["prefix", "least_cost", "round_robin"])
 @pytest.mark.parametrize("mode", MODES)
-def test_without_prefill_workers_it_is_the_only_way(routing, mode):
+def test_without_prefill_workers_it_is_the_only_way(routing, mode, caplog):
     table = Deployment(mode, num_prefill=0, num_decode=2, routing=routing)
     if mode == NEVER:
         with pytest.raises(NoWorker, match="no prefill worker"):
@@ -290,6 +303,7 @@ def test_without_prefill_workers_it_is_the_only_way(routing, mode):
     assert {table.pick(LONG).decode.state.worker_id for _ in range(3)} == {"d0"}
     assert table.local.choices == {("local", ONLY_WAY): 3}
     assert table.local.is_only_way
+    assert not caplog.records, "it is meant"
     with pytest.raises(NoWorker):
         table.pick(excluded={(table.incarnation("d0"), table.incarnation("d0"))})
     table.say("p0")

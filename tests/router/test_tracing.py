@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from baton.client import AsyncBatonClient
-from baton.core.errors import Overloaded, TransferFailed, WorkerLost
+from baton.core.errors import InvalidGrammar, Overloaded, TransferFailed, WorkerLost
 from baton.core.requests.sampling import SamplingParams
 from baton.core.telemetry.span import SpanBatch
 from baton.router.attempt import stats
@@ -88,6 +88,16 @@ async def test_a_request_that_fails_says_why_in_its_span_and_in_the_log(kept, ca
     [line] = [record for record in caplog.records if "failed at the workers" in record.message]
     assert prefill[0].request.attempt.request_id in line.message
     assert "Overloaded: no room" in line.message
+
+
+async def test_a_client_whose_mistake_a_worker_finds_writes_no_log(caplog):
+    async with cluster() as running:
+        running.script.prefill_error = InvalidGrammar("no type objekt")
+        with pytest.raises(InvalidGrammar):
+            await ask(running)
+        await running.idle()
+        assert running.router.metrics.ended_with_errors() == (0, 1)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_a_request_that_is_refused_has_no_span(kept):

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import ConfigInvalid, InvalidRequest, ModelFileDamaged
+from baton.router.openai.advised_sampling import advised_sampling
 from baton.router.openai.chat_template import ChatTemplate
-from baton.router.openai.front import advised_sampling
 from baton.tests.e2e.conftest import TINY
 
 HI = [{"role": "user", "content": "hi"}]
@@ -142,7 +142,10 @@ def test_values_that_a_models_makers_advise(tmp_path):
         '{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": null, "do_sample": true, "eos_token_id": [1]}'
     )
     assert advised_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    for text in ("[]", "{", '{"temperature": "warm"}'):
+    path.write_text('{"top_k": -1, "temperature": 0}')
+    assert advised_sampling(tmp_path) == {"temperature": 0.0, "top_k": 0}
+    wrong = ('"temperature": -5', '"temperature": NaN', '"top_p": 0', '"top_k": -2', '"repetition_penalty": 0')
+    for text in ("[]", "{", '{"temperature": "warm"}', *(f"{{{one}}}" for one in wrong)):
         path.write_text(text)
         with pytest.raises(ModelFileDamaged):
             advised_sampling(tmp_path)

@@ -1,6 +1,7 @@
 """What a connection may take: header bytes, time, and a place among so many."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 import pytest
@@ -30,9 +31,9 @@ async def app(scope, receive, send):
 
 
 @asynccontextmanager
-async def listening(**limits):
+async def listening(serves=app, **limits):
     connections = Connections(ConnectionLimits(**({"max_connections": 8} | limits)))
-    server = HttpServer(app, connections)
+    server = HttpServer(serves, connections)
     await server.start("127.0.0.1", 0)
     opened = []
 
@@ -135,3 +136,85 @@ async def test_one_principal_has_so_many_of_them():
                 await asyncio.sleep(0.01)
         third, _ = await dial(b"GET /own/a HTTP/1.1\r\n\r\n")
         assert await status_of(third) == 200
+
+
+async def early(scope, receive, send):
+    """Replies before any of the body has been read."""
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST / HTTP/1.0\r\ncontent-length: 8000000\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nconnection: close\r\ncontent-length: 8000000\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n7a1200\r\n", 413),
+        (b"POST / HTTP/1.1\r\nx: ", 431),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    ],
+)
+async def test_a_reply_reaches_a_client_that_sends_all_before_it_reads(head, status):
+    async with listening(early) as (dial, connections):
+        reader, writer = await dial(head)
+        for _ in range(8):
+            writer.write(b"a" * 1_000_000)
+            async with asyncio.timeout(20):
+                await writer.drain()
+        assert await status_of(reader) == status
+        assert await ended(reader) == b""
+        writer.close()
+        async with asyncio.timeout(20):
+            while connections._open:
+                await asyncio.sleep(0.01)
+
+
+async def test_one_that_goes_on_sending_behind_its_reply_makes_room_and_is_closed_in_time():
+    request = b"POST / HTTP/1.1\r\nconnection: close\r\ncontent-length: 8000000\r\n\r\n"
+    async with listening(early, max_connections=1) as (dial, connections):
+        first, _ = await dial(request)
+        assert await status_of(first) == 413
+        second, _ = await dial(b"GET / HTTP/1.1\r\n\r\n")
+        assert await status_of(second) == 413
+        assert len(connections._open) == 1
+    async with listening(early, linger_s=0.1) as (dial, connections):
+        reader, _ = await dial(request)
+        assert await status_of(reader) == 413
+        async with asyncio.timeout(20):
+            while connections._open:
+                await asyncio.sleep(0.01)
+
+
+async def test_what_is_no_http_is_said_in_json_and_logged_no_more_often_than_every_few_seconds(caplog):
+    async with listening() as (dial, connections):
+        for data in (
+            b"\x00\x01\x02\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"GET / HTTP/1.1\nhost: x\n\n",
+            b"POST / HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"POST / HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
+        ):
+            reader, writer = await dial(data)
+            head, body = (await ended(reader)).split(b"\r\n\r\n", 1)
+            assert head.startswith(b"HTTP/1.1 400 ")
+            assert json.loads(body)["error"]["code"] == "invalid_http"
+            writer.close()
+        assert connections._closed.labels("no_http")._value.get() == 5
+        assert [record.name for record in caplog.records] == [connection.__name__]
+
+
+async def test_an_upgrade_is_answered_without_it(caplog):
+    async with listening() as (dial, _):
+        for name in (b"h2c", b"websocket"):
+            head = b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: " + name + b"\r\n\r\n"
+            reader, writer = await dial(head)
+            assert await status_of(reader) == 200
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            assert await status_of(reader) == 200
+        assert not caplog.records
+
+
+async def test_garbage_behind_a_request_does_not_go_into_its_reply():
+    async with listening() as (dial, _):
+        reader, _ = await dial(b"GET /slow HTTP/1.1\r\n\r\n\x00\x01")
+        assert await ended(reader) == b""

@@ -123,13 +123,13 @@ async def test_what_a_client_can_do_wrong():
         for body in (b"", b"{", b"[]", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[" * 100_000):
             status, _, data = await post(running.url, FAR, body)
             assert (status, data["error"]["type"]) == (400, "invalid_request_error"), body[:40]
-        for prompt in (None, "", [], [[]], [-1], [1 << 40], ["a", 1], [""]):
+        for prompt in (None, "", [], [[]], [-1], [5000], [1 << 40], ["a", 1], [""]):
             status, _, data = await post(running.url, "/v1/completions", {"prompt": prompt})
-            assert status == 400, (prompt, data)
+            assert (status, data["error"]["param"]) == (400, "prompt"), (prompt, data)
         status, _, data = await post(running.url, FAR, CHAT | {"model": "gpt-9"})
         assert (status, data["error"]["code"]) == (404, "model_not_found")
         assert sent_to(running) == [], "nothing was begun"
-        assert running.router.metrics.total("requests_failed") == len(BAD) + 5 + 8 + 1
+        assert running.router.metrics.total("requests_failed") == len(BAD) + 5 + 9 + 1
         status, fields, _ = await post(running.url, FAR, CHAT | {"max_token": 3, "user": "me", "best_of": 1, "a b": 1})
         assert (status, fields["x-baton-ignored"]) == (200, "max_token")
 
@@ -161,6 +161,7 @@ async def test_other_paths_methods_and_bodies():
         chunked = [f"POST {FAR} HTTP/1.1", json_type, "Transfer-Encoding: chunked"]
         status, _, body = await raw(url, chunked, b"3e9\r\n" + b"x" * 1001 + b"\r\n0\r\n\r\n", is_partial=True)
         assert status == 413
+        assert running.router.metrics.ended_with_errors() == (0, 3), "the client's mistakes"
         status, fields, _ = await post(url, FAR, CHAT, "X-Request-Id: mine")
         assert (status, fields["x-request-id"]) == (200, "mine")
         assert sent_to(running)[0].attempt.request_id.startswith("mine-")

@@ -9,7 +9,7 @@ import pytest
 from baton.core.errors import InvalidRequest, WorkerLost
 from baton.proto import worker_pb2
 from baton.router.attempt.migration import MigrationConfig
-from baton.router.openai import limits
+from baton.router.openai import limits, messages
 from baton.router.openai.body import parse_body
 from baton.router.openai.chats import steps
 from baton.router.openai.messages import CountTokensRequest, MessagesRequest, usage_data
@@ -173,6 +173,11 @@ async def test_calls_are_blocks(step):
         running.script.answer = CALL[:-20]
         cut = await ask(running, **more)
         assert (cut["stop_reason"], cut["content"][0]["input"]) == ("max_tokens", {})
+
+
+@pytest.mark.parametrize("text", ['{"city": ', "[" * 100_000, '{"city": ' + "[" * 100_000])
+def test_arguments_that_break_off_are_none(text):
+    assert messages._tool_use("a", {"name": "weather", "arguments": text})["input"] == {}
 
 
 @pytest.mark.asyncio
