@@ -334,10 +334,10 @@ def test_check_says_that_ranks_hold_whole_experts(capsys, monkeypatch):
             ["--enable-expert-parallel", "--enable-eplb", "--num-redundant-experts", "4"],
             "whole experts that move by load, 4 copies among them, KV",
         ),
-        (["--enable-dp-attention"], "over 2 ranks, each with the KV of its own sequences, KV"),
+        (["--enable-dp-attention"], "over 2 ranks, those of decode workers with the KV of their own sequences, KV"),
         (
             ["--enable-expert-parallel", "--enable-dp-attention"],
-            "each with whole experts, each with the KV of its own sequences, KV",
+            "each with whole experts, those of decode workers with the KV of their own sequences, KV",
         ),
     ):
         code, out, _ = run([*arguments, *more], capsys, monkeypatch)

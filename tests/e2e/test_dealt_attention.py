@@ -5,6 +5,7 @@ one-process engine over ranks that are threads, then decode workers whose ranks 
 """
 
 import itertools
+import time
 from functools import cache, partial
 
 import pytest
@@ -232,11 +233,7 @@ HANDED_ROOM = {  # of each rank's pool; by preemption
     },
 }
 HANDED = list(itertools.product((1, 2, 4), SIZES, ("shm", "raw", "inline"), HANDED_ROOM))
-HANDED_DEFAULT = {
-    (1, 2, "shm", "for want of blocks"),
-    (2, 2, "raw", "computed again"),
-    (1, 2, "inline", "to host memory"),
-}
+HANDED_DEFAULT = {(2, 2, "raw", "computed again"), (1, 2, "inline", "to host memory")}
 
 
 @pytest.fixture(scope="module")
@@ -250,10 +247,11 @@ def handed(model_of, tokenizer):
     return prompts, wanted
 
 
-def check_handed(topology, handed, drafts, *, tag="", **options):
+def check_handed(topology, handed, turns, tag=""):
+    """`turns`: (mode, drafts) one after the other."""
     prompts, wanted = handed
-    for mode, k in itertools.product(MODES, drafts):
-        requests = requests_for(prompts, sampled=MODES[mode], num_drafts=k, tag=f"{tag}{mode}-{k}-", **options)
+    for mode, k in turns:
+        requests = requests_for(prompts, sampled=MODES[mode], num_drafts=k, tag=f"{tag}{mode}-{k}-")
         outcomes = topology.generate(requests)
         assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
         assert [outcome.token_ids for outcome in outcomes] == wanted[mode], (mode, k)
@@ -265,13 +263,42 @@ def check_handed(topology, handed, drafts, *, tag="", **options):
 def test_prompts_that_a_prefill_worker_computes(tp_prefill, tp_decode, data_path, room, processes, handed):
     """Its ranks have each sequence's latents all; of the decode worker's ranks one gets them."""
     is_default = (tp_prefill, tp_decode, data_path, room) in HANDED_DEFAULT
+    turns = [("greedy", 0), ("coupled", 3)] if is_default else itertools.product(MODES, (0, 1, 2, 3))
     options = {"data_path": data_path, "dp_attention": True, "expert_parallel": (False, data_path == "raw")}
     with TPGroupTopology(
         processes, MLA, tp_prefill, tp_decode, chunk_len=32, **options, **HANDED_ROOM[room]
     ) as topology:
-        check_handed(topology, handed, (0, 3) if is_default else (0, 1, 2, 3))
+        check_handed(topology, handed, turns)
         _, decode = topology.inventories()
         assert (decode.num_preemptions > 0) == (room != "stays")
+        topology.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("tp_prefill", "tp_decode", "data_path"),
+    marked([(1, 2, "raw"), (2, 2, "shm"), (2, 4, "raw"), (4, 2, "shm"), (1, 4, "inline")], {(2, 2, "shm")}),
+)
+def test_cancelled_hand_offs_leave_nothing_at_any_rank(tp_prefill, tp_decode, data_path, processes, handed):
+    """Given up before, during and after the push; what follows in the same blocks is right, and found where it is."""
+    prompts, wanted = handed
+    options = {"data_path": data_path, "dp_attention": True, "chunk_len": 16, "num_decode_blocks": 24}
+    with TPGroupTopology(processes, MLA, tp_prefill, tp_decode, **options) as topology:
+        for turn, wait_s in enumerate((0.0, 0.02, 0.1, 0.3)):
+            gone = {"sampled": True, "num_drafts": 2, "max_tokens": 100, "tag": f"gone{turn}-"}
+            started = [topology.start(request) for request in requests_for(prompts, **gone)]
+            time.sleep(wait_s)
+            for running in started:
+                topology.cancel(running)
+        topology.wait_idle()
+        check_handed(topology, handed, [("coupled", 2)], "after-")
+        topology.wait_idle()
+        _, before = topology.inventories()
+        assert before.num_blocks_free == before.num_blocks == 24 * tp_decode
+        requests = requests_for(prompts, sampled=True, num_drafts=2, tag="here-")
+        outcomes = [topology.finish(each) for each in [topology.start(one, local=True) for one in requests]]
+        assert [outcome.token_ids for outcome in outcomes] == wanted["coupled"]
+        _, after = topology.inventories()
+        assert after.num_prefix_hits > before.num_prefix_hits == 0, "what was received is a prefix of what is computed"
         topology.wait_idle()
 
 
