@@ -253,7 +253,7 @@ def resolve_worker(
         raise ConfigInvalid(message, keys=["max_model_len"])
     if config.kernels == "triton" and device == "cpu":
         raise ConfigInvalid("kernels: triton's need a GPU, and workers compute on CPUs", keys=["kernels"])
-    has_owners = config.enable_dp_attention and role == "decode"  # whoever computes prompts alone has all of each
+    has_owners = config.enable_dp_attention and role == "decode"  # prefill ranks share each sequence
     graphs = CudaGraphConfig(mode="off") if has_owners else config.graph_config()
     transfer = transfer_config(config)
     graphs.require_fits(device=device, max_num_seqs=config.max_num_seqs)
