@@ -344,6 +344,22 @@ def test_check_says_that_ranks_hold_whole_experts(capsys, monkeypatch):
         assert (code, expected in " ".join(out.split())) == (0, True)
 
 
+@pytest.mark.parametrize(
+    ("asked", "problems"),
+    [
+        ({"tp_prefill": 2, "tp_decode": 8}, []),
+        ({"tp_prefill": 8, "tp_decode": 8}, ["num_attention_heads = 4 is no multiple of it"]),
+        ({"tp_prefill": 8, "tp_decode": 8, "prefill": 0}, []),
+    ],
+)
+def test_only_decode_workers_have_owners_and_so_whole_attention_at_every_rank(asked, problems, tmp_path):
+    values = deepseek_config("deepseek_v3", 4) | {"head_dim": None, "intermediate_size": 64, "num_attention_heads": 4}
+    path = write_model(tmp_path / "m", **other("DeepseekV3ForCausalLM", model_type="deepseek_v3") | values)
+    found = judged(path, enable_dp_attention=True, load_format="dummy", **asked)
+    assert len(found.errors) == len(problems)
+    assert all(said in error.message for said, error in zip(problems, found.errors, strict=True))
+
+
 def test_serve_refuses_before_anything_starts(tmp_path, capsys, monkeypatch):
     from baton.cluster.commands import serve
 
