@@ -35,7 +35,7 @@ def setting():
         p_epoch = secrets.randbits(64)
         incarnation = IncarnationFile(p_epoch)
         opened.append(incarnation)
-        named = {"incarnation_file": str(incarnation.path), "host_id": host_id(), "data_paths": [data_path]}
+        named = {"incarnation_file": str(incarnation.path), "host_id": host_id(), "data_paths": ["nvlink", "shm"]}
         prefill = ScriptedPrefill(worker.service.address, worker.layout, p_epoch=p_epoch, **named)
         opened.append(prefill)
         prefill.hello(poll=worker.poll)
@@ -84,6 +84,7 @@ def test_a_damaged_frame_is_noticed_in_the_pool_of_the_owner(setting):
     prefill.commit(grant, LEN)
     nack = prefill.wait_for("commit_nack", poll=worker.poll)
     assert [(gap.layer, gap.first, gap.count) for gap in nack.missing] == [(1, 0, LEN)]
+    assert not nack.corrupt_layers, "it was noticed as a frame, where it lies"
     assert worker.find(Completed, KEY) is None
     totals = list(prefill.digests[grant.epoch, grant.incoming_id])
     prefill.frame(grant, 1, 0, LEN)
