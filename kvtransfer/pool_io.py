@@ -268,11 +268,6 @@ class OwnerPoolIO:
         """The pool of each rank."""
         return self._pools
 
-    def write(self, blocks: Blocks, span: KVRange, payload: Bytes, order_block_size: int) -> None:
-        """Put a payload where it belongs."""
-        pool, own = self._of(blocks)
-        pool.write(own, span, payload, order_block_size)
-
     def pieces(self, blocks: Blocks, span: KVRange, order_block_size: int) -> list[memoryview]:
         """Where a payload goes."""
         pool, own = self._of(blocks)
