@@ -1,6 +1,7 @@
 """Transfers into the pool of one rank, the owner of the sequence: it alone is written, verified, fenced and freed."""
 
 import secrets
+import signal
 
 import pytest
 
@@ -52,9 +53,9 @@ def pools(worker):
     return worker.ranks if isinstance(worker, DeviceWorker) else worker.io.ranks
 
 
-def landed(worker, prefill, rank):
+def landed(worker, prefill, rank, key=KEY):
     """Whether a rank's pool holds what was pushed, in the blocks of that number that were granted."""
-    own = [block - rank * NUM_BLOCKS for block in worker.tables[KEY].blocks]
+    own = [block - rank * NUM_BLOCKS for block in worker.tables[key].blocks]
     pool = pools(worker)[rank]
     spans = [KVRange(layer, 0, LEN, 0, 1) for layer in range(LAYOUT.num_layers)]
     return all(pool.read(own, span, 4) == prefill.whole.read(prefill.blocks, span, 4) for span in spans)
@@ -149,6 +150,24 @@ def test_the_silence_of_the_sender_frees_what_this_side_writes(setting):
     worker.wait_for(IncomingFailed, KEY)
     worker.wait_for(Drained, KEY)
     assert worker.blocks.num_free == NUM_BLOCKS
+
+
+def test_the_next_life_of_the_receiver_knows_owners(setting):
+    worker, prefill, grant = setting()
+    prefill.frame(grant, 0, 0, 10)
+    worker.kill(signal.SIGKILL)
+    worker.wait_for(Drained, KEY)
+    assert worker.blocks.num_free == NUM_BLOCKS
+    prefill.replies.clear()
+    prefill.hello(poll=worker.poll)
+    key = AttemptKey("r", 1)
+    prefill.reserve(key, LEN)
+    grant = prefill.granted(key, worker.poll)
+    prefill.push(grant, LEN)
+    prefill.commit(grant, LEN)
+    worker.wait_for(Completed, key)
+    assert landed(worker, prefill, 2, key)
+    assert touched(worker) == [2]
 
 
 def test_nothing_is_offered_that_would_write_the_pools_of_all(setting):
