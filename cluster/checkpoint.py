@@ -188,11 +188,12 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     held: dict[str, Any] = {
         "expert_parallel": config.enable_expert_parallel,
         "num_redundant_experts": config.redundant_experts,
-        "dp_attention": config.enable_dp_attention,
     }
-    for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
-        cut = partial(require_cut, **held)
+    cuts = [] if config.prefill == 0 and config.enable_dp_attention else [(config.tp_prefill, False)]
+    for size, dp_attention in dict.fromkeys((*cuts, (config.tp_decode, config.enable_dp_attention))):
+        cut = partial(require_cut, dp_attention=dp_attention, **held)
         _collect(found, cut, sizes, size, config.numerics)
+    held["dp_attention"] = config.enable_dp_attention
     spec = tensor_spec(sizes, with_mtp=reads_mtp, **held)
     _judge_quantization(config, sizes, dtype, device, found)
     is_made = config.quantization.value == "fp8" if sizes.fp8 is None else sizes.fp8.may_stay_float8

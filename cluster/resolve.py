@@ -34,7 +34,8 @@ BUNDLED_DRAFTERS = ("tiny-eagle3",)
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
 # Of the names that both configurations have: what a worker gets is decided below, not copied.
 DECIDED = frozenset(
-    "dtype device gpu_memory_utilization max_num_seqs max_queue_len max_model_len host verification".split()
+    "dtype device enable_dp_attention gpu_memory_utilization max_num_seqs max_queue_len max_model_len host "
+    "verification".split()
 )
 COPIED = tuple(field.name for field in fields(WorkerConfig) if field.name in {*ServeConfig.model_fields} - DECIDED)
 
@@ -230,6 +231,7 @@ def resolve_worker(
     model: ModelDirectory,
     *,
     worker_id: str,
+    role: str = "decode",
     host: str = "127.0.0.1",
     router_address: str = "",
     device: str | None = None,
@@ -251,7 +253,8 @@ def resolve_worker(
         raise ConfigInvalid(message, keys=["max_model_len"])
     if config.kernels == "triton" and device == "cpu":
         raise ConfigInvalid("kernels: triton's need a GPU, and workers compute on CPUs", keys=["kernels"])
-    graphs = CudaGraphConfig(mode="off") if config.enable_dp_attention else config.graph_config()
+    has_owners = config.enable_dp_attention and role == "decode"  # prefill ranks share each sequence
+    graphs = CudaGraphConfig(mode="off") if has_owners else config.graph_config()
     transfer = transfer_config(config)
     graphs.require_fits(device=device, max_num_seqs=config.max_num_seqs)
     return WorkerConfig(
@@ -280,6 +283,7 @@ def resolve_worker(
         host_kv_bytes=int(config.kv_offloading_size * (1 << 30)) // tp_size,
         weights="random" if config.is_dummy else "checkpoint",
         kv_dtype=config.kv_cache_dtype,
+        enable_dp_attention=has_owners,
         tp_size=tp_size,
         redundant_experts=config.redundant_experts,
         verification=config.verification_config(),
@@ -358,8 +362,6 @@ def num_prefill(config: ServeConfig, num_gpus: int | None) -> int:
     """
     if config.prefill is not None:
         return config.prefill
-    if config.enable_dp_attention:  # whose ranks take no hand-off
-        return 0
     num_wanted = config.tp_prefill + config.decode * config.tp_decode
     return 0 if num_gpus is not None and num_gpus < num_wanted and config.local_prefill != "never" else 1
 

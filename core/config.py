@@ -20,7 +20,7 @@ from baton.core.config_key import config_key
 from baton.core.cuda_graphs import CudaGraphConfig, CudaGraphsName
 from baton.core.errors import ConfigInvalid
 from baton.core.inside import DeploymentSecret
-from baton.core.kv_transports import TRANSPORT_NAMES
+from baton.core.kv_transports import AUTO, TRANSPORT_NAMES, one_sided_data_paths
 from baton.core.numerics import KVDtype, Numerics, Quantization
 from baton.core.prompt_lookup import MAX_MATCH_LEN, PromptLookup
 from baton.core.requests.answer_structure import ToolCallParserName
@@ -124,7 +124,7 @@ class ServeConfig(BaseModel):
         False, "ranks hold different experts, whole, instead of a part of each", vllm="--enable-expert-parallel"
     )
     enable_dp_attention: bool = _parallel(
-        False, "of models with latents: each sequence's KV and attention are at one rank"
+        False, "of models with latents: each sequence's KV and attention are at one rank of its decode worker"
     )
     enable_eplb: bool = _parallel(
         False, "whole experts move between ranks while they serve, by load", vllm="--enable-eplb"
@@ -536,9 +536,9 @@ class ServeConfig(BaseModel):
     def _check_dp_attention(self) -> None:
         if not self.enable_dp_attention:
             return
+        reached = self.transport == AUTO or all(path.has_owners for path in one_sided_data_paths(self.transport))
         refused = {
-            "prefill": self.prefill and "a rank that owns a sequence takes no hand-off: decode workers compute prompts",
-            "local_prefill": self.local_prefill == "never" and "no prefill worker computes prompts in their place",
+            "transport": self.prefill != 0 and not reached and f"{self.transport} does not write one rank's pool alone",
             "cuda_graph_sizes": self.cuda_graph_sizes and "steps whose rows are dealt to ranks have no CUDA graphs",
             "enable_eplb": self.enable_eplb and "experts do not move where rows are dealt to ranks",
             "draft_model": self.draft_path and "a drafter attends over heads, of which each rank has a part",
@@ -735,7 +735,7 @@ class WorkerConfig:
     kernels: KernelsName = "auto"
     tp_size: int = 1
     enable_expert_parallel: bool = False  # of this worker's ranks
-    enable_dp_attention: bool = False  # likewise
+    enable_dp_attention: bool = False  # likewise; of decode workers alone
     redundant_experts: int | None = None  # further copies that they hold of a layer's; None: no expert moves
     eplb_step_interval: int = 3000
     scheduling: SchedulingName = "async"

@@ -60,6 +60,7 @@ class KVTransport:
         is_one_sided: whether the prefill worker writes the pool.
         is_same_host: whether it, being one-sided, only reaches processes of its host.
         memory: where pools have to be; empty: anywhere.
+        has_owners: whether it, being one-sided, writes the pool of the rank that owns a sequence, and no other's.
         is_clear: whether payloads are in clear on a wire even where the control channel is encrypted.
         sender: of a one-sided data path, "module:function" that makes the `DataPathOpener` of a `SenderSide`.
         receiver: of a one-sided data path, "module:function" that makes the `ServedDataPath` of a `ReceiverSide`. Its
@@ -78,6 +79,7 @@ class KVTransport:
     is_one_sided: bool = False
     is_same_host: bool = False
     memory: Literal["", "host", "GPU"] = ""
+    has_owners: bool = False
     is_clear: bool = False
     sender: str = ""
     receiver: str = ""
@@ -139,6 +141,7 @@ KV_TRANSPORTS: Final = {
             is_one_sided=True,
             is_same_host=True,
             memory="host",
+            has_owners=True,
             sender="baton.kvtransfer.transports.shm:sender_data_path",
             receiver="baton.kvtransfer.transports.shm:receiver_data_path",
             problem_here=_no_shared_memory,

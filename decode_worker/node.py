@@ -164,6 +164,7 @@ class DecodeNode:
                 num_blocks=loaded.pool.num_blocks,
                 num_state_slots=loaded.pool.num_state_slots,
                 tp_size=loaded.pool.geometry.size,
+                num_pools=loaded.model.num_pools,
                 listen=Listen(kind, bind_address(kind, config.host), data_paths),
                 config=config.transfer,
             )

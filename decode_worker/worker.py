@@ -192,11 +192,8 @@ class DecodeWorker:
 
         Raises:
             InvalidRequest: it can never be served here.
-            TransferFailed: each rank has a pool of its own, into which no prefill worker can push.
             Overloaded: too many streams are open.
         """
-        if not prefill_here and self._runner.num_pools > 1:
-            raise TransferFailed("with --enable-dp-attention decode workers compute all prompts")
         self.check(request)
         sequence = EngineSequence(
             request=request,

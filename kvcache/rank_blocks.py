@@ -8,8 +8,10 @@ lies in every rank's pool. Owns this numbering alone, without tensors' memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # what receives KV has no torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,19 @@ class RankBlocks:
         """Their indices in this rank's pool; none if it is another's that holds them."""
         if self.num_pools == 1:
             return tuple(blocks)
-        first = self.rank * self.num_blocks
-        return tuple(block - first for block in blocks) if self.owner(blocks) == self.rank else ()
+        owner, indices = self.at_owner(blocks)
+        return indices if owner == self.rank else ()
 
-    def own_tables(self, tables_BM: torch.Tensor) -> torch.Tensor:
+    def at_owner(self, blocks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """The rank whose pool holds them all, and their indices there; there is at least one."""
+        owner = self.owner(blocks)
+        first = owner * self.num_blocks
+        return owner, tuple(block - first for block in blocks)
+
+    def are_of_one(self, blocks: Sequence[int]) -> bool:
+        """Whether one rank's pool holds them all; there is at least one."""
+        return len({block // self.num_blocks for block in blocks}) == 1
+
+    def own_tables(self, tables_BM: "torch.Tensor") -> "torch.Tensor":
         """Tables of sequences of this rank -> the same of indices in its pool, of which the null block is the last."""
         return (tables_BM - self.rank * self.num_blocks).clamp(max=self.num_blocks)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from baton.kernels.kv.digest import MASK, Words, WordWeights, layer_weight
 from baton.kvcache.geometry import LayerGeometry, PoolGeometry
 from baton.kvcache.layout import WORD_BYTES
+from baton.kvcache.rank_blocks import RankBlocks
 from baton.kvtransfer.protocol.frame import Bytes, KVRange
 
 Blocks = Sequence[int]
@@ -247,6 +248,45 @@ class RankedPoolIO:
 
     def _holders(self, layer: int, head: int) -> list[PoolIO]:
         return [pool for pool in self._pools if pool.geometry.layer(layer).heads.first <= head < _stop(pool, layer)]
+
+
+class OwnerPoolIO:
+    """The pools of ranks that have sequences of their own, seen as one: only the pool of the blocks' owner is touched.
+
+    Args:
+        pools: of every rank, in order; each holds all heads.
+        numbers: of their blocks.
+    """
+
+    def __init__(self, pools: Sequence[PoolIO], numbers: RankBlocks) -> None:
+        assert len(pools) == numbers.num_pools > 1
+        self._pools = tuple(pools)
+        self._numbers = numbers
+
+    @property
+    def ranks(self) -> tuple[PoolIO, ...]:
+        """The pool of each rank."""
+        return self._pools
+
+    def pieces(self, blocks: Blocks, span: KVRange, order_block_size: int) -> list[memoryview]:
+        """Where a payload goes."""
+        pool, own = self._of(blocks)
+        return pool.pieces(own, span, order_block_size)
+
+    def spread(self, blocks: Blocks, span: KVRange) -> None:
+        """No other rank has a part of it."""
+
+    def digest(self, blocks: Blocks, span: KVRange) -> int:
+        """Digest of the span."""
+        pool, own = self._of(blocks)
+        return pool.digest(own, span)
+
+    def _of(self, blocks: Blocks) -> tuple[PoolIO, Blocks]:
+        owner, own = self._numbers.at_owner(blocks)
+        return self._pools[owner], own
+
+
+WorkerPoolIO = RankedPoolIO | OwnerPoolIO
 
 
 def _stop(pool: PoolIO, layer: int) -> int:

@@ -117,6 +117,11 @@ class Model:
         if self._eagle is not None:
             self._draft_turns = _Turns(self._eagle.sizes, self.dtype, self.device)
 
+    @property
+    def num_pools(self) -> int:
+        """That sequences lie in: one at each rank if each attends for its own sequences, else one (`RankBlocks`)."""
+        return 1 if self.deal is None else self.deal.size
+
     def trunk(
         self, token_ids_T: torch.Tensor, batch: PassBatch, pool: KVPool, on_layer: Callable[[int], None]
     ) -> torch.Tensor:

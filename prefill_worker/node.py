@@ -47,7 +47,7 @@ class PrefillNode:
         incarnation. starter: of the other ranks, where there are any.
 
     Raises:
-        ConfigInvalid: no decode worker of this configuration takes a hand-off.
+        ConfigInvalid: its ranks would have sequences of their own.
         StartupError: see `load_worker`.
     """
 
@@ -58,7 +58,7 @@ class PrefillNode:
         starter: RankStarter | None = None,
     ) -> None:
         if config.enable_dp_attention:
-            message = "enable_dp_attention: a rank that owns a sequence takes no hand-off, and this is a prefill worker"
+            message = "enable_dp_attention: ranks push what all of them have, and this is a prefill worker"
             raise ConfigInvalid(message, keys=["enable_dp_attention", "prefill"])
         self.config = config
         self._build = build_id()

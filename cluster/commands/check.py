@@ -65,5 +65,5 @@ def _ranks(facts: dict[str, Any]) -> str:
     num_copies = facts["num_redundant_experts"]
     if num_copies is not None:
         held += " that move by load" + (f", {num_copies} copies among them" if num_copies else "")
-    held += ", each with the KV of its own sequences" if facts["dp_attention"] else ""
+    held += ", those of decode workers with the KV of their own sequences" if facts["dp_attention"] else ""
     return "" if sizes == {1} else f" over {' or '.join(map(str, sorted(sizes)))} ranks{held}"

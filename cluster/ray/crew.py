@@ -283,6 +283,7 @@ class Crew:
             config,
             self._plan.model,
             worker_id=worker_id,
+            role=role,
             host="127.0.0.1" if self._session.is_private else NODE_ADDRESS,
             router_address=self._plan.router_address,
             device=self._plan.device,

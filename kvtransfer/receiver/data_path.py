@@ -59,15 +59,20 @@ class ReceiverSide:
 
 
 def pool_place(setup: ReceiverSetup, rank: int, offset_bytes: int, num_bytes: int) -> kv_pb2.PoolPlace:
-    """What the offer of a one-sided transport says of one rank's pool."""
+    """What the offer of a one-sided transport says of one rank's pool.
+
+    One of sequences of its own is a whole worker's pool, as of one rank. So a sender that does not know owners refuses
+    several of them, and writes none.
+    """
+    has_owners = setup.num_pools > 1
     return kv_pb2.PoolPlace(
         offset_bytes=offset_bytes,
         num_bytes=num_bytes,
         num_blocks=setup.num_blocks,
         block_size=setup.layout.block_size,
         num_state_slots=setup.num_state_slots,
-        tp_rank=rank,
-        tp_size=setup.tp_size,
+        tp_rank=0 if has_owners else rank,
+        tp_size=1 if has_owners else setup.tp_size,
     )
 
 
@@ -81,7 +86,7 @@ def receiver_data_paths(side: ReceiverSide) -> list[ServedDataPath]:
     served: list[ServedDataPath] = []
     for data_path in side.setup.listen.data_paths:
         declared = one_sided(data_path)
-        if declared.memory not in ("", memory):
+        if declared.memory not in ("", memory) or (side.setup.num_pools > 1 and not declared.has_owners):
             continue
         try:
             data_path_served: ServedDataPath | None = load(declared.receiver)(side)

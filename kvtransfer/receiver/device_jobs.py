@@ -89,6 +89,7 @@ class _Filling:
     Attributes:
         incoming: its record.
         staging: its blocks there; empty on a one-sided data path.
+        first_rank: of those whose pools it goes into.
         has_digest: its layers are to be digested.
         ready: complete layers that were not asked for yet.
         num_open: jobs that were asked for and not answered.
@@ -98,6 +99,7 @@ class _Filling:
     incoming: IncomingTransfer
     staging: BlockTable
     has_digest: bool
+    first_rank: int
     ready: list[int] = field(default_factory=list)
     num_open: int = 0
     is_over: bool = False
@@ -127,15 +129,16 @@ class DeviceJobs:
         staging: of the host memory.
         flags: shared with the engine.
         num_ranks: whose pools they are.
+        has_owners: each incoming transfer goes into the pool of one rank, which holds all heads.
     """
 
-    def __init__(self, staging: PoolGeometry, flags: FlagPage, num_ranks: int = 1) -> None:
+    def __init__(self, staging: PoolGeometry, flags: FlagPage, num_ranks: int = 1, *, has_owners: bool = False) -> None:
         layout = self._layout = staging.layout
         self._flags = flags
         self._staging = BlockAllocator(staging.num_blocks, layout.block_size, num_state_slots=staging.num_state_slots)
         self._fillings: dict[AttemptKey, _Filling] = {}
         self._jobs: deque[_Job] = deque()
-        self._ranks = RankDigests(layout, num_ranks)
+        self._ranks = RankDigests(layout, 1 if has_owners else num_ranks)
         self._shapes = [
             (layout.layers[index], *_shape(layer), *self._ranks.heads(index))
             for index, layer in enumerate(staging.layers)
@@ -151,8 +154,14 @@ class DeviceJobs:
         """Positions that the staging memory has room for."""
         return self._staging.num_blocks * self._layout.block_size
 
-    def begin(self, incoming: IncomingTransfer, *, has_digest: bool) -> bool:
-        """An incoming transfer is to be granted; False if it has to wait for staging memory."""
+    def begin(self, incoming: IncomingTransfer, *, has_digest: bool, owner: int = 0) -> bool:
+        """An incoming transfer is to be granted; False if it has to wait for staging memory.
+
+        Args:
+            incoming: its record.
+            has_digest: its layers are to be digested.
+            owner: the rank into whose pool it goes; 0 where it goes into those of all.
+        """
         if is_one_sided(incoming.data_path):
             staging = BlockTable((), self._layout.block_size)
         else:
@@ -160,7 +169,7 @@ class DeviceJobs:
                 staging = self._staging.reserve(incoming.prompt_len)
             except OutOfBlocks:
                 return False
-        self._fillings[incoming.attempt] = _Filling(incoming, staging, has_digest)
+        self._fillings[incoming.attempt] = _Filling(incoming, staging, has_digest, owner)
         return True
 
     def staging_of(self, attempt: AttemptKey) -> BlockTable:
@@ -258,7 +267,7 @@ class DeviceJobs:
                 staging=filling.staging,
                 has_digest=filling.has_digest,
             )
-            for rank, flag in enumerate(flags)
+            for rank, flag in enumerate(flags, start=filling.first_rank)
         ]
 
 

@@ -16,7 +16,7 @@ from baton.core.errors import BatonError, ProtocolError
 from baton.core.kv_transports import is_one_sided
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockTable
-from baton.kvtransfer.pool_io import RankedPoolIO
+from baton.kvtransfer.pool_io import WorkerPoolIO
 from baton.kvtransfer.protocol.frame import Bytes, FrameHeader, crc_of, decode_header
 from baton.kvtransfer.protocol.incarnation_file import Evidence, host_id
 from baton.kvtransfer.protocol.messages import encode_control, parse_control
@@ -88,7 +88,7 @@ class ReceiverDriver:
         self,
         *,
         setup: ReceiverSetup,
-        io: RankedPoolIO,
+        io: WorkerPoolIO,
         transport: Transport,
         clock: Clock,
         link: ReceiverLink,
@@ -112,6 +112,7 @@ class ReceiverDriver:
             digests_layers=jobs is not None,
         )
         self._jobs = jobs
+        self._numbers = setup.blocks
         self._has_digest = setup.config.digest
         self._granted: dict[AttemptKey, BlockTable] = {}  # by the worker; they wait for staging memory, oldest first
         self._undrained: list[AttemptKey] = []  # by what the protocol knows they have; a kernel may be at them
@@ -207,7 +208,8 @@ class ReceiverDriver:
                 denied = self._protocol.deny(attempt, kv_pb2.Deny.TOO_LONG, reason, now_s)
                 return [*denied, IncomingFailed(attempt, reason), Drained(attempt)]
             is_next = is_one_sided(incoming.data_path) or next(iter(self._granted), attempt) == attempt
-            if not is_next or not self._jobs.begin(incoming, has_digest=self._has_digest):
+            owner = self._numbers.owner(table.blocks) if self._numbers.num_pools > 1 else 0
+            if not is_next or not self._jobs.begin(incoming, has_digest=self._has_digest, owner=owner):
                 self._granted[attempt] = table
                 return []
         self._granted.pop(attempt, None)

@@ -24,7 +24,7 @@ from baton.core import garbage
 from baton.core.clock import MonotonicClock
 from baton.core.errors import BatonError, PortInUse
 from baton.core.telemetry.logs import configure_inherited
-from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
+from baton.kvtransfer.pool_io import OwnerPoolIO, PoolIO, RankedPoolIO
 from baton.kvtransfer.protocol.transport import Transport
 from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath, receiver_data_paths
 from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, DeviceJobs, flag_page
@@ -109,14 +109,14 @@ class _Incarnation:
             PoolIO(np.frombuffer(self._region.pool(rank), dtype=np.uint8), geometry)
             for rank, geometry in enumerate(setup.host_geometries)
         ]
-        jobs = None
+        jobs, has_owners = None, setup.num_pools > 1
         if setup.device is not None:
             flags = flag_page(self._region.pool(FLAGS_POOL))
-            jobs = DeviceJobs(setup.host_geometries[0], flags, setup.tp_size)
+            jobs = DeviceJobs(setup.host_geometries[0], flags, setup.tp_size, has_owners=has_owners)
         self._data_paths = receiver_data_paths(ReceiverSide(setup, self._region))
         self._driver = ReceiverDriver(
             setup=setup,
-            io=RankedPoolIO(pools),
+            io=OwnerPoolIO(pools, setup.blocks) if has_owners and jobs is None else RankedPoolIO(pools),
             transport=self._transport,
             clock=MonotonicClock(),
             link=link,

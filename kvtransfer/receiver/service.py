@@ -22,6 +22,7 @@ from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import KVPool
+from baton.kvcache.rank_blocks import RankBlocks
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.protocol.messages import shorten
 from baton.kvtransfer.protocol.transport import Transport
@@ -87,7 +88,7 @@ class ReceiverDevice(Protocol):
     """The kernels that serve an incoming transfer whose pools are on GPUs. Called by the worker's loop."""
 
     def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
-        """Post what is wanted of one rank for an incoming transfer that has these blocks; does not wait."""
+        """Post what is wanted of one rank for an incoming transfer that has these blocks of it; does not wait."""
         ...
 
     def drain(self) -> None:
@@ -107,6 +108,7 @@ class ReceiverService:
         host: owned from here on.
         region: owned from here on, if there is one.
         device: owned from here on, where the pool is on a GPU.
+        numbers: of blocks, where sequences have owners.
     """
 
     def __init__(
@@ -115,11 +117,13 @@ class ReceiverService:
         host: ReceiverHost,
         region: SharedRegion | None = None,
         device: ReceiverDevice | None = None,
+        numbers: RankBlocks | None = None,
     ) -> None:
         self._link = link
         self._host = host
         self._region = region
         self._device = device
+        self._numbers = numbers
         self._unsent: deque[bytes] = deque()  # commands that found the ring full; the worker's side
         self._open: dict[AttemptKey, _Open] = {}
         self.staging_len = (
@@ -195,7 +199,7 @@ class ReceiverService:
         setup = replace(setup, region_path=str(region.path), region_nonce=region.nonce)
         link = ReceiverLink(region.link, setup.config.ring_slots, setup.num_blocks)
         host = ReceiverSupervisor(region, link, setup)
-        service = cls(link, host, region, device)
+        service = cls(link, host, region, device, setup.blocks if setup.num_pools > 1 else None)
         try:
             host.start()
         except BaseException:
@@ -330,7 +334,7 @@ class ReceiverService:
                     raise ProtocolError(
                         f"an incoming transfer wants a digest of {attempt}, which has no blocks on a GPU"
                     )
-                self._device.launch(event, known.table)
+                self._device.launch(event, self._at_rank(event.rank, known.table))
                 return
             case ReserveWanted():
                 self._open[attempt] = _Open(event, self._host.epoch)
@@ -348,6 +352,15 @@ class ReceiverService:
             case _:
                 raise ProtocolError(f"an incoming transfer says {event}")
         events.append(event)
+
+    def _at_rank(self, rank: int, table: BlockTable) -> BlockTable:
+        """A table as a rank's pool has it."""
+        if self._numbers is None:
+            return table
+        owner, blocks = self._numbers.at_owner(table.blocks)
+        if owner != rank:
+            raise ProtocolError(f"an incoming transfer wants a digest of rank {rank} of blocks that rank {owner} has")
+        return replace(table, blocks=blocks)
 
     def _outlive(self, reason: str, events: list[ReceiverEvent]) -> None:
         """Say what becomes of everything the dead incarnation had in hand, and let the next one start.

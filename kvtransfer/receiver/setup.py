@@ -10,10 +10,13 @@ from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import Keep, KVLayout, LayerLayout
+from baton.kvcache.rank_blocks import RankBlocks
 from baton.kvtransfer.receiver.table import Inherited
 from baton.kvtransfer.shared_region import SharedRegion
 
-_PLAIN = ("epoch", "num_blocks", "num_state_slots", "tp_size", "region_path", "region_nonce", "last_address")
+_PLAIN = (
+    "epoch", "num_blocks", "num_state_slots", "tp_size", "num_pools", "region_path", "region_nonce", "last_address",
+)  # fmt: skip
 
 
 STAGING_STATE_SLOTS = 16
@@ -98,6 +101,7 @@ class ReceiverSetup:
         num_blocks: of each rank's pool.
         num_state_slots: the same, of a layout with state.
         tp_size: ranks of this worker.
+        num_pools: that sequences lie in: one at each rank if each rank has sequences of its own, else one.
         listen: where it is reached.
         config: limits and times.
         region_path: the shared memory, for a process of its own.
@@ -119,6 +123,16 @@ class ReceiverSetup:
     legacies: tuple[Legacy, ...] = ()
     device: DeviceSetup | None = None
     num_state_slots: int = 0
+    num_pools: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.num_pools in (1, self.tp_size)
+        assert self.num_pools == 1 or not self.layout.has_state, "state slots are numbered for all ranks alike"
+
+    @property
+    def blocks(self) -> RankBlocks:
+        """How they are numbered."""
+        return RankBlocks(num_blocks=self.num_blocks, num_pools=self.num_pools)
 
     @property
     def geometries(self) -> tuple[PoolGeometry, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 from baton.core.errors import ProtocolError
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
+from baton.kvcache.rank_blocks import RankBlocks
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath
@@ -34,28 +35,39 @@ class ShmDataPath:
         epoch: of the incarnation.
         source: this rank's pool.
         targets: the decode worker's, of each rank.
+        numbers: of their blocks.
     """
 
     name = "shm"
 
-    def __init__(self, region: SharedRegion, epoch: int, source: PoolIO, targets: Sequence[PoolIO]) -> None:
-        self.num_blocks = targets[0].geometry.num_blocks
+    def __init__(
+        self, region: SharedRegion, epoch: int, source: PoolIO, targets: Sequence[PoolIO], numbers: RankBlocks
+    ) -> None:
+        self.num_blocks = numbers.null_block
         self.num_state_slots = targets[0].geometry.num_state_slots
         self._region = region
         self._epoch = epoch
         self._source = source
         self._is_closed = False
-        # Of each layer: heads, where they go, and whether their digest counts. Of several holders it counts once.
-        self._routes = tuple(tuple(_route(source, targets, layer)) for layer in range(len(source.geometry.layers)))
+        self._numbers = numbers
+        # Of each pool that sequences lie in, and layer: heads, where they go, and whether their digest counts. Of
+        # several holders it counts once.
+        layers = range(len(source.geometry.layers))
+        holders = [targets] if numbers.num_pools == 1 else [[target] for target in targets]
+        self._routes = tuple(tuple(tuple(_route(source, its, layer)) for layer in layers) for its in holders)
 
     def write(
         self, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange, *, with_digest: bool
     ) -> WrittenAtOnce:
-        """Copy a span to every rank that holds a head of it; over when this returns."""
+        """Copy a span to every rank that holds a head of it, or to its owner; over when this returns."""
         if self._is_closed or self._region.epoch != self._epoch:
             raise DataPathFailed("the decode worker's memory belongs to another incarnation")
-        digest = 0
-        for first, stop, target, counts in self._routes[span.layer]:
+        owner, digest = 0, 0
+        if self._numbers.num_pools > 1:
+            if not self._numbers.are_of_one(target_blocks):
+                raise DataPathFailed("the decode worker granted blocks of several ranks' pools")
+            owner, target_blocks = self._numbers.at_owner(target_blocks)
+        for first, stop, target, counts in self._routes[owner][span.layer]:
             low, high = max(first, span.head_first), min(stop, span.head_first + span.head_count)
             if low >= high:
                 continue
@@ -107,7 +119,7 @@ class ShmOpener:
         if host_id != self._host_id:
             raise DataPathRefused("the peer is on another host")
         layout = self._source.geometry.layout
-        geometries = geometries_of(layout, offer.shm.pools)
+        geometries, numbers = pools_of(layout, offer.shm.pools)
         path = Path(offer.shm.path)
         if path.parent != DIRECTORY or not _NAME.fullmatch(path.name):
             raise DataPathRefused(f"{offer.shm.path[:100]!r} is no shared region")
@@ -116,7 +128,8 @@ class ShmOpener:
         except ProtocolError as error:
             raise DataPathRefused(error.message) from error
         try:
-            return ShmDataPath(region, epoch, self._source, _map(region, epoch, offer.shm.pools, geometries))
+            targets = _map(region, epoch, offer.shm.pools, geometries)
+            return ShmDataPath(region, epoch, self._source, targets, numbers)
         except DataPathRefused:
             region.close()
             raise
@@ -133,6 +146,23 @@ def receiver_data_path(side: ReceiverSide) -> ServedDataPath:
     nonce = side.region.nonce.to_bytes(NONCE_BYTES, "little")
     shm = kv_pb2.ShmOffer(path=str(side.region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=side.places)
     return ServedDataPath(kv_pb2.DataPathOffer(data_path="shm", shm=shm))
+
+
+def pools_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> tuple[list[PoolGeometry], RankBlocks]:
+    """The pools of a peer of this layout, and how their blocks are numbered, if the offer makes sense.
+
+    Several that are rank 0 of 1 each have sequences of their own; blocks of one follow those of the one before.
+    """
+    has_owners = len(places) > 1 and all((place.tp_rank, place.tp_size) == (0, 1) for place in places)
+    if not has_owners:
+        geometries = geometries_of(layout, places)
+        return geometries, RankBlocks(num_blocks=geometries[0].num_blocks)
+    if layout.has_state or not all(layer.whole for layer in layout.layers):
+        raise DataPathRefused("ranks that have sequences of their own keep latents alone")
+    if len({_sizes(place) for place in places}) > 1:
+        raise DataPathRefused("its ranks have pools of different sizes")
+    geometries = [geometry for place in places for geometry in geometries_of(layout, [place])]
+    return geometries, RankBlocks(num_blocks=geometries[0].num_blocks, num_pools=len(geometries))
 
 
 def geometries_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[PoolGeometry]:

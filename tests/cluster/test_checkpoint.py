@@ -360,14 +360,30 @@ def test_check_says_that_ranks_hold_whole_experts(capsys, monkeypatch):
             ["--enable-expert-parallel", "--enable-eplb", "--num-redundant-experts", "4"],
             "whole experts that move by load, 4 copies among them, KV",
         ),
-        (["--enable-dp-attention"], "over 2 ranks, each with the KV of its own sequences, KV"),
+        (["--enable-dp-attention"], "over 2 ranks, those of decode workers with the KV of their own sequences, KV"),
         (
             ["--enable-expert-parallel", "--enable-dp-attention"],
-            "each with whole experts, each with the KV of its own sequences, KV",
+            "each with whole experts, those of decode workers with the KV of their own sequences, KV",
         ),
     ):
         code, out, _ = run([*arguments, *more], capsys, monkeypatch)
         assert (code, expected in " ".join(out.split())) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problems"),
+    [
+        ({"tp_prefill": 2, "tp_decode": 8}, []),
+        ({"tp_prefill": 8, "tp_decode": 8}, ["num_attention_heads = 4 is no multiple of it"]),
+        ({"tp_prefill": 8, "tp_decode": 8, "prefill": 0}, []),
+    ],
+)
+def test_only_decode_workers_have_owners_and_so_whole_attention_at_every_rank(asked, problems, tmp_path):
+    values = deepseek_config("deepseek_v3", 4) | {"head_dim": None, "intermediate_size": 64, "num_attention_heads": 4}
+    path = write_model(tmp_path / "m", **other("DeepseekV3ForCausalLM", model_type="deepseek_v3") | values)
+    found = judged(path, enable_dp_attention=True, load_format="dummy", **asked)
+    assert len(found.errors) == len(problems)
+    assert all(said in error.message for said, error in zip(problems, found.errors, strict=True))
 
 
 def test_serve_refuses_before_anything_starts(tmp_path, capsys, monkeypatch):

@@ -79,7 +79,17 @@ def test_a_rank_of_a_worker_has_all_of_attention_and_no_graphs_if_asked():
     assert len(num_blocks) == 1, "of each rank's pool, which is its sequences' alone or all ranks' alike"
 
 
-def test_a_prefill_worker_whose_decode_workers_take_no_hand_off_does_not_start():
+def test_a_prefill_worker_keeps_all_of_each_sequence_at_every_rank():
+    """And CUDA graphs: what decode workers do with sequences is theirs."""
+    config = ServeConfig.from_mapping({"model": "tiny-mla", "device": "cpu", "enable_dp_attention": True})
+    for role, has_owners in (("prefill", False), ("decode", True)):
+        worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", role=role, tp_size=2)
+        assert (worker.enable_dp_attention, worker.graphs.mode) == (has_owners, "off" if has_owners else "auto")
+        model = load_worker(dataclasses.replace(worker, kv_memory_mib=16), communicator=Rank(1, 2)).model
+        assert model.num_pools == (2 if has_owners else 1)
+
+
+def test_a_prefill_worker_whose_ranks_would_have_sequences_of_their_own_does_not_start():
     values = {"model": "tiny-mla", "device": "cpu", "enable_dp_attention": True}
     worker = resolve_worker(ServeConfig.from_mapping(values), find_model("tiny-mla"), worker_id="w", tp_size=2)
     with pytest.raises(ConfigInvalid, match=r"enable_dp_attention: .* this is a prefill worker"):

@@ -216,8 +216,9 @@ def test_the_test_hook_drops_pushes_and_no_other_is_known(monkeypatch):
         (1, {"prefill": 1}, 1),
         (8, {"prefill": 0}, 0),
         (1, {"local_prefill": "never"}, 1),
-        (None, {"enable_dp_attention": True}, 0),
-        (8, {"enable_dp_attention": True}, 0),
+        (None, {"enable_dp_attention": True}, 1),
+        (2, {"enable_dp_attention": True, "tp_decode": 2}, 0),
+        (3, {"enable_dp_attention": True, "tp_decode": 2}, 1),
     ],
 )
 def test_gpus_without_room_for_prefill_workers_have_none(num_gpus, values, expected):

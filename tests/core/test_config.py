@@ -262,8 +262,8 @@ def test_experts_that_could_not_move_are_refused(values, keys, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"prefill": 1}, "takes no hand-off"),
-        ({"local_prefill": "never"}, "no prefill worker computes prompts"),
+        ({"transport": "nvlink"}, "nvlink does not write one rank's pool alone"),
+        ({"prefill": 2, "transport": "nixl"}, "nixl does not write one rank's pool alone"),
         ({"cuda_graph_sizes": "1,2"}, "have no CUDA graphs"),
         ({"enable_expert_parallel": True, "enable_eplb": True}, "experts do not move"),
         ({"draft_model": "tiny-eagle3"}, "a drafter attends over heads"),
@@ -282,6 +282,12 @@ def test_what_does_not_go_with_attention_of_ranks_own_is_refused_by_name(values,
     [
         {},
         {"prefill": 0},
+        {"prefill": 2, "local_prefill": "never"},
+        {"prefill": 0, "transport": "nvlink"},
+        {"prefill": 1, "transport": "shm"},
+        {"prefill": 1, "transport": "tcp"},
+        {"prefill": 1, "transport": "zmq"},
+        {"prefill": 1, "transport": "grpc"},
         {"enable_expert_parallel": True},
         {"cuda_graphs": "off"},
         {"speculative_method": "ngram", "draft_model": ""},

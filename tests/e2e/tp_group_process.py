@@ -295,6 +295,7 @@ def decode_rank(rank, receive):
         num_blocks=job.num_blocks,
         num_state_slots=num_slots,
         tp_size=job.size,
+        num_pools=rank.model.num_pools,
         listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",) if job.transfer.transport == "shm" else ()),
         config=job.transfer,
     )

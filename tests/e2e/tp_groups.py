@@ -112,8 +112,8 @@ class TPGroupTopology:
     """One prefill worker of `tp_prefill` ranks and one decode worker of `tp_decode`.
 
     `expert_parallel` says of which of the two the ranks hold whole experts, `num_redundant` that these move: with so
-    many slots more. With `dp_attention` ranks of the decode worker attend for sequences of their own, and nothing is
-    handed over.
+    many slots more. With `dp_attention` ranks of the decode worker attend for sequences of their own. Without
+    `hands_over` the decode worker computes every prompt.
     """
 
     def __init__(
@@ -134,11 +134,12 @@ class TPGroupTopology:
         num_redundant=None,
         rows_in=None,
         dp_attention=False,
+        hands_over=True,
         **decode_options,
     ):
         self._processes = processes
         self._data_path = data_path
-        self._hands_over = not dp_attention
+        self._hands_over = hands_over
         transfer = KVTransferConfig(transport={"shm": "shm", "raw": "tcp", "inline": "zmq"}[data_path])
         shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer, "rows_in": rows_in}
         self._taken = processes.take(tp_prefill + tp_decode)

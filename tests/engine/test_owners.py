@@ -288,3 +288,74 @@ def test_numbers_of_blocks_at_a_rank():
     assert (second.own((7, 2)), second.own((15, 8))) == ((), (7, 0))
     assert first.own_tables(torch.tensor([[7, 0], [1, 16]])).tolist() == [[7, 0], [1, 8]]
     assert second.own_tables(torch.tensor([[15, 8], [9, 16]])).tolist() == [[7, 0], [1, 8]]
+
+
+# Sequences that are received
+
+
+def test_what_is_received_goes_where_the_fewest_blocks_are_reserved_when_it_is_granted():
+    """Not when it was announced: until then another rank may have become the emptiest."""
+    bench = Pools()
+    (own,) = bench.start("a", prompt_len=16)
+    first, second = (bench.add(name, kind="received", prompt_len=8) for name in "bc")
+    bench.scheduler.expect_now(first)
+    assert bench.scheduler.give_blocks() == [first]
+    assert (own.owner, first.owner, first.phase) == (0, 1, Phase.RECEIVING)
+    bench.scheduler.remove(own)()
+    bench.scheduler.expect_now(second)
+    assert bench.scheduler.give_blocks() == [second]
+    assert second.owner == 0
+    check([first, second])
+    bench.end(first, second)
+
+
+def test_blocks_that_a_sender_may_write_stay_apart_at_their_rank_and_come_back_there():
+    bench = Pools()
+    filler, received = bench.start("f", prompt_len=8)[0], bench.add("r", kind="received", prompt_len=16)
+    bench.scheduler.expect_now(received)
+    assert bench.scheduler.give_blocks() == [received]
+    bench.scheduler.quarantine(received)
+    assert [allocator.num_quarantined for allocator in bench.allocators] == [0, 5]
+    assert [allocator.num_reserved for allocator in bench.allocators] == [3, 0]
+    other = bench.add("o", kind="received", prompt_len=16)
+    bench.scheduler.expect_now(other)
+    assert bench.scheduler.give_blocks() == [other]
+    assert other.owner == 0, "1 has fewer reserved, and too few free"
+    bench.scheduler.drained(received)
+    assert [allocator.num_quarantined for allocator in bench.allocators] == [0, 0]
+    assert bench.allocators[1].num_free == NUM_BLOCKS
+    bench.end(filler, other)
+
+
+def test_a_prompt_that_was_received_is_found_at_its_rank_alone():
+    bench = Pools()
+    prompt = [ord("p")] * 12
+    filler = bench.start("f", prompt_len=4)[0]
+    received = sequence_of("r", prompt, kind="received")
+    bench.scheduler.add(received)
+    bench.scheduler.expect_now(received)
+    assert bench.scheduler.give_blocks() == [received]
+    assert not any(len(allocator.index) for allocator in bench.allocators), "nothing is there yet"
+    bench.scheduler.name_blocks(received, received.table, 0, 12)
+    bench.land(received)
+    assert [len(allocator.index) for allocator in bench.allocators] == [0, 3]
+    again = sequence_of("a", [*prompt, 1])
+    bench.scheduler.add(again)
+    bench.scheduler.give_blocks()
+    assert (again.owner, again.num_cached) == (1, 12)
+    assert again.table.blocks[:3] == received.table.blocks[:3]
+    bench.end(filler, received, again)
+
+
+def test_a_received_sequence_may_be_computed_again_at_another_rank():
+    bench = Pools(overcommit=True)
+    (received,) = bench.start("r", kind="received", prompt_len=16)
+    assert (received.owner, received.phase) == (0, Phase.RUNNING)
+    received.num_preemptions += 1
+    bench.scheduler.preempt(received)()
+    fillers = bench.start("a", prompt_len=4)
+    assert received.phase is Phase.RUNNING
+    filler = [*fillers, received]
+    assert {item.owner for item in filler} == {0, 1}
+    check(filler)
+    bench.end(*filler)

@@ -76,8 +76,17 @@ class DeviceWorker(ReceiverWorker):
     """An incoming transfer in a process of its own before that device."""
 
     def __init__(
-        self, layout=None, *, num_blocks=64, num_staging_blocks=16, tp_size=1, data_paths=("nvlink",), **config
+        self,
+        layout=None,
+        *,
+        num_blocks=64,
+        num_staging_blocks=16,
+        tp_size=1,
+        owner=None,
+        data_paths=("nvlink",),
+        **config,
     ):
+        """`owner`: see `ReceiverWorker`."""
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
         self.setup = ReceiverSetup(
@@ -86,6 +95,7 @@ class DeviceWorker(ReceiverWorker):
             num_blocks=num_blocks,
             num_state_slots=num_blocks if self.layout.has_state else 0,
             tp_size=tp_size,
+            num_pools=1 if owner is None else tp_size,
             listen=Listen("zmq", "tcp://127.0.0.1:0", tuple(data_paths)),
             config=self.config,
             device=DeviceSetup(
@@ -106,7 +116,12 @@ class DeviceWorker(ReceiverWorker):
         host = PoolIO(np.frombuffer(self.region.pool(0), dtype=np.uint8), staging)
         self.device = FakeDevice(self.ranks, host, self.region.pool(FLAGS_POOL))
         self.service = ReceiverService.in_process(self.region, self.setup, self.device)
-        self.blocks = BlockAllocator(num_blocks, self.layout.block_size, num_state_slots=self.setup.num_state_slots)
+        self.blocks = BlockAllocator(
+            num_blocks,
+            self.layout.block_size,
+            num_state_slots=self.setup.num_state_slots,
+            first=(owner or 0) * num_blocks,
+        )
         self.tables = {}
         self.events = []
         self.is_granting = True

@@ -26,8 +26,18 @@ class ReceiverWorker:
     """An incoming transfer in a process of its own, and blocks."""
 
     def __init__(
-        self, layout=None, *, num_blocks=64, tp_size=1, data_paths=(), control="zmq", bind="tcp://127.0.0.1:0", **config
+        self,
+        layout=None,
+        *,
+        num_blocks=64,
+        tp_size=1,
+        owner=None,
+        data_paths=(),
+        control="zmq",
+        bind="tcp://127.0.0.1:0",
+        **config,
     ):
+        """`owner`: the rank that every sequence goes to; None: ranks share each."""
         self.layout = layout or make_layout()
         self.config = KVTransferConfig(**config)
         self.setup = ReceiverSetup(
@@ -36,6 +46,7 @@ class ReceiverWorker:
             num_blocks=num_blocks,
             num_state_slots=num_blocks if self.layout.has_state else 0,
             tp_size=tp_size,
+            num_pools=1 if owner is None else tp_size,
             listen=Listen(control, bind, tuple(data_paths)),
             config=self.config,
         )
@@ -47,7 +58,12 @@ class ReceiverWorker:
                 for rank, geometry in enumerate(self.setup.geometries)
             ]
         )
-        self.blocks = BlockAllocator(num_blocks, self.layout.block_size, num_state_slots=self.setup.num_state_slots)
+        self.blocks = BlockAllocator(
+            num_blocks,
+            self.layout.block_size,
+            num_state_slots=self.setup.num_state_slots,
+            first=(owner or 0) * num_blocks,
+        )
         self.tables = {}
         self.events = []
         self.is_granting = True

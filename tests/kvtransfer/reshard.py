@@ -118,13 +118,14 @@ def payload_of(layout, truth, span, order_block_size):
 
 @dataclass
 class Group:
-    """The pools of one worker's ranks, filled with garbage; every rank uses the same blocks."""
+    """The pools of one worker's ranks, filled with garbage; all ranks use the same blocks, or the owner alone."""
 
     layout: KVLayout
     size: int
     prompt_len: int
     seed: int
     make_memory: object = None  # of a rank, from its geometry; else its own
+    owner: int | None = None  # which has the sequence; None: ranks share every one
     num_blocks: int = field(init=False)
     num_state_slots: int = field(init=False)
     blocks: list[int] = field(init=False)
@@ -158,7 +159,8 @@ class Group:
     @property
     def table(self):
         slot = self.state_slot if self.num_state_slots else None
-        return BlockTable(tuple(self.blocks), self.layout.block_size, slot)
+        first = (self.owner or 0) * self.num_blocks
+        return BlockTable(tuple(first + block for block in self.blocks), self.layout.block_size, slot)
 
     def blocks_of(self, span):
         """By position // rows of a block."""
@@ -176,7 +178,7 @@ class Group:
     def expected(self, truth):
         """What every byte of every pool must be once `truth` has landed in what the pools hold now."""
         twins = [self._pool(rank, bytearray(pool.bytes_view)) for rank, pool in enumerate(self.pools)]
-        for twin in twins:
+        for twin in twins if self.owner is None else [twins[self.owner]]:
             place(twin, self, truth)
         return [twin.bytes_view for twin in twins]
 

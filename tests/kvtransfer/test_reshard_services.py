@@ -51,6 +51,7 @@ class HandOver:
                 num_blocks=target.num_blocks,
                 num_state_slots=target.num_state_slots,
                 tp_size=target.size,
+                num_pools=1 if target.owner is None else target.size,
                 listen=Listen("zmq", "tcp://127.0.0.1:0", ("shm",)),
                 config=config,
             )
@@ -116,16 +117,16 @@ def check(data_path, tp_prefill, tp_decode, num_heads, sizes, dtype, prompt_len,
     )
 
 
-def check_layouts(data_path, tp_prefill, tp_decode, layouts, prompt_len, **options):
+def check_layouts(data_path, tp_prefill, tp_decode, layouts, prompt_len, *, owner=None, **options):
     """Returns what each prefill rank pushed."""
     truth = truth_of(layouts[0], prompt_len)
     source = Group(layouts[0], tp_prefill, prompt_len, seed=1)
     memory = make_memory = None
-    if data_path == "shm":
+    if data_path == "shm" or owner is not None:
         probe = Group(layouts[1], tp_decode, prompt_len, seed=2)
         memory = receiver_region(probe.geometries, KVTransferConfig())
         make_memory = lambda geometry: memory.pool(geometry.rank)  # noqa: E731
-    target = Group(layouts[1], tp_decode, prompt_len, seed=2, make_memory=make_memory)
+    target = Group(layouts[1], tp_decode, prompt_len, seed=2, make_memory=make_memory, owner=owner)
     source.place(truth)
     expected = target.expected(truth)
     with contextlib.closing(HandOver(data_path, source, target, memory, **options)) as hand_over:
@@ -167,10 +168,23 @@ def test_the_sender_writes_the_pools_of_all_ranks(cell):
 @pytest.mark.parametrize("data_path", ["loopback", "raw", "shm"])
 def test_latents_go_over_the_links_of_all_ranks(data_path, tp_prefill, tp_decode):
     """Rows that every rank holds whole: pushed once, 64 positions by each rank in turn, to all that hold them."""
+    check_latents(data_path, tp_prefill, tp_decode)
+
+
+@pytest.mark.parametrize(
+    ("data_path", "tp_prefill", "tp_decode", "owner"),
+    [("shm", 1, 2, 1), ("shm", 2, 4, 2), ("shm", 4, 2, 0), ("raw", 1, 4, 3), ("raw", 4, 2, 1), ("inline", 2, 2, 1)],
+)
+def test_latents_land_in_the_pool_of_the_owner_alone(data_path, tp_prefill, tp_decode, owner):
+    """All ranks push, each its positions; of the decode worker's pools no byte of another changes."""
+    check_latents(data_path, tp_prefill, tp_decode, owner=owner)
+
+
+def check_latents(data_path, tp_prefill, tp_decode, **options):
     layers = (latent(16, dtype="bfloat16"), latent(16, dtype="bfloat16"), latent(24, dtype="bfloat16"))
     layouts = [KVLayout(model_hash="m", layers=layers, block_size=size, has_mtp=True) for size in (16, 64)]
     prompt_len = 300
-    pushed = check_layouts(data_path, tp_prefill, tp_decode, layouts, prompt_len)
+    pushed = check_layouts(data_path, tp_prefill, tp_decode, layouts, prompt_len, **options)
     wanted = [0] * tp_prefill
     for position in range(prompt_len):
         wanted[position // 64 % tp_prefill] += 2 * (16 + 16 + 24)

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from baton.kvcache.allocator import BlockTable
+from baton.kvcache.layout import KVLayout
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.sender.actions import GrantInfo
 from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused
 from baton.kvtransfer.sender.route import Route
 from baton.kvtransfer.shared_region import SharedRegion
-from baton.kvtransfer.transports.shm import ShmOpener
+from baton.kvtransfer.transports.shm import ShmOpener, geometries_of
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.kept import geometry_of, latent, state
@@ -143,6 +144,59 @@ def test_without_digest_none_is_made_and_nothing_beside_the_span_changes(make_ta
     assert data_path.num_blocks == 12
 
 
+LATENTS = KVLayout(model_hash="model", layers=(latent(12), latent(12), latent(20)), block_size=16, has_mtp=True)
+
+
+def owned(target):
+    """What a decode worker of these pools offers whose ranks have sequences of their own."""
+    offer = changed(target.offer)
+    for place in offer.shm.pools:
+        place.tp_rank, place.tp_size = 0, 1
+    return offer
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_only_the_owner_of_the_blocks_is_written(make_target, owner):
+    """Blocks of all pools are numbered on: those of rank 2 of 12 each are 24 to 35."""
+    target, source = make_target(LATENTS, size=3), make_source(LATENTS)
+    data_path = ShmOpener(source, "here").open(owned(target), EPOCH, "here")
+    assert (data_path.num_blocks, data_path.num_state_slots) == (36, 0)
+    own = (11, 3, 7)
+    for layer in range(3):
+        span = KVRange(layer, 5, 30, 0, 1)
+        written = data_path.write((9, 2, 14), [12 * owner + block for block in own], span, with_digest=True)
+        assert written.digest == source.digest((9, 2, 14), span), "each row counts once"
+        for position in range(5, 35):
+            found = row(target.pools[owner], own, layer, 0, 0, position)
+            assert found == row(source, (9, 2, 14), layer, 0, 0, position)
+    assert [any(memory) for memory in target.bytes] == [rank == owner for rank in range(3)]
+
+
+def test_blocks_of_several_owners_are_not_written(make_target):
+    target, source = make_target(LATENTS, size=2), make_source(LATENTS)
+    data_path = ShmOpener(source, "here").open(owned(target), EPOCH, "here")
+    with pytest.raises(DataPathFailed, match="several ranks' pools"):
+        data_path.write((1, 2), (11, 12), KVRange(0, 0, 20, 0, 1), with_digest=True)
+    assert not any(map(any, target.bytes))
+
+
+def test_who_does_not_know_owners_refuses_their_pools(make_target):
+    """As senders of before did: each pool is a whole worker's, and there are several."""
+    with pytest.raises(DataPathRefused, match="pool 0 of 2 is said to be rank 0 of 1"):
+        geometries_of(LATENTS, owned(make_target(LATENTS, size=2)).shm.pools)
+
+
+def test_pools_of_owners_are_alike_and_hold_no_state(make_target):
+    opener = ShmOpener(make_source(LATENTS), "here")
+    differ = owned(make_target(LATENTS, size=2))
+    differ.shm.pools[1].num_blocks = 11
+    with pytest.raises(DataPathRefused, match="different sizes"):
+        opener.open(differ, EPOCH, "here")
+    stateful = KVLayout(model_hash="m", layers=(latent(12), state(1, 8, whole=True)), block_size=16)
+    with pytest.raises(DataPathRefused, match="latents alone"):
+        ShmOpener(make_source(stateful), "here").open(owned(make_target(stateful, size=2)), EPOCH, "here")
+
+
 def test_another_life_of_the_memory_is_written_no_more(make_target):
     layout = make_layout()
     target, source = make_target(layout), make_source(layout)
@@ -216,6 +270,9 @@ def test_offers_of_other_hosts_lives_and_shapes_are_refused(make_target, tmp_pat
             opener.open(offer, epoch, host)
     two = changed(target.offer)
     two.shm.pools.append(two.shm.pools[0])
+    with pytest.raises(DataPathRefused, match="of their own keep latents alone"):
+        opener.open(two, EPOCH, "here")
+    two.shm.pools[1].tp_rank = 1
     with pytest.raises(DataPathRefused, match="rank 0 of 1"):
         opener.open(two, EPOCH, "here")
     three = changed(target.offer)
