@@ -136,8 +136,8 @@ class Scheduler:
         """Give blocks to the head of the line while there are any: those that are RECEIVING now.
 
         What is computed here, or comes back from host memory, takes its blocks only when a slot is free for it, and is
-        READY then. While it waits for a slot alone, those behind it leave it the blocks that it will need. One that waits
-        for the rank that has its saved KV does not hold up those that another rank can take.
+        READY then. While it waits for a slot alone, those behind it leave it the blocks that it will need. One that
+        waits for the rank that has its saved KV does not hold up those that another rank can take.
         """
         granted: list[Sequence] = []
         closed: set[int] = set()  # ranks with too few blocks for one that is ahead in the line
