@@ -38,6 +38,12 @@ class CpuWatch:
         self._pid = pid
         self._start_s = time.monotonic()
         self._used_s = _cpu_s(pid)
+        self._waited_s = _waited_s(pid)
+
+    def has_waited(self) -> bool:
+        """Its threads together waited for a processor for half of the time: ranks that wait for it are not at fault."""
+        share_s = _STARVED_SHARE * (time.monotonic() - self._start_s)
+        return _waited_s(self._pid) - self._waited_s > share_s
 
     def is_starved(self) -> bool:
         """It would run, and got less than half a processor. One that spins gets more, one that waits would not run."""
@@ -48,6 +54,17 @@ class CpuWatch:
 def _cpu_s(pid: int) -> float:
     fields = _fields(Path(f"/proc/{pid}/stat"))
     return (int(fields[11]) + int(fields[12])) * _TICK_S if fields else 0.0
+
+
+def _waited_s(pid: int) -> float:
+    """Time in which its threads were ready to run and did not; 0 where the kernel does not count it."""
+    total_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            total_ns += int(path.read_text().split()[1])
+        except (OSError, IndexError, ValueError):
+            continue
+    return total_ns * 1e-9
 
 
 def _fields(path: Path) -> list[str]:
@@ -190,7 +207,9 @@ class TPGroupWatch:
         counts = {rank: peer.num_operations for rank, peer in self._peers.items()} | {self._rank: num_operations}
         fewest = min(counts.values())
         late = [rank for rank, count in sorted(counts.items()) if count == fewest]
-        if over_s < STARVED_S and any(rank in late and cpu.is_starved() for rank, cpu in self._sampled[1].items()):
+        # The late one may wait for what another has to send it, and does not get to.
+        watched = self._sampled[1].items()
+        if over_s < STARVED_S and any(cpu.has_waited() or (rank in late and cpu.is_starved()) for rank, cpu in watched):
             return None
         if len(late) == len(counts):
             message = f"all {self._size} ranks hang in collective {fewest}"

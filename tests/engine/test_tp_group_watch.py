@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 import pytest
 
 from baton.core.errors import ModelTensorMissing, WorkerLost
+from baton.engine.tp import watch
 from baton.engine.tp.step_limit import FIRST_S, MIN_LIMIT_S, StepLimit
 from baton.engine.tp.watch import GRACE_S, SILENCE_S, STARVED_S, CpuWatch, TPGroupWatch, is_runnable
 
@@ -140,16 +142,82 @@ def test_a_step_may_take_four_times_what_is_predicted_and_never_less_than_two_se
     assert limit.limit_s(100) == MIN_LIMIT_S
 
 
+class Cpu:
+    """Of a process that waited for a processor, or did not."""
+
+    waiting: ClassVar[set[int]] = set()
+
+    def __init__(self, pid):
+        self._pid = pid
+
+    def has_waited(self):
+        return self._pid in self.waiting
+
+    def is_starved(self):
+        return False
+
+
+@pytest.mark.parametrize("waiting", [0, 1, 2])
+def test_a_rank_that_waits_for_one_without_a_processor_gets_more_time(waiting, monkeypatch):
+    """Rank 2 sleeps until rank 0 sends it the plan, whose thread that sends gets no processor."""
+    monkeypatch.setattr(watch, "CpuWatch", Cpu)
+    monkeypatch.setattr(Cpu, "waiting", {1000 + waiting})
+    tp_group = TPGroup(pids={rank: 1000 + rank for rank in range(SIZE)})
+    tp_group.operations = 17
+    for rank, count in ((1, 17), (2, 12), (3, 17)):
+        tp_group.watch.beat(rank, count)
+    tp_group.watch.begin(2.0, tp_group.now_s)
+    assert tp_group.run(10.0)[0] is None
+    Cpu.waiting.clear()
+    assert tp_group.run(1.0)[0].fields == {"rank": 2, "size": SIZE, "how": "hangs"}
+
+
+def test_nobody_gets_more_time_than_a_machine_may_take(monkeypatch):
+    monkeypatch.setattr(watch, "CpuWatch", Cpu)
+    monkeypatch.setattr(Cpu, "waiting", {1000})
+    tp_group = TPGroup(pids={rank: 1000 + rank for rank in range(SIZE)})
+    tp_group.operations = 17
+    for rank, count in ((1, 17), (2, 12), (3, 17)):
+        tp_group.watch.beat(rank, count)
+    tp_group.watch.begin(2.0, tp_group.now_s)
+    verdict, after_s = tp_group.run(30.0)
+    assert verdict.fields["rank"] == 2
+    assert after_s == pytest.approx(2.0 + STARVED_S, abs=0.2)
+
+
+SPIN = "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(flush=True)\nwhile True: pass"
+
+
+@pytest.mark.long
+def test_one_of_several_on_one_processor_has_waited_and_one_that_sleeps_has_not():
+    command = [sys.executable, "-c", SPIN]
+    spinning = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
+    sleeping = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=-1)
+    try:
+        for process in (*spinning, sleeping):
+            process.stdout.readline()
+        watches = [CpuWatch(process.pid) for process in (*spinning, sleeping)]
+        end_s = time.monotonic() + 20.0
+        while not all(watch.has_waited() for watch in watches[:4]):
+            assert time.monotonic() < end_s, "three quarters of the time each"
+            time.sleep(0.1)
+        assert not watches[4].has_waited()
+    finally:
+        for process in (*spinning, sleeping):
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.long
 def test_a_process_that_sleeps_or_is_stopped_is_not_starved_nor_is_one_that_spins():
     assert is_runnable(os.getpid())
     assert not is_runnable(0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sleeping:
-        watch = CpuWatch(sleeping.pid)
+        asleep = CpuWatch(sleeping.pid)
         end_s = time.monotonic() + 10.0
         while is_runnable(sleeping.pid):
             assert time.monotonic() < end_s
-        assert not watch.is_starved()
+        assert not asleep.is_starved()
         sleeping.kill()
     own = CpuWatch(os.getpid())
     end_s = time.monotonic() + 0.3
