@@ -123,8 +123,10 @@ def product_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int)
         return torch.stack([product_rows_wide(x_TK[:, cut], weight_NK[:, cut]) for cut in cuts])
     wide = wide_dtype(x_TK.dtype)
     left_CTK = pad_rows(x_TK, row_tile(x_TK.device)).to(wide).unflatten(1, (num_slices, length)).transpose(0, 1)
-    right_CKN = weight_NK.to(wide).unflatten(1, (num_slices, length)).permute(1, 2, 0)
-    return product_groups(left_CTK, right_CKN, num_slices)[:, : x_TK.shape[0]]
+    num_outputs = weight_NK.shape[0]
+    padded_NK = pad_rows(weight_NK, _LEAST_OUTPUTS) if num_outputs < _LEAST_OUTPUTS else weight_NK
+    right_CKN = padded_NK.to(wide).unflatten(1, (num_slices, length)).permute(1, 2, 0)
+    return product_groups(left_CTK, right_CKN, num_slices)[:, : x_TK.shape[0], :num_outputs]
 
 
 def product_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:

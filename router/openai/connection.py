@@ -240,6 +240,7 @@ class Connection(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """As uvicorn's, which logs a line for whatever is no HTTP and says so in plain text."""
         self._unset_keepalive_if_required()
+        assert self.parser is not None  # until the connection is lost
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
