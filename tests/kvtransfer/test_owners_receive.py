@@ -75,7 +75,7 @@ def test_only_the_owner_gets_the_rows(setting, kind, owner):
     worker.wait_for(Completed, KEY)
     assert landed(worker, prefill, owner)
     assert touched(worker) == [owner]
-    assert not grant.blocks, "where this side writes, nobody else is told"
+    assert not grant.blocks, "where this side writes, no other is told"
 
 
 def test_a_damaged_frame_is_noticed_in_the_pool_of_the_owner(setting):

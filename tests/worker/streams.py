@@ -9,11 +9,11 @@ from baton.proto import worker_pb2
 from baton.proto.stream_mux_wire import End, StreamTokens, decode_frame, read_decode_frame, read_prefill_frame
 
 TIMEOUT_S = 60.0
-_open: set["Stream"] = set()  # gRPC cancels a call that nobody refers to any more, whenever the collector gets to it
+_open: set["Stream"] = set()  # gRPC cancels a call once nothing refers to it, whenever the collector gets to it
 
 
 class Stream:
-    """Iterates over events; raises what the stream was ended with. It goes on until then, whoever holds it.
+    """Iterates over events; raises what the stream was ended with. It goes on until then, held or not.
 
     Attributes:
         epoch: of the life that answers.
