@@ -177,7 +177,7 @@ def _conv_kernel(
         tl.debug_barrier()
         if count > 0:
             after = tl.where(is_chunk != 0, (first + count) // C, wanted)
-            tl.store(folded, after.to(tl.float32))
+            tl.store(folded + its_G, tl.full([GP], 1.0, tl.float32) * after.to(tl.float32), mask=is_G)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
