@@ -31,7 +31,8 @@ from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 MAX_STATE = 128 * 128  # elements of a value head's state: more are no program's registers
-_NUM_WARPS = 8
+_NUM_WARPS, _TOGETHER = 8, True
+_OPTIONS = (("num_warps", _NUM_WARPS), ("maxnreg", 128))
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _step_kernel(
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32, num_rows: tl.int32, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     T: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, TOGETHER: tl.constexpr,
-    EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(1)
     head, g = tl.program_id(0) // G, tl.program_id(0) % G
@@ -75,7 +76,8 @@ def _step_kernel(
     first = tl.load(positions + sequence * position_stride)
     count = tl.load(counts + sequence * count_stride).to(tl.int32)
     slot = tl.load(slots + sequence * slot_stride)
-    state += slot * state_slot + head * state_head
+    # strides are told in fours, so that it is known that the states can be read by 16 bytes
+    state += (slot * state_slot + head * state_head) * 4
     folded = state + (G * K * V + g)
     at_KV = state + g * (K * V) + its_K[:, None] * V + its_V[None, :]
     # at position 0 the state is 0; rows that are not real read nothing
@@ -127,35 +129,69 @@ def _step_kernel(
         last = tl.sum(tl.where(its_C == C - 1, weight_C, 0.0), axis=0)
         weight_C = tl.exp(tl.minimum(last - weight_C, 0.0))
         state_KV = state_KV * tl.exp(last)
-        for begin in range(0, C, 4):
-            for more in tl.static_range(4):
-                one = tail + (tile * C - C + begin + more) % RING * Y
-                u_V = tl.load(one + (K + g * V) + its_V)
-                u_V = u_V * tl.sum(tl.where(its_C == begin + more, weight_C, 0.0), axis=0)
-                state_KV += tl.load(one + its_K)[:, None] * u_V[None, :]
+        for at in range(C):
+            one = tail + (tile * C - C + at) % RING * Y
+            u_V = tl.load(one + (K + g * V) + its_V) * tl.sum(tl.where(its_C == at, weight_C, 0.0), axis=0)
+            state_KV += tl.load(one + its_K)[:, None] * u_V[None, :]
     if is_behind | ((first == 0) & (count > 0)):
         tl.store(at_KV, state_KV)
-    u_TV = tl.zeros([T, V], tl.float32)
-    out_TV = tl.zeros([T, V], tl.float32)
-    for t in tl.static_range(T):
-        key_K, query_K = _row(key_TK, its_T, t), _row(query_TK, its_T, t)
-        total = tl.sum(tl.where(its_T == t, sum_T, 0.0), axis=0)
-        beta = tl.sum(tl.where(its_T == t, beta_T, 0.0), axis=0)
-        since = tl.exp(total)
-        apart_C = tl.exp(tl.minimum(total - sum_C, 0.0))
-        apart_T = tl.exp(tl.minimum(total - sum_T, 0.0))
-        met_C = apart_C * tl.sum(key_CK * key_K[None, :], axis=1)
-        seen_C = apart_C * tl.sum(key_CK * query_K[None, :], axis=1)
-        seen_T = tl.where(its_T <= t, apart_T * tl.sum(key_TK * query_K[None, :], axis=1), 0.0)
-        found_V = _of_state(state_KV, u_CV, key_K, met_C, since, K, V, C, TOGETHER)
-        out_V = _of_state(state_KV, u_CV, query_K, seen_C, since, K, V, C, TOGETHER)
-        if t > 0:
-            met_T = tl.where(its_T < t, apart_T * tl.sum(key_TK * key_K[None, :], axis=1), 0.0)
-            found_V += tl.sum(u_TV * met_T[:, None], axis=0)
-        u_V = beta * (_row(value_TV, its_T, t) - found_V)
-        u_TV = tl.where((its_T == t)[:, None], u_V[None, :], u_TV)
-        out_V += tl.sum(u_TV * seen_T[:, None], axis=0)
-        out_TV = tl.where((its_T == t)[:, None], out_V[None, :], out_TV)
+    if AT_ONCE:
+        # keys and queries at once; rows of the state are added up to a tile's first, so that one sum is of all warps
+        both_TK2 = tl.join(key_TK, query_TK)
+        found_TV, out_TV = tl.zeros([T, V], tl.float32), tl.zeros([T, V], tl.float32)
+        met_TT, seen_TT = tl.zeros([T, T], tl.float32), tl.zeros([T, T], tl.float32)
+        for t in range(count):
+            is_T1 = (its_T == t)[:, None]
+            total = tl.sum(tl.where(its_T == t, sum_T, 0.0), axis=0)
+            since = tl.exp(total)
+            apart_C = tl.exp(tl.minimum(total - sum_C, 0.0))
+            key_K, query_K = tl.split(tl.sum(tl.where(is_T1[:, :, None], both_TK2, 0.0), axis=0))
+            met_C = apart_C * tl.sum(key_CK * key_K[None, :], axis=1)
+            seen_C = apart_C * tl.sum(key_CK * query_K[None, :], axis=1)
+            met_T = tl.sum(key_TK * key_K[None, :], axis=1)
+            seen_T = tl.sum(key_TK * query_K[None, :], axis=1)
+            key_CV = tl.sum(tl.reshape(state_KV * key_K[:, None], [K // C, C, V]), axis=0)
+            query_CV = tl.sum(tl.reshape(state_KV * query_K[:, None], [K // C, C, V]), axis=0)
+            key_CV = key_CV * since + u_CV * met_C[:, None]
+            query_CV = query_CV * since + u_CV * seen_C[:, None]
+            found_V, out_V = tl.split(tl.sum(tl.join(key_CV, query_CV), axis=0))
+            found_TV += tl.where(is_T1, found_V[None, :], 0.0)
+            out_TV += tl.where(is_T1, out_V[None, :], 0.0)
+            met_TT += tl.where(is_T1, met_T[None, :], 0.0)
+            seen_TT += tl.where(is_T1, seen_T[None, :], 0.0)
+        apart_TT = tl.exp(tl.minimum(sum_T[:, None] - sum_T[None, :], 0.0))
+        met_TT = tl.where(its_T[:, None] > its_T[None, :], beta_T[:, None] * met_TT * apart_TT, 0.0)
+        seen_TT = tl.where(its_T[:, None] >= its_T[None, :], seen_TT * apart_TT, 0.0)
+        u_TV = beta_T[:, None] * (value_TV - found_TV)
+        for t in range(count):
+            # the row is solved: it is taken from those that follow
+            u_V = tl.sum(tl.where((its_T == t)[:, None], u_TV, 0.0), axis=0)
+            met_T = tl.sum(tl.where((its_T == t)[None, :], met_TT, 0.0), axis=1)
+            seen_T = tl.sum(tl.where((its_T == t)[None, :], seen_TT, 0.0), axis=1)
+            u_TV -= met_T[:, None] * u_V[None, :]
+            out_TV += seen_T[:, None] * u_V[None, :]
+    else:
+        u_TV = tl.zeros([T, V], tl.float32)
+        out_TV = tl.zeros([T, V], tl.float32)
+        for t in tl.static_range(T):
+            key_K, query_K = _row(key_TK, its_T, t), _row(query_TK, its_T, t)
+            total = tl.sum(tl.where(its_T == t, sum_T, 0.0), axis=0)
+            beta = tl.sum(tl.where(its_T == t, beta_T, 0.0), axis=0)
+            since = tl.exp(total)
+            apart_C = tl.exp(tl.minimum(total - sum_C, 0.0))
+            apart_T = tl.exp(tl.minimum(total - sum_T, 0.0))
+            met_C = apart_C * tl.sum(key_CK * key_K[None, :], axis=1)
+            seen_C = apart_C * tl.sum(key_CK * query_K[None, :], axis=1)
+            seen_T = tl.where(its_T <= t, apart_T * tl.sum(key_TK * query_K[None, :], axis=1), 0.0)
+            found_V = _of_state(state_KV, u_CV, key_K, met_C, since, K, V, C, TOGETHER)
+            out_V = _of_state(state_KV, u_CV, query_K, seen_C, since, K, V, C, TOGETHER)
+            if t > 0:
+                met_T = tl.where(its_T < t, apart_T * tl.sum(key_TK * key_K[None, :], axis=1), 0.0)
+                found_V += tl.sum(u_TV * met_T[:, None], axis=0)
+            u_V = beta * (_row(value_TV, its_T, t) - found_V)
+            u_TV = tl.where((its_T == t)[:, None], u_V[None, :], u_TV)
+            out_V += tl.sum(u_TV * seen_T[:, None], axis=0)
+            out_TV = tl.where((its_T == t)[:, None], out_V[None, :], out_TV)
     out_TV = out_TV * tl.rsqrt(tl.sum(out_TV * out_TV, axis=1) / V + eps)[:, None] * tl.load(norm + its_V)[None, :]
     out_TV = out_TV * (z_TV / (1.0 + tl.exp(-z_TV)))
     out_TV = tl.where(is_T[:, None], out_TV, 0.0)
@@ -182,18 +218,24 @@ def _step_kernel(
 _launch_step = Launcher(_step_kernel)
 
 
-def _constants_of(sizes: tuple[int, ...], num_rows: int, together: bool) -> dict[str, object]:
+def _constants_of(sizes: tuple[int, ...], num_rows: int, together: bool, at_once: bool) -> dict[str, object]:
     """The constants of a launch but `EARLY`; sizes are H, K, V, G, W, and of the rings."""
     names = ("H", "K", "V", "G", "W", "CONV_RING", "RING", "Y")
-    padded = triton.next_power_of_2(num_rows)
-    return dict(zip(names, sizes, strict=True)) | {"C": TILE, "T": padded, "TOGETHER": together}
+    padded = max(triton.next_power_of_2(num_rows), 2) if at_once else triton.next_power_of_2(num_rows)
+    form = {"TOGETHER": together, "AT_ONCE": at_once}
+    return dict(zip(names, sizes, strict=True)) | {"C": TILE, "T": padded} | form
 
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    sizes: tuple[int, ...], num_rows: int, device: torch.device, options: tuple[tuple[str, int], ...], together: bool
+    sizes: tuple[int, ...],
+    num_rows: int,
+    device: torch.device,
+    options: tuple[tuple[str, int], ...],
+    together: bool,
+    at_once: bool,
 ) -> Constants:
-    return Constants(_constants_of(sizes, num_rows, together) | dict(options) | dependent_launch(device))
+    return Constants(_constants_of(sizes, num_rows, together, at_once) | dict(options) | dependent_launch(device))
 
 
 def launch(
@@ -205,8 +247,9 @@ def launch(
     out_TX: torch.Tensor,
     eps: float,
     *,
-    options: tuple[tuple[str, int], ...] = (("num_warps", _NUM_WARPS),),
-    together: bool = False,
+    options: tuple[tuple[str, int], ...] = _OPTIONS,
+    together: bool = _TOGETHER,
+    at_once: bool | None = None,
 ) -> None:
     """Outputs of decode rows behind the gated norm; see `delta_layer`, which has checked the arguments.
 
@@ -220,6 +263,7 @@ def launch(
         eps: of the norm.
         options: of the launch.
         together: see `_of_state`.
+        at_once: rows are solved behind a loop over all of them; None: of more than one row.
     """
     num_heads, num_values = weights[1].shape
     key_dim, value_dim = inputs[0].shape[2], inputs[3].shape[3]
@@ -233,8 +277,59 @@ def launch(
     arguments = (
         *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, out_TX,
         *(stride for some in strides for stride in some),
-        *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *(x.stride(0) for x in where),
-        rows.num_rows, eps,
+        *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]),
+        *(x.stride(0) for x in where), rows.num_rows, eps,
     )  # fmt: skip
-    constants = _constants(sizes, rows.num_rows, out_TX.device, options, together)
+    at_once = rows.num_rows > 1 if at_once is None else at_once
+    constants = _constants(sizes, rows.num_rows, out_TX.device, options, together, at_once)
     _launch_step((num_heads * num_values, len(rows.positions_B)), arguments, constants)
+
+
+def variants() -> list[Variant]:
+    """Of the models that are measured, at one rank: 16 key heads of 128, with one, two or four value heads each."""
+    types = dict.fromkeys(("query", "key", "value", "z", "b", "a", "ring", "out"), "*bf16")
+    types |= dict.fromkeys(("weight", "a_log", "dt_bias", "norm", "tail", "state"), "*fp32")
+    types |= dict.fromkeys(("positions", "counts", "slots"), "*i64") | {"eps": "fp32"}
+    aligned = (
+        "query",
+        "key",
+        "value",
+        "z",
+        "weight",
+        "norm",
+        "ring",
+        "tail",
+        "state",
+        "out",
+        "query_row",
+        "query_head",
+    )
+    aligned += (
+        "key_row",
+        "key_head",
+        "value_row",
+        "value_head",
+        "z_row",
+        "z_head",
+        "z_value",
+        "ring_slot",
+        "ring_head",
+    )
+    aligned += ("tail_slot", "tail_head")
+    found = []
+    for num_values, num_rows, early in ((1, 1, True), (2, 1, True), (4, 1, True), (2, 8, True), (2, 1, False)):
+        sizes = 16, 128, 128, num_values, 4, CONV_RING, RING, tail_len(128, 128, num_values)
+        constants = _constants_of(sizes, num_rows, _TOGETHER, num_rows > 1) | {"EARLY": early}
+        variant = Variant(
+            name=f"delta_step G={num_values} T={num_rows}{'' if early else ' late'}",
+            kernel=_step_kernel,
+            types={name: types.get(name, "i32") for name in _step_kernel.arg_names if name not in constants},
+            constants=constants,
+            aligned=aligned,
+            num_warps=_NUM_WARPS,
+            max_registers=128,
+            max_shared_bytes=65_536,
+            on_amd=not early,
+        )
+        found.append(variant)
+    return found

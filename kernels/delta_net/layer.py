@@ -114,9 +114,7 @@ def delta_layer(
         if some.start is None and at_once:
             inputs = query_THK, key_THK, value_THX, z_THGV, b_THG, a_THG
             its_weights = *gates, weights.norm_V
-            delta_step_triton.launch(
-                inputs, its_weights, kept.conv_NHRX, kept.state, some, out_TX[cut], weights.eps
-            )
+            delta_step_triton.launch(inputs, its_weights, kept.conv_NHRX, kept.state, some, out_TX[cut], weights.eps)
             continue
         num_rows = len(query_THK)
         float32: dict[str, Any] = {"dtype": torch.float32, "device": x.query_THK.device}
@@ -217,6 +215,9 @@ def _check(
         is_dense = tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3]
         require(is_dense, name, "rows of a ring do not lie one after the other")
     require_rows("state_NHZ", state)
+    require(
+        all(stride % 4 == 0 for stride in state.stride()[:2]), "state_NHZ", "has strides that are no multiples of 4"
+    )
     require(tail.shape[3] >= key_dim + values_len + num_values, "tail_NHRY", f"has rows of {tail.shape[3]}")
     require(state.shape[2] >= values_len * key_dim + num_values, "state_NHZ", f"has {state.shape[2]} elements")
     require(num_missing == 0, "rows", f"are {num_tokens - num_missing} of {num_tokens}")
