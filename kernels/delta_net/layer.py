@@ -77,9 +77,9 @@ def delta_layer(
         kept: read and written.
         rows: where they stand; all rows of the pass, in their order.
         invariant: the reference's products are of one fixed shape on CUDA; the Triton form goes through all rows one
-            by one, so that bits do not depend on where a prompt is cut and on what is drafted. Otherwise through a chunk
-            by tiles, whose products are of TF32 where the model's dtype is narrower than float32, and through a decode
-            step at once.
+            by one, so that bits do not depend on where a prompt is cut and on what is drafted. Otherwise through a
+            chunk by tiles, whose products are of TF32 where the model's dtype is narrower than float32, and through a
+            decode step at once.
         implementation: see there. Triton's is in float32, and gives 0 for rows that are not real.
 
     Raises:

@@ -232,7 +232,8 @@ def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
         _, tail, state = layer.kept_parts()
         tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
         positions = [16 * (2 + slot) + place for slot, place in enumerate(places)]
-        state[:NUM_SLOTS, :, 2 * KEY * 16] = torch.tensor([p // 16 - is_behind for p in positions])[:, None].float()
+        folded = torch.tensor([p // 16 - is_behind for p in positions]).float()
+        state[:NUM_SLOTS, :, 2 * KEY * 16 : 2 * KEY * 16 + 2] = folded[:, None, None]
         steps = []
         for step in range(3):
             inputs = layer.inputs(num_rows, step)
