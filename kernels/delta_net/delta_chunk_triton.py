@@ -230,7 +230,8 @@ def _walk_kernel(
     tail += slot * tail_slot + head * tail_head
     tail_u = tail + (K + g * V)
     tail_g = tail + (K + G * V) + g
-    state += slot * state_slot + head * state_head + g * K * V
+    # strides are told in fours, so that it is known that states can be read by 16 bytes
+    state += (slot * state_slot + head * state_head) * 4 + g * K * V
     at_KB = state + its_K[:, None] * V + its_B[None, :]
     # at position 0 the state is 0; rows that are not real read nothing
     is_read_KB = (first > 0) & (count > 0) & (its_K[:, None] >= 0) & (its_B[None, :] >= 0)
@@ -327,7 +328,7 @@ def launch(
     _launch_tiles((num_sequences, num_heads, num_tiles), arguments, of_tiles)
     arguments = (
         *outputs, begun_BH, tail_NHRY, state_NHZ, *where, out_THGV,
-        *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *strides, rows.num_rows, 1,
+        *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]), *strides, rows.num_rows, 1,
     )  # fmt: skip
     num_programs = num_heads * num_values * (value_dim // of_walk.by_name["BV"])
     _launch_walk((num_programs, num_sequences), arguments, of_walk)

@@ -30,6 +30,7 @@ from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 _COLUMNS, _NUM_WARPS = 16, 1  # of a program; measured: more warps wait for each other, more columns spill
+_AHEAD = True  # states are on their way while the launch before makes rows
 _NORM_ROWS = 8  # of a program of the norm
 
 
@@ -42,6 +43,21 @@ def _stored(tail_u, tile, first, its_C, its_B, C: tl.constexpr, RING: tl.constex
     return tl.load(at_C[:, None] + its_B[None, :], mask=is_there_C[:, None], other=0.0)
 
 
+@triton.jit
+def _row_of(made, factors, of_value, row, count, its_C, its_K, its_B, H: tl.constexpr, K: tl.constexpr,
+            G: tl.constexpr, C: tl.constexpr, F: tl.constexpr, X: tl.constexpr):  # fmt: skip
+    """q, k, v, what is taken away and seen of each u, beta and what is left of the state; behind the last row, zeros."""
+    its, of, is_row = made + row * (H * X), factors + row * (H * G * F), row < count
+    query_K = tl.load(its + its_K, mask=is_row & (its_K >= 0), other=0.0)
+    key_K = tl.load(its + K + its_K, mask=is_row & (its_K >= 0), other=0.0)
+    value_B = tl.load(its + of_value + its_B, mask=is_row & (its_B >= 0), other=0.0)
+    met_C = tl.load(of + its_C, mask=is_row & (its_C >= 0), other=0.0)
+    seen_C = tl.load(of + C + its_C, mask=is_row & (its_C >= 0), other=0.0)
+    beta = tl.load(of + (2 * C + 1), mask=is_row, other=0.0)
+    since = tl.load(of + (2 * C + 2), mask=is_row, other=0.0)
+    return query_K, key_K, value_B, met_C, seen_C, beta, since
+
+
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk"])
 def _delta_kernel(
     made, factors, begun, tail, state, positions, counts, slots, out,
@@ -49,7 +65,7 @@ def _delta_kernel(
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, is_chunk: tl.int32,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    F: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
+    F: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     CUTS: tl.constexpr = V // BV
     X: tl.constexpr = 2 * K + G * V
@@ -57,26 +73,37 @@ def _delta_kernel(
     value_head, cut = tl.program_id(0) // CUTS, tl.program_id(0) % CUTS
     head, g = value_head // G, value_head % G
     its_C, its_K, its_B = tl.arange(0, C), tl.arange(0, K), cut * BV + tl.arange(0, BV)
-    if EARLY:
+    if EARLY and not AHEAD:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.load(positions + sequence * position_stride)
     count = tl.load(counts + sequence * count_stride).to(tl.int32)
     slot = tl.load(slots + sequence * slot_stride)
-    how = tl.load(begun + sequence * H + head)
     row0 = sequence.to(tl.int64) * num_rows
     made += (row0 * H + head) * X
     factors += (row0 * H * G + value_head) * F
     out += (row0 * H * G + value_head) * V
     tail += slot * tail_slot + head * tail_head
     tail_u = tail + (K + g * V)
-    state += slot * state_slot + head * state_head + g * K * V
+    # strides are told in fours, so that it is known that states can be read by 16 bytes
+    state += (slot * state_slot + head * state_head) * 4 + g * K * V
     at_KB = state + its_K[:, None] * V + its_B[None, :]
     # at position 0 the state is 0; rows that are not real read nothing
     is_read_KB = (first > 0) & (count > 0) & (its_K[:, None] >= 0) & (its_B[None, :] >= 0)
     state_KB = tl.load(at_KB, mask=is_read_KB, other=0.0)
-    tile = first // C - (how == BEHIND).to(tl.int64)
+    tile = first // C
     u_CB = _stored(tail_u, tile, tl.where(count > 0, first, 0), its_C, its_B, C, RING, Y)
+    if EARLY and AHEAD:
+        # the launch before writes neither states nor u, and began when all before it had ended
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    how = tl.load(begun + sequence * H + head)
+    query_K, key_K, value_B, met_C, seen_C, beta, since = _row_of(
+        made, factors, 2 * K + g * V, 0, count, its_C, its_K, its_B, H, K, G, C, F, X
+    )
+    if how == BEHIND:
+        tile -= 1
+        u_CB = _stored(tail_u, tile, tl.where(count > 0, first, 0), its_C, its_B, C, RING, Y)
     # a chunk's last turn has no row: it folds the tile that may have ended with it
     for row in range(0, tl.where((is_chunk != 0) & (count > 0), count + 1, count)):
         position = first + row
@@ -102,15 +129,6 @@ def _delta_kernel(
         if (row == 0) & (how != STORED) & (is_chunk == 0):
             tl.store(at_KB, state_KB)
         if row < count:
-            its = made + row * (H * X)
-            of = factors + row * (H * G * F)
-            query_K = tl.load(its + its_K)
-            key_K = tl.load(its + K + its_K)
-            value_B = tl.load(its + (2 * K + g * V) + its_B)
-            met_C = tl.load(of + its_C)
-            seen_C = tl.load(of + C + its_C)
-            beta = tl.load(of + (2 * C + 1))
-            since = tl.load(of + (2 * C + 2))
             met_B = tl.sum(u_CB * met_C[:, None], axis=0)
             u_B = beta * (value_B - tl.sum(state_KB * key_K[:, None], axis=0) * since) - met_B
             u_CB = tl.where((its_C == (position % C).to(tl.int32))[:, None], u_B[None, :], u_CB)
@@ -119,6 +137,9 @@ def _delta_kernel(
             # of a chunk, what is in the state is not read again
             if (is_chunk == 0) | (position >= (first + count) // C * C):
                 tl.store(tail_u + position % RING * Y + its_B, u_B)
+            query_K, key_K, value_B, met_C, seen_C, beta, since = _row_of(
+                made, factors, 2 * K + g * V, row + 1, count, its_C, its_K, its_B, H, K, G, C, F, X
+            )
     if (is_chunk != 0) & (count > 0):
         tl.store(at_KB, state_KB)
     for row in range(count, num_rows):
@@ -164,8 +185,8 @@ def constants_of(num_heads: int, key_dim: int, value_dim: int, num_values: int, 
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(sizes: tuple[int, ...], device: torch.device, columns: int, num_warps: int) -> Constants:
-    by_name = constants_of(*sizes) | {"BV": min(columns, sizes[2]), "num_warps": num_warps}
+def _constants(sizes: tuple[int, ...], device: torch.device, columns: int, num_warps: int, ahead: bool) -> Constants:
+    by_name = constants_of(*sizes) | {"BV": min(columns, sizes[2]), "AHEAD": ahead, "num_warps": num_warps}
     return Constants(by_name | dependent_launch(device))
 
 
@@ -185,6 +206,7 @@ def launch(
     *,
     columns: int = _COLUMNS,
     num_warps: int = _NUM_WARPS,
+    ahead: bool = _AHEAD,
 ) -> None:
     """Outputs of the rows, float32; see `delta_layer`, which has checked the arguments.
 
@@ -197,16 +219,17 @@ def launch(
         key_dim: K.
         columns: of a program; another number may give other bits.
         num_warps: of a program, the same.
+        ahead: states are read before the launch before has ended.
     """
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     _, num_heads, num_values, value_dim = out_THGV.shape
     sizes = num_heads, key_dim, value_dim, num_values, *tail_NHRY.shape[2:]
-    constants = _constants(sizes, out_THGV.device, columns, num_warps)
+    constants = _constants(sizes, out_THGV.device, columns, num_warps, ahead)
     where = rows.positions_B, rows.counts_B, rows.slots_B
     strides = tuple(x.stride(0) for x in where)
     arguments = (
         *made, begun_BH, tail_NHRY, state_NHZ, *where, out_THGV,
-        *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *strides, rows.num_rows, int(rows.start is not None),
+        *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]), *strides, rows.num_rows, int(rows.start is not None),
     )  # fmt: skip
     num_programs = num_heads * num_values * (value_dim // constants.by_name["BV"])
     _launch_delta((num_programs, len(rows.positions_B)), arguments, constants)
@@ -239,7 +262,7 @@ def variants() -> list[Variant]:
         norm = {"H": 16, "G": num_values, "V": 128, "N": _NORM_ROWS, "EARLY": early}
         tail = ("made", "factors", "tail", "tail_slot", "tail_head")
         for kernel, its_types, constants, aligned, num_warps in (
-            (_delta_kernel, delta_types, common | {"BV": _COLUMNS}, (*tail, "state", "out"), _NUM_WARPS),
+            (_delta_kernel, delta_types, common | {"BV": _COLUMNS, "AHEAD": _AHEAD}, (*tail, "state", "out"), _NUM_WARPS),
             (_norm_kernel, norm_types, norm, ("x", "z", "weight", "out", "z_row", "z_head", "z_value"), 4),
         ):
             what = "delta_norm" if kernel is _norm_kernel else "delta_net"
