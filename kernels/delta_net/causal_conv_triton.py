@@ -39,28 +39,28 @@ from baton.kernels.variant import Variant
 FACTORS = 2 * TILE + 4  # of a row and value head: TILE of u taken away, TILE of u seen, g, beta, what is left; padding
 STORED, BEHIND, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NUM_WARPS = 2  # measured: with one a row's sums take longer, with four fewer programs are under way
+_NUM_APART = 1  # decode rows of a program
 _L2_EPS = tl.constexpr(1e-6)
 _SOFTPLUS_LINEAR = tl.constexpr(20.0)  # from here on softplus is its argument
 
 
 @triton.jit
-def _convolved(
-    x, row_stride, ring, weight, row, first, is_chunk, its_C, X: tl.constexpr, W: tl.constexpr, RING: tl.constexpr
-):
-    """Silu of the sum over the taps, in float32, of the channels C that the pointers begin at; keeps a decode row."""
+def _convolved(x, row_stride, ring, weight, row, first, its_C, is_C, X: tl.constexpr, W: tl.constexpr,
+               RING: tl.constexpr):  # fmt: skip
+    """Silu of the sum over the taps, in float32, of channels C behind the pointers; and the row itself."""
     sum_C = tl.zeros(its_C.shape, tl.float32)
     for tap in tl.static_range(W):
         at = row - (W - 1) + tap
         position = first + at
-        is_own_C = (at >= 0) & (its_C >= 0)
-        is_kept_C = (at < 0) & (position >= 0) & (its_C >= 0)
-        own_C = tl.load(x + at * row_stride + its_C, mask=is_own_C, other=0.0)
-        kept_C = tl.load(ring + (position + RING) % RING * X + its_C, mask=is_kept_C, other=0.0)
-        seen_C = tl.where(is_own_C, own_C, kept_C).to(tl.float32)
-        sum_C += seen_C * tl.load(weight + its_C * W + tap)
-        if tap == W - 1:
-            tl.store(ring + (first + row) % RING * X + its_C, own_C, mask=(is_chunk == 0) & (its_C >= 0))
-    return sum_C / (1.0 + tl.exp(-sum_C))
+        own_C = tl.load(x + at * row_stride + its_C, mask=is_C & (at >= 0), other=0.0)
+        if tap < W - 1:
+            is_kept = (at < 0) & (position >= 0)
+            kept_C = tl.load(ring + (position + RING) % RING * X + its_C, mask=is_C & is_kept, other=0.0)
+            seen_C = tl.where(at >= 0, own_C, kept_C).to(tl.float32)
+        else:
+            seen_C = own_C.to(tl.float32)
+        sum_C += seen_C * tl.load(weight + its_C * W + tap, mask=is_C, other=0.0)
+    return sum_C / (1.0 + tl.exp(-sum_C)), own_C
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _l2_normed(x_K):
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, axis=0) + _L2_EPS)
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk", "num_apart"])
 def _conv_kernel(
     query, key, value, b, a,
     weight, a_log, dt_bias,
@@ -94,7 +94,7 @@ def _conv_kernel(
     query_row, query_head, key_row, key_head, value_row, value_head, b_row, b_head, a_row, a_head,
     ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
-    num_rows: tl.int32, is_chunk: tl.int32,
+    num_rows: tl.int32, is_chunk: tl.int32, num_apart: tl.int32,
     K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -118,57 +118,71 @@ def _conv_kernel(
     tail += slot * tail_slot + head * tail_head
     weight += head * X * W
     is_G = its_G < G
+    its_GV, is_GV = its_G[:, None] * V + its_V[None, :], is_G[:, None] & (its_V >= 0)[None, :]
+    # rows of a program: those of a tile, or so many of a step, before which it makes the keys of the tile's others
+    own_begin = part * num_apart
+    tile = tl.where(num_apart > 0, (first + own_begin) // C, first // C + part)
+    begin = tl.maximum(tile * C - first, 0).to(tl.int32)
+    stop = tl.minimum(tile * C + C - first, count).to(tl.int32)
+    stop = tl.where(num_apart > 0, tl.minimum(stop, own_begin + num_apart), stop)
     rate_G = -tl.exp(tl.load(a_log + head * G + its_G, mask=is_G, other=0.0))
     bias_G = tl.load(dt_bias + head * G + its_G, mask=is_G, other=0.0)
-    tile = first // C + part
     position_C = tile * C + its_C
     is_old_C = (position_C < first) & (count > 0)
     old_C = tail + position_C % RING * Y
     key_CK = tl.load(old_C[:, None] + its_K[None, :], mask=is_old_C[:, None], other=0.0)
     is_old_GC = is_G[:, None] & is_old_C[None, :]
     decay_GC = tl.load(old_C[None, :] + (K + G * V) + its_G[:, None], mask=is_old_GC, other=0.0)
-    begin = tl.maximum(tile * C - first, 0).to(tl.int32)
-    stop = tl.minimum(tile * C + C - first, count).to(tl.int32)
+    folded = state + slot * state_slot + head * state_head + G * K * V
+    num_folded = tl.load(folded, mask=part == 0, other=0.0)
     for row in range(begin, stop):
-        to = made + ((row0 + row) * num_heads + head) * X
-        query_K = _convolved(query, query_row, ring, weight, row, first, is_chunk, its_K, X, W, CONV_RING)
-        query_K = _l2_normed(query_K) * (1.0 / K**0.5)
-        tl.store(to + its_K, query_K)
-        key_K = _convolved(key, key_row, ring + K, weight + K * W, row, first, is_chunk, its_K, X, W, CONV_RING)
-        key_K = _l2_normed(key_K)
-        tl.store(to + K + its_K, key_K)
-        for g in tl.static_range(G):
-            of = 2 * K + g * V
-            value_V = _convolved(
-                value + g * V, value_row, ring + of, weight + of * W, row, first, is_chunk, its_V, X, W, CONV_RING
-            )
-            tl.store(to + of + its_V, value_V)
+        # all that a row takes is on its way before anything is written
+        is_own = row >= own_begin
+        is_K, is_own_K, is_own_GV = its_K >= 0, is_own & (its_K >= 0), is_own & is_GV
+        key_K, key_in_K = _convolved(
+            key, key_row, ring + K, weight + K * W, row, first, its_K, is_K, X, W, CONV_RING
+        )
+        query_K, query_in_K = _convolved(
+            query, query_row, ring, weight, row, first, its_K, is_own_K, X, W, CONV_RING
+        )
+        value_GV, value_in_GV = _convolved(
+            value, value_row, ring + 2 * K, weight + 2 * K * W, row, first, its_GV, is_own_GV, X, W, CONV_RING
+        )
         b_G = tl.load(b + row * b_row + its_G, mask=is_G, other=0.0).to(tl.float32)
         a_G = tl.load(a + row * a_row + its_G, mask=is_G, other=0.0).to(tl.float32) + bias_G
         decay_G = rate_G * softplus(a_G)
-        beta_G = 1.0 / (1.0 + tl.exp(-b_G))
+        key_K = _l2_normed(key_K)
         at = (first + row - tile * C).to(tl.int32)
         key_CK = tl.where((its_C == at)[:, None], key_K[None, :], key_CK)
         decay_GC = tl.where((its_C == at)[None, :], decay_G[:, None], decay_GC)
-        sum_GC = tl.cumsum(decay_GC, 1)
-        total_G = tl.sum(tl.where((its_C == at)[None, :], sum_GC, 0.0), axis=1)
-        apart_GC = tl.exp(tl.minimum(total_G[:, None] - sum_GC, 0.0))
-        met_C = tl.where(its_C < at, tl.sum(key_CK * key_K[None, :], axis=1), 0.0)
-        seen_C = tl.where(its_C <= at, tl.sum(key_CK * query_K[None, :], axis=1), 0.0)
-        to_G = factors + (((row0 + row) * num_heads + head) * G + its_G) * F
-        to_GC = to_G[:, None] + its_C[None, :]
-        tl.store(to_GC, apart_GC * beta_G[:, None] * met_C[None, :], mask=is_G[:, None])
-        tl.store(to_GC + C, apart_GC * seen_C[None, :], mask=is_G[:, None])
-        tl.store(to_G + 2 * C, decay_G, mask=is_G)
-        tl.store(to_G + (2 * C + 1), beta_G, mask=is_G)
-        tl.store(to_G + (2 * C + 2), tl.exp(total_G), mask=is_G)
-        if is_chunk == 0:
-            keep = tail + (first + row) % RING * Y
-            tl.store(keep + its_K, key_K)
-            tl.store(keep + (K + G * V) + its_G, decay_G, mask=is_G)
+        if is_own:
+            query_K = _l2_normed(query_K) * (1.0 / K**0.5)
+            beta_G = 1.0 / (1.0 + tl.exp(-b_G))
+            sum_GC = tl.cumsum(decay_GC, 1)
+            total_G = tl.sum(tl.where((its_C == at)[None, :], sum_GC, 0.0), axis=1)
+            apart_GC = tl.exp(tl.minimum(total_G[:, None] - sum_GC, 0.0))
+            met_C = tl.where(its_C < at, tl.sum(key_CK * key_K[None, :], axis=1), 0.0)
+            seen_C = tl.where(its_C <= at, tl.sum(key_CK * query_K[None, :], axis=1), 0.0)
+            to = made + ((row0 + row) * num_heads + head) * X
+            tl.store(to + its_K, query_K)
+            tl.store(to + K + its_K, key_K)
+            tl.store(to + 2 * K + its_GV, value_GV, mask=is_GV)
+            to_G = factors + (((row0 + row) * num_heads + head) * G + its_G) * F
+            to_GC = to_G[:, None] + its_C[None, :]
+            tl.store(to_GC, apart_GC * beta_G[:, None] * met_C[None, :], mask=is_G[:, None])
+            tl.store(to_GC + C, apart_GC * seen_C[None, :], mask=is_G[:, None])
+            tl.store(to_G + 2 * C, decay_G, mask=is_G)
+            tl.store(to_G + (2 * C + 1), beta_G, mask=is_G)
+            tl.store(to_G + (2 * C + 2), tl.exp(total_G), mask=is_G)
+            if is_chunk == 0:
+                keep = tail + (first + row) % RING * Y
+                tl.store(keep + its_K, key_K)
+                tl.store(keep + (K + G * V) + its_G, decay_G, mask=is_G)
+                keep_in = ring + (first + row) % CONV_RING * X
+                tl.store(keep_in + its_K, query_in_K)
+                tl.store(keep_in + K + its_K, key_in_K)
+                tl.store(keep_in + 2 * K + its_GV, value_in_GV, mask=is_GV)
     if part == 0:
-        folded = state + slot * state_slot + head * state_head + G * K * V
-        num_folded = tl.load(folded)
         wanted = first // C
         # what was never written may be no number, and is behind nothing
         found = tl.where(first == 0, NONE, tl.where(num_folded < wanted.to(tl.float32), BEHIND, STORED))
@@ -260,6 +274,7 @@ def launch(
     value_dim: int,
     *,
     num_warps: int = _NUM_WARPS,
+    num_apart: int = _NUM_APART,
 ) -> torch.Tensor:
     """How each state is begun, int32 [B, H]; see `delta_layer`, which has checked the arguments.
 
@@ -272,6 +287,7 @@ def launch(
         outputs: q, k and v side by side, [T, H, X], and FACTORS, [T, H, G, F], float32; of real rows.
         value_dim: V.
         num_warps: of a program; another number may give other bits.
+        num_apart: decode rows of a program, a power of 2; 0: those of a tile.
     """
     num_heads, num_values = weights[1].shape
     num_sequences = len(rows.positions_B)
@@ -285,10 +301,12 @@ def launch(
         *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, *outputs, begun_BH,
         *(stride for x in inputs for stride in x.stride()[:2]),
         *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *(x.stride(0) for x in where),
-        rows.num_rows, int(rows.start is not None),
+        rows.num_rows, int(rows.start is not None), 0 if rows.start is not None else num_apart,
     )  # fmt: skip
     if rows.start is not None:
         num_tiles = -(-(rows.start % TILE + rows.num_rows) // TILE)
+    elif num_apart:
+        num_tiles = -(-rows.num_rows // num_apart)
     else:
         num_tiles = min(rows.num_rows, 2)
     constants = _constants(sizes, conv_NHRX.device, num_warps)[0]
@@ -328,8 +346,8 @@ def variants() -> list[Variant]:
     strides = [f"{name}_{way}" for name in ("query", "key", "value", "b", "a") for way in ("row", "head")]
     strides += [f"{name}_{way}" for name in ("ring", "tail", "state") for way in ("slot", "head")]
     others = ["position_stride", "count_stride", "slot_stride", "num_rows"]
-    types |= dict.fromkeys([*strides, *others, "is_chunk"], "i32")
-    left_out = {"weight", "a_log", "dt_bias", "state", "begun", "is_chunk", "state_slot", "state_head"}
+    types |= dict.fromkeys([*strides, *others, "is_chunk", "num_apart"], "i32")
+    left_out = {"weight", "a_log", "dt_bias", "state", "begun", "is_chunk", "num_apart", "state_slot", "state_head"}
     left_out |= {"b", "a", "b_row", "b_head", "a_row", "a_head"}
     keep_types = {name: kind for name, kind in types.items() if name not in left_out}
     aligned = ("query", "key", "value", "ring", "tail", "made", "factors", "query_row", "query_head", "key_row")
