@@ -4,7 +4,8 @@
 A program does the rows of one tile, 16 positions by absolute position, of one key head of one sequence, one after the
 other, by code in which nothing depends on how many there are. It has the keys of the tile in registers, those of steps
 before from the ring; so what a row meets of the rows before it is computed once, and not by every program of every
-value head. What it makes of a row, for each value head, are its factors: how much of each earlier u it takes away from
+value head. Decode rows may be programs of their own, each of which makes the keys of those before it again, by the same
+code: a step waits for memory once, and not once a row. What it makes of a row, for each value head, are its factors: how much of each earlier u it takes away from
 v, how much of each u it sees, g, beta, and how much of the state is left (e to the sum of the tile's g).
 
 The first program of a sequence looks at the number behind the state, which says how many tiles are in it, tells the
@@ -139,12 +140,8 @@ def _conv_kernel(
         # all that a row takes is on its way before anything is written
         is_own = row >= own_begin
         is_K, is_own_K, is_own_GV = its_K >= 0, is_own & (its_K >= 0), is_own & is_GV
-        key_K, key_in_K = _convolved(
-            key, key_row, ring + K, weight + K * W, row, first, its_K, is_K, X, W, CONV_RING
-        )
-        query_K, query_in_K = _convolved(
-            query, query_row, ring, weight, row, first, its_K, is_own_K, X, W, CONV_RING
-        )
+        key_K, key_in_K = _convolved(key, key_row, ring + K, weight + K * W, row, first, its_K, is_K, X, W, CONV_RING)
+        query_K, query_in_K = _convolved(query, query_row, ring, weight, row, first, its_K, is_own_K, X, W, CONV_RING)
         value_GV, value_in_GV = _convolved(
             value, value_row, ring + 2 * K, weight + 2 * K * W, row, first, its_GV, is_own_GV, X, W, CONV_RING
         )

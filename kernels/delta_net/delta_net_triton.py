@@ -262,7 +262,13 @@ def variants() -> list[Variant]:
         norm = {"H": 16, "G": num_values, "V": 128, "N": _NORM_ROWS, "EARLY": early}
         tail = ("made", "factors", "tail", "tail_slot", "tail_head")
         for kernel, its_types, constants, aligned, num_warps in (
-            (_delta_kernel, delta_types, common | {"BV": _COLUMNS, "AHEAD": _AHEAD}, (*tail, "state", "out"), _NUM_WARPS),
+            (
+                _delta_kernel,
+                delta_types,
+                common | {"BV": _COLUMNS, "AHEAD": _AHEAD},
+                (*tail, "state", "out"),
+                _NUM_WARPS,
+            ),
             (_norm_kernel, norm_types, norm, ("x", "z", "weight", "out", "z_row", "z_head", "z_value"), 4),
         ):
             what = "delta_norm" if kernel is _norm_kernel else "delta_net"
