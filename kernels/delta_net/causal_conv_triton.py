@@ -5,8 +5,9 @@ A program does the rows of one tile, 16 positions by absolute position, of one k
 other, by code in which nothing depends on how many there are. It has the keys of the tile in registers, those of steps
 before from the ring; so what a row meets of the rows before it is computed once, and not by every program of every
 value head. Decode rows may be programs of their own, each of which makes the keys of those before it again, by the same
-code: a step waits for memory once, and not once a row. What it makes of a row, for each value head, are its factors: how much of each earlier u it takes away from
-v, how much of each u it sees, g, beta, and how much of the state is left (e to the sum of the tile's g).
+code: a step waits for memory once, and not once a row. What it makes of a row, for each value head, are its factors:
+how much of each earlier u it takes away from v, how much of each u it sees, g, beta, and how much of the state is left
+(e to the sum of the tile's g).
 
 The first program of a sequence looks at the number behind the state, which says how many tiles are in it, tells the
 recurrence by `begun` what it finds there, and writes the number that holds after the step. So the recurrence, where

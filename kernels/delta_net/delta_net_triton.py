@@ -46,7 +46,7 @@ def _stored(tail_u, tile, first, its_C, its_B, C: tl.constexpr, RING: tl.constex
 @triton.jit
 def _row_of(made, factors, of_value, row, count, its_C, its_K, its_B, H: tl.constexpr, K: tl.constexpr,
             G: tl.constexpr, C: tl.constexpr, F: tl.constexpr, X: tl.constexpr):  # fmt: skip
-    """q, k, v, what is taken away and seen of each u, beta and what is left of the state; behind the last row, zeros."""
+    """q, k, v, what is taken away and seen of each u, beta and what is left of the state; zeros behind the last."""
     its, of, is_row = made + row * (H * X), factors + row * (H * G * F), row < count
     query_K = tl.load(its + its_K, mask=is_row & (its_K >= 0), other=0.0)
     key_K = tl.load(its + K + its_K, mask=is_row & (its_K >= 0), other=0.0)
@@ -229,7 +229,8 @@ def launch(
     strides = tuple(x.stride(0) for x in where)
     arguments = (
         *made, begun_BH, tail_NHRY, state_NHZ, *where, out_THGV,
-        *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]), *strides, rows.num_rows, int(rows.start is not None),
+        *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]), *strides,
+        rows.num_rows, int(rows.start is not None),
     )  # fmt: skip
     num_programs = num_heads * num_values * (value_dim // constants.by_name["BV"])
     _launch_delta((num_programs, len(rows.positions_B)), arguments, constants)
