@@ -112,9 +112,11 @@ def delta_layer(
         cut = slice(some.first_row, some.stop_row)
         query_THK, key_THK, value_THX, z_THGV, b_THG, a_THG = (part[cut] for part in parts)
         if some.start is None and at_once:
-            inputs = query_THK, key_THK, value_THX, z_THGV, b_THG, a_THG
+            its_inputs = query_THK, key_THK, value_THX, z_THGV, b_THG, a_THG
             its_weights = *gates, weights.norm_V
-            delta_step_triton.launch(inputs, its_weights, kept.conv_NHRX, kept.state, some, out_TX[cut], weights.eps)
+            delta_step_triton.launch(
+                its_inputs, its_weights, kept.conv_NHRX, kept.state, some, out_TX[cut], weights.eps
+            )
             continue
         num_rows = len(query_THK)
         float32: dict[str, Any] = {"dtype": torch.float32, "device": x.query_THK.device}
