@@ -57,7 +57,7 @@ def _layer(
     )
     tail = torch.zeros(num_sequences + 1, num_heads, RING, tail_len(*sizes), device=device)
     state = torch.zeros(num_sequences + 1, num_heads, state_len(*sizes), device=device)
-    state[:, :, num_values * _DIM * _DIM :] = _FIRST // TILE
+    state[:, :, num_values * _DIM * _DIM] = _FIRST // TILE
     conv = torch.zeros(num_sequences + 1, num_heads, CONV_RING, conv_len(*sizes), device=device, dtype=torch.bfloat16)
     rows = StateRows(
         first_row=0,

@@ -4,10 +4,10 @@
 A program does the rows of one tile, 16 positions by absolute position, of one key head of one sequence, one after the
 other, by code in which nothing depends on how many there are. It has the keys of the tile in registers, those of steps
 before from the ring; so what a row meets of the rows before it is computed once, and not by every program of every
-value head. Decode rows may be programs of their own, each of which makes the keys of those before it again, by the same
-code: a step waits for memory once, and not once a row. What it makes of a row, for each value head, are its factors:
-how much of each earlier u it takes away from v, how much of each u it sees, g, beta, and how much of the state is left
-(e to the sum of the tile's g).
+value head. Of few decode rows each is a program of its own, which makes the keys of those before it again, by the same
+code and with the same bits: a step waits for memory once, and not once a row. What it makes of a row, for each value
+head, are its factors: how much of each earlier u it takes away from v, how much of each u it sees, g, beta, and how
+much of the state is left (e to the sum of the tile's g).
 
 The first program of a sequence looks at the number behind the state, which says how many tiles are in it, tells the
 recurrence by `begun` what it finds there, and writes the number that holds after the step. So the recurrence, where
@@ -40,8 +40,8 @@ from baton.kernels.variant import Variant
 
 FACTORS = 2 * TILE + 4  # of a row and value head: TILE of u taken away, TILE of u seen, g, beta, what is left; padding
 STORED, BEHIND, NONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_NUM_WARPS = 2  # measured: with one a row's sums take longer, with four fewer programs are under way
-_NUM_APART = 1  # decode rows of a program
+_CHANNELS = 512  # that a warp has room for; measured: more warps wait for each other, and fewer programs are under way
+_MAX_APART = 64  # decode rows, each a program of its own; measured: with more, keys that are made again cost more
 _L2_EPS = tl.constexpr(1e-6)
 _SOFTPLUS_LINEAR = tl.constexpr(20.0)  # from here on softplus is its argument
 
@@ -86,7 +86,7 @@ def _l2_normed(x_K):
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, axis=0) + _L2_EPS)
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk", "num_apart"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk", "is_apart"])
 def _conv_kernel(
     query, key, value, b, a,
     weight, a_log, dt_bias,
@@ -96,7 +96,7 @@ def _conv_kernel(
     query_row, query_head, key_row, key_head, value_row, value_head, b_row, b_head, a_row, a_head,
     ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
-    num_rows: tl.int32, is_chunk: tl.int32, num_apart: tl.int32,
+    num_rows: tl.int32, is_chunk: tl.int32, is_apart: tl.int32,
     K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -121,12 +121,12 @@ def _conv_kernel(
     weight += head * X * W
     is_G = its_G < G
     its_GV, is_GV = its_G[:, None] * V + its_V[None, :], is_G[:, None] & (its_V >= 0)[None, :]
-    # rows of a program: those of a tile, or so many of a step, before which it makes the keys of the tile's others
-    own_begin = part * num_apart
-    tile = tl.where(num_apart > 0, (first + own_begin) // C, first // C + part)
+    # rows of a program: those of a tile, or one of a step, before which it makes the keys of the tile's others
+    own_begin = part * is_apart
+    tile = tl.where(is_apart != 0, (first + own_begin) // C, first // C + part)
     begin = tl.maximum(tile * C - first, 0).to(tl.int32)
     stop = tl.minimum(tile * C + C - first, count).to(tl.int32)
-    stop = tl.where(num_apart > 0, tl.minimum(stop, own_begin + num_apart), stop)
+    stop = tl.where(is_apart != 0, tl.minimum(stop, own_begin + 1), stop)
     rate_G = -tl.exp(tl.load(a_log + head * G + its_G, mask=is_G, other=0.0))
     bias_G = tl.load(dt_bias + head * G + its_G, mask=is_G, other=0.0)
     position_C = tile * C + its_C
@@ -189,7 +189,7 @@ def _conv_kernel(
         tl.debug_barrier()
         if count > 0:
             after = tl.where(is_chunk != 0, (first + count) // C, wanted)
-            tl.store(folded + its_G, tl.full([GP], 1.0, tl.float32) * after.to(tl.float32), mask=is_G)
+            tl.store(folded, after.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -237,11 +237,18 @@ _launch_keep = Launcher(_keep_kernel)
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    sizes: tuple[int, ...], device: torch.device, num_warps: int = _NUM_WARPS
+    sizes: tuple[int, ...], device: torch.device, num_warps: int | None = None
 ) -> tuple[Constants, Constants]:
     """Of both kernels."""
     common = constants_of(*sizes) | dependent_launch(device)
+    num_warps = num_warps or _warps_of(*sizes[:3])
     return Constants(common | {"num_warps": num_warps}), Constants(common | {"num_warps": 1})
+
+
+def _warps_of(key_dim: int, value_dim: int, num_values: int) -> int:
+    """As few as have a row of a key head in registers, four at most."""
+    num_channels = 2 * key_dim + triton.next_power_of_2(num_values) * value_dim
+    return min(triton.next_power_of_2(triton.cdiv(num_channels, _CHANNELS)), 4)
 
 
 def constants_of(
@@ -271,8 +278,8 @@ def launch(
     outputs: tuple[torch.Tensor, torch.Tensor],
     value_dim: int,
     *,
-    num_warps: int = _NUM_WARPS,
-    num_apart: int = _NUM_APART,
+    num_warps: int | None = None,
+    is_apart: bool | None = None,
 ) -> torch.Tensor:
     """How each state is begun, int32 [B, H]; see `delta_layer`, which has checked the arguments.
 
@@ -284,11 +291,14 @@ def launch(
         rows: where they stand.
         outputs: q, k and v side by side, [T, H, X], and FACTORS, [T, H, G, F], float32; of real rows.
         value_dim: V.
-        num_warps: of a program; another number may give other bits.
-        num_apart: decode rows of a program, a power of 2; 0: those of a tile.
+        num_warps: of a program; another number may give other bits. None: as `_warps_of` says.
+        is_apart: a decode row is a program of its own, which changes no bits; None: where they are few, or one each.
     """
     num_heads, num_values = weights[1].shape
     num_sequences = len(rows.positions_B)
+    if is_apart is None:
+        is_few = rows.num_rows == 1 or num_sequences * rows.num_rows <= _MAX_APART
+        is_apart = rows.start is None and is_few
     begun_BH = torch.empty(num_sequences, num_heads, dtype=torch.int32, device=conv_NHRX.device)
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     sizes = (
@@ -299,14 +309,12 @@ def launch(
         *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, *outputs, begun_BH,
         *(stride for x in inputs for stride in x.stride()[:2]),
         *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *(x.stride(0) for x in where),
-        rows.num_rows, int(rows.start is not None), 0 if rows.start is not None else num_apart,
+        rows.num_rows, int(rows.start is not None), int(is_apart),
     )  # fmt: skip
     if rows.start is not None:
         num_tiles = -(-(rows.start % TILE + rows.num_rows) // TILE)
-    elif num_apart:
-        num_tiles = -(-rows.num_rows // num_apart)
     else:
-        num_tiles = min(rows.num_rows, 2)
+        num_tiles = rows.num_rows if is_apart else min(rows.num_rows, 2)
     constants = _constants(sizes, conv_NHRX.device, num_warps)[0]
     _launch_conv((num_sequences, num_heads, num_tiles), arguments, constants)
     return begun_BH
@@ -344,8 +352,8 @@ def variants() -> list[Variant]:
     strides = [f"{name}_{way}" for name in ("query", "key", "value", "b", "a") for way in ("row", "head")]
     strides += [f"{name}_{way}" for name in ("ring", "tail", "state") for way in ("slot", "head")]
     others = ["position_stride", "count_stride", "slot_stride", "num_rows"]
-    types |= dict.fromkeys([*strides, *others, "is_chunk", "num_apart"], "i32")
-    left_out = {"weight", "a_log", "dt_bias", "state", "begun", "is_chunk", "num_apart", "state_slot", "state_head"}
+    types |= dict.fromkeys([*strides, *others, "is_chunk", "is_apart"], "i32")
+    left_out = {"weight", "a_log", "dt_bias", "state", "begun", "is_chunk", "is_apart", "state_slot", "state_head"}
     left_out |= {"b", "a", "b_row", "b_head", "a_row", "a_head"}
     keep_types = {name: kind for name, kind in types.items() if name not in left_out}
     aligned = ("query", "key", "value", "ring", "tail", "made", "factors", "query_row", "query_head", "key_row")
@@ -354,9 +362,9 @@ def variants() -> list[Variant]:
     for num_values, early in ((1, True), (2, True), (4, True), (2, False)):
         row = tail_len(128, 128, num_values)
         constants = constants_of(128, 128, num_values, 4, CONV_RING, RING, row) | {"EARLY": early}
-        for name, kernel, its_types, more, num_warps in (
-            ("delta_conv", _conv_kernel, types, ("weight", "state"), _NUM_WARPS),
-            ("delta_keep", _keep_kernel, keep_types, (), 1),
+        for name, kernel, its_types, more, num_warps, max_registers in (
+            ("delta_conv", _conv_kernel, types, ("weight", "state"), _warps_of(128, 128, num_values), 255),
+            ("delta_keep", _keep_kernel, keep_types, (), 1, 168),
         ):
             variant = Variant(
                 name=f"{name} G={num_values}{'' if early else ' late'}",
@@ -365,7 +373,7 @@ def variants() -> list[Variant]:
                 constants=constants,
                 aligned=(*aligned, *more),
                 num_warps=num_warps,
-                max_registers=168,
+                max_registers=max_registers,
                 max_shared_bytes=16_384,
                 on_amd=not early,
             )

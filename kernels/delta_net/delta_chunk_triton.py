@@ -150,8 +150,7 @@ def _tile_kernel(
         # every thread reads, and one may be ahead of another: none writes before all have read
         tl.debug_barrier()
         if count > 0:
-            after = ((first + count) // C).to(tl.float32)
-            tl.store(folded + tl.arange(0, GP), tl.full([GP], 1.0, tl.float32) * after, mask=tl.arange(0, GP) < G)
+            tl.store(folded, ((first + count) // C).to(tl.float32))
 
 
 @triton.jit

@@ -10,8 +10,7 @@ the rows since lie in a ring, position p in row p mod ring. A step first folds t
 first position, if no step did, then reads, and writes its rows. What rejected rows left is overwritten before it is
 read: nothing is undone, counted or copied. A chunk, whose rows all stay, folds every whole tile.
 
-The numbers behind the states of a key head, one for each value head, say how many tiles are in them. Nothing of a slot
-is read at position 0.
+The first number behind a state says how many tiles are in it. Nothing of a slot is read at position 0.
 
 Legend: B sequences, L rows of each, H key heads, G value heads of one, K and V sizes of their heads, C rows of a tile,
 N slots, R ring, Y and Z elements of a row of the ring and of a state.
@@ -167,8 +166,7 @@ class _Layer:
         rows, state_NHZ = self._rows, self._kept.state_NHZ
         row_BHZ = state_NHZ.new_zeros(len(folded_B), *state_NHZ.shape[1:])
         row_BHZ[..., : self._num_elements] = state_BHGKV.flatten(2)
-        num_values = self._shape[1]
-        row_BHZ[..., self._num_elements : self._num_elements + num_values] = folded_B[:, None, None].to(row_BHZ.dtype)
+        row_BHZ[..., self._num_elements] = folded_B[:, None].to(row_BHZ.dtype)
         state_NHZ[rows.real_slots(rows.counts_B[:, None] > 0)[:, 0]] = row_BHZ
 
     def tile(self, begin_B: torch.Tensor, *, is_first: bool) -> _Tile:

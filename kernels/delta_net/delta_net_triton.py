@@ -29,8 +29,7 @@ from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
-_COLUMNS, _NUM_WARPS = 16, 1  # of a program; measured: more warps wait for each other, more columns spill
-_AHEAD = True  # states are on their way while the launch before makes rows
+_COLUMNS, _NUM_WARPS = 32, 1  # of a program; measured: more warps wait for each other, more columns spill
 _NORM_ROWS = 8  # of a program of the norm
 
 
@@ -65,7 +64,7 @@ def _delta_kernel(
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, is_chunk: tl.int32,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    F: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    F: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     CUTS: tl.constexpr = V // BV
     X: tl.constexpr = 2 * K + G * V
@@ -73,7 +72,7 @@ def _delta_kernel(
     value_head, cut = tl.program_id(0) // CUTS, tl.program_id(0) % CUTS
     head, g = value_head // G, value_head % G
     its_C, its_K, its_B = tl.arange(0, C), tl.arange(0, K), cut * BV + tl.arange(0, BV)
-    if EARLY and not AHEAD:
+    if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.load(positions + sequence * position_stride)
@@ -93,10 +92,6 @@ def _delta_kernel(
     state_KB = tl.load(at_KB, mask=is_read_KB, other=0.0)
     tile = first // C
     u_CB = _stored(tail_u, tile, tl.where(count > 0, first, 0), its_C, its_B, C, RING, Y)
-    if EARLY and AHEAD:
-        # the launch before writes neither states nor u, and began when all before it had ended
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     how = tl.load(begun + sequence * H + head)
     query_K, key_K, value_B, met_C, seen_C, beta, since = _row_of(
         made, factors, 2 * K + g * V, 0, count, its_C, its_K, its_B, H, K, G, C, F, X
@@ -185,8 +180,8 @@ def constants_of(num_heads: int, key_dim: int, value_dim: int, num_values: int, 
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(sizes: tuple[int, ...], device: torch.device, columns: int, num_warps: int, ahead: bool) -> Constants:
-    by_name = constants_of(*sizes) | {"BV": min(columns, sizes[2]), "AHEAD": ahead, "num_warps": num_warps}
+def _constants(sizes: tuple[int, ...], device: torch.device, columns: int, num_warps: int) -> Constants:
+    by_name = constants_of(*sizes) | {"BV": min(columns, sizes[2]), "num_warps": num_warps}
     return Constants(by_name | dependent_launch(device))
 
 
@@ -206,7 +201,6 @@ def launch(
     *,
     columns: int = _COLUMNS,
     num_warps: int = _NUM_WARPS,
-    ahead: bool = _AHEAD,
 ) -> None:
     """Outputs of the rows, float32; see `delta_layer`, which has checked the arguments.
 
@@ -219,12 +213,11 @@ def launch(
         key_dim: K.
         columns: of a program; another number may give other bits.
         num_warps: of a program, the same.
-        ahead: states are read before the launch before has ended.
     """
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     _, num_heads, num_values, value_dim = out_THGV.shape
     sizes = num_heads, key_dim, value_dim, num_values, *tail_NHRY.shape[2:]
-    constants = _constants(sizes, out_THGV.device, columns, num_warps, ahead)
+    constants = _constants(sizes, out_THGV.device, columns, num_warps)
     where = rows.positions_B, rows.counts_B, rows.slots_B
     strides = tuple(x.stride(0) for x in where)
     arguments = (
@@ -236,15 +229,16 @@ def launch(
     _launch_delta((num_programs, len(rows.positions_B)), arguments, constants)
 
 
-def launch_norm(
-    out_THGV: torch.Tensor, z_THGV: torch.Tensor, norm_V: torch.Tensor, eps: float, rows_TX: torch.Tensor
-) -> None:
-    """The gated norm of float32 outputs, contiguous, to [T, H G V] in the dtype of `z`."""
+def launch_norm(out_THGV: torch.Tensor, z_THGV: torch.Tensor, norm_V: torch.Tensor, eps: float) -> torch.Tensor:
+    """The gated norm, [T, H G V] in the dtype of `z`; of float32 outputs, contiguous."""
     num_tokens, num_heads, num_values, value_dim = out_THGV.shape
+    length = num_heads * num_values * value_dim
+    rows_TX = torch.empty(num_tokens, length, dtype=z_THGV.dtype, device=z_THGV.device)
     num_all = num_tokens * num_heads * num_values
     arguments = (out_THGV, z_THGV, norm_V, rows_TX, *z_THGV.stride()[:3], eps, num_all)
     constants = _norm_constants((num_heads, num_values, value_dim), z_THGV.device)
     _launch_norm((-(-num_all // _NORM_ROWS),), arguments, constants)
+    return rows_TX
 
 
 def variants() -> list[Variant]:
@@ -263,13 +257,7 @@ def variants() -> list[Variant]:
         norm = {"H": 16, "G": num_values, "V": 128, "N": _NORM_ROWS, "EARLY": early}
         tail = ("made", "factors", "tail", "tail_slot", "tail_head")
         for kernel, its_types, constants, aligned, num_warps in (
-            (
-                _delta_kernel,
-                delta_types,
-                common | {"BV": _COLUMNS, "AHEAD": _AHEAD},
-                (*tail, "state", "out"),
-                _NUM_WARPS,
-            ),
+            (_delta_kernel, delta_types, common | {"BV": _COLUMNS}, (*tail, "state", "out"), _NUM_WARPS),
             (_norm_kernel, norm_types, norm, ("x", "z", "weight", "out", "z_row", "z_head", "z_value"), 4),
         ):
             what = "delta_norm" if kernel is _norm_kernel else "delta_net"
@@ -280,7 +268,7 @@ def variants() -> list[Variant]:
                 constants=constants,
                 aligned=aligned,
                 num_warps=num_warps,
-                max_registers=208,
+                max_registers=240,
                 max_shared_bytes=65_536,
                 on_amd=not early,
             )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from baton.kernels.arguments import require, require_rows, require_tensor
-from baton.kernels.delta_net import causal_conv_triton, delta_chunk_triton, delta_net_triton, delta_step_triton
+from baton.kernels.delta_net import causal_conv_triton, delta_chunk_triton, delta_net_triton
 from baton.kernels.delta_net.causal_conv import causal_conv
 from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
 from baton.kernels.delta_net.rows import StateRows
@@ -76,10 +76,9 @@ def delta_layer(
         weights: of the layer.
         kept: read and written.
         rows: where they stand; all rows of the pass, in their order.
-        invariant: the reference's products are of one fixed shape on CUDA; the Triton form goes through all rows one
-            by one, so that bits do not depend on where a prompt is cut and on what is drafted. Otherwise through a
-            chunk by tiles, whose products are of TF32 where the model's dtype is narrower than float32, and through a
-            decode step at once.
+        invariant: the reference's products are of one fixed shape on CUDA; the Triton form goes through a chunk row by
+            row, so that bits do not depend on where a prompt is cut. Otherwise by tiles, whose products are of TF32
+            where the model's dtype is narrower than float32.
         implementation: see there. Triton's is in float32, and gives 0 for rows that are not real.
 
     Raises:
@@ -105,36 +104,31 @@ def delta_layer(
         return _reference(x, weights, kept, rows, invariant)
     _, num_heads, key_dim = x.query_THK.shape
     num_values, value_dim = x.z_THGV.shape[2:]
-    out_TX = torch.empty(num_tokens, num_heads * num_values * value_dim, dtype=x.z_THGV.dtype, device=x.z_THGV.device)
-    at_once = not invariant and key_dim * value_dim <= delta_step_triton.MAX_STATE
-    gates = weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": x.query_THK.device}
+    made_THX = torch.empty(num_tokens, num_heads, 2 * key_dim + num_values * value_dim, **float32)
+    factors_THGF = torch.empty(num_tokens, num_heads, num_values, causal_conv_triton.FACTORS, **float32)
+    out_THGV = torch.empty(num_tokens, num_heads, num_values, value_dim, **float32)
     for some in rows:
         cut = slice(some.first_row, some.stop_row)
-        query_THK, key_THK, value_THX, z_THGV, b_THG, a_THG = (part[cut] for part in parts)
-        if some.start is None and at_once:
-            its_inputs = query_THK, key_THK, value_THX, z_THGV, b_THG, a_THG
-            its_weights = *gates, weights.norm_V
-            delta_step_triton.launch(
-                its_inputs, its_weights, kept.conv_NHRX, kept.state, some, out_TX[cut], weights.eps
-            )
-            continue
-        num_rows = len(query_THK)
-        float32: dict[str, Any] = {"dtype": torch.float32, "device": x.query_THK.device}
-        made_THX = torch.empty(num_rows, num_heads, 2 * key_dim + num_values * value_dim, **float32)
-        factors_THGF = torch.empty(num_rows, num_heads, num_values, causal_conv_triton.FACTORS, **float32)
-        out_THGV = torch.empty(num_rows, num_heads, num_values, value_dim, **float32)
-        step, inputs = (made_THX, factors_THGF), (query_THK, key_THK, value_THX, b_THG, a_THG)
-        common = inputs, gates, kept.conv_NHRX, kept.state, some, step
+        step = made_THX[cut], factors_THGF[cut]
+        inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
+        common = (
+            inputs,
+            (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG),
+            kept.conv_NHRX,
+            kept.state,
+            some,
+            step,
+        )
         if some.start is not None and not invariant:
-            delta_chunk_triton.launch(*common, out_THGV)
+            delta_chunk_triton.launch(*common, out_THGV[cut])
         else:
             begun_BH = causal_conv_triton.launch(*common, value_dim)
-            delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV, key_dim)
+            delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
         if some.start is not None:
             num_taps = weights.conv_HXW.shape[2]
             causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
-        delta_net_triton.launch_norm(out_THGV, z_THGV, weights.norm_V, weights.eps, out_TX[cut])
-    return out_TX
+    return delta_net_triton.launch_norm(out_THGV, x.z_THGV, weights.norm_V, weights.eps)
 
 
 def unfit_delta_sizes(key_dim: int, value_dim: int) -> str:
@@ -217,15 +211,14 @@ def _check(
         is_dense = tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3]
         require(is_dense, name, "rows of a ring do not lie one after the other")
     require_rows("state_NHZ", state)
-    require(
-        all(stride % 4 == 0 for stride in state.stride()[:2]), "state_NHZ", "has strides that are no multiples of 4"
-    )
+    in_fours = all(stride % 4 == 0 for stride in state.stride()[:2])
+    require(in_fours, "state_NHZ", "has strides that are no multiples of 4")
     require(tail.shape[3] >= key_dim + values_len + num_values, "tail_NHRY", f"has rows of {tail.shape[3]}")
-    require(state.shape[2] >= values_len * key_dim + num_values, "state_NHZ", f"has {state.shape[2]} elements")
+    require(state.shape[2] > values_len * key_dim, "state_NHZ", f"has {state.shape[2]} elements")
     require(num_missing == 0, "rows", f"are {num_tokens - num_missing} of {num_tokens}")
     for some in rows:
         is_chunk = some.start is not None
-        fits = is_chunk or (some.num_rows <= MAX_DECODE_ROWS and some.num_rows + num_taps - 2 <= ring)
+        fits = is_chunk or (some.num_rows <= MAX_DECODE_ROWS and some.num_rows + num_taps - 1 <= ring)
         require(fits, "rows", f"are {some.num_rows} of a sequence that decodes, not {MAX_DECODE_ROWS} at most")
         for name in ("positions_B", "counts_B", "slots_B"):
             require_tensor(name, getattr(some, name), [len(some.positions_B)], [torch.int64], device)

@@ -20,8 +20,8 @@ def tail_len(key_dim: int, value_dim: int, num_values: int) -> int:
 
 
 def state_len(key_dim: int, value_dim: int, num_values: int) -> int:
-    """Elements of a key head's states, [num_values, key_dim, value_dim], and of the numbers behind them."""
-    return _aligned(num_values * (key_dim * value_dim + 1))
+    """Elements of a key head's states, [num_values, key_dim, value_dim], and of the number behind them."""
+    return _aligned(num_values * key_dim * value_dim + 1)
 
 
 def _aligned(num_elements: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
+from baton.kernels.delta_net import causal_conv_triton
 from baton.kernels.delta_net.delta_net import DeltaState
 from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeights, delta_layer, unfit_delta_sizes
 from baton.kernels.delta_net.rows import StateRows
@@ -232,8 +233,7 @@ def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
         _, tail, state = layer.kept_parts()
         tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
         positions = [16 * (2 + slot) + place for slot, place in enumerate(places)]
-        folded = torch.tensor([p // 16 - is_behind for p in positions]).float()
-        state[:NUM_SLOTS, :, 2 * KEY * 16 : 2 * KEY * 16 + 2] = folded[:, None, None]
+        state[:NUM_SLOTS, :, 2 * KEY * 16] = torch.tensor([p // 16 - is_behind for p in positions])[:, None].float()
         steps = []
         for step in range(3):
             inputs = layer.inputs(num_rows, step)
@@ -242,6 +242,31 @@ def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
         layer.guards.check()
         found.append(torch.stack(steps))
     assert_near(found[1], found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, *(pytest.param(n, marks=LONG) for n in (3, 4, 8))])
+def test_decode_rows_have_the_same_bits_where_each_is_a_program_of_its_own(num_rows, dtype, monkeypatch):
+    """How many decode beside a sequence decides that; a tile ends before, within and behind the step, or does not."""
+    found = []
+    for most in (0, 4 * num_rows):  # of rows that are programs of their own
+        monkeypatch.setattr(causal_conv_triton, "_MAX_APART", most)
+        layer, generator = Layer(TRITON, dtype), torch.Generator().manual_seed(5)
+        conv, tail, state = layer.kept_parts()
+        for x in (conv, tail, state):
+            x.copy_(torch.randn(x.shape, generator=generator) / 8)
+        tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
+        positions, steps = [0, 16, 20, 31], []
+        state[:, :, 2 * KEY * 16] = 1
+        for step, counts in enumerate(([num_rows] * 4, [num_rows, 1, 0, num_rows])):
+            parts = [(layer.inputs(num_rows, 9 * step + slot), p, slot) for slot, p in enumerate(positions)]
+            steps.append(layer.decode(parts, num_rows, counts))
+            positions = [p + num_rows for p in positions]
+        layer.guards.check()
+        found.append((*steps, *(x[:NUM_SLOTS] for x in layer.kept_parts())))
+    for apart, together in zip(*found, strict=True):
+        assert same_bits(apart, together)
+    assert found[0][0].float().std() > 0.05
 
 
 @pytest.mark.long
@@ -315,6 +340,11 @@ def test_what_does_not_fit_is_refused_by_name():
         layer.run([inputs[0], inputs[1].bfloat16(), *inputs[2:]], [rows_of([0], [9], [0], 9, start=0)])
     with pytest.raises(KernelArgumentInvalid, match="z_THGV"):
         layer.run([*inputs[:3], inputs[3][:8], *inputs[4:]], [rows_of([0], [9], [0], 9, start=0)])
+    kept, state = layer.kept, layer.kept.state.state_NHZ
+    odd = torch.empty(len(state), HEADS, state.shape[2] + 1)[..., :-1]
+    layer.kept = replace(kept, state=replace(kept.state, state_NHZ=odd))
+    with pytest.raises(KernelArgumentInvalid, match="state_NHZ: has strides that are no multiples of 4"):
+        layer.run(inputs, [rows_of([0], [9], [0], 9, start=0)])
     assert unfit_delta_sizes(128, 128) == ""
     assert "24" in unfit_delta_sizes(128, 24)
 
