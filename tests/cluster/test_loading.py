@@ -56,7 +56,9 @@ def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
     values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
     config = ServeConfig.from_mapping(values | {"enable_expert_parallel": asked})
     worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", tp_size=2)
-    model = load_worker(worker, communicator=Rank(1, 2)).model
+    loaded = load_worker(worker, communicator=Rank(1, 2))
+    assert Rank.how in loaded.sizes.why, "what heartbeats and `baton doctor` say was chosen"
+    model = loaded.model
     sparse = [layer.mlp.experts for layer in model._decoder.layers if hasattr(layer.mlp, "experts")]
     assert sparse
     num_all = model.config.num_experts

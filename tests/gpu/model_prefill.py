@@ -58,9 +58,11 @@ class ModelPrefill:
         chunk_len,
         path=TINY,
         numerics=Numerics.INVARIANT,
+        device_type="cuda",
     ):
-        see_first(device_index)
-        device = torch.device("cuda")
+        device = torch.device(device_type)
+        if device_type == "cuda":
+            see_first(device_index)
         tokenizer = Tokenizer.from_directory(path)
         model = load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True)
         pool = KVPool(model.kv_layout(block_size), num_blocks, device)
