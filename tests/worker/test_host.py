@@ -29,6 +29,7 @@ def wait_for(condition, timeout_s=5.0):
         time.sleep(0.005)
 
 
+@pytest.mark.long
 def test_a_host_that_cannot_start_says_so():
     def register(server):
         raise KeyError("broken")
@@ -73,6 +74,7 @@ def test_an_inventory_that_cannot_be_taken_is_a_typed_error(role):
         host.close()
 
 
+@pytest.mark.long
 def test_heartbeats_go_on_after_one_that_broke(monkeypatch):
     """Of eight in a row that break, the last ends the worker; one that passes in between starts the count anew."""
     monkeypatch.setattr(host_module, "HEARTBEAT_S", 0.001)
