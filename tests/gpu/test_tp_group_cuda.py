@@ -12,6 +12,7 @@ from baton.tests.gpu.tp_group_ranks import (
     GpuRanks,
     K,
     diverge,
+    leave_a_rank_waiting,
     use_decisions,
     use_exchange,
     use_group,
@@ -46,6 +47,14 @@ def test_what_crosses_through_shared_memory_has_the_bits_of_the_reference(seed, 
     for how, bad, replayed in ranks.run(use_exchange, seed):
         assert how.startswith("ranks exchange up to 1024 KiB through memory")
         assert (bad, replayed) == ([], [])
+
+
+def test_a_rank_that_leaves_its_group_waits_for_no_other():
+    alone = GpuRanks()
+    try:
+        assert alone.run(leave_a_rank_waiting)[0] == (True, True)
+    finally:
+        alone._kill()
 
 
 def test_decisions_are_the_references_and_agreed_in_graphs_too(ranks):

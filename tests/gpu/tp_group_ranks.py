@@ -177,6 +177,23 @@ def use_exchange(channel, device, seed):
     return group.how, bad, replayed
 
 
+def leave_a_rank_waiting(channel, device):
+    """Rank 0 adds alone; whether it waits, and whether leaving the group ends the wait."""
+    group = channel.communicator
+    if group.rank == 1:
+        return None
+    group.all_sum(torch.ones(8, device=device))
+    done = torch.cuda.Event()
+    done.record()
+    time.sleep(0.3)
+    is_waiting = not done.query()
+    group.close()
+    end_s = time.monotonic() + 20.0
+    while not done.query() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return is_waiting, done.query()
+
+
 def same(left, right):
     return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
 
