@@ -407,8 +407,10 @@ class GraphedStep:
 
     def _whole_passes(self) -> "Iterator[_Candidate]":
         for key in self._sizes.keys():
-            make = partial(StaticPass, key, self._model, self._pool, self._deal_of(key))
-            yield _Candidate(str(key), make, self._backend)
+            yield _Candidate(str(key), partial(self._whole_pass, key), self._backend)
+
+    def _whole_pass(self, key: GraphKey) -> StaticPass:
+        return StaticPass(key, self._model, self._pool, self._deal_of(key))
 
     def _deal_of(self, key: GraphKey) -> StaticDeal | None:
         """What all graphs of as many sequences and as much room share."""
