@@ -1,8 +1,8 @@
 """Which sequences of a graph a rank attends for, in buffers that the graph reads: a deal may differ from step to step.
 
 Every rank has room for as many sequences, so that all replay the same shapes and the same rounds, one that owns none
-among them. What it has no sequences for is padding: it stands where a graph's padding does, and what comes of it is
-dropped.
+among them. What it has no sequences for is padding: it stands where a graph's padding does, and what comes of it goes
+to the padding of the graph alone.
 
 Legend: B sequences of a graph, C of them each rank's at most, Q rows of each, X numbers of each.
 """
@@ -31,14 +31,15 @@ class StaticDeal:
     def __init__(
         self, deal: RowDeal, blocks: RankBlocks, num_sequences: int, num_each: int, device: torch.device
     ) -> None:
+        assert deal.size * num_each >= num_sequences
         self.blocks = blocks
         self.num_each = num_each
         self._deal = deal
         self._num_sequences = num_sequences
-        # This rank's sequences, or the row of padding behind all; then where each one's results are, or any place.
-        self._padding = np.array([num_sequences] * num_each + [0] * num_sequences, dtype=np.int64)
-        self._numbers = to_device(torch.from_numpy(self._padding), device).clone()
+        # This rank's sequences, or the row of padding behind all; then where each one's results are.
+        self._numbers = torch.empty(num_each + num_sequences, dtype=torch.int64, device=device)
         self._own_C, self._place_B = self._numbers.split([num_each, num_sequences])
+        self.write(())
 
     @property
     def num_rows(self) -> int:
@@ -47,10 +48,12 @@ class StaticDeal:
 
     def write(self, owners: Sequence[int]) -> None:
         """Deal the sequences of a step, B at most, to the ranks `owners`, no more than C to each."""
+        num_padding = self._num_sequences - len(owners)
+        assert num_padding >= 0
         own, places = self._deal.places(np.array(owners, dtype=np.int64), self.num_each)
-        numbers = self._padding.copy()
-        numbers[: len(own)] = own
-        numbers[self.num_each : self.num_each + len(places)] = places
+        free = np.setdiff1d(np.arange(self.num_rows), places)[:1]  # where a rank has no sequence; none if all are full
+        unused = np.full(self.num_each - len(own), self._num_sequences)
+        numbers = np.concatenate([own, unused, places, free.repeat(num_padding)])
         self._numbers.copy_(to_device(torch.from_numpy(numbers), self._numbers.device))
 
     def own(self, numbers_BX: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Replayed steps whose sequences are dealt to ranks: what launched ones make, whoever owns how many of them."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from baton.kvcache.rank_blocks import RankBlocks
 from baton.model.dealt_rows import RowDeal
 from baton.model.loader import load_model
 from baton.tests.engine.graphs import graphed
+from baton.tests.engine.moving_experts import load_options
 from baton.tests.engine.recorded_group import RecordedGroup
 from baton.tests.engine.recorder import RecorderBackend
 from baton.tests.model.ranks import on_ranks
@@ -26,6 +28,11 @@ from baton.tests.model.ranks import on_ranks
 CPU = torch.device("cpu")
 BLOCK_SIZE, WIDTH, SIZES = 8, 3, (2, 4, 6)
 CHECKPOINT = {"kind": "deepseek_v3", "layers": 2}
+EXPERTS = {
+    "parts of experts": {},
+    "whole experts": {"expert_parallel": True},
+    "experts that move": load_options(4),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -96,20 +103,34 @@ class Side:
         return [self.pool.blocks(layer)[:-1] for layer in range(self.pool.layout.num_layers)]
 
 
+def loads_of(model):
+    """Tokens that each expert of each layer got so far, if experts may move."""
+    return [layer.slots.load_E.clone() for layer in model.sparse_layers if layer.slots is not None]
+
+
 def compare(group, path, steps, backend, **options):
     """The largest difference of what steps make, launched and replayed, and each step's graph."""
     group = RecordedGroup(group)
     model = load_model(path, device=CPU, with_mtp=True, communicator=group, dp_attention=True, **options)
     eager, replayed = Side(model), Side(model)
     graphs = graphed(model, replayed.pool, k=2, sizes=SIZES, widths=(WIDTH,), group=group, backend=backend)
-    worst, keys, rounds = 0.0, [], []
+    worst, keys, rounds, loads = 0.0, [], [], [loads_of(model)]
     for at, (owners, num_drafts) in enumerate(steps):
         first, begun = 3 + at, group.num_operations
         rows, bound = eager.rows(owners, first), WIDTH * BLOCK_SIZE
         launched = DealtPasses(model, eager.pool, eager.blocks, rows, owners, bound, None, ())
         wanted, between = eager.made(launched, owners, num_drafts, first), group.num_operations
+        loads.append(loads_of(model))
         passes = graphs.passes(rows, num_drafts, bound, owners)
         got = replayed.made(passes, owners, num_drafts, first)
+        loads.append(loads_of(model))
+        if loads[0]:
+            of_launched, of_replayed = (
+                [b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(loads[-3:])
+            )
+            assert all(map(torch.equal, of_launched, of_replayed))
+            num_passed = len(owners) * (num_drafts + 1) - num_drafts  # the first's drafts have no room
+            assert of_replayed[0].sum() == num_passed * model.config.num_experts_per_token
         keys.append(passes._graphs[GraphKind.VERIFY].key)
         rounds.append((between - begun, group.num_operations - between))
         for ours, theirs in zip((*got, *replayed.kv()), (*wanted, *eager.kv()), strict=True):
@@ -144,7 +165,7 @@ def test_random_deals_come_back_bit_for_bit():
     draw = np.random.default_rng(3)
     for _ in range(40):
         size, num_sequences = int(draw.choice([2, 4, 8])), int(draw.integers(1, 20))
-        num_each = int(draw.integers(1, num_sequences + 1))
+        num_each = int(draw.integers(-(-num_sequences // size), num_sequences + 1))
         deals, num_rows = deals_of(size, num_sequences, num_each), int(draw.integers(1, 4))
         assert {deal.num_rows for deal in deals} == {size * num_each}
         for _ in range(5):
@@ -163,8 +184,10 @@ def test_random_deals_come_back_bit_for_bit():
                 own_OD = rows.own(x_TD)
                 own_OD[len(mine) * num_rows :] = torch.nan
                 shared_TD = rows.shared(own_OD)
-            assert torch.equal(shared_TD[: len(owners) * num_rows], x_TD[: len(owners) * num_rows])
+            num_real = len(owners) * num_rows
+            assert torch.equal(shared_TD[:num_real], x_TD[:num_real])
             assert len(shared_TD) == len(x_TD)
+            assert shared_TD[num_real:].isnan().all(), "padding of a graph gets what came of padding alone"
 
 
 @pytest.mark.fast
@@ -223,11 +246,11 @@ def test_a_runner_captures_for_the_ranks_of_its_model(size, tiny_checkpoint):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("held", [False, True], ids=["parts of experts", "whole experts"])
-def test_replayed_passes_are_those_launched(size, held, tiny_checkpoint):
-    """In float64: results of every row and all latents, at ranks with many sequences, few and none."""
+@pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
+def test_replayed_passes_are_those_launched(size, options, tiny_checkpoint):
+    """In float64: results of every row, all latents and what experts got, at ranks with many sequences, few, none."""
     path, steps = tiny_checkpoint(**CHECKPOINT), drawn_steps(size, seed=size)
-    options = {"dtype": torch.float64, "numerics": Numerics.DEFAULT, "expert_parallel": held}
+    options = {"dtype": torch.float64, "numerics": Numerics.DEFAULT, **options}
     found = on_ranks(size, lambda group: compare(group, path, steps, RecorderBackend(), **options))
     worst, keys, rounds, counts = zip(*found, strict=True)
     assert max(worst) < 1e-12

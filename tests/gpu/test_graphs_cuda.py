@@ -212,7 +212,11 @@ def test_two_gpus_replay_together_or_not_at_all(what, tiny_checkpoint, ranks):
     assert num_replayed > 0 if what is None else num_eager > 0
 
 
-REPLAYED = (dealt.NUM_DECODE_ONLY, 0, {})  # steps, launched ones, graphs that could not be captured
+REPLAYED: tuple[int, int, dict] = (
+    dealt.NUM_DECODE_ONLY,
+    0,
+    {},
+)  # steps, launched ones, graphs that could not be captured
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
