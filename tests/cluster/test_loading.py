@@ -66,13 +66,13 @@ def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
     assert {experts.held for experts in sparse} == {held}
 
 
-def test_a_rank_of_a_worker_has_all_of_attention_and_no_graphs_if_asked():
+def test_a_rank_of_a_worker_has_all_of_attention_if_asked():
     values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
     num_blocks = set()
     for asked in (False, True):
         config = ServeConfig.from_mapping(values | {"enable_dp_attention": asked})
         worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", tp_size=2)
-        assert (worker.enable_dp_attention, worker.graphs.mode) == (asked, "off" if asked else "auto")
+        assert (worker.enable_dp_attention, worker.graphs.mode) == (asked, "auto")
         loaded = load_worker(worker, communicator=Rank(1, 2))
         layers = [*loaded.model._decoder.layers, loaded.model._mtp.layer]
         share = {layer.attention.expand_AYC.shape[0] * 2 // loaded.model.config.num_heads for layer in layers}
@@ -82,11 +82,11 @@ def test_a_rank_of_a_worker_has_all_of_attention_and_no_graphs_if_asked():
 
 
 def test_a_prefill_worker_keeps_all_of_each_sequence_at_every_rank():
-    """And CUDA graphs: what decode workers do with sequences is theirs."""
+    """What decode workers do with sequences is theirs; both have CUDA graphs."""
     config = ServeConfig.from_mapping({"model": "tiny-mla", "device": "cpu", "enable_dp_attention": True})
     for role, has_owners in (("prefill", False), ("decode", True)):
         worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", role=role, tp_size=2)
-        assert (worker.enable_dp_attention, worker.graphs.mode) == (has_owners, "off" if has_owners else "auto")
+        assert (worker.enable_dp_attention, worker.graphs.mode) == (has_owners, "auto")
         model = load_worker(dataclasses.replace(worker, kv_memory_mib=16), communicator=Rank(1, 2)).model
         assert model.num_pools == (2 if has_owners else 1)
 
