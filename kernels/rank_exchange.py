@@ -9,7 +9,7 @@ What makes it safe without a second wait: a call's slots are those of one of two
 half for call n + 2 has seen all others begin call n + 1, so they are done with call n, which had that half. So calls
 are one after the other, on one stream or on streams that wait for each other, and the same at each rank.
 
-Legend: R ranks.
+Legend: R ranks, N values in whole units of 16 bytes.
 """
 
 import functools
@@ -24,8 +24,8 @@ from baton.kernels.gemm.inner_sum import tree_sum
 from baton.kernels.tiles import wide_dtype
 
 SLOT_BYTES: Final = rank_exchange_triton.SLOT_BYTES  # the largest tensor
+UNIT_BYTES: Final = rank_exchange_triton.UNIT_BYTES
 SIZES: Final = (2, 4, 8)  # of groups whose ranks can exchange
-_ALIGNMENT: Final = 16
 _RELEASED: Final = 2**62  # beyond every call
 
 
@@ -79,30 +79,29 @@ def all_sum(x: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
     Raises:
         KernelArgumentInvalid: `x` does not fit.
     """
-    x = _checked(x, mailbox)
-    total = torch.empty_like(x)
-    rank_exchange_triton.launch(x, total, mailbox.addresses_R, mailbox.rank, is_sum=True)
-    return total
+    x_N = _whole_units(x, mailbox)
+    total_N = torch.empty_like(x_N)
+    rank_exchange_triton.launch(x_N, total_N, mailbox.addresses_R, mailbox.rank, is_sum=True)
+    return total_N[: x.numel()].view(x.shape)
 
 
 def all_gather(x: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
     """Every rank's `x`, in rank order, [R, ...]; the same arguments and errors."""
-    x = _checked(x, mailbox)
-    parts = x.new_empty((mailbox.size, *x.shape))
-    word = torch.int64 if x.numel() * x.element_size() % 8 == 0 else torch.uint8
-    words, parts_words = x.view(-1).view(word), parts.view(-1).view(word)
+    x_N = _whole_units(x, mailbox)
+    parts_RN = x_N.new_empty((mailbox.size, len(x_N)))
+    words, parts_words = x_N.view(torch.int64), parts_RN.view(torch.int64)
     rank_exchange_triton.launch(words, parts_words, mailbox.addresses_R, mailbox.rank, is_sum=False)
-    return parts
+    return parts_RN[:, : x.numel()].reshape(mailbox.size, *x.shape)
 
 
 def sum_parts(parts_R: torch.Tensor) -> torch.Tensor:
     """The sum of [R, ...] as `all_sum` adds it, in one launch: of what was gathered otherwise."""
     require(parts_R.is_contiguous(), "parts_R", "is not contiguous")
-    if parts_R.device.type != "cuda" or len(parts_R) not in SIZES:
-        return sum_parts_reference(parts_R)
     total = parts_R.new_empty(parts_R.shape[1:])
-    if total.numel():
-        rank_exchange_triton.launch_sum(parts_R, total)
+    is_whole = total.numel() > 0 and total.numel() * total.element_size() % UNIT_BYTES == 0
+    if parts_R.device.type != "cuda" or len(parts_R) not in SIZES or not is_whole:
+        return sum_parts_reference(parts_R)
+    rank_exchange_triton.launch_sum(parts_R, total)
     return total
 
 
@@ -112,8 +111,13 @@ def sum_parts_reference(parts_R: torch.Tensor) -> torch.Tensor:
     return tree_sum([part.to(wide) for part in parts_R.unbind()]).to(parts_R.dtype)
 
 
-def _checked(x: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
-    """`x` at an address that every rank's kernel is compiled for: a rank that compiles what others need not is late."""
+def _whole_units(x: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
+    """Its values, and zeros up to a multiple of 16 bytes, at an address that is one: all that kernels are made for."""
     require(x.is_contiguous(), "x", "is not contiguous")
     require(mailbox.fits(x), "x", f"has {x.numel() * x.element_size()} bytes, and a slot {SLOT_BYTES}")
-    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+    if x.data_ptr() % UNIT_BYTES == 0 and x.numel() * x.element_size() % UNIT_BYTES == 0:
+        return x.view(-1)
+    values = UNIT_BYTES // x.element_size()
+    padded_N = x.new_zeros(-(-x.numel() // values) * values)
+    padded_N[: x.numel()].copy_(x.view(-1))
+    return padded_N

@@ -18,7 +18,8 @@ from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.variant import Variant
 
 NUM_PROGRAMS: Final = 32
-SLOT_BYTES: Final = 1 << 20
+SLOT_BYTES: Final = 4 << 20
+UNIT_BYTES: Final = 16  # of which all tensors are multiples, so that each kernel has one form for a dtype
 _FLAGS_AT: Final = 8 * NUM_PROGRAMS
 _NUM_WARPS = 4
 _STEP_BYTES = 2048
@@ -27,6 +28,7 @@ _SUM_VALUES = 1024
 _PROGRAMS = tl.constexpr(NUM_PROGRAMS)
 _SLOT = tl.constexpr(SLOT_BYTES)
 _FLAGS = tl.constexpr(_FLAGS_AT)
+_UNIT = tl.constexpr(UNIT_BYTES)
 
 
 def flags_at(size: int) -> tuple[int, int]:
@@ -42,13 +44,15 @@ def num_bytes(size: int) -> int:
 def launch(x: torch.Tensor, out: torch.Tensor, addresses_R: torch.Tensor, rank: int, *, is_sum: bool) -> None:
     """Exchange `x`; `out` becomes the sum, or all parts."""
     constants = _constants(x.device, x.dtype, len(addresses_R), is_sum)
-    _launch_exchange((NUM_PROGRAMS,), (x, out, addresses_R, rank, x.numel()), constants)
+    units = x.numel() * x.element_size() // UNIT_BYTES
+    _launch_exchange((NUM_PROGRAMS,), (x, out, addresses_R, rank, units), constants)
 
 
 def launch_sum(parts_R: torch.Tensor, out: torch.Tensor) -> None:
     """Add the parts."""
     grid = (triton.cdiv(out.numel(), _SUM_VALUES),)
-    _launch_sum(grid, (parts_R, out, out.numel()), _sum_constants(out.device, out.dtype, len(parts_R)))
+    units = out.numel() * out.element_size() // UNIT_BYTES
+    _launch_sum(grid, (parts_R, out, units), _sum_constants(out.device, out.dtype, len(parts_R)))
 
 
 @functools.cache
@@ -88,16 +92,18 @@ def _tree(first, apart, at_X, mask_X, SIZE: tl.constexpr, WIDE: tl.constexpr):
     return total_X
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "num_units"])
 def _exchange_kernel(
-    x, out, addresses, rank, num_values,
+    x, out, addresses, rank, num_units,
     SIZE: tl.constexpr, SUM: tl.constexpr, X: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kind: tl.constexpr = x.dtype.element_ty
-    SLOT_VALUES: tl.constexpr = _SLOT // (kind.primitive_bitwidth // 8)
+    VALUE_BYTES: tl.constexpr = kind.primitive_bitwidth // 8
+    SLOT_VALUES: tl.constexpr = _SLOT // VALUE_BYTES
+    num_values = num_units * (_UNIT // VALUE_BYTES)
     slots_at: tl.constexpr = _FLAGS + 8 * _PROGRAMS * SIZE
     program = tl.program_id(0)
     own = tl.load(addresses + rank)
@@ -134,18 +140,19 @@ def _exchange_kernel(
     tl.store(calls, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_units"])
 def _sum_kernel(
-    parts, out, num_values, SIZE: tl.constexpr, X: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr
+    parts, out, num_units, SIZE: tl.constexpr, X: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    kind: tl.constexpr = out.dtype.element_ty
+    num_values = num_units.to(tl.int64) * (_UNIT // (kind.primitive_bitwidth // 8))
     at_X = tl.program_id(0).to(tl.int64) * X + tl.arange(0, X)
     mask_X = at_X < num_values
-    apart = tl.zeros([], tl.int64) + num_values  # which Triton makes a plain number where it is 1
-    total_X = _tree(parts, apart, at_X, mask_X, SIZE, WIDE)
-    tl.store(out + at_X, total_X.to(out.dtype.element_ty), mask=mask_X)
+    total_X = _tree(parts, num_values, at_X, mask_X, SIZE, WIDE)
+    tl.store(out + at_X, total_X.to(kind), mask=mask_X)
 
 
 _launch_exchange = Launcher(_exchange_kernel)
@@ -153,14 +160,8 @@ _launch_sum = Launcher(_sum_kernel)
 
 
 def variants() -> list[Variant]:
-    """Sums in the dtypes of models, gathers of words and of bytes, for groups of 2, 4 and 8."""
-    kinds = {
-        "bf16": torch.bfloat16,
-        "fp32": torch.float32,
-        "fp64": torch.float64,
-        "i64": torch.int64,
-        "u8": torch.uint8,
-    }
+    """Sums in the dtypes of models, gathers of words, for groups of 2, 4 and 8."""
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "i64": torch.int64}
     found = []
     for name, dtype in kinds.items():
         wide, step = _wide(dtype), _STEP_BYTES // dtype.itemsize
@@ -171,10 +172,10 @@ def variants() -> list[Variant]:
                     name=f"rank_exchange {'sum' if is_sum else 'gather'} {name} of {size}",
                     kernel=_exchange_kernel,
                     types={
-                        "x": f"*{name}", "out": f"*{name}", "addresses": "*i64", "rank": "i32", "num_values": "i32"
+                        "x": f"*{name}", "out": f"*{name}", "addresses": "*i64", "rank": "i32", "num_units": "i32"
                     },
                     constants={"SIZE": size, "SUM": is_sum, "X": step, "WIDE": wide, "EARLY": True},
-                    aligned=("x", "out", "addresses", "num_values"),
+                    aligned=("x", "out", "addresses"),
                     num_warps=_NUM_WARPS,
                     max_registers=128,
                     max_shared_bytes=4096,
@@ -186,9 +187,9 @@ def variants() -> list[Variant]:
                     Variant(
                         name=f"rank_exchange parts {name} of {size}",
                         kernel=_sum_kernel,
-                        types={"parts": f"*{name}", "out": f"*{name}", "num_values": "i32"},
+                        types={"parts": f"*{name}", "out": f"*{name}", "num_units": "i32"},
                         constants={"SIZE": size, "X": _SUM_VALUES, "WIDE": wide, "EARLY": True},
-                        aligned=("parts", "out", "num_values"),
+                        aligned=("parts", "out"),
                         num_warps=_NUM_WARPS,
                         max_registers=128,
                         max_shared_bytes=4096,

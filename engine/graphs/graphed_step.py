@@ -535,17 +535,18 @@ def graph_sizes(
     max_model_len: int,
     max_num_tokens: int = 0,
     sizes: Sequence[int] = (),
+    decodes: bool = True,
 ) -> GraphSizes:
-    """The graphs that a runner may need; `sizes` are an operator's own."""
+    """The graphs that a runner may need; `sizes` are an operator's own. None of decode steps without `decodes`."""
     layout, config = pool.layout, model.config
     max_context_len = min(config.max_model_len, max_model_len + num_draft_tokens)
     max_entries = _ENTRIES_PER_BLOCK * pool.num_blocks
-    rows = row_sizes(max_num_tokens)
+    rows = row_sizes(max_num_tokens, config) if model.deal is None else ()
     if model.numerics is Numerics.INVARIANT and model.implementation is Implementation.REFERENCE:
         rows = ()  # a product has a launch for each few rows
         max_entries = min(max_entries, max_invariant_entries(layout.num_layers, layout.block_size))
     return GraphSizes(
-        sizes=tuple(sizes) or default_sizes(max_num_sequences),
+        sizes=(tuple(sizes) or default_sizes(max_num_sequences)) if decodes else (),
         widths=default_widths(-(-max_context_len // layout.block_size)),
         num_draft_tokens=num_draft_tokens,
         has_mtp=layout.has_mtp,
@@ -565,11 +566,12 @@ def graphed_step(
     max_model_len: int,
     max_num_tokens: int = 0,
     communicator: Communicator | None = None,
+    decodes: bool = True,
 ) -> GraphedStep | None:
     """The step of a runner with these limits, its graphs captured; None where there are to be none.
 
-    Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched. So are those of
-    several ranks: hundreds of graphs, each with operations of the group, have not been tried on GPUs.
+    Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched. So are those whose
+    sequences are dealt to ranks. Without `decodes` there are no decode steps.
 
     Raises:
         ConfigInvalid: sizes that do not fit the device or the runner.
@@ -582,15 +584,15 @@ def graphed_step(
     if pool.layout.has_state and model.implementation is not Implementation.TRITON:
         log.warning("no CUDA graphs: torch computes layers that keep state by too many launches")
         return None
-    is_alone = communicator is None or communicator.size == 1
     sizes = graph_sizes(
         model,
         pool,
         max_num_sequences=max_num_sequences,
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len,
-        max_num_tokens=max_num_tokens if is_alone else 0,
+        max_num_tokens=max_num_tokens,
         sizes=config.sizes,
+        decodes=decodes,
     )
     step = GraphedStep(model, pool, sizes, CudaBackend(pool.device, communicator or Alone()), communicator)
     step.capture()

@@ -11,13 +11,13 @@ from torch._C._distributed_c10d import AllgatherOptions, Store, TCPStore
 
 from baton.core.errors import WorkerLost
 from baton.kernels import rank_exchange
-from baton.kernels.rank_exchange import SLOT_BYTES, Mailbox
+from baton.kernels.rank_exchange import SLOT_BYTES, UNIT_BYTES, Mailbox
 from baton.model.parallel import Communicator
 
 HOST = "127.0.0.1"  # all ranks of a worker are on one host
 DEFAULT_TIMEOUT_S = 60.0
 
-_THROUGH_MEMORY = f"ranks exchange up to {SLOT_BYTES >> 10} KiB through memory that they share, more by NCCL"
+_THROUGH_MEMORY = f"ranks exchange up to {SLOT_BYTES >> 20} MiB through memory that they share, more by NCCL"
 
 T = TypeVar("T")
 
@@ -180,6 +180,8 @@ class NcclGroup:
 
                 self._mailbox, problem = open_mailbox(rank, size, device, self.gather_bytes)
                 self.how = f"{self.how}: {problem}" if problem else _THROUGH_MEMORY
+            self._load_kernels(device)
+            torch.cuda.synchronize(device)
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
@@ -214,6 +216,13 @@ class NcclGroup:
     def broadcast_bytes(self, data: bytes) -> bytes:
         """Rank 0's bytes, at every rank; for starting, not for steps."""
         return self._through_store({0: data} if self.rank == 0 else {}, [0])[0]
+
+    def _load_kernels(self, device: torch.device) -> None:
+        """All that exchanges launch, before a stream waits for one to be compiled."""
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            x = torch.ones(UNIT_BYTES, dtype=dtype, device=device)
+            rank_exchange.sum_parts(self.all_gather(x))
+            self.all_sum(x)
 
     def close(self) -> None:
         """Leave the group, whatever is under way."""

@@ -13,6 +13,7 @@ from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
 from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.graphs.graphed_step import graph_sizes
 from baton.engine.step.runner import Runner
 from baton.engine.tp.expert_exchange import exchange_bytes
 from baton.kernels.moe.held_experts import HeldExperts
@@ -78,6 +79,10 @@ def test_a_rank_of_a_worker_has_all_of_attention_if_asked():
         share = {layer.attention.expand_AYC.shape[0] * 2 // loaded.model.config.num_heads for layer in layers}
         assert share == {2 if asked else 1}
         num_blocks.add(loaded.pool.num_blocks)
+        limits = {"max_num_sequences": 4, "num_draft_tokens": 1, "max_model_len": 64, "max_num_tokens": 64}
+        rows = graph_sizes(loaded.model, loaded.pool, **limits).rows
+        assert rows == (() if asked else (32, 64)), "the trunk of sequences dealt to ranks is launched"
+        assert graph_sizes(loaded.model, loaded.pool, **limits, decodes=False).sizes == ()
     assert len(num_blocks) == 1, "of each rank's pool, which is its sequences' alone or all ranks' alike"
 
 
@@ -200,5 +205,5 @@ def test_kernels_are_compiled_ahead_of_graphs_and_of_the_warm_up(decodes, monkey
         assert done == [("compile", True), ("graphs", True), ("warm-up", True)]
     else:
         runner = tp_group.prefill_runner(config, loaded, None, lambda ranges: None)
-        assert done == [("compile", False), ("warm-up", False)]
+        assert done == [("compile", False), ("graphs", False), ("warm-up", False)]
     runner.close()

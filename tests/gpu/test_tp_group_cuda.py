@@ -45,7 +45,7 @@ def test_the_group_adds_broadcasts_and_carries_bytes(ranks):
 @pytest.mark.parametrize("seed", range(4))
 def test_what_crosses_through_shared_memory_has_the_bits_of_the_reference(seed, ranks):
     for how, bad, replayed in ranks.run(use_exchange, seed):
-        assert how.startswith("ranks exchange up to 1024 KiB through memory")
+        assert how.startswith("ranks exchange up to 4 MiB through memory")
         assert (bad, replayed) == ([], [])
 
 

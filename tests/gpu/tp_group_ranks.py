@@ -129,7 +129,7 @@ def exchanged_values(rank, index, shape, dtype):
 def drawn_exchanges(seed, count):
     """Calls that follow each other: kind, shape, dtype."""
     draw = random.Random(seed)
-    shapes = [(1,), (3, 5), (1, 4096), (16, 4096), (64, 4096), (33, 7168), (128, 4096), (200, 4096), (7, 1023)]
+    shapes = [(1,), (3, 5), (1, 4096), (16, 4096), (64, 4096), (33, 7168), (128, 4096), (600, 4096), (7, 1023)]
     dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float64]
     return [(draw.choice(["sum", "gather"]), draw.choice(shapes), draw.choice(dtypes)) for _ in range(count)]
 
