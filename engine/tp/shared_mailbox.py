@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
+from baton.kernels.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, can_reach, device_uuid, export
 from baton.kernels.rank_exchange import Mailbox, mailbox_bytes
-from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, can_reach, device_uuid, export
 
 log = logging.getLogger(__name__)
 
