@@ -23,7 +23,6 @@ from baton.core.config import (
     ServeConfig,
     WorkerConfig,
 )
-from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PackageMissing, PortInUse
 from baton.core.kv_transports import AUTO, KV_TRANSPORTS, control_channel, one_sided_data_paths
 from baton.core.telemetry.span_export import SpanFile
@@ -254,7 +253,7 @@ def resolve_worker(
     if config.kernels == "triton" and device == "cpu":
         raise ConfigInvalid("kernels: triton's need a GPU, and workers compute on CPUs", keys=["kernels"])
     has_owners = config.enable_dp_attention and role == "decode"  # prefill ranks share each sequence
-    graphs = CudaGraphConfig(mode="off") if has_owners else config.graph_config()
+    graphs = config.graph_config()
     transfer = transfer_config(config)
     graphs.require_fits(device=device, max_num_seqs=config.max_num_seqs)
     return WorkerConfig(

@@ -539,8 +539,6 @@ class ServeConfig(BaseModel):
         reached = self.transport == AUTO or all(path.has_owners for path in one_sided_data_paths(self.transport))
         refused = {
             "transport": self.prefill != 0 and not reached and f"{self.transport} does not write one rank's pool alone",
-            "cuda_graph_sizes": self.cuda_graph_sizes and "steps whose rows are dealt to ranks have no CUDA graphs",
-            "enable_eplb": self.enable_eplb and "experts do not move where rows are dealt to ranks",
             "draft_model": self.draft_path and "a drafter attends over heads, of which each rank has a part",
         }
         for key, why in refused.items():

@@ -4,29 +4,12 @@ from collections.abc import Set
 
 from baton.core.requests.request import AttemptKey
 from baton.engine.engine import Engine
-from baton.engine.graphs.graphed_step import GraphedStep
 from baton.engine.sequence import Phase, Sequence
 from baton.engine.step.runner import Runner
 from baton.engine.tp.rank_runners import Rank0Runner
 from baton.proto import worker_pb2
 from baton.proto.wire import report_to_proto
-from baton.worker.inventory import engine_inventory, receiver_counts
-
-
-def graph_counts(step: GraphedStep | None) -> worker_pb2.GraphCounts | None:
-    """For a heartbeat; None without graphs. Any thread."""
-    if step is None:
-        return None
-    counts = step.counts
-    return worker_pb2.GraphCounts(
-        num_captured=counts.num_captured,
-        failed=dict(counts.failed),
-        num_steps_replayed=counts.num_steps_replayed,
-        num_steps_eager={reason.value: num for reason, num in counts.num_steps_eager.items()},
-        num_sequences_padded=counts.num_sequences_padded,
-        num_steps_piecewise=counts.num_steps_piecewise,
-    )
-
+from baton.worker.inventory import engine_inventory, graph_counts, receiver_counts
 
 _REASONS: tuple[str, ...] = ("prefill", "blocks", "transfer", "slot", "preempted")
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from baton.core.errors import WorkerStartFailed
+from baton.kernels.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, can_reach, device_uuid, export
 from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, can_reach, device_uuid, export
 from baton.kvtransfer.receiver.setup import DevicePool
 
 log = logging.getLogger(__name__)

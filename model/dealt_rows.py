@@ -1,9 +1,9 @@
 """Rows of one pass, dealt to the ranks of a group: each attends for its own, and all get what came of every row.
 
 Whose a row is follows from its sequence's owner, which every rank knows from the plan; so no count crosses, and all
-ranks give an all-gather the same shape: as many rows as the rank with most has. What pads a rank's part is dropped
-where it arrives. A rank without rows gives padding alone. Owns the indices; who owns a sequence is the scheduler's to
-say, and how ranks reach each other the engine's.
+ranks give an all-gather the same shape: as many rows as the rank with most has, or as a captured graph has for each.
+What pads a rank's part is dropped where it arrives. A rank without rows gives padding alone. Owns the indices; who owns
+a sequence is the scheduler's to say, and how ranks reach each other the engine's.
 
 Legend: T rows of a pass, O of them this rank's own, P rows that each rank gives, D hidden size.
 """
@@ -27,7 +27,7 @@ class DealtRows:
     """Who attends for which rows of a pass.
 
     Attributes:
-        own_O: int64, this rank's rows in ascending order.
+        own_O: int64, this rank's rows in ascending order; in a graph others follow, and their results are dropped.
         place_T: int64, where each row stands among the P rows of every rank, one rank after the other.
         num_each: P.
         may_wait: whether the host may wait for the device in this pass, at every rank: no decode row takes part.
@@ -42,7 +42,7 @@ class DealtRows:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has no row."""
+        """Whether this rank computes no row."""
         return len(self.own_O) == 0
 
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -71,14 +71,8 @@ class RowDeal:
 
     def rows(self, owner_T: Ints, device: torch.device, *, may_wait: bool) -> DealtRows:
         """Deal T >= 1 rows, each to the rank that `owner_T` names; one copy to the device."""
-        counts = np.bincount(owner_T, minlength=self.size)
-        assert len(counts) == self.size, "a row of no rank"
-        num_each = int(counts.max())
-        order = np.argsort(owner_T, kind="stable")
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        place_T = np.empty_like(owner_T)
-        place_T[order] = owner_T[order] * num_each + np.arange(len(owner_T)) - first
-        own_O = np.flatnonzero(owner_T == self.rank)
+        num_each = int(self._counts(owner_T).max())
+        own_O, place_T = self.places(owner_T, num_each)
         packed = to_device(torch.from_numpy(np.concatenate([own_O, place_T])), device)
         own_O_on_device, place_T_on_device = packed.split([len(own_O), len(place_T)])
         return DealtRows(
@@ -88,6 +82,22 @@ class RowDeal:
             may_wait=may_wait,
             all_gather=self.all_gather,
         )
+
+    def places(self, owner_T: Ints, num_each: int) -> tuple[Ints, Ints]:
+        """This rank's rows in ascending order [O], and where each row stands among `num_each` of every rank [T]."""
+        counts = self._counts(owner_T)
+        assert counts.max() <= num_each, "a rank has more rows than each may give"
+        order = np.argsort(owner_T, kind="stable")
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        place_T = np.empty_like(owner_T)
+        place_T[order] = owner_T[order] * num_each + np.arange(len(owner_T)) - first
+        return np.flatnonzero(owner_T == self.rank), place_T
+
+    def _counts(self, owner_T: Ints) -> Ints:
+        """Rows of each rank."""
+        counts = np.bincount(owner_T, minlength=self.size)
+        assert len(counts) == self.size, "a row of no rank"
+        return counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from baton.kvcache.layout import KVLayout
 from baton.kvcache.pool import DTYPE_NAMES, KVPool
 from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
-from baton.model.dealt_rows import DealtBatch, PassBatch, RowDeal
+from baton.model.dealt_rows import DealtBatch, DealtRows, PassBatch, RowDeal
 from baton.model.decoder import Decoder, Pieces, computed
 from baton.model.delta_net import state_rows
 from baton.model.delta_sizes import with_delta_nets
@@ -291,18 +291,23 @@ class Model:
     ) -> AttentionInputs:
         dealt = None
         if isinstance(batch, DealtBatch):
-            assert not self._moves_experts, "this rank's rows do not say where all rows stand"
             dealt, batch = batch.rows, batch.own
         rows = state_rows(batch, pool) if self.config.delta_net is not None else ()
         positions_T, slots_T = positions_of(batch), slots_of(batch)
-        angles, routed = turns.angles(positions_T), self._routed(positions_T, slots_T, pool)
+        angles, routed = turns.angles(positions_T), self._routed(positions_T, slots_T, pool, dealt)
         return AttentionInputs(batch, slots_T, pool, *angles, on_layer, state_rows=rows, routed=routed, dealt=dealt)
 
-    def _routed(self, positions_T: torch.Tensor, slots_T: torch.Tensor, pool: KVPool) -> RoutedRows | None:
-        """What layers whose experts may move ask of rows."""
+    def _routed(
+        self, positions_T: torch.Tensor, slots_T: torch.Tensor, pool: KVPool, dealt: DealtRows | None = None
+    ) -> RoutedRows | None:
+        """What layers whose experts may move ask of rows; of dealt ones each rank tells the others of its own."""
         if not self._moves_experts:
             return None
-        return RoutedRows(positions_T[:, None], (slots_T < pool.scratch_slot)[:, None])
+        is_counted_T = slots_T < pool.scratch_slot
+        if dealt is not None:
+            own_T2 = torch.stack([positions_T, is_counted_T.long()], dim=1)
+            positions_T, is_counted_T = dealt.shared(own_T2).unbind(dim=1)
+        return RoutedRows(positions_T[:, None], is_counted_T[:, None])
 
 
 class _Turns:

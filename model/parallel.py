@@ -39,8 +39,10 @@ class Communicator(Protocol):
         num_operations: begun so far.
         limit_s: deadline of each operation that begins from now on.
         blame: asked when an operation fails: the error of the rank at fault, None if that is not known.
+        how: a sentence for operators, of how tensors cross; "" if there is nothing to choose.
     """
 
+    how: str
     rank: int
     size: int
     num_operations: int
@@ -75,6 +77,7 @@ class Communicator(Protocol):
 class Alone:
     """A group of one."""
 
+    how = ""
     rank = 0
     size = 1
 

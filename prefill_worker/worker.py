@@ -45,7 +45,7 @@ from baton.prefill_worker.request import PrefillRequest, PrefillStream, trace_pr
 from baton.prefill_worker.tp_group import TPGroupPush
 from baton.proto import kv_pb2, worker_pb2
 from baton.proto.wire import logprobs_to_proto
-from baton.worker.inventory import engine_inventory, push_counts
+from baton.worker.inventory import engine_inventory, graph_counts, push_counts
 from baton.worker.loop import LoopThread, RequestLimit
 from baton.worker.prefixes import PrefixNames, prefix_index
 
@@ -232,6 +232,7 @@ class PrefillWorker:
             num_finished=self._num_finished,
             num_failed=self._num_failed,
         )
+        found.MergeFrom(worker_pb2.Inventory(graphs=graph_counts(self._runner.graphs)))
         if self._runner.grammars is not None:
             found.grammar_seconds = self._runner.grammars.spent_s
         return found

@@ -283,7 +283,7 @@ WORKER_METRICS: Final = (
     WorkerMetric(
         _Counter,
         "decode_graph_steps",
-        "Decode steps, by how graphs ran them or why not",
+        "Steps, by how graphs ran them or why not",
         _of_graphs(
             lambda its: {
                 "replayed": its.num_steps_replayed,

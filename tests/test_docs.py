@@ -1,6 +1,7 @@
 """The documentation: pages stay short, and what they name exists: links, files, symbols, commands, flags, metrics."""
 
 import importlib
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -131,7 +132,10 @@ def test_every_path_exists(page):
 @cache
 def tracked():
     """Names of all files of the repository, and its source."""
-    paths = [path for path in ROOT.rglob("*.*") if ".venv" not in path.parts and path.is_file()]
+    paths = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        paths += [Path(folder, name) for name in names]
     source = "\n".join(path.read_text() for path in paths if path.suffix == ".py" and "_pb2" not in path.name)
     return {path.name for path in paths}, set(re.findall(r"\w+", source))
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import threading
 import time
@@ -28,6 +29,7 @@ HEARTBEAT_S = 0.25
 # A router that is busy is not dead: a report waits for it. A dead one breaks the connection, by its end or because it
 # answers no pings; gRPC's own thread answers them, whatever the router's event loop does.
 HEARTBEAT_TIMEOUT_S = 60.0
+SILENT_S = 2.0  # a deployment that stops ends its router first: workers that end soon after need not tell of that
 MAX_BROKEN_HEARTBEATS = 8  # one after the other: then the worker ends, for the router has given it up
 STOP_GRACE_S = 0.5
 # A router that was started again is to hear of its workers at once: no pause between two tries grows beyond a second.
@@ -177,7 +179,7 @@ class WorkerHost:
         if not self._router_address:
             await self._stopping.wait()
             return
-        reached, num_broken = True, 0
+        is_told, num_broken, silent_since_s = False, 0, math.inf
         router = _RouterChannel(self._router_address, SecureChannels(self._tls), identity)
         try:
             while True:
@@ -185,14 +187,16 @@ class WorkerHost:
                 try:
                     membership = worker_pb2_grpc.MembershipStub(await router.newest())
                     reply = await membership.Heartbeat(self._report(), timeout=HEARTBEAT_TIMEOUT_S)
-                    reached, router.is_meeting = True, False
+                    is_told, silent_since_s, router.is_meeting = False, math.inf, False
                     self._follow(reply)
                     num_broken = 0
                 except grpc.aio.AioRpcError as error:
                     is_met = router.meets(error)
-                    if reached and not is_met:
+                    now_s = self._loop.time()
+                    silent_since_s = now_s if is_met else min(silent_since_s, now_s)
+                    if not is_told and now_s - silent_since_s >= SILENT_S and not is_met:
                         log.warning("the router at %s %s", self._router_address, self._why(error))
-                    reached = is_met
+                        is_told = True
                 except Exception as error:
                     num_broken += 1
                     if num_broken == MAX_BROKEN_HEARTBEATS:

@@ -10,6 +10,7 @@ from baton.core.config import WorkerConfig
 from baton.core.numerics import Numerics, Quantization
 from baton.core.pace import PrefillPace
 from baton.engine.engine import Engine
+from baton.engine.graphs.graphed_step import GraphedStep
 from baton.engine.tp.expert_balancer import ExpertBalancer
 from baton.kernels import tuning
 from baton.kernels.compiles import COMPILES
@@ -52,6 +53,21 @@ def compute_report(model: Model, quantization: Quantization, chosen: Sequence[st
         late_kernels=COMPILES.late,
         chosen=chosen,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+
+
+def graph_counts(step: GraphedStep | None) -> worker_pb2.GraphCounts | None:
+    """For a heartbeat; None without graphs. Any thread."""
+    if step is None:
+        return None
+    counts = step.counts
+    return worker_pb2.GraphCounts(
+        num_captured=counts.num_captured,
+        failed=dict(counts.failed),
+        num_steps_replayed=counts.num_steps_replayed,
+        num_steps_eager={reason.value: num for reason, num in counts.num_steps_eager.items()},
+        num_sequences_padded=counts.num_sequences_padded,
+        num_steps_piecewise=counts.num_steps_piecewise,
     )
 
 

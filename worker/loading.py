@@ -264,6 +264,7 @@ def load_worker(
     grammars = GrammarCompiler(tokenizer, model.config.vocab_size, is_compact=not config.json_whitespace)
     grammars.prepare()
     sizes = _fitted(sizes, config, device, pool_sizes)
+    sizes = replace(sizes, why=(*sizes.why, group.how)) if group.how else sizes
     return LoadedWorker(model=model, tokenizer=tokenizer, layout=layout, pool=pool, grammars=grammars, sizes=sizes)
 
 

@@ -62,7 +62,7 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
 def prefill_runner(
     config: WorkerConfig, loaded: LoadedWorker, communicator: Communicator | None, open_push: OpenPush
 ) -> Runner:
-    """For a worker that computes prompts alone, and pushes their KV; warmed up."""
+    """For a worker that computes prompts alone, and pushes their KV; warmed up, graphs of its trunk captured."""
     runner = Runner(
         loaded.model,
         loaded.pool,
@@ -75,6 +75,17 @@ def prefill_runner(
     )
     reach = reach_of(config, loaded.model)
     runner.compile_ahead(reach, decodes=False)
+    runner.graphs = graphed_step(
+        loaded.model,
+        loaded.pool,
+        config.graphs,
+        max_num_sequences=config.max_num_seqs,
+        num_draft_tokens=0,
+        max_model_len=config.max_model_len,
+        max_num_tokens=reach.num_tokens,
+        communicator=communicator,
+        decodes=False,
+    )
     runner.warm_up(reach, decodes=False)
     return runner
 

@@ -7,6 +7,7 @@ Every rank is a process; they meet as a worker's ranks do, and rank 0 tells the 
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from baton.bench.actor import SpawnedRemote
@@ -16,14 +17,16 @@ from baton.bench.result import result
 from baton.core.errors import ConfigInvalid
 
 DECISIONS = ((1, 1), (16, 1), (64, 1), (64, 3))  # batch, drafts
+EXCHANGES = ((1, 4096), (1, 7168), (16, 4096), (64, 4096), (128, 4096), (256, 4096), (2048, 4096))  # rows, hidden size
 BLOCKS_EACH = 80
 
 
 class TPGroup:
     """`size` ranks that have met."""
 
-    def __init__(self, size: int, device_type: str) -> None:
-        self._ranks = [SpawnedRemote(TPGroupRank, rank, size, device_type) for rank in range(size)]
+    def __init__(self, size: int, device_type: str, *, shares_memory: bool = True) -> None:
+        make = partial(TPGroupRank, shares_memory=shares_memory)
+        self._ranks = [SpawnedRemote(make, rank, size, device_type) for rank in range(size)]
         place = self._ranks[0].call("open")
         self.call("meet", *place)
 
@@ -38,22 +41,28 @@ class TPGroup:
             rank.end()
 
 
-def bench_decode_tp_group(options: DecodeOptions, size: int, num_decisions: int = 500) -> dict[str, Any]:
-    """Decision messages and decode steps, as rows of the same object."""
+def bench_decode_tp_group(
+    options: DecodeOptions, size: int, num_decisions: int = 500, *, shares_memory: bool = True
+) -> dict[str, Any]:
+    """Decision messages, exchanges of rows on GPUs, and decode steps, as rows of the same object."""
     decisions: list[dict[str, Any]] = []
+    exchanges: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     graphs = None
     for has_graphs in options.graphs:
-        tp_group = TPGroup(size, options.device.type)  # one for each: its lead lets the others go in the end
+        # One for each: its lead lets the others go in the end.
+        tp_group = TPGroup(size, options.device.type, shares_memory=shares_memory)
         try:
             if not decisions:
                 decisions = _time_decisions(tp_group, size, num_decisions)
+                exchanges = _time_exchanges(tp_group, size) if options.device.type == "cuda" else []
             found, graphs = tp_group.call("measure_decode", options, has_graphs)[0]
             rows += found
             tp_group.call("close")
         finally:
             tp_group.end()
-    return result("decode", rows, decisions=decisions, graphs=graphs, steps=options.steps, rounds=options.rounds)
+    found = {"decisions": decisions, "exchanges": exchanges, "shares_memory": shares_memory, "graphs": graphs}
+    return result("decode", rows, **found, steps=options.steps, rounds=options.rounds)
 
 
 def _time_decisions(tp_group: TPGroup, size: int, count: int) -> list[dict[str, Any]]:
@@ -63,6 +72,15 @@ def _time_decisions(tp_group: TPGroup, size: int, count: int) -> list[dict[str, 
         slowest = {key: float(f"{max(rank[key] for rank in found):.4g}") for key in found[0]}
         decisions.append({"tp": size, "batch": batch, "mtp_k": num_drafts, **slowest})
     return decisions
+
+
+def _time_exchanges(tp_group: TPGroup, size: int) -> list[dict[str, Any]]:
+    exchanges = []
+    for num_rows, hidden_size in EXCHANGES:
+        found = tp_group.call("time_exchanges", num_rows, hidden_size)
+        slowest = {key: float(f"{max(rank[key] for rank in found):.4g}") for key in found[0]}
+        exchanges.append({"tp": size, "rows": num_rows, "hidden_size": hidden_size, **slowest})
+    return exchanges
 
 
 def main() -> None:
@@ -83,17 +101,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--enable-expert-parallel", dest="expert_parallel", action="store_true")
     parser.add_argument("--fake-balance", action="store_true", help="each expert gets as many tokens; answers are void")
+    parser.add_argument("--nccl-alone", action="store_true", help="no memory that ranks share")
     asked = vars(parser.parse_args())
-    as_json, size = asked.pop("json"), asked.pop("ranks")
+    as_json, size, shares_memory = asked.pop("json"), asked.pop("ranks"), not asked.pop("nccl_alone")
     try:
         options = read_options(**asked)
     except ConfigInvalid as error:
         parser.error(error.message)
-    data = bench_decode_tp_group(options, size)
+    data = bench_decode_tp_group(options, size, shares_memory=shares_memory)
     if as_json:
         print(json.dumps(data))
         return
-    for row in data["decisions"]:
+    for row in [*data["decisions"], *data["exchanges"]]:
         print(row)
     for row in data["rows"]:
         passes = "graphs" if row["cuda_graphs"] else "eager"

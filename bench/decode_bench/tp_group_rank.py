@@ -45,10 +45,11 @@ class TPGroupRank:
         rank: this one.
         size: of the TP group.
         device_type: "cuda" or "cpu".
+        shares_memory: let small tensors cross through memory that GPUs share.
     """
 
-    def __init__(self, rank: int, size: int, device_type: str) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, device_type: str, *, shares_memory: bool = True) -> None:
+        self._rank, self._size, self._shares_memory = rank, size, shares_memory
         self._device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
         if device_type == "cuda":
             torch.cuda.set_device(self._device)
@@ -76,7 +77,7 @@ class TPGroupRank:
         if self._device.type == "cuda":
             from baton.engine.tp.collectives import NcclGroup  # CPUs have no use for it
 
-            group = NcclGroup(self._rank, self._size, self._store, self._device)
+            group = NcclGroup(self._rank, self._size, self._store, self._device, shares_memory=self._shares_memory)
         else:
             group = GlooGroup(self._rank, self._size, self._store)
         self._channel = PlanChannel(link, group)
@@ -127,6 +128,17 @@ class TPGroupRank:
             if self._device.type == "cuda":
                 found[f"{name}_graph_us"] = self._time_graph(work)
         return found
+
+    @torch.inference_mode()
+    def time_exchanges(self, num_rows: int, hidden_size: int) -> dict[str, float]:
+        """Microseconds of a sum and of a gather of such rows in bfloat16, in a graph of many."""
+        assert self._channel is not None
+        group = self._channel.communicator
+        x = torch.ones(num_rows, hidden_size, dtype=torch.bfloat16, device=self._device)
+        return {
+            "sum_us": self._time_graph(partial(group.all_sum, x)),
+            "gather_us": self._time_graph(partial(group.all_gather, x)),
+        }
 
     @torch.inference_mode()
     def measure_decode(self, options: DecodeOptions, has_graphs: bool) -> tuple[list[dict[str, Any]], Any]:

@@ -26,9 +26,9 @@ from baton.bench.kv_bench.nvlink_shape import (
     target_blocks,
 )
 from baton.bench.kv_bench.nvlink_step import DecodeStep, mark
+from baton.kernels.cuda_ipc import IpcPlace, PeerMemory, PinnedMemory, can_reach, device_uuid, export
 from baton.kernels.kv.pool_digest import kv_digest
 from baton.kernels.kv.scatter import PoolAddress, ScatterRange, ScatterWorkspace, Tuning, WriteCompletion, kv_scatter
-from baton.kvtransfer.cuda_ipc import IpcPlace, PeerMemory, PinnedMemory, can_reach, device_uuid, export
 
 RESULT_SLOTS = 2048  # from here on: digests that this side computed
 WAIT_S = 30.0

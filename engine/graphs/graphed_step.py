@@ -11,6 +11,7 @@ too many rows.
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,9 @@ from baton.engine.graphs.key import (
     max_invariant_entries,
 )
 from baton.engine.graphs.piecewise import PiecewiseTrunk, RowBuffers, activation_bytes, row_sizes
+from baton.engine.graphs.static_deal import StaticDeal
 from baton.engine.step.batch import DecodeRows, PrefillInputs, decode_batch
+from baton.engine.step.dealt_passes import rank_blocks
 from baton.engine.step.passes import EagerPasses, Hidden, Passes, ignore_layer
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
@@ -169,10 +172,13 @@ class StaticPass:
         key: kind and shapes.
         model: that computes.
         pool: its KV.
+        deal: which sequences this rank attends for; None: all.
     """
 
-    def __init__(self, key: GraphKey, model: Model, pool: KVPool) -> None:
+    def __init__(self, key: GraphKey, model: Model, pool: KVPool, deal: StaticDeal | None = None) -> None:
+        assert key.num_each == (0 if deal is None else deal.num_each)
         self.key = key
+        self._deal = deal
         self._model = model
         self._pool = pool
         self._tokens = _STATE + pool.layout.has_state
@@ -181,9 +187,10 @@ class StaticPass:
         padding_C = torch.zeros(num_numbers, dtype=torch.int64, device=pool.device)
         padding_C[_LIMIT] = 1
         padding_C[_STATE : self._tokens] = pool.num_state_slots
-        padding_C[self._tables :] = pool.num_blocks
+        padding_C[self._tables :] = pool.num_blocks if deal is None else deal.blocks.null_block
         self._padding_BC = padding_C.expand(key.num_sequences, -1)
-        self._numbers_BC = self._padding_BC.clone(memory_format=torch.contiguous_format)
+        self._all_numbers_BC = padding_C.repeat(key.num_sequences + (deal is not None), 1)  # see `StaticDeal.own`
+        self._numbers_BC = self._all_numbers_BC[: key.num_sequences]
         trunk, head = model.trunk_width, model.config.hidden_size
         self._hidden_TD: torch.Tensor | None = None  # what a draft head's entry joins its token with
         if key.kind is not GraphKind.VERIFY:
@@ -201,10 +208,13 @@ class StaticPass:
         Kernels read K and V where they lie; torch's attention holds those of all tables, and copies of them.
         """
         activations = activation_bytes(self._model, self.key.num_sequences * self.key.num_rows)
+        if self._deal is not None:  # what each rank gives and what all get
+            num_rows = (self._deal.num_each + self._deal.num_rows) * self.key.num_rows
+            activations += num_rows * self._model.config.hidden_size * self._model.dtype.itemsize
         if self._model.implementation is Implementation.TRITON:
             return activations
         layout = self._pool.layout
-        positions = self.key.num_sequences * self.key.width * layout.block_size
+        positions = self.key.num_attended * self.key.width * layout.block_size
         widest = max(
             self._pool.geometry.layer(at).num_heads * layer.row_len
             for at, layer in enumerate(layout.layers)
@@ -261,13 +271,18 @@ class StaticPass:
 
     def _compute(self) -> None:
         """From the buffers to the output: what is captured."""
-        numbers_BC, key, pool = self._numbers_BC, self.key, self._pool
+        numbers_BC, key, pool, deal = self._numbers_BC, self.key, self._pool, self._deal
+        token_ids_T = numbers_BC[:, self._tokens : self._tables].flatten()
+        if deal is not None:
+            numbers_BC = deal.own(self._all_numbers_BC)
         limit_B, tables_BW = numbers_BC[:, _LIMIT], numbers_BC[:, self._tables :]
+        if deal is not None:
+            tables_BW = deal.blocks.own_tables(tables_BW)
         slots_B = numbers_BC[:, _STATE] if pool.layout.has_state else None
         rows = DecodeRows(block_tables_BM=tables_BW, limit_B=limit_B, draft_cap_B=limit_B, state_slots_B=slots_B)
         max_context_len = key.width * pool.layout.block_size
-        batch = decode_batch(numbers_BC[:, _FIRST], key.num_rows, rows, max_context_len, pool, self._model.around)
-        token_ids_T = numbers_BC[:, self._tokens : self._tables].flatten()
+        own = decode_batch(numbers_BC[:, _FIRST], key.num_rows, rows, max_context_len, pool, self._model.around)
+        batch = own if deal is None else DealtBatch(own=own, rows=deal.rows(key.num_rows))
         if self._hidden_TD is None:
             self._output_TD.copy_(self._model.trunk(token_ids_T, batch, pool, ignore_layer))
         else:
@@ -327,6 +342,7 @@ class GraphedStep:
         self._backend = backend
         self._communicator = communicator or Alone()
         self._graphs: dict[GraphKey, StaticPass] = {}
+        self._deals: dict[tuple[int, int], StaticDeal] = {}  # by sequences and room of each rank
         self._trunks: list[PiecewiseTrunk] = []  # by rows, ascending
         self._told: set[EagerReason] = set()
 
@@ -350,15 +366,24 @@ class GraphedStep:
             log.warning("and none for %d others", len(captured.failed) - _MAX_TOLD)
         log.info("captured %d graphs in %.1f s", len(captured.graphs), time.monotonic() - start_s)
 
-    def passes(self, rows: DecodeRows, num_drafts: int, max_context_len: int) -> Passes:
-        """The passes of a step of these decode rows alone: replayed, or eager if no graph fits."""
+    def passes(
+        self, rows: DecodeRows, num_drafts: int, max_context_len: int, owners: Sequence[int] = ()
+    ) -> Passes | None:
+        """The replayed passes of a step of these decode rows alone; None if no graph fits.
+
+        Where sequences are dealt to ranks, `owners` says whose each of them is.
+        """
         num_sequences, num_blocks = rows.block_tables_BM.shape
-        graphs = self._find(num_sequences, num_blocks, num_drafts)
+        most_owned = max(Counter(owners).values()) if self._sizes.num_owners > 1 else 0
+        graphs = self._find(num_sequences, num_blocks, num_drafts, most_owned)
         if isinstance(graphs, EagerReason):
             self._tell(graphs, num_sequences, num_drafts, max_context_len)
-            return EagerPasses(self._model, self._pool, rows, max_context_len)
+            return None
+        key = graphs[GraphKind.VERIFY].key
         self.counts.num_steps_replayed += 1
-        self.counts.num_sequences_padded += graphs[GraphKind.VERIFY].key.num_sequences - num_sequences
+        self.counts.num_sequences_padded += key.num_sequences - num_sequences
+        if key.num_each:
+            self._deals[key.num_sequences, key.num_each].write(owners)
         return _ReplayedPasses(graphs, rows)
 
     def passes_with_chunks(
@@ -382,7 +407,21 @@ class GraphedStep:
 
     def _whole_passes(self) -> "Iterator[_Candidate]":
         for key in self._sizes.keys():
-            yield _Candidate(str(key), partial(StaticPass, key, self._model, self._pool), self._backend)
+            yield _Candidate(str(key), partial(self._whole_pass, key), self._backend)
+
+    def _whole_pass(self, key: GraphKey) -> StaticPass:
+        return StaticPass(key, self._model, self._pool, self._deal_of(key))
+
+    def _deal_of(self, key: GraphKey) -> StaticDeal | None:
+        """What all graphs of as many sequences and as much room share."""
+        if not key.num_each:
+            return None
+        sizes = key.num_sequences, key.num_each
+        if sizes not in self._deals:
+            deal, device = self._model.deal, self._pool.device
+            assert deal is not None
+            self._deals[sizes] = StaticDeal(deal, rank_blocks(self._model, self._pool), *sizes, device)
+        return self._deals[sizes]
 
     def _trunk_candidates(self) -> "Iterator[_Candidate]":
         """The largest first, as of the others."""
@@ -396,9 +435,11 @@ class GraphedStep:
                 self._backend,
             )
 
-    def _find(self, num_sequences: int, num_blocks: int, num_drafts: int) -> dict[GraphKind, StaticPass] | EagerReason:
+    def _find(
+        self, num_sequences: int, num_blocks: int, num_drafts: int, most_owned: int
+    ) -> dict[GraphKind, StaticPass] | EagerReason:
         """The graphs of a step."""
-        shape = self._sizes.shape_for(num_sequences, num_blocks)
+        shape = self._sizes.shape_for(num_sequences, num_blocks, most_owned)
         if isinstance(shape, EagerReason):
             return shape
         keys = self._sizes.step_keys(shape, num_drafts)
@@ -494,20 +535,22 @@ def graph_sizes(
     max_model_len: int,
     max_num_tokens: int = 0,
     sizes: Sequence[int] = (),
+    decodes: bool = True,
 ) -> GraphSizes:
-    """The graphs that a runner may need; `sizes` are an operator's own."""
+    """The graphs that a runner may need; `sizes` are an operator's own. None of decode steps without `decodes`."""
     layout, config = pool.layout, model.config
     max_context_len = min(config.max_model_len, max_model_len + num_draft_tokens)
     max_entries = _ENTRIES_PER_BLOCK * pool.num_blocks
-    rows = row_sizes(max_num_tokens)
+    rows = row_sizes(max_num_tokens, config) if model.deal is None else ()
     if model.numerics is Numerics.INVARIANT and model.implementation is Implementation.REFERENCE:
         rows = ()  # a product has a launch for each few rows
         max_entries = min(max_entries, max_invariant_entries(layout.num_layers, layout.block_size))
     return GraphSizes(
-        sizes=tuple(sizes) or default_sizes(max_num_sequences),
+        sizes=(tuple(sizes) or default_sizes(max_num_sequences)) if decodes else (),
         widths=default_widths(-(-max_context_len // layout.block_size)),
         num_draft_tokens=num_draft_tokens,
         has_mtp=layout.has_mtp,
+        num_owners=1 if model.deal is None else model.deal.size,
         max_entries=max_entries,
         rows=rows,
     )
@@ -523,11 +566,12 @@ def graphed_step(
     max_model_len: int,
     max_num_tokens: int = 0,
     communicator: Communicator | None = None,
+    decodes: bool = True,
 ) -> GraphedStep | None:
     """The step of a runner with these limits, its graphs captured; None where there are to be none.
 
-    Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched. So are those of
-    several ranks: hundreds of graphs, each with operations of the group, have not been tried on GPUs.
+    Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched. So are those whose
+    sequences are dealt to ranks. Without `decodes` there are no decode steps.
 
     Raises:
         ConfigInvalid: sizes that do not fit the device or the runner.
@@ -540,15 +584,15 @@ def graphed_step(
     if pool.layout.has_state and model.implementation is not Implementation.TRITON:
         log.warning("no CUDA graphs: torch computes layers that keep state by too many launches")
         return None
-    is_alone = communicator is None or communicator.size == 1
     sizes = graph_sizes(
         model,
         pool,
         max_num_sequences=max_num_sequences,
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len,
-        max_num_tokens=max_num_tokens if is_alone else 0,
+        max_num_tokens=max_num_tokens,
         sizes=config.sizes,
+        decodes=decodes,
     )
     step = GraphedStep(model, pool, sizes, CudaBackend(pool.device, communicator or Alone()), communicator)
     step.capture()

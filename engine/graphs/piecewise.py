@@ -21,22 +21,26 @@ from baton.kernels.launch_tape import LaunchTape, record
 from baton.kernels.memo import signature
 from baton.kvcache.pool import KVPool
 from baton.model.attention import Attention
+from baton.model.config import ModelConfig
 from baton.model.decoder import Mixer, Pieces
 from baton.model.delta_net import DeltaNet, state_rows
 from baton.model.inputs import AttentionBatch, positions_of, slots_of
 from baton.model.model import Model
 
-MAX_ROWS: Final = 2048  # with more of them an H200 computes an 8B for far longer than its host launches
+# With more rows an H200 computes an 8B for far longer than its host launches; of experts few compute a row.
+MAX_ROWS: Final = 2048
+MAX_EXPERT_ROWS: Final = 4096
 _RECORDED: Final = 2  # mixer of a kind in a step, from which the later ones are launched
 
 
-def row_sizes(max_rows: int) -> tuple[int, ...]:
+def row_sizes(max_rows: int, config: ModelConfig) -> tuple[int, ...]:
     """Numbers of rows to capture, ascending: multiples of 32, and from 256 on an eighth of padding at most."""
+    last = min(max_rows, MAX_EXPERT_ROWS if config.num_experts else MAX_ROWS)
     sizes, size = [], 32
-    while size < min(max_rows, MAX_ROWS):
+    while size < last:
         sizes.append(size)
         size += max(32, 1 << (size.bit_length() - 4))
-    return (*sizes, min(max_rows, MAX_ROWS)) if max_rows > 0 else ()
+    return (*sizes, last) if last > 0 else ()
 
 
 def activation_bytes(model: Model, num_rows: int) -> int:

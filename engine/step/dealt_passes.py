@@ -23,6 +23,12 @@ from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch
 from baton.model.model import Model
 
 
+def rank_blocks(model: Model, pool: KVPool) -> RankBlocks:
+    """Which blocks of plans are in the pool of a rank: all, unless the model has rows dealt to ranks."""
+    rank, num_pools = (0, 1) if model.deal is None else (model.deal.rank, model.deal.size)
+    return RankBlocks(num_blocks=pool.num_blocks, rank=rank, num_pools=num_pools)
+
+
 class DealtPasses(EagerPasses):
     """Each operation is launched by the host.
 

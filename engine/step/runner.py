@@ -37,7 +37,7 @@ from baton.engine.speculation.verify import DraftLaw, Verified, Verifier
 from baton.engine.step.batch import ChunkRows, Ints, PrefillInputs, prefill_inputs
 from baton.engine.step.batch_rows import StepBatch
 from baton.engine.step.counters import mark_idle
-from baton.engine.step.dealt_passes import DealtPasses
+from baton.engine.step.dealt_passes import DealtPasses, rank_blocks
 from baton.engine.step.executor import Pending, executor_for
 from baton.engine.step.host_future import ResultBuffers
 from baton.engine.step.meter import StepMeter, StepTimes
@@ -52,7 +52,6 @@ from baton.kernels.compile_ahead import compile_ahead
 from baton.kernels.copies import host_buffer, to_device
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
-from baton.kvcache.rank_blocks import RankBlocks
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
@@ -178,9 +177,8 @@ class Runner:
         self.graphs = graphs
         self._model = model
         self._pool = pool
-        rank, num_pools = (0, 1) if model.deal is None else (model.deal.rank, model.deal.size)
-        self._blocks = RankBlocks(num_blocks=pool.num_blocks, rank=rank, num_pools=num_pools)
-        assert num_pools == 1 or (graphs is None and open_push is None), "what is dealt is neither captured nor pushed"
+        self._blocks = rank_blocks(model, pool)
+        assert self._blocks.num_pools == 1 or open_push is None, "what is dealt is not pushed"
         self._communicator = communicator or Alone()
         self._decisions = Decisions(self._communicator, pool.device)
         verification = verification or VerificationConfig()
@@ -521,6 +519,11 @@ class Runner:
         rows = None if work.decode is None else work.decode.rows
         prompt = None if work.prompt is None else work.prompt.rows
         step = work.step
+        if self.graphs is not None and prompt is None:
+            assert rows is not None and work.batch is not None
+            replayed = self.graphs.passes(rows, work.batch.num_drafts, step.max_context_len, work.owners)
+            if replayed is not None:
+                return replayed
         if self._blocks.num_pools > 1:
             return DealtPasses(
                 self._model, self._pool, self._blocks, rows, work.owners, step.max_context_len, prompt, work.chunks
@@ -528,9 +531,6 @@ class Runner:
         on_layer = None if work.push is None else work.push.submit
         if self.graphs is not None and prompt is not None:
             return self.graphs.passes_with_chunks(rows, step.max_context_len, prompt, on_layer)
-        if self.graphs is not None and rows is not None:
-            assert work.batch is not None
-            return self.graphs.passes(rows, work.batch.num_drafts, step.max_context_len)
         return EagerPasses(self._model, self._pool, rows, step.max_context_len, prompt, on_layer)
 
     def _write_sample(self, work: _Work) -> torch.Tensor:

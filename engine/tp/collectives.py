@@ -10,12 +10,14 @@ from torch import distributed
 from torch._C._distributed_c10d import AllgatherOptions, Store, TCPStore
 
 from baton.core.errors import WorkerLost
-from baton.kernels.gemm.inner_sum import tree_sum
-from baton.kernels.tiles import wide_dtype
+from baton.kernels import rank_exchange
+from baton.kernels.rank_exchange import SLOT_BYTES, UNIT_BYTES, Mailbox
 from baton.model.parallel import Communicator
 
 HOST = "127.0.0.1"  # all ranks of a worker are on one host
 DEFAULT_TIMEOUT_S = 60.0
+
+_THROUGH_MEMORY = f"ranks exchange up to {SLOT_BYTES >> 20} MiB through memory that they share, more by NCCL"
 
 T = TypeVar("T")
 
@@ -32,6 +34,7 @@ class GlooGroup:
 
     def __init__(self, rank: int, size: int, store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         assert 0 <= rank < size
+        self.how = ""
         self.rank = rank
         self.size = size
         self.num_operations = 0
@@ -46,8 +49,7 @@ class GlooGroup:
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
-        wide = wide_dtype(x.dtype)
-        return tree_sum([part.to(wide) for part in self._gather(x)]).to(x.dtype)
+        return rank_exchange.sum_parts(self.all_gather(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; nothing crosses if it is empty."""
@@ -132,7 +134,7 @@ def _to_bytes(values: torch.Tensor) -> bytes:
 
 
 class NcclGroup:
-    """One rank's end.
+    """One rank's end: NCCL, and memory that the ranks share for what is small.
 
     Args:
         rank: of this end.
@@ -140,10 +142,18 @@ class NcclGroup:
         store: where the ranks find each other.
         device: of this rank; no two ranks share one.
         timeout_s: of starting, and of bytes.
+        shares_memory: try to share memory; the same at every rank.
     """
 
     def __init__(
-        self, rank: int, size: int, store: Store, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        device: torch.device,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        shares_memory: bool = True,
     ) -> None:
         assert 0 <= rank < size
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -161,17 +171,31 @@ class NcclGroup:
         options._timeout = datetime.timedelta(days=1)
         with torch.cuda.device(device):
             self._group: Any = self._guarded(lambda: nccl(store, rank, size, options))
+            self._mailbox: Mailbox | None = None
+            self.how = "ranks exchange by NCCL alone"
             self.all_sum(torch.ones(1, device=device))  # connects, so that no step has to, and no capture
+            torch.cuda.synchronize(device)
+            if shares_memory:
+                from baton.engine.tp.shared_mailbox import open_mailbox  # CPUs have no use for it
+
+                self._mailbox, problem = open_mailbox(rank, size, device, self.gather_bytes)
+                self.how = f"{self.how}: {problem}" if problem else _THROUGH_MEMORY
+            self._load_kernels(device)
             torch.cuda.synchronize(device)
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
-        wide = wide_dtype(x.dtype)
-        return tree_sum([part.to(wide) for part in self.all_gather(x).unbind()]).to(x.dtype)
+        if self._mailbox is not None and self._mailbox.fits(x):
+            self.num_operations += 1
+            return rank_exchange.all_sum(x.contiguous(), self._mailbox)
+        return rank_exchange.sum_parts(self.all_gather(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; nothing crosses if it is empty."""
         x = x.contiguous()
+        if self._mailbox is not None and self._mailbox.fits(x):
+            self.num_operations += 1
+            return rank_exchange.all_gather(x, self._mailbox)
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
             self._guarded(lambda: self._group._allgather_base(gathered, x).wait())
@@ -193,8 +217,18 @@ class NcclGroup:
         """Rank 0's bytes, at every rank; for starting, not for steps."""
         return self._through_store({0: data} if self.rank == 0 else {}, [0])[0]
 
+    def _load_kernels(self, device: torch.device) -> None:
+        """All that exchanges launch, before a stream waits for one to be compiled."""
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            x = torch.ones(UNIT_BYTES, dtype=dtype, device=device)
+            rank_exchange.sum_parts(self.all_gather(x))
+            self.all_sum(x)
+
     def close(self) -> None:
         """Leave the group, whatever is under way."""
+        if self._mailbox is not None:
+            with torch.cuda.stream(torch.cuda.Stream(self._mailbox.memory.device)):
+                self._mailbox.release()  # a wait for a rank that is gone would never end
         self._group.abort()
 
     def _through_store(self, own: dict[int, bytes], ranks: Sequence[int]) -> list[bytes]:

@@ -25,7 +25,7 @@ class RoutedRows:
 
     Attributes:
         position_T1: int64 [T, 1], in their sequences.
-        is_counted_T1: bool [T, 1]; not: a row that pads the batch.
+        is_counted_T1: bool [T, 1], or 1 and 0; not: a row that pads the batch.
     """
 
     position_T1: torch.Tensor

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from baton.core.config import KVTransferConfig
+from baton.kernels.cuda_ipc import PinnedMemory
 from baton.kernels.kv.scatter import PoolAddress
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool, num_blocks_for_memory
-from baton.kvtransfer.cuda_ipc import PinnedMemory
 from baton.kvtransfer.rank_kernels import RankKernels
 from baton.kvtransfer.rank_pools import RankPools
 from baton.kvtransfer.receiver.actions import DigestWanted

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from baton.core.errors import ProtocolError
+from baton.kernels.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, can_reach
 from baton.kernels.kv.scatter import PoolAddress, ScatterRange, WriteCompletion, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.pool import KVPool
-from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, can_reach
 from baton.kvtransfer.device_stream import DeviceStream, tuning_for
 from baton.kvtransfer.flag_page import Flag, FlagPage
 from baton.kvtransfer.protocol.frame import KVRange

@@ -13,6 +13,7 @@ from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import ServeConfig
 from baton.core.errors import ConfigInvalid, ModelMissing
 from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.graphs.graphed_step import graph_sizes
 from baton.engine.step.runner import Runner
 from baton.engine.tp.expert_exchange import exchange_bytes
 from baton.kernels.moe.held_experts import HeldExperts
@@ -56,7 +57,9 @@ def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
     values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
     config = ServeConfig.from_mapping(values | {"enable_expert_parallel": asked})
     worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", tp_size=2)
-    model = load_worker(worker, communicator=Rank(1, 2)).model
+    loaded = load_worker(worker, communicator=Rank(1, 2))
+    assert Rank.how in loaded.sizes.why, "what heartbeats and `baton doctor` say was chosen"
+    model = loaded.model
     sparse = [layer.mlp.experts for layer in model._decoder.layers if hasattr(layer.mlp, "experts")]
     assert sparse
     num_all = model.config.num_experts
@@ -64,27 +67,31 @@ def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
     assert {experts.held for experts in sparse} == {held}
 
 
-def test_a_rank_of_a_worker_has_all_of_attention_and_no_graphs_if_asked():
+def test_a_rank_of_a_worker_has_all_of_attention_if_asked():
     values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
     num_blocks = set()
     for asked in (False, True):
         config = ServeConfig.from_mapping(values | {"enable_dp_attention": asked})
         worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", tp_size=2)
-        assert (worker.enable_dp_attention, worker.graphs.mode) == (asked, "off" if asked else "auto")
+        assert (worker.enable_dp_attention, worker.graphs.mode) == (asked, "auto")
         loaded = load_worker(worker, communicator=Rank(1, 2))
         layers = [*loaded.model._decoder.layers, loaded.model._mtp.layer]
         share = {layer.attention.expand_AYC.shape[0] * 2 // loaded.model.config.num_heads for layer in layers}
         assert share == {2 if asked else 1}
         num_blocks.add(loaded.pool.num_blocks)
+        limits = {"max_num_sequences": 4, "num_draft_tokens": 1, "max_model_len": 64, "max_num_tokens": 64}
+        rows = graph_sizes(loaded.model, loaded.pool, **limits).rows
+        assert rows == (() if asked else (32, 64)), "the trunk of sequences dealt to ranks is launched"
+        assert graph_sizes(loaded.model, loaded.pool, **limits, decodes=False).sizes == ()
     assert len(num_blocks) == 1, "of each rank's pool, which is its sequences' alone or all ranks' alike"
 
 
 def test_a_prefill_worker_keeps_all_of_each_sequence_at_every_rank():
-    """And CUDA graphs: what decode workers do with sequences is theirs."""
+    """What decode workers do with sequences is theirs; both have CUDA graphs."""
     config = ServeConfig.from_mapping({"model": "tiny-mla", "device": "cpu", "enable_dp_attention": True})
     for role, has_owners in (("prefill", False), ("decode", True)):
         worker = resolve_worker(config, find_model("tiny-mla"), worker_id="w", role=role, tp_size=2)
-        assert (worker.enable_dp_attention, worker.graphs.mode) == (has_owners, "off" if has_owners else "auto")
+        assert (worker.enable_dp_attention, worker.graphs.mode) == (has_owners, "auto")
         model = load_worker(dataclasses.replace(worker, kv_memory_mib=16), communicator=Rank(1, 2)).model
         assert model.num_pools == (2 if has_owners else 1)
 
@@ -198,5 +205,5 @@ def test_kernels_are_compiled_ahead_of_graphs_and_of_the_warm_up(decodes, monkey
         assert done == [("compile", True), ("graphs", True), ("warm-up", True)]
     else:
         runner = tp_group.prefill_runner(config, loaded, None, lambda ranges: None)
-        assert done == [("compile", False), ("warm-up", False)]
+        assert done == [("compile", False), ("graphs", False), ("warm-up", False)]
     runner.close()

@@ -62,5 +62,6 @@ def test_graphs_reach_the_sequences_and_their_number_is_known():
     sizes, widths = default_sizes(256), default_widths(2_560)
     assert sizes[-1] == 256
     for num_drafts, captured in ((0, 117), (2, 819)):
-        keys = GraphSizes(sizes=sizes, widths=widths, num_draft_tokens=num_drafts, max_entries=1 << 30).keys()
-        assert len(list(keys)) == captured
+        all_sizes = {"sizes": sizes, "widths": widths, "num_draft_tokens": num_drafts, "max_entries": 1 << 30}
+        assert len(list(GraphSizes(**all_sizes).keys())) == captured
+        assert len(list(GraphSizes(**all_sizes, num_owners=8).keys())) == captured * 25 // 13, "two of all but one size"

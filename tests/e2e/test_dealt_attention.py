@@ -100,6 +100,32 @@ def test_steps_are_those_of_one_process_synchronous_or_not(
             assert steps == wanted
 
 
+GRAPHS = {"sizes": (2, 3, 4), "widths": (12,)}
+GRAPHED = list(
+    itertools.product(SIZES, (False, True), MODES, (0, 1, 2, 3), ("stays", "computed again", "to host memory"))
+)
+GRAPHED_DEFAULT = {(2, True, "coupled", 3, "stays"), (4, False, "greedy", 1, "to host memory")}
+
+
+@pytest.mark.parametrize(("size", "held", "mode", "k", "room"), marked(GRAPHED, GRAPHED_DEFAULT))
+def test_replayed_steps_are_those_of_one_process(size, held, mode, k, room, model_of, tokenizer, prompts, monkeypatch):
+    """Recorded at every rank with room for sequences it may not have, rounds between ranks among what is recorded."""
+
+    def made_by(engine):
+        requests = requests_for(prompts, sampled=MODES[mode], num_drafts=k)
+        results, steps = generate(monkeypatch, engine, requests)
+        return [result.token_ids for result in results], steps, engine.runner.graphs and engine.runner.graphs.counts
+
+    options = {**sizes_of(k, 16, scheduling="async"), **ROOM[room]}
+    plain, steps, _ = made_by(LocalEngine(model_of(), tokenizer, **sizes_of(k, 16, scheduling="sync")))
+    tokens, taken, counts = over_ranks(size, tokenizer, made_by, held=held, graphs=GRAPHS, **options)
+    assert tokens == plain
+    assert room != "stays" or taken == steps
+    assert counts.num_steps_replayed > 0
+    assert not any(counts.num_steps_eager.values())
+    assert not counts.failed
+
+
 FEATURES = [name for name in features.FEATURES if name not in ("plain", "max length")]
 FEATURES_DEFAULT = {(2, "logprobs"), (2, "schema, logprobs, penalty")}
 

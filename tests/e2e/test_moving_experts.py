@@ -16,6 +16,7 @@ from baton.tests.e2e.test_bundled_families import MODEL, RANKS, SIZES, marked, p
 from baton.tests.e2e.test_tensor_parallel import check, reference
 from baton.tests.e2e.tp_group_engine import run_over_ranks
 from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.engine.graphs import assert_all_replayed
 from baton.tests.engine.moving_experts import load_options, shuffling
 
 NUM_PROMPTS = 8
@@ -52,15 +53,17 @@ def plain(tokenizer, prompts, model_of):
     return run_once
 
 
-def served(size, name, tokenizer, prompts, *, sampled, k, num_redundant, balancer, **options):
+def served(size, name, tokenizer, prompts, *, sampled, k, num_redundant, balancer, dp_attention=False, **options):
     """Tokens, steps and the balancer of a group whose experts move."""
 
     def work(engine):
         with pytest.MonkeyPatch.context() as patch:
             results, steps = generate(patch, engine, requests_for(prompts, sampled=sampled, num_drafts=k))
+        if options.get("graphs"):
+            assert_all_replayed(engine)
         return [result.token_ids for result in results], steps, engine.runner.balancer
 
-    model = MODEL | load_options(num_redundant)
+    model = MODEL | load_options(num_redundant) | {"dp_attention": dp_attention}
     return run_over_ranks(
         size, path_of(name), tokenizer, work, model=model, balancer=balancer, **sizes_of(k, 16, **options)
     )
@@ -91,6 +94,30 @@ def test_moves_in_mid_stream_change_no_token(
         if preemption == "stays":
             assert steps == accepted
         assert balancer.num_moved >= 3, "layers, one after the other; a few steps lie between"
+
+
+GRAPHS = {"sizes": (2, 3, 4), "widths": (12,)}
+DEALT = list(itertools.product((2, 4), (0, 4), (False, True), (0, 1, 3), ("stays", "computed again"), (False, True)))
+DEALT_DEFAULT = {(2, 4, True, 1, "stays", True), (2, 0, False, 3, "computed again", False)}
+
+
+@pytest.mark.parametrize(
+    ("size", "num_redundant", "sampled", "k", "preemption", "replayed"), marked(DEALT, DEALT_DEFAULT)
+)
+def test_moves_where_sequences_are_dealt_to_ranks_change_no_token(
+    size, num_redundant, sampled, k, preemption, replayed, tokenizer, prompts, plain
+):
+    """Launched or replayed: copies are chosen by positions that ranks tell each other."""
+    tokens, accepted = plain("tiny-mla", sampled, k)
+    options = {"scheduling": "async", "dp_attention": True, **PREEMPTIONS[preemption]}
+    options["graphs"] = GRAPHS if replayed else None
+    made, steps, balancer = served(
+        size, "tiny-mla", tokenizer, prompts,
+        sampled=sampled, k=k, num_redundant=num_redundant, balancer=shuffling(k), **options,
+    )  # fmt: skip
+    assert made == tokens
+    assert preemption != "stays" or steps == accepted
+    assert balancer.num_moved >= 3
 
 
 EVENED = [("tiny-mla", 2, 0), ("tiny-mla", 4, 0), ("tiny-mla", 4, 8), ("tiny-hybrid", 2, 4)]
@@ -140,6 +167,14 @@ def test_moves_at_either_side_of_a_hand_off_change_no_token(
             assert held.HasField("experts") == (size > 1)
             assert size == 1 or held.experts.num_layers_moved > 0
             assert size == 1 or 1 / size <= held.experts.balance < 1
+
+
+def test_moves_at_ranks_that_sequences_are_handed_over_to_one_by_one(processes, prompts, tokenizer, model_of):
+    options = {"expert_parallel": (False, True), "num_redundant": 4, "dp_attention": True}
+    with TPGroupTopology(processes, path_of("tiny-mla"), 1, 2, **options) as topology:
+        check(topology, prompts, reference(model_of("tiny-mla"), tokenizer, prompts), drafts=(2,))
+        _, held = topology.inventories()
+        assert held.experts.num_layers_moved > 0
 
 
 def test_a_rank_that_fails_in_an_exchange_ends_its_worker_which_says_why(processes, prompts):

@@ -12,6 +12,8 @@ from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.model.loader import load_model
+from baton.tests.engine.graphs import graphed
+from baton.tests.engine.recorded_group import RecordedGroup
 from baton.tests.model.ranks import channel_of, on_ranks
 
 
@@ -70,13 +72,22 @@ def runner_of(path, tokenizer, group, options):
     )
 
 
-def run_over_ranks(size, path, tokenizer, work, *, model, **options):
-    """`work(engine)` over a TP group of `size` ranks; what it returns."""
+def run_over_ranks(size, path, tokenizer, work, *, model, graphs=None, **options):
+    """`work(engine)` over a TP group of `size` ranks; what it returns.
+
+    With `graphs`, sizes of batches and of tables, decode-only steps are replayed.
+    """
 
     def rank_of(group):
-        runner = runner_of(path, tokenizer, group, {"model": model, **options})
         channel = channel_of(group)
+        if graphs is not None:
+            group = RecordedGroup(group)
+        runner = runner_of(path, tokenizer, group, {"model": model, **options})
         try:
+            if graphs is not None:
+                runner.graphs = graphed(
+                    runner._model, runner._pool, k=options["num_draft_tokens"], group=group, **graphs
+                )
             if group.rank > 0:
                 RankRunner(runner, channel).run()
                 return None

@@ -13,7 +13,15 @@ NO_LIMIT = 1 << 40
 def graphed(model, pool, *, k, sizes, widths=None, backend=None, group=None, max_entries=NO_LIMIT, rows=()):
     """A captured step."""
     widths = widths or (2, -(-model.config.max_model_len // pool.layout.block_size))
-    all_sizes = GraphSizes(sizes=sizes, widths=widths, num_draft_tokens=k, max_entries=max_entries, rows=rows)
+    all_sizes = GraphSizes(
+        sizes=sizes,
+        widths=widths,
+        num_draft_tokens=k,
+        max_entries=max_entries,
+        rows=rows,
+        has_mtp=pool.layout.has_mtp,
+        num_owners=1 if model.deal is None else model.deal.size,
+    )
     step = GraphedStep(model, pool, all_sizes, backend or RecorderBackend(), group)
     with torch.inference_mode():
         step.capture()

@@ -15,6 +15,8 @@ GARBAGE = {
     torch.uint8: 0x7F,
 }  # of float8, no number
 
+WAITING = {"aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::_local_scalar_dense"}
+
 
 def tensors_of(values):
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
@@ -31,6 +33,8 @@ class _Recording(TorchDispatchMode):
         self.made = {}  # by place: the temporaries
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function._schema.name in WAITING:  # on a GPU the host waits for what it finds, which a capture forbids
+            raise RuntimeError(f"{function._schema.name} is not permitted while a stream captures")
         keywords = keywords or {}
         result = function(*arguments, **keywords)
         given = {place_of(tensor) for tensor in tensors_of((arguments, keywords))}

@@ -7,6 +7,7 @@ import torch
 
 from baton.core.numerics import Numerics
 from baton.core.requests.sampling import SamplingParams
+from baton.engine.graphs.backend import CallBackend
 from baton.engine.step.batch import ChunkRows, DecodeRows, prefill_inputs
 from baton.engine.step.dealt_passes import DealtPasses
 from baton.engine.step.runner import Runner
@@ -19,26 +20,32 @@ from baton.model.dealt_rows import RowDeal
 from baton.model.inputs import DecodeBatch, MixedBatch, PrefillBatch
 from baton.model.loader import load_model
 from baton.tests.engine.driver import Driver
+from baton.tests.engine.graphs import graphed
 from baton.tests.model.harness import prompt
 from baton.tests.model.ranks import channel_of, on_ranks
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, NUM_DRAFTS = 40, 8, 2
 LENGTHS = (5, 30, 19, 9)
+NUM_DECODE_ONLY = 7  # steps of what is played; two of them have two sequences, the others four
 OWNERS = {1: (0, 0, 0, 0), 2: (0, 1, 1, 0), 4: (3, 3, 0, 1)}
 UNWRITTEN = 3.0
 
 
-def runner_of(path, group=None):
+def runner_of(
+    path, group=None, *, dtype=torch.float64, numerics=Numerics.DEFAULT, device=CPU, block_size=BLOCK_SIZE, backend=None
+):
+    """With a backend, decode-only steps are replayed from graphs, which have room for up to three or four sequences."""
     rank, size = (group.rank, group.size) if group else (0, 1)
     model = load_model(
-        path, dtype=torch.float64, device=CPU, numerics=Numerics.DEFAULT, with_mtp=True, communicator=group,
-        dp_attention=True,
-    )  # fmt: skip
-    pool = KVPool(model.kv_layout(BLOCK_SIZE), NUM_BLOCKS, CPU, rank=rank, size=size)
+        path, dtype=dtype, device=device, numerics=numerics, with_mtp=True, communicator=group, dp_attention=True
+    )
+    pool = KVPool(model.kv_layout(block_size), NUM_BLOCKS, device, rank=rank, size=size)
     for layer in range(pool.layout.num_layers):
         pool.blocks(layer).fill_(UNWRITTEN)
     runner = Runner(model, pool, max_num_seqs=len(LENGTHS), num_draft_tokens=NUM_DRAFTS, communicator=group)
+    if backend is not None:
+        runner.graphs = graphed(model, pool, k=NUM_DRAFTS, sizes=(3, 4), widths=(9,), backend=backend, group=group)
     return runner, pool
 
 
@@ -78,9 +85,9 @@ def play(driver, owners):
     return tokens, [(driver.tables[slot].blocks, lengths[slot] - 1) for slot in range(len(LENGTHS))]
 
 
-def as_ranks(group, path, owners):
+def as_rank(group, path, owners, backend=None):
     """What was played, at rank 0; and what every rank's pool holds, and how many rounds it took part in."""
-    (runner, pool), channel = runner_of(path, group), channel_of(group)
+    (runner, pool), channel = runner_of(path, group, backend=backend), channel_of(group)
     begun = group.num_operations
     try:
         played = None
@@ -91,7 +98,7 @@ def as_ranks(group, path, owners):
             played = play(Driver(lead, pool), owners)
             lead.drain()
             lead.close()
-        return played, pool, group.num_operations - begun
+        return played, pool, group.num_operations - begun, runner.graphs and runner.graphs.counts
     finally:
         channel.close()
 
@@ -101,18 +108,23 @@ def latents(pool, layer, blocks, length):
     return pool.blocks(layer)[list(blocks), 0, 0].flatten(0, 1)[:length]
 
 
-@pytest.mark.fast
+@pytest.mark.parametrize(
+    "backend", [pytest.param(None, marks=pytest.mark.fast), CallBackend()], ids=["launched", "replayed"]
+)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_tokens_are_those_of_one_process_and_latents_are_at_their_owner(size, tiny_checkpoint):
+def test_tokens_are_those_of_one_process_and_latents_are_at_their_owner(size, backend, tiny_checkpoint):
     path = tiny_checkpoint(kind="deepseek_v3", layers=2)
     runner, whole = runner_of(path)
     with torch.inference_mode():
         wanted, tables = play(Driver(runner, whole), OWNERS[1])
         runner.close()
-    ranks = on_ranks(size, lambda group: as_ranks(group, path, OWNERS[size]))
+    ranks = on_ranks(size, lambda group: as_rank(group, path, OWNERS[size], backend))
     tokens, dealt = ranks[0][0]
     assert tokens == wanted
-    assert len({num_operations for _, _, num_operations in ranks}) == 1, "each takes part in every round"
+    assert len({num_operations for _, _, num_operations, _ in ranks}) == 1, "each takes part in every round"
+    for *_, counts in ranks if backend else ():
+        assert (counts.num_steps_replayed, counts.num_sequences_padded) == (NUM_DECODE_ONLY, 2)
+        assert not any(counts.num_steps_eager.values())
     written = {rank: set() for rank in range(size)}
     for (blocks, length), (ours, _) in zip(dealt, tables, strict=True):
         owner = blocks[0] // NUM_BLOCKS
@@ -121,7 +133,7 @@ def test_tokens_are_those_of_one_process_and_latents_are_at_their_owner(size, ti
         for layer in range(whole.layout.num_layers):
             theirs_LX = latents(ranks[owner][1], layer, own, length)
             assert torch.allclose(theirs_LX, latents(whole, layer, ours, length), rtol=0, atol=1e-9)
-    for rank, (_, pool, _) in enumerate(ranks):
+    for rank, (_, pool, *_) in enumerate(ranks):
         touched = [block for block in range(NUM_BLOCKS) if (pool.blocks(0)[block] != UNWRITTEN).any()]
         assert bool(touched) == bool(written[rank]), "a rank without sequences keeps nothing"
 

@@ -149,6 +149,7 @@ class Apart:
         return x
 
 
+@pytest.mark.long
 def test_no_step_and_no_round_looks_at_what_is_on_the_device(tiny_checkpoint, monkeypatch):
     path = tiny_checkpoint(**FAMILIES["deepseek_v3"])
     for name in ("_cross", "_put_in_force", "_loads"):
@@ -184,6 +185,7 @@ def under_guard(function):
     return guarded_function
 
 
+@pytest.mark.long
 def test_float8_experts_move_with_their_scales(tmp_path):
     path, _ = write_float8(tmp_path, LAYOUTS["deepseek"], **FLOAT8)
     whole = experts_of(load(path, dtype=torch.bfloat16))

@@ -26,6 +26,7 @@ all_sizes = st.builds(
     num_draft_tokens=st.integers(0, 4),
     max_entries=st.integers(1, 900),
     has_mtp=st.booleans(),
+    num_owners=st.sampled_from((1, 2, 4, 8)),
 )
 
 
@@ -36,17 +37,22 @@ def test_every_graph_once_and_the_largest_first(sizes):
     assert len({str(key) for key in keys}) == len(set(keys)) == len(keys)
     entries = [key.num_sequences * key.width for key in keys]
     assert entries == sorted(entries, reverse=True)
-    assert not entries or entries[0] <= sizes.max_entries
+    assert all(key.num_attended * key.width <= sizes.max_entries for key in keys)
 
 
-@given(all_sizes, counts, counts, st.integers(0, 5))
-def test_a_step_takes_the_next_size_and_all_its_graphs_are_captured(sizes, num_sequences, num_blocks, num_drafts):
-    shape = sizes.shape_for(num_sequences, num_blocks)
+@given(all_sizes, counts, counts, st.integers(0, 5), st.data())
+def test_a_step_takes_the_next_size_and_all_its_graphs_are_captured(sizes, num_sequences, num_blocks, num_drafts, data):
+    most_owned = 0
+    if sizes.num_owners > 1:
+        most_owned = data.draw(st.integers(-(-num_sequences // sizes.num_owners), num_sequences))
+    shape = sizes.shape_for(num_sequences, num_blocks, most_owned)
     if isinstance(shape, EagerReason):
         fits = num_sequences <= sizes.sizes[-1]
         assert shape is (EagerReason.CONTEXT if fits else EagerReason.SEQUENCES)
         return
-    size, width = shape
+    size, width, num_each = shape
+    assert (num_each > 0) == (sizes.num_owners > 1)
+    assert most_owned <= num_each <= size
     assert size >= num_sequences
     assert not any(num_sequences <= other < size for other in sizes.sizes)
     assert width >= num_blocks
@@ -67,6 +73,40 @@ def test_a_kind_is_said_and_not_read_off_the_sizes():
     looked_up = GraphSizes(sizes=(2,), widths=(4,), num_draft_tokens=2, max_entries=8, has_mtp=False)
     assert [(key.kind, key.num_rows) for key in looked_up.keys()] == [(GraphKind.VERIFY, rows) for rows in (3, 2, 1)]
     assert str(GraphKey(GraphKind.DRAFT, 1, 2, 4)) == "draft of 2 x 1 rows over 4 blocks"
+
+
+def test_ranks_have_room_for_a_deal_that_is_about_even_and_for_any():
+    """A quarter more than their share, rounded up to a size; of few sequences there is one room for all deals."""
+
+    def rooms(num_owners):
+        sizes = GraphSizes(
+            sizes=default_sizes(256), widths=(4,), num_draft_tokens=0, max_entries=1 << 20, num_owners=num_owners
+        )
+        found = {}
+        for key in sizes.keys():
+            found.setdefault(key.num_sequences, set()).add(key.num_each)
+        return sizes, found
+
+    _, alone = rooms(1)
+    assert set(map(tuple, alone.values())) == {(0,)}
+    _, two = rooms(2)
+    assert [two[size] for size in (1, 2, 8, 24, 64)] == [{1}, {2}, {8}, {16, 24}, {48, 64}]
+    sizes, eight = rooms(8)
+    assert [eight[size] for size in (1, 2, 8, 64, 256)] == [{1}, {1, 2}, {2, 8}, {16, 64}, {48, 256}]
+    assert [sizes.shape_for(250, 4, most_owned) for most_owned in (32, 48, 49, 250)] == [
+        (256, 4, 48), (256, 4, 48), (256, 4, 256), (256, 4, 256),
+    ]  # fmt: skip
+    key = next(iter(sizes.keys()))
+    assert str(key) == "verify of 256 x 1 rows over 4 blocks, 256 at each rank"
+    assert key.num_attended == 256
+
+
+def test_tables_are_of_the_sequences_that_a_rank_attends_for():
+    """So contexts that have a graph where the deal is about even may have none where it is not."""
+    sizes = GraphSizes(sizes=(4, 16), widths=(8, 32), num_draft_tokens=0, max_entries=128, num_owners=8)
+    assert sizes.shape_for(16, 32, 4) == (16, 32, 4)
+    assert sizes.shape_for(16, 32, 5) is EagerReason.CONTEXT
+    assert sizes.shape_for(16, 8, 5) == (16, 8, 16)
 
 
 def test_defaults():

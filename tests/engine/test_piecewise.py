@@ -1,5 +1,6 @@
 """The trunk in pieces: the hidden states and KV of the trunk as one, whatever rows it is padded with."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -261,11 +262,14 @@ def test_an_engine_says_the_same(k, tiny_model, tiny_tokenizer, tiny_prompts):
     assert counts.num_steps_eager[EagerReason.ROWS] > 0
 
 
-def test_sizes_cover_all_that_a_step_may_have():
-    assert row_sizes(0) == ()
-    assert row_sizes(20) == (20,)
-    assert row_sizes(1 << 20)[-1] == piecewise.MAX_ROWS
-    sizes = row_sizes(700)
+def test_sizes_cover_all_that_a_step_may_have(tiny_model):
+    dense = dataclasses.replace(tiny_model.config, num_experts=0)
+    sparse = tiny_model.config
+    assert row_sizes(0, dense) == ()
+    assert row_sizes(20, dense) == (20,)
+    assert row_sizes(1 << 20, dense)[-1] == piecewise.MAX_ROWS
+    assert row_sizes(1 << 20, sparse)[-1] == piecewise.MAX_EXPERT_ROWS
+    sizes = row_sizes(700, dense)
     assert sizes[-1] == 700
     for size, after in itertools.pairwise(sizes):
         assert 0 < after - size <= max(32, size / 8)

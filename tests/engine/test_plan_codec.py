@@ -94,6 +94,7 @@ def test_what_comes_out_is_what_went_in(message, count):
 
 
 @given(MESSAGES, st.integers(0, 1000))
+@pytest.mark.long
 def test_every_message_of_a_tp_group(message, count):
     same = CODEC.decode(CODEC.encode(message, count), count)
     assert type(same) is type(message)
@@ -101,6 +102,7 @@ def test_every_message_of_a_tp_group(message, count):
 
 
 @given(EVERYTHING, st.data())
+@pytest.mark.long
 def test_a_frame_cut_anywhere_is_an_error(message, data):
     frame = ALL.encode(message, 1)
     cut = frame[: data.draw(st.integers(0, len(frame) - 1))]
@@ -111,6 +113,7 @@ def test_a_frame_cut_anywhere_is_an_error(message, data):
 
 
 @given(EVERYTHING, st.data())
+@pytest.mark.long
 def test_any_flipped_bits_are_an_error(message, data):
     frame = bytearray(ALL.encode(message, 1))
     for place in data.draw(st.sets(st.integers(0, 8 * len(frame) - 1), min_size=1, max_size=3)):

@@ -184,6 +184,7 @@ def test_plain_batches_pay_nothing(monkeypatch):
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.integers(0, 10**6), num_top=st.integers(0, 20), spread=st.sampled_from([1, 8]))
+@pytest.mark.long
 def test_logprobs_against_reference(data, num_top, spread):
     rng = random.Random(data)
     logits_NV = random_logits(6, 13, seed=data) * spread
@@ -306,6 +307,7 @@ def test_drafts_obey_too(kind):
 
 
 @pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.long
 def test_several_answers(k):
     request = request_of([5, 6], k=k, n=4, max_tokens=9, temperature=1.0, seed=8, ignore_eos=True, logprobs=1)
     other = request_of([9], k=k, max_tokens=5, ignore_eos=True)

@@ -88,6 +88,7 @@ def test_follows_a_change_within_400_steps(before, after, batch_size):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_trials_stay_within_their_share():
     control = SpeculationControl(4)
     drive(control, 500, DEAR, BAD)
@@ -241,6 +242,7 @@ def test_finds_the_best_method(text, batch_size):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_of_two_that_are_right_as_often_the_cheaper_one_is_used():
     control = chooser()
     chosen, _ = on_text(control, (OFTEN, OFTEN), 1200, by_head=0.2)

@@ -228,6 +228,7 @@ def test_a_reader_that_forgets_a_fate_is_noticed(forgotten, steps, in_turn, monk
 
 
 @fast
+@pytest.mark.long
 def test_counters_that_miss_a_step_are_noticed(steps, in_turn, monkeypatch):
     add, turn = StepCounters.add, itertools.count()
     monkeypatch.setattr(StepCounters, "add", lambda *given, **named: next(turn) % 10 and add(*given, **named))

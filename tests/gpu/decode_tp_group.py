@@ -14,6 +14,7 @@ from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.errors import WorkerStartFailed
 from baton.decode_worker.node import DecodeNode, DecodeRank
 from baton.kvtransfer.sender.service import DecodePeer
+from baton.tests.e2e.prompts import requests_for
 from baton.tests.e2e.topology import QueueSink
 from baton.tests.gpu.model_prefill import see_first
 from baton.worker.rank import RankThread
@@ -82,7 +83,7 @@ class TPGroupDecode:
         self.fatal = []
         self._starter = ChildStarter(config)
         self._node = DecodeNode(config, lambda error: self.fatal.append(repr(error)), self._starter)
-        self._node.worker._returns._preempt_at = sorted(preempt_at)
+        self._node.worker.engine._preempt_at = sorted(preempt_at)
         self._sinks = {}
 
     def peer(self):
@@ -114,6 +115,30 @@ class TPGroupDecode:
         """Returns the exit codes of the other ranks."""
         self._node.close()
         return [child.wait(20.0) for child in self._starter.children]
+
+
+def all_requests(prompts, tag, max_tokens):
+    """Half of them greedy, half sampled."""
+    half = len(prompts) // 2
+    options = {"num_drafts": 2, "max_tokens": max_tokens}
+    return [
+        *requests_for(prompts[:half], sampled=False, tag=f"{tag}-greedy-", **options),
+        *requests_for(prompts[half:], sampled=True, tag=f"{tag}-", **options),
+    ]
+
+
+def hand_over(prefill, decode, requests):
+    """Tokens of every request, or what went wrong, and the data path they came by."""
+    decode.call("attend", requests)
+    firsts, fatal, data_paths = prefill.call("run", requests, decode.call("peer"))
+    ended = [request.key for (_, reason, _), request in zip(firsts, requests, strict=True) if reason]
+    going = [request.key for request in requests if request.key not in ended]
+    rest = dict(zip(going, decode.call("tokens", going, ended), strict=True))
+    got = []
+    for (token, _, problem), request in zip(firsts, requests, strict=True):
+        more = rest.get(request.key, [])
+        got.append(problem or (more if isinstance(more, str) else [token, *more]))
+    return got, fatal, sorted(data_paths.values())
 
 
 def main():

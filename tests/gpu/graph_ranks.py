@@ -1,12 +1,16 @@
 """What ranks on GPUs do in tests of graphs. Importable by the processes."""
 
+from pathlib import Path
+
 import torch
 
 from baton.core.numerics import Numerics
-from baton.engine.graphs.backend import CudaBackend
+from baton.engine.graphs.backend import CallBackend, CudaBackend
 from baton.engine.graphs.graphed_step import GraphedStep
 from baton.engine.graphs.key import GraphSizes
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
+from baton.tests.engine import test_dealt_passes as dealt
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.test_tp_group import generate, load, runner_of
 
 
@@ -51,3 +55,28 @@ def use_graphs(channel, device, path, what):
         RankRunner(runner, channel).run()
     counts = step.counts
     return tokens, counts.num_captured, counts.failed, counts.num_steps_replayed, sum(counts.num_steps_eager.values())
+
+
+BACKENDS = {
+    "launched": lambda device, group: None,
+    "called": lambda device, group: CallBackend(),
+    "captured": CudaBackend,
+}
+
+
+def play_dealt(channel, device, path, dtype, numerics, how):
+    """Tokens of steps whose sequences are dealt to ranks, at rank 0; and what became of graphs, if there are any."""
+    group = channel.communicator
+    runner, pool = dealt.runner_of(
+        Path(path), group, dtype=dtype, numerics=numerics, device=device, block_size=16,
+        backend=BACKENDS[how](device, group),
+    )  # fmt: skip
+    tokens = None
+    if group.rank == 0:
+        lead = Rank0Runner(runner, channel)
+        tokens, _ = dealt.play(Driver(lead, pool), dealt.OWNERS[group.size])
+        lead.close()
+    else:
+        RankRunner(runner, channel).run()
+    counts = runner.graphs and runner.graphs.counts
+    return tokens, counts and (counts.num_steps_replayed, sum(counts.num_steps_eager.values()), counts.failed)

@@ -8,8 +8,10 @@ import torch
 
 from baton.core.clock import MonotonicClock
 from baton.core.config import MAX_DRAFTS, KVTransferConfig
+from baton.core.cuda_graphs import CudaGraphConfig
 from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.graphs.graphed_step import graphed_step
 from baton.engine.step.runner import Runner
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.sender.service import PushService
@@ -58,9 +60,11 @@ class ModelPrefill:
         chunk_len,
         path=TINY,
         numerics=Numerics.INVARIANT,
+        device_type="cuda",
     ):
-        see_first(device_index)
-        device = torch.device("cuda")
+        device = torch.device(device_type)
+        if device_type == "cuda":
+            see_first(device_index)
         tokenizer = Tokenizer.from_directory(path)
         model = load_model(path, dtype=dtype, device=device, numerics=numerics, with_mtp=True)
         pool = KVPool(model.kv_layout(block_size), num_blocks, device)
@@ -74,8 +78,21 @@ class ModelPrefill:
             config=config,
             clock=MonotonicClock(),
         )
+        self._graphs = graphed_step(  # on a GPU, as of every prefill worker
+            model,
+            pool,
+            CudaGraphConfig(),
+            max_num_sequences=16,
+            num_draft_tokens=0,
+            max_model_len=model.config.max_model_len,
+            max_num_tokens=chunk_len,
+            decodes=False,
+        )
+        runner = Runner(
+            model, pool, max_num_seqs=16, num_draft_tokens=0, open_push=self.push.open_step, graphs=self._graphs
+        )
         self.worker = PrefillWorker(
-            runner=Runner(model, pool, max_num_seqs=16, num_draft_tokens=0, open_push=self.push.open_step),
+            runner=runner,
             pool=pool,
             tokenizer=tokenizer,
             limits=request_limits(model, max_model_len=1 << 20, num_draft_tokens=MAX_DRAFTS),
@@ -86,6 +103,10 @@ class ModelPrefill:
             on_fatal=lambda error: self.fatal.append(repr(error)),
         )
         self.worker.start()
+
+    def num_steps_piecewise(self):
+        """Steps whose trunk was replayed in pieces."""
+        return 0 if self._graphs is None else self._graphs.counts.num_steps_piecewise
 
     def run(self, requests, peer):
         """Hand all of them over; (first token, finish reason, error) of each."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from baton.kernels.cuda_ipc import IpcPlace, PeerMemory, PinnedMemory, can_reach
 from baton.kernels.kv.scatter import PoolAddress, ScatterRange, ScatterWorkspace, Tuning, WriteCompletion, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.cuda_ipc import IpcPlace, PeerMemory, PinnedMemory, can_reach
 
 NUM_BLOCKS = 64
 WORD_BYTES = 1 << 16

@@ -24,14 +24,17 @@ from baton.model.loader import load_model
 from baton.model.parallel import Alone
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.engine import test_dealt_passes as dealt
+from baton.tests.engine.driver import Driver
 from baton.tests.engine.pass_matrix import PREFIXES, SIZE, Side, check_kind
 from baton.tests.engine.test_tp_group import CHECKPOINT, generate, load, runner_of
-from baton.tests.gpu.graph_ranks import use_graphs
+from baton.tests.gpu.graph_ranks import play_dealt, use_graphs
 from baton.tests.gpu.tp_group_ranks import GpuRanks
 from baton.tests.model.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
+MLA = TINY.with_name("tiny-mla")
 SHAPES = {
     "dense": {"kind": "qwen3", "num_heads": 8, "num_kv_heads": 2, "tie": False},
     "moe": {"kind": "qwen3_moe"},
@@ -207,3 +210,36 @@ def test_two_gpus_replay_together_or_not_at_all(what, tiny_checkpoint, ranks):
     num_captured, failed, num_replayed, num_eager = lead
     assert len(failed) == (0 if what is None else (num_captured + len(failed)) // 2)
     assert num_replayed > 0 if what is None else num_eager > 0
+
+
+REPLAYED: tuple[int, int, dict] = (
+    dealt.NUM_DECODE_ONLY,
+    0,
+    {},
+)  # steps, launched ones, graphs that could not be captured
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("dtype", "numerics"), [(torch.float64, Numerics.DEFAULT), (torch.float32, Numerics.INVARIANT)], ids=str
+)
+def test_two_gpus_that_sequences_are_dealt_to_replay_the_tokens_of_one(dtype, numerics, ranks):
+    """Of steps in which one rank has all sequences, some, or none."""
+    options = {"dtype": dtype, "numerics": numerics, "device": DEVICE, "block_size": 16}
+    runner, pool = dealt.runner_of(MLA, **options)
+    with torch.inference_mode():
+        wanted, _ = dealt.play(Driver(runner, pool), dealt.OWNERS[1])
+        runner.close()
+    for how in ("launched", "captured"):
+        (tokens, lead), (_, follower) = ranks.run(play_dealt, MLA, dtype, numerics, how)
+        assert tokens == wanted, how
+        assert lead == follower == (REPLAYED if how == "captured" else None)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_that_sequences_are_dealt_to_replay_what_kernels_make(ranks):
+    """In bfloat16 by Triton kernels: the tokens of the same padded passes, launched."""
+    made = {how: ranks.run(play_dealt, MLA, torch.bfloat16, Numerics.DEFAULT, how) for how in ("called", "captured")}
+    for (_, lead), (_, follower) in made.values():
+        assert lead == follower == REPLAYED
+    assert made["captured"][0][0] == made["called"][0][0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.kernels.cuda_ipc import PinnedMemory
 from baton.kernels.kv.pool_digest import kv_digest
 from baton.kernels.kv.scatter import (
     PoolAddress,
@@ -19,7 +20,6 @@ from baton.kernels.kv.scatter import (
     kv_scatter,
 )
 from baton.kvcache.layout import KVLayout
-from baton.kvtransfer.cuda_ipc import PinnedMemory
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import KVRange
 from baton.tests.kvtransfer.kept import geometry_of, latent, state

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from baton.kernels.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, device_uuid, export
 from baton.kernels.kv.pool_digest import kv_digest
 from baton.kernels.kv.scatter import PoolAddress, ScatterWorkspace, Tuning, WriteCompletion, kv_scatter
 from baton.kvcache.geometry import PoolGeometry
-from baton.kvtransfer.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, PinnedMemory, device_uuid, export
 from baton.kvtransfer.pool_io import PoolIO
 from baton.kvtransfer.protocol.frame import KVRange
 from baton.tests.gpu.nvlink_sender import NUM_BLOCKS, PIECE, Order, blocks_of, layout, map_words, send, source_content

@@ -85,6 +85,8 @@ def test_tokens_do_not_depend_on_the_way(dtype, transport):
             decode.worker.attend(request, sink)
         firsts, fatal, data_paths = prefill.call("run", requests, decode.peer)
         assert not fatal
+        # In invariant float32 torch computes the model, whose products have a launch for each few rows.
+        assert (prefill.call("num_steps_piecewise") > 0) == (dtype == torch.bfloat16)
         assert [problem for _, _, problem in firsts] == [""] * len(requests)
         got = []
         for (token, reason, _), request, sink in zip(firsts, requests, sinks, strict=True):

@@ -8,7 +8,17 @@ from baton.kernels.sampling.decision_reference import DIVERGED
 from baton.model.loader import load_model
 from baton.scripts.model_shape import write_shape
 from baton.tests.engine.test_tp_group import CHECKPOINT, generate, load, runner_of
-from baton.tests.gpu.tp_group_ranks import GpuRanks, K, diverge, use_decisions, use_group, use_model, use_vocab
+from baton.tests.gpu.tp_group_ranks import (
+    GpuRanks,
+    K,
+    diverge,
+    leave_a_rank_waiting,
+    use_decisions,
+    use_exchange,
+    use_group,
+    use_model,
+    use_vocab,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +40,21 @@ def test_the_group_adds_broadcasts_and_carries_bytes(ranks):
         assert told == [0, 1, 2, 3]
         assert said == ([b"\0", b"\1"], b"from 0")
         print(f"broadcast of a decision: {broadcast_us:.1f} us, launched one by one")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_crosses_through_shared_memory_has_the_bits_of_the_reference(seed, ranks):
+    for how, bad, replayed in ranks.run(use_exchange, seed):
+        assert how.startswith("ranks exchange up to 4 MiB through memory")
+        assert (bad, replayed) == ([], [])
+
+
+def test_a_rank_that_leaves_its_group_waits_for_no_other():
+    alone = GpuRanks()
+    try:
+        assert alone.run(leave_a_rank_waiting)[0] == (True, True)
+    finally:
+        alone._kill()
 
 
 def test_decisions_are_the_references_and_agreed_in_graphs_too(ranks):

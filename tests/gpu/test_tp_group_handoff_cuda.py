@@ -12,9 +12,9 @@ from baton.core.numerics import Numerics
 from baton.core.requests.tokenizer import Tokenizer
 from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
-from baton.tests.e2e.prompts import requests_for, token_prompts
+from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
-from baton.tests.gpu.decode_tp_group import TPGroupDecode, config_of
+from baton.tests.gpu.decode_tp_group import TPGroupDecode, all_requests, config_of, hand_over
 from baton.tests.gpu.model_prefill import ModelPrefill
 from baton.tests.model.harness import prompt
 
@@ -28,30 +28,6 @@ WAYS = {
     "inline": "zmq",
     "nvlink": "nvlink",
 }  # the prefill worker's transport, by the data path that this is
-
-
-def all_requests(prompts, tag, max_tokens):
-    """Half of them greedy, half sampled."""
-    half = len(prompts) // 2
-    options = {"num_drafts": 2, "max_tokens": max_tokens}
-    return [
-        *requests_for(prompts[:half], sampled=False, tag=f"{tag}-greedy-", **options),
-        *requests_for(prompts[half:], sampled=True, tag=f"{tag}-", **options),
-    ]
-
-
-def hand_over(prefill, decode, requests):
-    """Tokens of every request, or what went wrong, and the data path they came by."""
-    decode.call("attend", requests)
-    firsts, fatal, data_paths = prefill.call("run", requests, decode.call("peer"))
-    ended = [request.key for (_, reason, _), request in zip(firsts, requests, strict=True) if reason]
-    going = [request.key for request in requests if request.key not in ended]
-    rest = dict(zip(going, decode.call("tokens", going, ended), strict=True))
-    got = []
-    for (token, _, problem), request in zip(firsts, requests, strict=True):
-        more = rest.get(request.key, [])
-        got.append(problem or (more if isinstance(more, str) else [token, *more]))
-    return got, fatal, sorted(data_paths.values())
 
 
 def check(tokenizer, path, dtype, numerics, prompts, block_sizes, *, max_tokens=16, preempt_at=(), **options):

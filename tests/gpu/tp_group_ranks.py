@@ -1,6 +1,7 @@
 """The ranks of a TP group on GPUs, each a process, and what they are told to do. Importable by the processes."""
 
 import multiprocessing
+import random
 import time
 import traceback
 
@@ -13,6 +14,7 @@ from baton.engine.tp.collectives import NcclGroup, open_store
 from baton.engine.tp.decision import Decisions
 from baton.engine.tp.plan import PlanChannel, plan_codec
 from baton.engine.tp.rank_runners import Rank0Runner, RankRunner
+from baton.kernels.rank_exchange import sum_parts_reference
 from baton.kernels.sampling.decision import pack
 from baton.kernels.sampling.decision_reference import pack_reference
 from baton.model.loader import load_model
@@ -22,7 +24,7 @@ from baton.tests.model.together import part_of
 
 SIZE = 2
 K = 2
-ANSWER_S = 50.0
+ANSWER_S = 200.0  # kernels are compiled in it
 
 
 class Failed(str):
@@ -115,6 +117,85 @@ def use_group(channel, device):
     torch.cuda.synchronize(device)
     broadcast_us = (time.monotonic() - start_s) * 1e3
     return total.float().unique().tolist(), parts.tolist(), told.tolist(), said, broadcast_us
+
+
+def exchanged_values(rank, index, shape, dtype):
+    """What a rank has in a call: numbers whose sum depends on its order."""
+    generator = torch.Generator().manual_seed(1000 * index + rank)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64) * (8 * index % 101 + 1)
+    return values.to(dtype)
+
+
+def drawn_exchanges(seed, count):
+    """Calls that follow each other: kind, shape, dtype."""
+    draw = random.Random(seed)
+    shapes = [(1,), (3, 5), (1, 4096), (16, 4096), (64, 4096), (33, 7168), (128, 4096), (600, 4096), (7, 1023)]
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float64]
+    return [(draw.choice(["sum", "gather"]), draw.choice(shapes), draw.choice(dtypes)) for _ in range(count)]
+
+
+def use_exchange(channel, device, seed):
+    """Drawn calls one after the other, one rank late at times, and all of them in a graph that is replayed.
+
+    Returns:
+        how tensors cross, those of the calls that were wrong, and those of the replays.
+    """
+    group, calls = channel.communicator, drawn_exchanges(seed, 150)
+    tensors, wanted = [], []
+    for index, (kind, shape, dtype) in enumerate(calls):
+        parts_R = torch.stack([exchanged_values(rank, index, shape, dtype) for rank in range(group.size)])
+        tensors.append(parts_R[group.rank].to(device))
+        wanted.append((sum_parts_reference(parts_R) if kind == "sum" else parts_R).to(device))
+
+    def run(is_late):
+        found = []
+        for index, ((kind, _, _), x) in enumerate(zip(calls, tensors, strict=True)):
+            if is_late and index % 7 == group.rank:
+                torch.cuda._sleep(200_000)
+            found.append(group.all_sum(x) if kind == "sum" else group.all_gather(x))
+        return found
+
+    def wrong(found):
+        return [index for index, (own, right) in enumerate(zip(found, wanted, strict=True)) if not same(own, right)]
+
+    bad = wrong(run(True)) + wrong(run(False))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            captured = run(False)
+        replayed = []
+        for turn in range(20):
+            for each in captured:
+                each.zero_()
+            if turn % 3 == group.rank:
+                torch.cuda._sleep(1_000_000)
+            graph.replay()
+            replayed += wrong(captured)
+            replayed += wrong(run(False))  # launched one by one between replays
+    torch.cuda.synchronize(device)
+    return group.how, bad, replayed
+
+
+def leave_a_rank_waiting(channel, device):
+    """Rank 0 adds alone; whether it waits, and whether leaving the group ends the wait."""
+    group = channel.communicator
+    if group.rank == 1:
+        return None
+    group.all_sum(torch.ones(8, device=device))
+    done = torch.cuda.Event()
+    done.record()
+    time.sleep(0.3)
+    is_waiting = not done.query()
+    group.close()
+    end_s = time.monotonic() + 20.0
+    while not done.query() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return is_waiting, done.query()
+
+
+def same(left, right):
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
 
 
 def step_of(batch, num_drafts, num_blocks, device):

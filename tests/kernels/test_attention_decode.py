@@ -234,6 +234,7 @@ def test_options_that_contradict_themselves_are_refused(options):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_bound_beyond_the_table_and_positions_past_it_read_nothing_else():
     problem = Problem((50, 20), 2)
     problem.check(problem.run(bound=10_000))
@@ -262,6 +263,7 @@ def test_rows_at_negative_positions_are_zero_and_nobodys_business(implementation
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_queries_between_other_columns_and_positions_between_others():
     problem = Problem((50, 20), 2)
     plain = problem.run()

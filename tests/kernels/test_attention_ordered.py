@@ -253,6 +253,7 @@ def test_contexts_beyond_the_tables_and_tables_without_columns_are_refused(imple
 
 @pytest.mark.fast
 @pytest.mark.parametrize("implementation", [TRITON, REFERENCE])
+@pytest.mark.long
 def test_a_table_of_one_column_may_come_from_anywhere(implementation):
     sequences = Sequences([(3, 5), (2, 9)])
     table = sequences.tables.T.clone(memory_format=torch.contiguous_format).T  # its only column's stride says nothing

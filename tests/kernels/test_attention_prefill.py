@@ -248,6 +248,7 @@ def test_invariant_numerics_have_one_configuration(monkeypatch):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_row_of_the_table_for_hopper_is_passed_over_elsewhere(monkeypatch):
     row = {"GROUPS": 2, "BN": 128, "STAGES": 2, "TURNS": True, "PIN": True, "PERSISTENT": False}
     assert attention_prefill_hopper_triton.is_ours(row)

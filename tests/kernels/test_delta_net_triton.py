@@ -347,6 +347,7 @@ def test_what_does_not_fit_is_refused_by_name():
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_kept_decision_lets_no_wrong_argument_pass():
     """A right call of the same sizes came before each."""
     layer, rows = Layer(TRITON), rows_of([0], [1], [0], 1, start=0)

@@ -88,6 +88,7 @@ SMALL = [(4, 4, 2), (6, 6, 2), (6, 6, 3), (5, 6, 2), (4, 6, 3), (6, 8, 2), (6, 8
 
 
 @pytest.mark.parametrize(("num_experts", "num_slots", "world_size"), SMALL)
+@pytest.mark.long
 def test_the_most_loaded_rank_has_little_more_than_in_the_best_map(num_experts, num_slots, world_size):
     draw = random.Random(num_experts * num_slots + world_size)
     maps, ratios = list(every_map(num_experts, num_slots, world_size)), []

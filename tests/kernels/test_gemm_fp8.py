@@ -134,6 +134,7 @@ def test_one_call_has_the_bits_of_two(fused, ue8m0):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.long
 def test_strided_rows_of_everything(fused):
     x, weight = data(6, 70, 256, 3)
     wanted = linear_fp8(x, weight, implementation=TRITON, plan=GemmPlan())
@@ -283,6 +284,7 @@ def test_the_table_decides_and_may_name_the_library(monkeypatch):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_plans_with_workers_are_for_hopper_and_rows_that_it_can_copy(monkeypatch):
     plan = GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2)
     monkeypatch.setattr("baton.kernels.gemm.fp8_plan.find", lambda *_: plan.row())
@@ -383,6 +385,7 @@ def test_a_library_that_refuses_is_replaced_and_counted(monkeypatch):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_on_hopper_a_predicted_plan_replaces_a_library_that_refuses(monkeypatch):
     x, weight = data(300, 256, 384)
     launched = []

@@ -52,6 +52,7 @@ def test_a_worker_sees_every_phase_of_a_stage_that_it_waits_for():
     assert is_form(replace(odd, BM=128, stages=5)), "each of both has rows of its own, and all stages"
 
 
+@pytest.mark.long
 def test_the_committed_costs_are_those_of_the_kept_times():
     again, kept = fit_gemm_cost.fit(KEPT["rows"]), fp8_cost.fitted()
     assert [replace(cost, costs=()) for cost in again.tiles] == [replace(cost, costs=()) for cost in kept.tiles]

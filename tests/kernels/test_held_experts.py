@@ -145,6 +145,7 @@ def tiles_of(held, inputs, weights):
     return moe_gemm.choose_tiles(held.count, inner_size, hidden, is_fp8, rows, NUM_CHOSEN)
 
 
+@pytest.mark.long
 def test_rows_of_foreign_experts_have_no_block_and_their_parts_are_not_read(monkeypatch):
     """Nothing but the sum of a launch's programs knows of them, and those end at once."""
     draw = Draw(2)

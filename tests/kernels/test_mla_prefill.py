@@ -125,6 +125,7 @@ def test_drawn_shapes(seed):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_sequences_without_rows_are_not_read():
     problem = Problem(((20, 20), (7, 75)))
     wanted = problem.run()

@@ -55,6 +55,7 @@ def test_long_batches_and_many_experts(num_tokens, num_experts, implementation, 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.long
 def test_all_to_one_expert_and_ids_of_none(implementation, guarded_empty):  # noqa: F811
     check(torch.full((40, 2), 4), 5, 16, implementation)
     check(torch.full((3, 2), -1), 5, 16, implementation)

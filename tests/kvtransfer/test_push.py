@@ -99,6 +99,7 @@ def make_prefill(decodes, request):
 @pytest.mark.fast
 @pytest.mark.parametrize("digest", [True, False])
 @pytest.mark.parametrize("block_size", [16, 64, 4])
+@pytest.mark.long
 def test_all_lands_and_is_written_once(make_prefill, decodes, digest, block_size):
     layout = dataclasses.replace(LAYOUT, block_size=block_size)
     prefill = make_prefill(decodes(digest), layout=layout)

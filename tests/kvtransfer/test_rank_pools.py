@@ -25,7 +25,7 @@ from baton.tests.kvtransfer.conftest import make_layout
 CPU = torch.device("cpu")
 LAYOUT = make_layout(num_kv_heads=4)
 NUM_BLOCKS = 6
-MODULE = "baton.kvtransfer.cuda_ipc"
+MODULE = "baton.kernels.cuda_ipc"
 USERS = ("baton.kvtransfer.rank_pools", "baton.kvtransfer.receiver.device")
 
 

@@ -219,6 +219,7 @@ def test_a_peer_that_stops_reading_makes_nobody_wait(make_ends, kind):
 
 
 @pytest.mark.parametrize("kind", SOCKET_KINDS)
+@pytest.mark.long
 def test_a_peer_that_is_gone_loses_messages_and_may_come_back(make_ends, kind):
     ends = make_ends(kind).meet()
     address = ends.d.address
@@ -297,6 +298,7 @@ def test_a_dropped_peer_is_met_again_when_it_is_needed(make_ends, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_after_close_nothing_is_written_and_the_port_is_free(make_ends, kind):
     ends = make_ends(kind).meet()
     address = ends.d.address

@@ -151,6 +151,7 @@ def test_every_key_of_transformers_class_is_judged(kind):
         verdict(kind, key)
 
 
+@pytest.mark.long
 def test_every_judgement_is_of_a_key():
     known = {key for kind in ARCHITECTURES for key in keys_of(kind)} | set(OF_ALL)
     assert set(IMPLEMENTED) | set(REFUSED) | set(HARMLESS) == known

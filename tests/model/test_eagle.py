@@ -119,6 +119,7 @@ def test_drafts_are_those_of_the_equations(kind, ranks, target, reference, tmp_p
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))
+@pytest.mark.long
 def test_drafts_in_float32(numerics, target, reference, tmp_path):
     drafter = write_drafter(tmp_path / "drafter", target, dtype=torch.float32)
     truth, ids = reference(target, torch.float64), prompt(40)

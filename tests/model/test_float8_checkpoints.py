@@ -210,6 +210,7 @@ def test_a_rank_reads_its_part_of_values_and_scales(float8):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_bfloat16_is_near(float8):
     path, _ = float8("deepseek")
     wide, narrow = logits_of(load(path)), logits_of(load(path, torch.bfloat16))
@@ -254,6 +255,7 @@ def test_float64_widens_exactly(float8, caplog):
         ("deepseek", "1 because it is of no float8 product", "1 of 21 float8"),
     ],
 )
+@pytest.mark.long
 def test_what_is_dequantized_is_counted_in_one_line(layout, why, count, float8, caplog):
     path, _ = float8(layout)
     with caplog.at_level(logging.WARNING):

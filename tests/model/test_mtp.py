@@ -26,6 +26,7 @@ def test_entries_over_a_prompt(name, dtype, numerics, tiny_checkpoint, load, ref
 
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.long
 def test_chained_drafts(name, dtype, numerics, tiny_checkpoint, load, reference, check_logits):
     """Each further entry takes a drafted token and the head's own output, as one decode row."""
     path = tiny_checkpoint(**CONFIGURATIONS[name])

@@ -40,6 +40,8 @@ PROMPT_LEN = 70
 class Rank:
     """What a plan asks of a communicator that is not used."""
 
+    how = "ranks do not exchange"
+
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
 
@@ -83,6 +85,7 @@ def test_logits_and_kv_of_any_number_of_ranks(kind, size, tiny_checkpoint):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "size"), CASES)
+@pytest.mark.long
 def test_invariant_numerics_give_the_same_bits(kind, size, dtype, tiny_checkpoint):
     path = tiny_checkpoint(**KINDS[kind])
     options = {"dtype": dtype, "numerics": Numerics.INVARIANT}

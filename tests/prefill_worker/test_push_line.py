@@ -209,6 +209,7 @@ def test_none_waits_for_blocks_that_only_a_stalled_decode_worker_could_give_back
     stalled=st.sets(st.sampled_from(["d0", "d1"])),
     num_blocks=st.integers(16, 40),
 )
+@pytest.mark.long
 def test_whichever_stalls_every_other_one_is_served_in_order(prompts, stalled, num_blocks):
     line = Line(num_blocks)
     for index, (prompt_len, peer) in enumerate(prompts):

@@ -46,6 +46,7 @@ async def code_of(call):
     return None
 
 
+@pytest.mark.long
 async def test_who_may_call_what_of_a_router(inside, holders):
     security = RouterSecurity(tls=inside.files("host", roles=("router", "prefill", "decode")), admin_port=0)
     async with cluster(security=security) as running:
@@ -80,6 +81,7 @@ async def test_workers_and_operators_are_no_clients(inside, holders):
                     await client.tokenize("hi")
 
 
+@pytest.mark.long
 async def test_a_worker_is_its_routers_alone(inside, holders):
     state = worker_pb2.WorkerState(worker_id="decode-0", role="decode", epoch=7)
     tls = inside.files("worker", roles=("decode",))
@@ -96,6 +98,7 @@ async def test_a_worker_is_its_routers_alone(inside, holders):
         await asyncio.to_thread(host.close)
 
 
+@pytest.mark.long
 async def test_prefill_workers_alone_bring_kv(inside, holders):
     files = inside.files("incoming", roles=("decode",))
     about = {"tls_cert_file": files.cert_file, "tls_key_file": files.key_file, "tls_ca_file": files.ca_file}

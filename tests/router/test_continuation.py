@@ -281,6 +281,7 @@ def _cycled(rooms, index):
 
 @settings(max_examples=100, deadline=None)
 @given(cuts=st.lists(st.integers(1, 5), min_size=1, max_size=5), wrong_at=st.integers(0, 11), room=st.integers(0, 20))
+@pytest.mark.long
 def test_a_token_that_differs_is_never_passed_on_where_one_is_known(cuts, wrong_at, room):
     """Whatever an attempt says again of what the client has, it is the same or an error."""
     answer = answer_of(max_migrations=8)

@@ -50,6 +50,7 @@ async def test_what_ends_well_is_counted_once():
 
 
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.long
 async def test_what_fails_is_counted_once(n, monkeypatch):
     async with cluster() as running:
         assert await ask(running, n, model="another") is not None

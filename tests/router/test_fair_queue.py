@@ -88,6 +88,7 @@ def test_higher_priorities_find_room_and_nobody_accepted_is_late():
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_kv_is_never_overdrawn_and_counts_in_predictions():
     simulation = Simulation(seed=1, num_positions=20_000, residence_s=1.0)
     simulation.arrivals(3.0, SECONDS, tenants={"a": 1, "b": 1}, deadline_s=4.0)

@@ -85,6 +85,7 @@ def worker_proofs(epoch=7):
         yield service, method, good.prove(path, callee, now_s - 3600, "e")
 
 
+@pytest.mark.long
 async def test_nothing_of_a_worker_is_reached_without_the_secret(caplog):
     everything = Everything(but=[SERVICES["Admin"]])
     ended = []

@@ -86,6 +86,7 @@ def test_results_are_there_as_soon_as_a_stage_ends_and_the_whole_run_has_a_limit
     assert found["late"]["status"] == "skipped"
 
 
+@pytest.mark.long
 def test_the_command_line_and_its_code(tmp_path):
     file = tmp_path / "stages.json"
     values = [

@@ -29,6 +29,7 @@ def wait_for(condition, timeout_s=5.0):
         time.sleep(0.005)
 
 
+@pytest.mark.long
 def test_a_host_that_cannot_start_says_so():
     def register(server):
         raise KeyError("broken")
@@ -73,6 +74,7 @@ def test_an_inventory_that_cannot_be_taken_is_a_typed_error(role):
         host.close()
 
 
+@pytest.mark.long
 def test_heartbeats_go_on_after_one_that_broke(monkeypatch):
     """Of eight in a row that break, the last ends the worker; one that passes in between starts the count anew."""
     monkeypatch.setattr(host_module, "HEARTBEAT_S", 0.001)
@@ -124,8 +126,11 @@ class BusyRouter(worker_pb2_grpc.MembershipServicer):
         self.answers.put(None)
 
 
-def test_a_report_waits_for_a_busy_router_and_ends_with_a_dead_one(monkeypatch, caplog):
+@pytest.mark.parametrize("silent_s", [0.0, 1e6])
+def test_a_report_waits_for_a_busy_router_and_ends_with_a_dead_one(silent_s, monkeypatch, caplog):
+    """Which is told when it has been silent for so long."""
     monkeypatch.setattr(host_module, "HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(host_module, "SILENT_S", silent_s)
     identity = WorkerIdentity(role="decode", worker_id="w", epoch=7)
     state = partial(worker_pb2.WorkerState, worker_id="w", role="decode", epoch=7)
     router = BusyRouter(0)
@@ -140,7 +145,7 @@ def test_a_report_waits_for_a_busy_router_and_ends_with_a_dead_one(monkeypatch, 
         router.die()
         router = BusyRouter(router.port)
         assert router.came.get(timeout=60.0) > 30.0, "what waited for the dead one waits no longer"
-        assert "does not answer" in caplog.text
+        assert ("does not answer" in caplog.text) == (silent_s == 0.0)
     finally:
         router.die()
         host.close()

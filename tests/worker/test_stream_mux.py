@@ -152,6 +152,7 @@ async def test_what_gathers_while_the_reader_is_slow_goes_in_one_frame():
         assert [said.token_ids for said in served.call.said(1)] == [[index] for index in range(500)]
 
 
+@pytest.mark.long
 async def test_frames_are_cut_where_they_would_be_too_large():
     async with Served() as served:
         stream = await served.open(1, "r")

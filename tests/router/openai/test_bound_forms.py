@@ -314,6 +314,7 @@ def test_a_regex_does_not_hide_the_calls():
         assert not takes(name, structure, write(("f", '{"n":2}')))
 
 
+@pytest.mark.long
 def test_a_tool_of_any_object_has_any_object():
     for name, (_, _, writers) in FORMS.items():
         structure = structure_of(name, calls=Calls.REQUIRED)

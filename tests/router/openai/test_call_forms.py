@@ -238,6 +238,7 @@ async def test_calls_of_kimi_keep_the_ids_that_the_model_wrote():
     ("template", "make", "write"),
     [(DEEPSEEK_V3, deepseek, v3_of), (DEEPSEEK_V31, deepseek, v31_of), (GLM, glm, pairs_of), (QWEN35, qwen, coder_of)],
 )
+@pytest.mark.long
 async def test_calls_and_results_go_back_into_the_prompt(template, make, write):
     async with served(template, tokenizer=make()) as (running, client):
         running.script.answer = f"</think>{write(ROME, OSLO)}" if template == QWEN35 else write(ROME, OSLO)
@@ -402,6 +403,7 @@ async def test_a_thought_and_then_calls():
         (KIMI + "<think>", CallForm.KIMI_K2, ThoughtForm.TAGS),
     ],
 )
+@pytest.mark.long
 def test_the_template_shows_the_forms(text, form, thought):
     template = ChatTemplate({"default": "{{ messages }}", "tool_use": text})
     assert (template.call_form, template.thought_form) == (form, thought)

@@ -72,6 +72,7 @@ async def test_a_key_gets_an_answer_of_its_own_tenant(inside, keys):
             assert reply.status_code == status
 
 
+@pytest.mark.long
 async def test_without_a_good_key_nothing_but_health_is_shown(inside, keys):
     keys.add("ada", "acme")
     async with guarded(inside, keys) as (running, client):
@@ -160,6 +161,7 @@ async def test_a_body_is_no_larger_than_a_message(inside, keys):
         assert error.value.status_code == 413
 
 
+@pytest.mark.long
 async def test_metrics_are_the_operators_where_clients_need_keys(inside, keys, tmp_path):
     tenant, operators = keys.add("ada", "acme"), Keys(tmp_path / "operators.jsonl")
     operator = operators.add("olga", "operators")

@@ -390,6 +390,7 @@ def takes(make, text, **more):
         ("so", False),
     ],
 )
+@pytest.mark.long
 def test_calls_of_glm_are_bound(make, text, want):
     assert takes(make, text) == want
     assert takes(make, f"hm</think>\n{text}", thought=Thought.OPEN) == want

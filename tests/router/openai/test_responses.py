@@ -73,6 +73,7 @@ def alike(response):
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_a_response_and_its_stream():
     async with served() as (running, client):
         more = {"instructions": "be brief", "max_output_tokens": 50, "metadata": {"a": "b"}, "temperature": 0.5}
@@ -103,6 +104,7 @@ async def test_a_response_that_is_complete():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("step", [1, 7, 500])
+@pytest.mark.long
 async def test_calls_are_items(step):
     async with served() as (running, client):
         running.script.step = step
@@ -238,6 +240,7 @@ BAD = [
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_what_a_client_can_do_wrong_with_responses():
     async with served() as (running, client):
         for more, field in BAD:

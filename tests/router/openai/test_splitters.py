@@ -114,6 +114,7 @@ def test_thinking_does_not_depend_on_the_cuts(cut, is_open, form):
 @example(('{"name": "f", "parameters": {}}\n ; \n x', ['{"name": "f", "parameters": {}}\n', " ; \n", " x"]))
 @example(('{"name": "f", "parameters": {}}<|python_tag|>{}', ['{"name": "f", "parameters": {}}<|pyth', "on_tag|>{}"]))
 @example((f"{TWO[0]}{TWO[1]}", [f"{TWO[0]}<|pyth", "on_tag|>" + TWO[1].removeprefix("<|python_tag|>")]))
+@pytest.mark.long
 def test_calls_of_llama_do_not_depend_on_the_cuts(cut):
     text, pieces = cut
     assert llama(*pieces) == llama(text) == llama(*text)
@@ -122,6 +123,7 @@ def test_calls_of_llama_do_not_depend_on_the_cuts(cut):
 @given(cut_texts())
 @example(("[TOOL_CALLS][[TOOL_CALLS] []", ["[TOOL_CALLS][", "[TOOL_CALLS] [", "]"]))
 @example(("a [TOOL_CALLS]f[CALL_ID]1[ARGS]{}", ["a [TOOL_", "CALLS]f[CALL_ID]", "1[AR", "GS]{}"]))
+@pytest.mark.long
 def test_calls_of_mistral_do_not_depend_on_the_cuts(cut):
     text, pieces = cut
     assert mistral(*pieces) == mistral(text) == mistral(*text)
@@ -184,6 +186,7 @@ def test_every_call_comes_back_as_it_was_written(calls, ascii_only, indent, name
     st.sampled_from([None, 1]),
     st.booleans(),
 )
+@pytest.mark.long
 def test_every_call_of_every_form_comes_back(calls, size, indent, more):
     """`more`: with what a form may have and need not: a tag, an id."""
 
@@ -209,6 +212,7 @@ def test_every_call_of_every_form_comes_back(calls, size, indent, more):
 
 
 @given(TEXTS.filter(lambda text: "[TOOL_CALLS]" not in text))
+@pytest.mark.long
 def test_text_without_a_mark_is_kept_whole(text):
     assert mistral(text) == (text, [])
     assert llama(f"so {text}".replace("<|python_tag|>", "")) == (f"so {text}".replace("<|python_tag|>", ""), [])
@@ -420,6 +424,7 @@ MEMBERS = st.lists(st.tuples(st.sampled_from(["name", "arguments", "parameters",
 @given(MEMBERS, st.sampled_from(["", " ", "\n  "]))
 @example([("arguments", {"a": 1}), ("parameters", {"b": 2})], "")
 @example([("arguments", 1), ("name", "g"), ("arguments", 2)], "")
+@pytest.mark.long
 def test_arguments_are_one_json_value_the_first(members, space):
     members = [("name", "f"), *((key, "g" if key == "name" else value) for key, value in members)]
     text = ",".join(f"{space}{json.dumps(key)}:{space}{json.dumps(value)}{space}" for key, value in members)
