@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from baton.core.errors import KernelArgumentInvalid
 from baton.kernels.cuda_ipc import CudaFailed, IpcPlace, PeerMemory, can_reach, device_uuid, export
-from baton.kernels.rank_exchange import Mailbox, mailbox_bytes
+from baton.kernels.rank_exchange import SIZES, Mailbox, mailbox_bytes
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +27,14 @@ def open_mailbox(rank: int, size: int, device: torch.device, gather: Gather) -> 
         device: of this rank.
         gather: of the ranks.
     """
+    if size not in SIZES:
+        return None, f"groups of {size} do not share memory"
+    memory = torch.zeros(mailbox_bytes(size), dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
     try:
-        memory = torch.zeros(mailbox_bytes(size), dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)
         place = export(memory.data_ptr(), device)
         said = {"handle": place.handle.hex(), "offset_bytes": place.offset_bytes, "uuid": device_uuid(device)}
-    except (CudaFailed, KernelArgumentInvalid) as error:
+    except CudaFailed as error:
         said = {"problem": str(error)}
     found = [json.loads(data) for data in gather(json.dumps(said).encode())]
     problems = [each["problem"] for each in found if "problem" in each]

@@ -100,7 +100,7 @@ def test_what_cannot_be_shared_is_told_by_all(fault, cuda, monkeypatch):
     found = open_all(cuda, 3 if fault == "size" else 2)
     assert {mailbox for mailbox, _ in found} == {None}
     (why,) = {why for _, why in found}
-    said = {"short": "beyond its memory", "size": "is 3", "unshared": "cudaIpcGetMemHandle"}
+    said = {"short": "beyond its memory", "size": "groups of 3", "unshared": "cudaIpcGetMemHandle"}
     assert said[fault] in why
     assert not cuda.opened
 
