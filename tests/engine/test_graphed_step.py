@@ -284,6 +284,7 @@ def test_steps_that_no_graph_fits_are_launched_and_counted(caplog):
 
 
 @fast
+@pytest.mark.long
 def test_more_drafts_than_are_captured_are_launched():
     model = ToyModel()
     engine = toy_engine(model, k=3)

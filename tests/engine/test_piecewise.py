@@ -153,6 +153,7 @@ def test_hidden_states_and_kv_are_those_of_the_trunk_as_one(backend, numerics, t
 @pytest.mark.parametrize(
     ("backend", "numerics"), [(RecorderBackend, Numerics.DEFAULT), (CallBackend, Numerics.INVARIANT)]
 )
+@pytest.mark.long
 def test_latents_are_attended_to_between_pieces(backend, numerics, tmp_path):
     """Whose queries, keys and values are of three lengths."""
     path = write_checkpoint(tmp_path / "model", kind="deepseek_v3", tie=False)

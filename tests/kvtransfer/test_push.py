@@ -124,6 +124,7 @@ def damage(prefill, layer, key):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_what_was_damaged_on_its_way_is_written_again(make_prefill):
     damaged = []
 

@@ -159,6 +159,7 @@ def test_every_judgement_is_of_a_key():
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.long
 def test_an_implemented_key_changes_the_configuration(kind, written, tmp_path):
     before = config_of(written[kind])
     for key in [key for of, key in cells("implemented") if of == kind]:

@@ -347,6 +347,7 @@ KEYS = {
 
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", DEEPSEEKS)
+@pytest.mark.long
 def test_every_key_of_transformers_class_is_implemented_refused_or_harmless(kind, tmp_path):
     from transformers import AutoConfig
 

@@ -60,6 +60,7 @@ def experts_of(model):
 
 
 @pytest.mark.parametrize(("kind", "size"), CELLS)
+@pytest.mark.long
 def test_logits_are_those_of_one_process_and_of_cut_experts(kind, size, tiny_checkpoint):
     path = tiny_checkpoint(**FAMILIES[kind])
     wanted, _ = run(load(path))

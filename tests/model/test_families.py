@@ -75,6 +75,7 @@ def test_logits_are_transformers_at_any_number_of_ranks(kind, tie, tmp_path, ref
     ],
     ids=["dense layers", "renormalised, no biases"],
 )
+@pytest.mark.long
 def test_options_of_qwen2_moe(overrides, tmp_path, reference, check_logits):
     options = {"kind": "qwen2_moe", "layers": 4, "num_heads": 8, "num_kv_heads": 2, "with_mtp": False}
     path = write_checkpoint(tmp_path / "model", **options, overrides=overrides)

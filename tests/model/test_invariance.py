@@ -61,6 +61,7 @@ def alone(tiny_checkpoint, load):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.long
 def test_chunks_and_neighbours_in_prefill(name, dtype, num_threads, alone):
     model, ids, hidden, logits, drafts = alone(name, dtype)
     with threads(num_threads):

@@ -35,6 +35,7 @@ def moving(num_redundant):
 
 
 @pytest.mark.parametrize(("kind", "size", "num_redundant"), CELLS)
+@pytest.mark.long
 def test_logits_are_those_of_one_process(kind, size, num_redundant, tiny_checkpoint):
     path = tiny_checkpoint(**FAMILIES[kind])
     whole = load(path)

@@ -81,6 +81,7 @@ async def test_headers_have_a_limit_whole_or_not():
             assert await ended(reader) == b""
 
 
+@pytest.mark.long
 async def test_headers_that_come_in_drops_and_none_at_all_are_closed_in_time():
     async with listening(head_timeout_s=0.2) as (dial, connections):
         silent, _ = await dial()
