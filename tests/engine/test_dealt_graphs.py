@@ -1,4 +1,4 @@
-"""Replayed steps whose sequences are dealt to ranks: what launched ones make, whoever owns how many of them."""
+"""Replayed steps whose sequences are dealt to ranks: what launched ones make, however many each rank owns."""
 
 import itertools
 import random
