@@ -1,9 +1,10 @@
 """Sums and parts of all ranks' tensors in one launch: each rank writes the others' memory and reads its own.
 
-NCCL takes 20 us or more for the few rows of a decode step, and the sum of what it gathered takes a launch for each
-conversion and addition. Here a rank's programs store its values into a slot at every rank, tell each rank so, wait for
-all of theirs, and add what lies in their own memory: one crossing of NVLink and one launch, as the one-shot form of
-TensorRT-LLM's and vLLM's custom all-reduce, which reads the others' memory instead. No multicast.
+A decode step adds the few rows of each layer over the ranks twice; NCCL's gather and a launch that adds take more than
+twice as long as this (`benchmarks/results/decode-tp2-h200.json`). Here a rank's programs store its values into a slot
+at every rank, tell each rank so, wait for all of theirs, and add what lies in their own memory: one crossing of NVLink
+and one launch. The one-shot form of TensorRT-LLM's and vLLM's custom all-reduce reads the others' memory instead.
+No multicast.
 
 What makes it safe without a second wait: a call's slots are those of one of two halves, in turn. A rank that writes a
 half for call n + 2 has seen all others begin call n + 1, so they are done with call n, which had that half. So calls

@@ -1,5 +1,6 @@
 """The collectives of a TP group: gloo on CPUs, NCCL on GPUs; sums in one order where numerics are batch-invariant."""
 
+import contextlib
 import datetime
 import os
 from collections.abc import Callable, Sequence
@@ -227,8 +228,10 @@ class NcclGroup:
     def close(self) -> None:
         """Leave the group, whatever is under way."""
         if self._mailbox is not None:
-            with torch.cuda.stream(torch.cuda.Stream(self._mailbox.memory.device)):
-                self._mailbox.release()  # a wait for a rank that is gone would never end
+            # A wait for a rank that is gone would never end; on a device that has failed nothing waits.
+            with contextlib.suppress(RuntimeError):
+                with torch.cuda.stream(torch.cuda.Stream(self._mailbox.memory.device)):
+                    self._mailbox.release()
         self._group.abort()
 
     def _through_store(self, own: dict[int, bytes], ranks: Sequence[int]) -> list[bytes]:

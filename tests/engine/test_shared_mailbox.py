@@ -110,7 +110,10 @@ class OneRank(contextlib.nullcontext):
 
     def __init__(self):
         super().__init__()
-        self.num_gathered = 0
+        self.num_gathered, self.is_aborted = 0, False
+
+    def abort(self):
+        self.is_aborted = True
 
     def _allgather_base(self, gathered, x):
         self.num_gathered += 1
@@ -119,6 +122,30 @@ class OneRank(contextlib.nullcontext):
 
     def wait(self):
         pass
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_rank_that_leaves_ends_its_waits_whether_its_device_works_or_not(has_failed, monkeypatch):
+    from baton.engine.tp import collectives
+    from baton.kernels import rank_exchange_triton
+    from baton.kernels.rank_exchange import Mailbox
+
+    def stream(device):
+        if has_failed:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    group = object.__new__(collectives.NcclGroup)
+    memory = torch.zeros(mailbox_bytes(2), dtype=torch.uint8)
+    group._mailbox, group._group = Mailbox(0, memory, torch.tensor([0, 0])), OneRank()
+    group.close()
+    assert group._group.is_aborted
+    first, end = rank_exchange_triton.flags_at(2)
+    flags = memory[first:end].view(torch.int64)
+    assert (flags.min() > 1 << 60) if not has_failed else not flags.any()
+    assert not memory[:first].any()
+    assert not memory[end:].any()
 
 
 def test_what_fits_goes_through_memory_and_the_rest_by_nccl(monkeypatch):
