@@ -41,7 +41,9 @@ def _table_name(device_index: int | None) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def find(kernel: str, shape: str, size: int, device_index: int | None = None) -> Mapping[str, Any] | None:
+def find(
+    kernel: str, shape: str, size: int, device_index: int | None = None, *, reaches_on: bool = True
+) -> Mapping[str, Any] | None:
     """The options for a shape at a size: of the smallest tuned size that is not below it, else of the largest.
 
     Args:
@@ -49,11 +51,12 @@ def find(kernel: str, shape: str, size: int, device_index: int | None = None) ->
         shape: what does not change between launches, e.g. "24576x4096".
         size: what does, e.g. rows.
         device_index: of the GPU; None where there is none.
+        reaches_on: the largest tuned size stands for all above it; else those get None.
     """
     sizes = table(_table_name(device_index)).get(kernel, {}).get(shape)
     if not sizes:
         _UNTUNED.add(f"{kernel} {shape}")
         return None
     numbers = sorted(int(number) for number in sizes)
-    chosen = next((number for number in numbers if number >= size), numbers[-1])
-    return sizes[str(chosen)]
+    chosen = next((number for number in numbers if number >= size), numbers[-1] if reaches_on else None)
+    return None if chosen is None else sizes[str(chosen)]

@@ -45,6 +45,7 @@ class MoEShape:
 SHAPES = (MoEShape("30B", 128, 8, 768, 2048), MoEShape("35B", 256, 8, 512, 2048))
 TINY = MoEShape("tiny", 4, 2, 128, 128)
 BATCHES = (1, 8, 16, 32, 64, 256)
+CHUNKS = (1024, 4096)
 MASKED = ((128, 1536, 2048), (32, 4096, 7168))
 
 
@@ -101,7 +102,8 @@ def _masked_mixture(
 
 
 def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.device, num_sets: int) -> Systems:
-    systems: dict[str, list[Call]] = {"ours": [], "invariant": [], "masked" if is_fp8 else "torch": []}
+    other = ["masked" if is_fp8 else "torch"] if num_tokens <= max(BATCHES) else []  # both compute far more than asked
+    systems: dict[str, list[Call]] = {name: [] for name in ("ours", "invariant", *other)}
     weights = _weights(shape, is_fp8, device)  # sets differ by the experts that they hit
     others: list[BaselineExperts] = []
     for seed in range(num_sets):
@@ -112,6 +114,8 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
             systems.setdefault("of_a_rank", []).append(partial(experts_grouped, x_TD, weight_TK, expert_TK, held))
         systems["ours"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights))
         systems["invariant"].append(partial(experts_grouped, x_TD, weight_TK, expert_TK, weights, invariant=True))
+        if not other:
+            continue
         if isinstance(weights, Fp8ExpertWeights):
             count_E = torch.bincount(expert_TK.flatten(), minlength=shape.num_experts)
             num_rows = max(16, int(count_E.max()))
@@ -232,10 +236,11 @@ def _masked_case(shape_ENK: tuple[int, int, int], num_rows: int, only_gpu: bool 
 
 
 def cases() -> list[KernelCase]:
-    """Decode batches of both models in both dtypes, and the anchors' masked products."""
+    """Decode batches and chunks of prompts of both models in both dtypes, and the anchors' masked products."""
     found = [_case(TINY, 3, True), _case(TINY, 3, False), _masked_case((2, 128, 128), 4, only_gpu=False)]
     found += [_case(shape, batch, True) for shape in SHAPES for batch in BATCHES]
     found += [_case(shape, batch, False) for shape in SHAPES for batch in (1, 16, 64)]
+    found += [_case(shape, length, is_fp8) for shape in SHAPES for is_fp8 in (True, False) for length in CHUNKS]
     found += [_masked_case(shape_ENK, num_rows) for shape_ENK in MASKED for num_rows in (4, 16, 64)]
     return found
 

@@ -206,19 +206,22 @@ def choose_tiles(
     """The tuned tiles, else the rule's; `num_rows` None asks for those that serve any number of rows."""
     if num_rows is None:
         return Tiles(16, 128, 4, 3, 128, 4, 4) if is_fp8 else Tiles(16, 64, 4, 4, 128, 4, 4)
-    found = tuning.find(
-        KERNEL, shape_name(num_experts, inner_size, hidden, is_fp8), -(-num_rows // num_chosen), device_index
-    )
+    shape, num_tokens = shape_name(num_experts, inner_size, hidden, is_fp8), -(-num_rows // num_chosen)
+    # Tuned are decode steps. Chunks of prompts reach experts by many rows, and blocks of few would read weights again.
+    found = tuning.find(KERNEL, shape, num_tokens, device_index, reaches_on=False)
     if found is not None:
         return tiles_of(found)
     mean = num_rows / num_experts
-    block_len = 16 if mean <= 8 else 32 if mean <= 24 else 64
-    warps = 8 if block_len == 64 else 4
     # With fewer programs than multiprocessors each must have more of its weights on the way.
     outputs = 128 if is_fp8 else 64
     is_few = min(num_rows, num_experts) * -(-inner_size // outputs) <= 132
-    stages = (5 if is_few else 3) if is_fp8 else (6 if is_few else 4)
-    return Tiles(block_len, outputs, warps, stages, 128, warps, 4)
+    if is_fp8:
+        return Tiles(16 if mean <= 16 else 32, outputs, 4, 5 if is_few else 3, 128, 4, 4)
+    if mean <= 8:
+        return Tiles(16, outputs, 4, 6 if is_few else 4, 128, 4, 4)
+    if mean <= 64:
+        return Tiles(32 if mean <= 24 else 64, outputs, 4, 3, 128, 8, 3)
+    return Tiles(128, 128, 8, 4, 256, 8, 4)
 
 
 def shape_name(num_experts: int, inner_size: int, hidden: int, is_fp8: bool) -> str:

@@ -2,9 +2,10 @@
 """The products of a mixture of experts as Triton kernels, rows gathered by expert.
 
 Few rows reach an expert in a decode step, so its weights decide: their rows are the wgmma's M side (64 at a time), up
-to 16 rows its N side, and several programs on each multiprocessor keep 100 KB and more of weights on the way. Programs
-that are neighbours stream neighbouring weights. The tiles and the order of every sum are constants of a launch: what a
-row becomes does not depend on the rows beside it.
+to 16 rows its N side, and several programs on each multiprocessor keep 100 KB and more of weights on the way. Of chunks
+of prompts, blocks are of up to 128 rows, so that weights are read few times. Programs that are neighbours stream
+neighbouring weights. The tiles and the order of every sum are constants of a launch: what a row becomes does not depend
+on the rows beside it.
 
 The first product reads the gate's rows and the up projection's in one program, so that silu(gate) * up, and where
 weights are FP8 its quantization (one group of 128 columns is one program's), never leave it.
@@ -315,6 +316,8 @@ def variants() -> list[Variant]:
         (True, 256, 512, 16384),
         (False, 128, 768, 8),
         (False, 128, 768, 512),
+        (False, 256, 512, 8192),
+        (False, 256, 512, 32_768),
         (False, 128, 768, None),  # invariant
     ):
         tiles = choose_tiles(num_experts, inner_size, 2048, is_fp8, num_rows, 8)
@@ -326,7 +329,7 @@ def variants() -> list[Variant]:
             "types": types,
             "contains": ("QGMMA" if is_fp8 else "HGMMA", "LDGSTS"),
             "lacks": ("HMMA",),
-            "max_registers": 144 if tiles.block_len < 64 else 255,
+            "max_registers": 144 if tiles.block_len < 32 else 255,
             "on_amd": not is_fp8,  # gfx942 has another float8
             # Any number of rows is multiplied by one instruction where no row may depend on it.
             "shapes": ("64x16x16",) if num_rows is None else (),

@@ -188,7 +188,7 @@ def test_no_token_and_no_choice():
 def test_tiles_come_from_the_table_and_invariant_ones_from_no_batch(monkeypatch):
     row = {name: 16 * place for place, name in enumerate(Tiles.__slots__, 1)}
     asked = []
-    monkeypatch.setattr(moe_gemm.tuning, "find", lambda *key: asked.append(key) or row)
+    monkeypatch.setattr(moe_gemm.tuning, "find", lambda *key, **options: asked.append(key) or row)
     choose_tiles.cache_clear()
     assert choose_tiles(128, 768, 2048, True, 520, 8) == tiles_of(row)
     assert asked == [("moe_gemm", "fp8 128x768x2048", 65, None)]
@@ -196,6 +196,17 @@ def test_tiles_come_from_the_table_and_invariant_ones_from_no_batch(monkeypatch)
         assert choose_tiles(128, 768, 2048, kind, None, 8).block_len == 16
     assert len(asked) == 1
     choose_tiles.cache_clear()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("sizes", [(256, 512, 2048), (128, 768, 2048), (64, 1408, 2048)], ids=str)
+@pytest.mark.parametrize("num_tokens", [512, 1024, 4096, 16_384])
+def test_a_chunk_of_a_prompt_reads_weights_a_few_times_only(sizes, num_tokens):
+    """Tables are of decode steps: their blocks of 16 rows made a chunk of 4,096 read every weight eight times."""
+    mean = num_tokens * 8 / sizes[0]
+    for is_fp8, largest in ((True, 32), (False, 128)):
+        block_len = choose_tiles(*sizes, is_fp8, num_tokens * 8, 8).block_len
+        assert min(mean / 2, largest) <= block_len <= max(2 * mean, 16)
 
 
 GOOD = Draw(0).weights(2, 16, 32, "bf16")
