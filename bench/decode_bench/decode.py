@@ -7,7 +7,6 @@ measured on `Runner` alone, and so is the time to the first token: of one prompt
 """
 
 import dataclasses
-import math
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from baton.bench.decode_bench.cell import (
     blocks_each,
     measure_ttft_ms,
 )
-from baton.bench.decode_bench.floor import copy_gbps, step_bytes
+from baton.bench.decode_bench.floor import copy_gbps, step_bytes, weight_bytes
 from baton.bench.decode_bench.options import BLOCK_SIZE, DecodeOptions
 from baton.bench.model_shapes import write_drafter, write_shape
 from baton.bench.result import result, spread
@@ -188,8 +187,9 @@ def _require_fits(options: DecodeOptions, config: ModelConfig, device: torch.dev
         raise ConfigInvalid(message, keys=["prompt-len", "steps"])
     if options.fake_balance and not config.num_experts:
         raise ConfigInvalid(f"--fake-balance: {options.shape} has no experts", keys=["fake-balance", "shape"])
-    shapes = tensor_spec(config, with_mtp=max(options.drafts) > 0).required.values()
-    num_bytes = sum(math.prod(shape) for shape in shapes) * options.dtype.itemsize // size
+    shapes = tensor_spec(config, with_mtp=max(options.drafts) > 0).required
+    all_bytes = sum(weight_bytes(name, its, options.dtype, options.quantization) for name, its in shapes.items())
+    num_bytes = int(all_bytes) // size
     free_bytes = _free_bytes(device)
     if num_bytes > _MEMORY_SHARE * free_bytes:
         message = f"--shape {options.shape} takes {num_bytes >> 20} MiB; {free_bytes >> 20} MiB are free"

@@ -7,6 +7,7 @@ or those that balanced routing does.
 
 import math
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -44,6 +45,12 @@ def copy_gbps(device: torch.device) -> float:
     return median(rates)
 
 
+def weight_bytes(name: str, shape: Sequence[int], dtype: torch.dtype, quantization: Quantization) -> float:
+    """What a tensor of a checkpoint takes once it is loaded, its scales with it."""
+    is_quantized = quantization is Quantization.FP8 and name.endswith("_proj.weight")
+    return math.prod(shape) * (_FP8_BYTES if is_quantized else dtype.itemsize)
+
+
 def step_bytes(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -73,8 +80,7 @@ def step_bytes(
     """
     trunk = mtp = head = 0.0
     for name, shape in tensor_spec(config, with_mtp=num_drafts > 0 and drafter is None).required.items():
-        is_quantized = quantization is Quantization.FP8 and name.endswith("_proj.weight")
-        size = math.prod(shape) * (_FP8_BYTES if is_quantized else dtype.itemsize)
+        size = weight_bytes(name, shape, dtype, quantization)
         if ".experts." in name:
             rows = batch if name.startswith(config.mtp_names.prefixes) and num_drafts > 1 else batch * (num_drafts + 1)
             size *= _share_of_experts(config, rows, is_balanced)
