@@ -21,6 +21,7 @@ import torch
 
 from baton.kernels import rank_exchange_triton
 from baton.kernels.arguments import require
+from baton.kernels.copies import host_buffer
 from baton.kernels.gemm.inner_sum import tree_sum
 from baton.kernels.tiles import wide_dtype
 
@@ -38,11 +39,20 @@ class Mailbox:
         rank: of this end.
         memory: bytes that the others write, of `mailbox_bytes(size)`, zero at first.
         addresses_R: of every rank's memory, as this device reaches it, int64, on the device.
+        released: what `release` copies over the flags, int64, pinned where there is a device.
     """
 
     rank: int
     memory: torch.Tensor
     addresses_R: torch.Tensor
+    released: torch.Tensor
+
+    @classmethod
+    def of(cls, rank: int, memory: torch.Tensor, addresses_R: torch.Tensor) -> "Mailbox":
+        """An end over this memory."""
+        first, end = rank_exchange_triton.flags_at(len(addresses_R))
+        released = host_buffer((end - first) // 8, torch.int64, memory.device)
+        return cls(rank, memory, addresses_R, released.fill_(_RELEASED))
 
     @property
     def size(self) -> int:
@@ -54,9 +64,12 @@ class Mailbox:
         return 0 < x.numel() * x.element_size() <= SLOT_BYTES
 
     def release(self) -> None:
-        """End the waits of what is under way, or ever will be, whose results are void; called on another stream."""
+        """End the waits of what is under way, or ever will be, whose results are void; called on another stream.
+
+        By a copy: a kernel that was not launched before is loaded first, for which CUDA may wait for the device.
+        """
         first, end = rank_exchange_triton.flags_at(self.size)
-        self.memory[first:end].view(torch.int64).fill_(_RELEASED)
+        self.memory[first:end].view(torch.int64).copy_(self.released)
 
 
 @functools.cache

@@ -173,6 +173,7 @@ class NcclGroup:
         with torch.cuda.device(device):
             self._group: Any = self._guarded(lambda: nccl(store, rank, size, options))
             self._mailbox: Mailbox | None = None
+            self._beside = torch.cuda.Stream(device)  # for what ends a wait of the streams that steps are on
             self.how = "ranks exchange by NCCL alone"
             self.all_sum(torch.ones(1, device=device))  # connects, so that no step has to, and no capture
             torch.cuda.synchronize(device)
@@ -230,7 +231,7 @@ class NcclGroup:
         if self._mailbox is not None:
             # A wait for a rank that is gone would never end; on a device that has failed nothing waits.
             with contextlib.suppress(RuntimeError):
-                with torch.cuda.stream(torch.cuda.Stream(self._mailbox.memory.device)):
+                with torch.cuda.stream(self._beside):
                     self._mailbox.release()
         self._group.abort()
 

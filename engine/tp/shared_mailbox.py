@@ -61,4 +61,4 @@ def open_mailbox(rank: int, size: int, device: torch.device, gather: Gather) -> 
             peer.close()
         log.warning("ranks add by NCCL alone, not through memory that they share: %s", why)
         return None, why
-    return Mailbox(rank, memory, torch.tensor(addresses, device=device)), ""
+    return Mailbox.of(rank, memory, torch.tensor(addresses, device=device)), ""

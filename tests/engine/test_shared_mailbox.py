@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from baton.kernels.dispatch_mode import DispatchMode
 from baton.kernels.rank_exchange import SLOT_BYTES, mailbox_bytes
 from baton.tests.kvtransfer.test_rank_pools import MODULE, FakeCuda
 
@@ -105,6 +106,18 @@ def test_what_cannot_be_shared_is_told_by_all(fault, cuda, monkeypatch):
     assert not cuda.opened
 
 
+class Operations(DispatchMode):
+    """Names of torch's operations meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.names.add(function._schema.name)
+        return function(*arguments, **(keywords or {}))
+
+
 class OneRank(contextlib.nullcontext):
     """Stands for NCCL's process group, of one rank that gathers its own."""
 
@@ -130,16 +143,20 @@ def test_a_rank_that_leaves_ends_its_waits_whether_its_device_works_or_not(has_f
     from baton.kernels import rank_exchange_triton
     from baton.kernels.rank_exchange import Mailbox
 
-    def stream(device):
+    def stream(stream):
         if has_failed:
             raise RuntimeError("an illegal memory access was encountered")
+        return contextlib.nullcontext()
 
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     group = object.__new__(collectives.NcclGroup)
     memory = torch.zeros(mailbox_bytes(2), dtype=torch.uint8)
-    group._mailbox, group._group = Mailbox(0, memory, torch.tensor([0, 0])), OneRank()
-    group.close()
+    group._mailbox, group._group, group._beside = Mailbox.of(0, memory, torch.tensor([0, 0])), OneRank(), None
+    with Operations() as operations:
+        group.close()
+    assert operations.names <= {"aten::slice", "aten::view", "aten::detach", "aten::copy_"}, (
+        "a kernel that is loaded first may wait"
+    )
     assert group._group.is_aborted
     first, end = rank_exchange_triton.flags_at(2)
     flags = memory[first:end].view(torch.int64)
@@ -156,7 +173,7 @@ def test_what_fits_goes_through_memory_and_the_rest_by_nccl(monkeypatch):
     group = object.__new__(collectives.NcclGroup)
     group.rank, group.size, group.num_operations, group._group = 0, 2, 0, OneRank()
     memory = torch.zeros(1, dtype=torch.uint8)
-    group._mailbox = Mailbox(0, memory, torch.tensor([0, 0]))
+    group._mailbox = Mailbox.of(0, memory, torch.tensor([0, 0]))
     monkeypatch.setattr(collectives.rank_exchange, "all_sum", lambda x, mailbox: calls.append("sum") or 2 * x)
     monkeypatch.setattr(
         collectives.rank_exchange, "all_gather", lambda x, mailbox: calls.append("gather") or torch.stack([x, x])

@@ -35,7 +35,7 @@ class Ranks:
             self._pipes.append(ours)
 
     def mailbox(self, rank):
-        return Mailbox(rank, self.memories[rank], self.addresses_R)
+        return Mailbox.of(rank, self.memories[rank], self.addresses_R)
 
     def _serve(self, rank, pipe):
         torch.set_num_threads(1)
