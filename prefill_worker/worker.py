@@ -89,7 +89,7 @@ def prefill_inventory(
     held = engine_inventory(
         engine,
         num_requests=num_requests,
-        num_running=num_requests - num_waiting,
+        num_running=max(0, num_requests - num_waiting),  # one may have come since they were counted
         waiting={"turn": num_waiting},
         num_finished=num_finished,
         num_failed=num_failed,

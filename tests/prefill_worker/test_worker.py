@@ -419,3 +419,13 @@ class Turns(RuleBasedStateMachine):
 
 TestTurns = Turns.TestCase
 TestTurns.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_request_that_comes_between_two_counts_spoils_no_heartbeat(monkeypatch):
+    """A heartbeat is put together while the loop goes on: what waits may be more than what was there before."""
+    prefill = Prefill(MODEL)
+    monkeypatch.setattr(prefill.worker._line, "num_waiting", lambda: 2)
+    held = prefill.worker.inventory()
+    assert (held.num_requests_held, held.num_requests_waiting, held.num_requests_running) == (0, 2, 0)
+    monkeypatch.undo()
+    check_nothing_left(prefill)
