@@ -33,7 +33,8 @@ def test_replayed_bits_are_those_launched(numerics, dtype, shape, tmp_path):
     for _ in range(2):
         captured.begin()
         check(hidden_of(captured, trunks), wanted, 0.0)
-    has_tape = numerics is Numerics.DEFAULT and dtype is torch.bfloat16
+    # Delta nets have no form for torch alone, and attention's tape is of the default numerics' kernels.
+    has_tape = dtype is torch.bfloat16 and (numerics is Numerics.DEFAULT or shape == "hybrid")
     assert any(trunk.num_taped for trunk in trunks) == has_tape
 
 
