@@ -202,7 +202,12 @@ class Scheduler:
         return self.allocators[owner].index.match(sequence.block_hashes[:most])
 
     def name_blocks(
-        self, sequence: Sequence, table: BlockTable, start: int, end: int, checkpoint: int | None = None
+        self,
+        sequence: Sequence,
+        table: BlockTable,
+        start: int,
+        end: int,
+        checkpoints: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Positions start ... end are written in every layer: others may share the blocks that they completed.
 
@@ -211,25 +216,22 @@ class Scheduler:
             table: the one that they were written through; its blocks are not free.
             start: the first.
             end: one past the last.
-            checkpoint: the state slot that has the state behind them, which is that of a block's end; None: none has.
+            checkpoints: ends of blocks among them, and the state slot that has the state there.
         """
         full, allocator = slice(start // table.block_size, end // table.block_size), self._allocator_of(table)
         for block, name in zip(table.blocks[full], sequence.block_hashes[full], strict=False):
             allocator.name(name, block)
-        if checkpoint is not None:
-            assert end % self.allocator.block_size == 0
-            name = sequence.block_hashes[end // self.allocator.block_size - 1]
+        for position, slot in checkpoints:
+            assert start < position <= end and position % self.allocator.block_size == 0
+            count = position // self.allocator.block_size
+            name = sequence.block_hashes[count - 1]
             assert self.allocator.index.has(name), "a checkpoint goes with its block"
-            is_branch = sequence.checkpoint_blocks[end // self.allocator.block_size]
-            self._checkpoints().keep(name, checkpoint, is_branch=is_branch)
+            self._checkpoints().keep(name, slot, is_branch=sequence.checkpoint_blocks[count])
 
     # The next step
 
     def chunks(self, budget_len: int) -> list[tuple[Sequence, Chunk]]:
-        """Chunks of at most `budget_len` tokens together, the oldest sequence first; they will be computed.
-
-        Where the sequence is to leave a checkpoint a chunk ends: its state slot has that state then, and no other time.
-        """
+        """Chunks of at most `budget_len` tokens together, the oldest sequence first; they will be computed."""
         chosen: list[tuple[Sequence, Chunk]] = []
         for sequence in self._running:
             if budget_len <= 0:
@@ -238,10 +240,6 @@ class Scheduler:
             if length <= 0:
                 continue
             assert sequence.slot is not None
-            stop = self._next_checkpoint(sequence)
-            if stop is not None:
-                length = min(length, stop - sequence.num_computed)
-            is_kept = sequence.num_computed + length == stop
             asked = sequence.request.sampling.prompt_logprobs is not None and not sequence.token_ids
             chunk = Chunk(
                 slot=sequence.slot,
@@ -250,19 +248,24 @@ class Scheduler:
                 report_from=1 + sequence.num_reported if asked else None,
                 push=sequence.key if sequence.is_pushed else None,
                 begin_with=self._leave_checkpoint(sequence),
-                keep_in=self._checkpoints().take() if is_kept else None,
+                keep_in=self._take_checkpoints(sequence, sequence.num_computed + length),
             )
             chosen.append((sequence, chunk))
             budget_len -= length
         return chosen
 
-    def _next_checkpoint(self, sequence: Sequence) -> int | None:
-        """Where it leaves its next checkpoint; none that is there by now."""
+    def _take_checkpoints(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
+        """Those that a chunk up to `end` leaves, and their slots; none that is there by now, or has no room."""
         block_size, names = self.allocator.block_size, sequence.block_hashes
+        taken: list[tuple[int, int]] = []
         for count in sequence.checkpoint_blocks:
-            if count * block_size > sequence.num_computed and names[count - 1] not in self._checkpoints():
-                return count * block_size
-        return None
+            position = count * block_size
+            if sequence.num_computed < position <= end and names[count - 1] not in self._checkpoints():
+                slot = self._checkpoints().take()
+                if slot is None:
+                    break
+                taken.append((position, slot))
+        return tuple(taken)
 
     def _leave_checkpoint(self, sequence: Sequence) -> int | None:
         """The slot of the checkpoint that it was to begin with; from now on another may have it."""

@@ -24,7 +24,7 @@ from baton.model.tensor_spec import delta_products
 
 
 def state_rows(batch: AttentionBatch, pool: KVPool) -> tuple[StateRows, ...]:
-    """The rows of a pass as layers with state take them: each chunk by itself, decode rows together."""
+    """The rows of a pass as layers with state take them: each segment of a chunk by itself, decode rows together."""
     match batch:
         case PrefillBatch():
             return tuple(_chunks(batch, pool))
@@ -37,21 +37,20 @@ def state_rows(batch: AttentionBatch, pool: KVPool) -> tuple[StateRows, ...]:
 
 def _chunks(batch: PrefillBatch, pool: KVPool) -> list[StateRows]:
     assert batch.state_slots_B is not None
-    found, row = [], 0
-    for index, (length, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        if length:
-            first_B = batch.positions_T[row : row + 1]
-            chunk = StateRows(
-                first_row=row,
-                num_rows=length,
-                positions_B=first_B,
-                counts_B=torch.full_like(first_B, length),
-                slots_B=batch.state_slots_B[index : index + 1],
-                scratch_slot=pool.num_state_slots,
-                start=context_len - length,
-            )
-            found.append(chunk)
-        row += length
+    found = []
+    for index, first_row, start, length, keep_in in batch.segments():
+        first_B = batch.positions_T[first_row : first_row + 1]
+        rows = StateRows(
+            first_row=first_row,
+            num_rows=length,
+            positions_B=first_B,
+            counts_B=torch.full_like(first_B, length),
+            slots_B=batch.state_slots_B[index : index + 1],
+            scratch_slot=pool.num_state_slots,
+            start=start,
+            keep_in=keep_in,
+        )
+        found.append(rows)
     return found
 
 

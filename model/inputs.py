@@ -4,9 +4,29 @@ Legend: T tokens, B sequences, Q query rows per sequence, M entries of the wides
 Rows that pad a batch carry the pool's scratch slot; nothing reads what they compute.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Segment(NamedTuple):
+    """Rows of one sequence of a `PrefillBatch`, side by side.
+
+    Attributes:
+        sequence: which one.
+        first_row: among the rows of the batch.
+        start: position of the first.
+        length: >= 1.
+        keep_in: state slot that the sequence's is copied to behind them; None: none.
+    """
+
+    sequence: int
+    first_row: int
+    start: int
+    length: int
+    keep_in: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +42,8 @@ class PrefillBatch:
         lens_on_device: int64 starts of the sequences' rows [B + 1] and the context lengths [B]; None if they are on the
             host alone.
         state_slots_B: int64, state slot of each sequence; None if the layout has no state.
+        keep_in: of each sequence, the checkpoints that its rows leave, ascending: a position, and the state slot that
+            gets the state behind all rows before it. () is none of any.
     """
 
     positions_T: torch.Tensor
@@ -31,6 +53,17 @@ class PrefillBatch:
     context_lens: tuple[int, ...]
     lens_on_device: tuple[torch.Tensor, torch.Tensor] | None = None
     state_slots_B: torch.Tensor | None = None
+    keep_in: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def segments(self) -> Iterator[Segment]:
+        """Rows as layers with state take them, one after the other: chunks, cut where they leave checkpoints."""
+        row = 0
+        for index, (length, context_len) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
+            start = context_len - length
+            for position, slot in (*(self.keep_in[index] if self.keep_in else ()), (context_len, None)):
+                if position > start:
+                    yield Segment(index, row, start, position - start, slot)
+                    row, start = row + position - start, position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

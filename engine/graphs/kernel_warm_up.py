@@ -126,7 +126,12 @@ def _chunk(length: int, pool: KVPool) -> ChunkRows:
     ids = np.zeros(length, dtype=np.int64)
     state_slot = pool.num_state_slots if pool.layout.has_state else None
     return ChunkRows(
-        token_ids=ids, start=0, length=length, blocks=(pool.num_blocks,) * num_blocks, state_slot=state_slot
+        token_ids=ids,
+        start=0,
+        length=length,
+        blocks=(pool.num_blocks,) * num_blocks,
+        state_slot=state_slot,
+        keep_in=() if state_slot is None else ((length, state_slot),),
     )
 
 
@@ -154,6 +159,7 @@ _MAX_HEAD_ROWS = 512  # beyond, no product is another form, and logits of more r
 
 def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
     """For prompts, in steps of any size; all ranks at the same time."""
+    _place(pool.device)
     if is_compiled(model):
         warm_up_prefill_passes(model, pool, reach)
         warm_up_heads(model, max(reach.num_sequences, LOGITS_ROWS))
@@ -172,7 +178,6 @@ def warm_up_decode(
 
     Of each way to draft: what judges it, and where drafts are looked up, if they are.
     """
-    _place(pool.device)
     if is_compiled(model):
         warm_up_decode_passes(model, pool, reach, num_draft_tokens)
         warm_up_heads(model, reach.num_sequences * (num_draft_tokens + 1))

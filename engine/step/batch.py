@@ -34,6 +34,7 @@ class ChunkRows:
         blocks: the sequence's KV blocks.
         knows_next: the last of `token_ids` is not computed: it was sampled before, and follows from those before it.
         state_slot: the sequence's; None if the layout has no state.
+        keep_in: checkpoints that it leaves, as of `plan.Chunk`.
     """
 
     token_ids: Ints
@@ -42,6 +43,7 @@ class ChunkRows:
     blocks: Sequence[int]
     knows_next: bool = False
     state_slot: int | None = None
+    keep_in: Sequence[tuple[int, int]] = ()
 
     @property
     def end(self) -> int:
@@ -134,6 +136,7 @@ def prefill_inputs(chunks: Sequence[ChunkRows], pool: KVPool, null_block: int | 
         context_lens=tuple(context_lens),
         lens_on_device=(on_device[tables_end : lens_end - len(chunks)], on_device[lens_end - len(chunks) : lens_end]),
         state_slots_B=on_device[lens_end + len(last_rows) :] if state_slots else None,
+        keep_in=tuple(tuple(chunk.keep_in) for chunk in chunks),
     )
     return PrefillInputs(
         token_ids_T=token_ids_T,

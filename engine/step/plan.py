@@ -147,7 +147,8 @@ class Chunk:
         report_from: log-probabilities of the prompt are reported for tokens from this position on; None: not asked for.
         push: the attempt whose KV is pushed to a decode worker, layer by layer; None: the sequence stays here.
         begin_with: state slot of the checkpoint that is copied to the sequence's own ahead of the step; None: none.
-        keep_in: state slot that its own is copied to once the chunk is computed, as a checkpoint; None: none.
+        keep_in: checkpoints that it leaves, ascending: a position, and the state slot that gets the state behind all
+            tokens before it.
     """
 
     slot: int
@@ -156,7 +157,7 @@ class Chunk:
     report_from: int | None = None
     push: AttemptKey | None = None
     begin_with: int | None = None
-    keep_in: int | None = None
+    keep_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:

@@ -109,7 +109,6 @@ class _Work:
     known: frozenset[int]
     push: StepPush | None
     begin_with: tuple[tuple[int, int], ...]  # state slots that are copied before the trunk, source and target
-    keep_in: tuple[tuple[int, int], ...]  # and behind it
     slots_F: torch.Tensor | None = None
     passes: Passes | None = None
     decode: DecodeInputs | None = None
@@ -321,11 +320,6 @@ class Runner:
                 for chunk, resident in zip(step.chunks, residents, strict=True)
                 if chunk.begin_with is not None
             ),
-            keep_in=tuple(
-                (_state_slot(resident), chunk.keep_in)
-                for chunk, resident in zip(step.chunks, residents, strict=True)
-                if chunk.keep_in is not None
-            ),
         )
         if batch is not None:
             change = self._drafted.update if self._drafts_next(batch) else self._drafted.difference_update
@@ -487,9 +481,6 @@ class Runner:
         for source, target in work.begin_with:
             self._pool.copy_state(source, target)
         work.sampled = self._sampled(work)
-        # State is the trunk's alone. Copied ahead of what ranks tell each other: by then all have copied.
-        for source, target in work.keep_in:
-            self._pool.copy_state(source, target)
         values = self._write_sample(work)
         self.meter.sampled(work.times)
         return values
@@ -736,6 +727,7 @@ def _rows_of(plan: Chunk, resident: _Resident) -> ChunkRows:
         blocks=resident.blocks,
         knows_next=resident.knows_next,
         state_slot=resident.state_slot,
+        keep_in=plan.keep_in,
     )
 
 

@@ -20,6 +20,7 @@ from baton.kernels.delta_net.causal_conv import causal_conv
 from baton.kernels.delta_net.delta_net import DeltaState, delta_net, delta_rows
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.delta_net.sizes import MAX_TAPS, TILE
+from baton.kernels.delta_net.state_copy import copy_state
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, open_signature, signature
 from baton.kernels.tiles import ordered_sum, wide_dtype
@@ -58,6 +59,11 @@ class DeltaKept:
 
     conv_NHRX: torch.Tensor
     state: DeltaState
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """All of it, [N, H, ...] each."""
+        return self.conv_NHRX, self.state.tail_NHRY, self.state.state_NHZ
 
 
 def delta_layer(
@@ -128,6 +134,8 @@ def delta_layer(
         if some.start is not None:
             num_taps = weights.conv_HXW.shape[2]
             causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
+        if some.keep_in is not None:
+            copy_state(kept.parts, some, in_triton=True)
     return delta_net_triton.launch_norm(out_THGV, x.z_THGV, weights.norm_V, weights.eps)
 
 
@@ -148,6 +156,8 @@ def _reference(
         gates = x.b_THG[cut].unflatten(0, shape), x.a_THG[cut].unflatten(0, shape)
         made = delta_rows(conv_BLHX, gates, weights.a_log_HG, weights.dt_bias_HG, x.query_THK.shape[2])
         found.append(delta_net(made, kept.state, some, invariant=invariant).flatten(0, 1))
+        if some.keep_in is not None:
+            copy_state(kept.parts, some, in_triton=False)
     out_THGV = torch.cat(found)
     mean_square = ordered_sum(out_THGV.square()) / out_THGV.shape[-1]
     out_THGV = out_THGV * torch.rsqrt(mean_square + weights.eps) * weights.norm_V

@@ -24,6 +24,7 @@ class StateRows:
         scratch_slot: the pool's.
         start: the first position on the host, of a chunk of one prompt, whose rows all stay; None: of decode rows,
             the last of which may be rejected.
+        keep_in: of a chunk: the state slot that gets a copy of the sequence's behind these rows; None: none does.
     """
 
     first_row: int
@@ -33,6 +34,7 @@ class StateRows:
     slots_B: torch.Tensor
     scratch_slot: int
     start: int | None = None
+    keep_in: int | None = None
 
     @property
     def stop_row(self) -> int:

@@ -301,14 +301,16 @@ class Server(Driver):
             start = min(start, context_len - length)
             rest = min(draw.choice([0, 0, 5]), context_len - start - length)
             self.put(slot, start + length + rest, draft_cap=2)
-            chunks.append(Chunk(slot=slot, start=start, length=length, **self.copies(start)))
+            chunks.append(Chunk(slot=slot, start=start, length=length, **self.copies(start, length)))
         return chunks
 
-    def copies(self, start):
+    def copies(self, start, length):
         """A checkpoint that a chunk begins with, and one that it leaves."""
         checkpoint, draw = self.limits.seqs, self.random
         begins, keeps = self.has_state and start > 0 and draw.random() < 0.5, self.has_state and draw.random() < 0.5
-        return {"begin_with": checkpoint if begins else None, "keep_in": checkpoint if keeps else None}
+        ends = [end for end in range(start + 1, start + length + 1) if end % self.limits.block_size == 0]
+        keep_in = ((draw.choice(ends), checkpoint),) if keeps and ends else ()
+        return {"begin_with": checkpoint if begins else None, "keep_in": keep_in}
 
     def prompts(self):
         chunks = self.chunks(range(self.random.randint(1, self.limits.seqs)), self.limits.chunk_len)

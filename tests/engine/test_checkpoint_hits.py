@@ -162,7 +162,9 @@ def test_a_prompt_again_finds_all_but_its_end(with_mtp):
     for length in (*range(1, 150), 4096, 4097):
         prompt = tokens(length, length)
         assert worker.found(prompt) == 0
+        num_steps = worker.num_steps
         found = worker.found(prompt)
+        assert worker.num_steps - num_steps == -(-(length - found) // worker.budget_len), "none for a checkpoint alone"
         assert found == (0 if length < MIN_CHECKPOINT_LEN + 1 + TURN_LEN else (length - 1 - TURN_LEN) // 16 * 16)
     assert worker.found(tokens(130, 130)) == 112
 
@@ -170,7 +172,7 @@ def test_a_prompt_again_finds_all_but_its_end(with_mtp):
 def test_without_room_for_checkpoints_rows_alone_are_no_hit():
     worker = Worker(num_checkpoints=0)
     assert [worker.found(tokens(500, 0)) for _ in range(3)] == [0, 0, 0]
-    assert worker.num_steps == 3 * 2, "chunks end where checkpoints would be"
+    assert worker.num_steps == 3
 
 
 def test_rows_that_are_found_are_not_lost_with_the_prompt_that_left_them():

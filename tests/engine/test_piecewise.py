@@ -41,7 +41,7 @@ class Setting:
         self.model = model
         layout = model.kv_layout(16)
         self.has_state = layout.has_state
-        num_state_slots = 3 if self.has_state else 0
+        num_state_slots = 4 if self.has_state else 0  # the last is for a checkpoint
         self.pool = KVPool(layout, 12, model.device, rank=rank, size=size, num_state_slots=num_state_slots)
         self.tokens = np.arange(64) * 7 % model.config.vocab_size
         self.begin()
@@ -58,7 +58,12 @@ class Setting:
         if chunks:
             rows = [
                 ChunkRows(
-                    token_ids=self.tokens, start=start, length=length, blocks=blocks, state_slot=self.slot(blocks)
+                    token_ids=self.tokens,
+                    start=start,
+                    length=length,
+                    blocks=blocks,
+                    state_slot=self.slot(blocks),
+                    keep_in=[(end, 3) for end in (32,) if self.has_state and start < end <= start + length],
                 )
                 for start, length, blocks in chunks
             ]

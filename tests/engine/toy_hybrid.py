@@ -24,7 +24,10 @@ WINDOW, FIRST, TAIL, SNAPSHOT, SECOND, MTP = range(6)
 
 
 def sequences(batch, pool):
-    """(first row, positions, state slot, is_written of each row, is a chunk) of every sequence of a batch."""
+    """(first row, positions, state slot, is_written of each row, is a chunk, where its state is copied behind it).
+
+    Of every sequence of a batch, and of every segment of a prompt's chunk.
+    """
     if isinstance(batch, MixedBatch):
         yield from sequences(batch.prompts, pool)
         num_rows = len(batch.prompts.positions_T)
@@ -35,15 +38,15 @@ def sequences(batch, pool):
     assert all(0 <= slot < pool.num_state_slots for slot in slots)
     assert len(set(slots)) == len(slots), "no two sequences share state"
     if isinstance(batch, PrefillBatch):
-        row = 0
-        for length, slot in zip(batch.query_lens, slots, strict=True):
-            yield row, batch.positions_T[row : row + length].tolist(), slot, [True] * length, True
-            row += length
+        for index, row, start, length, keep_in in batch.segments():
+            positions = batch.positions_T[row : row + length].tolist()
+            assert positions == list(range(start, start + length))
+            yield row, positions, slots[index], [True] * length, True, keep_in
         return
     num_rows = batch.positions_BQ.shape[1]
     for index, slot in enumerate(slots):
         is_written = (batch.slots_BQ[index] != pool.scratch_slot).tolist()
-        yield index * num_rows, batch.positions_BQ[index].tolist(), slot, is_written, False
+        yield index * num_rows, batch.positions_BQ[index].tolist(), slot, is_written, False, None
 
 
 class ToyHybrid(ToyModel):
@@ -88,7 +91,7 @@ class ToyHybrid(ToyModel):
     def _convolve(self, mix_T, places, pool):
         """x_p = 5 u_p + 3 u_(p-1) + 2 u_(p-2) + u_(p-3)."""
         kept_NHPSD, found_T = pool.blocks(WINDOW), mix_T.clone()
-        for first, positions, slot, is_written, _ in places:
+        for first, positions, slot, is_written, _, keep_in in places:
             rows_S = kept_NHPSD[slot, 0, 0, :, 0]
             for row, (position, written) in enumerate(zip(positions, is_written, strict=True), start=first):
                 if not written:
@@ -100,12 +103,14 @@ class ToyHybrid(ToyModel):
                 assert (
                     float(kept_NHPSD[slot, 1, 0, (position - 1) % RING, 0]) == (before[0] + 1) % PRIME or not position
                 )
+            if keep_in is not None:
+                kept_NHPSD[keep_in] = kept_NHPSD[slot]
         return found_T
 
     def _recur(self, mix_T, places, pool):
         """S_p = 31 S_(p-1) + 17 u_p + 7, for two heads with factors of their own; both are added to what goes on."""
         tails_NHPSD, states_NHPSD, found_T = pool.blocks(TAIL), pool.blocks(SNAPSHOT), mix_T.clone()
-        for first, positions, slot, is_written, is_chunk in places:
+        for first, positions, slot, is_written, is_chunk, keep_in in places:
             if not any(is_written):
                 continue
             start = positions[0]
@@ -131,6 +136,8 @@ class ToyHybrid(ToyModel):
                 found_T[row] = (u + sums[0] + 2 * sums[1]) % PRIME
                 if is_chunk and (position + 1) % TILE == 0:
                     self._keep(states_NHPSD, slot, (position + 1) // TILE, sums)
+            if keep_in is not None:
+                tails_NHPSD[keep_in], states_NHPSD[keep_in] = tails_NHPSD[slot], states_NHPSD[slot]
         return found_T
 
     @staticmethod

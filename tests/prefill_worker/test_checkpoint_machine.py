@@ -74,8 +74,9 @@ class CheckpointMachine(PrefixMachine):
                 self.slots[sequence.table.slot(position)] = self.holds(sequence, position)
             sequence.num_computed = chunk.end
         for sequence, chunk in chosen:
-            if chunk.keep_in is not None:
-                self.states[chunk.keep_in] = self.states[sequence.table.state_slot]
+            for position, slot in chunk.keep_in:
+                assert chunk.start < position <= chunk.end
+                self.states[slot] = self.state_of(sequence, position)
         self.settle()
         self.later.extend((sequence, sequence.table, chunk) for sequence, chunk in chosen)
 
@@ -124,7 +125,7 @@ class CheckpointMachine(PrefixMachine):
         held = [sequence.table.state_slot for sequence in self.live() if sequence.table is not None]
         assert len(set(held)) == len(held) == self.allocator.state_slots.num_held
         assert not set(held) & set(self.checkpoints._kept.values())
-        filling = [chunk.keep_in for _, _, chunk in self.later if chunk.keep_in is not None]
+        filling = [slot for _, _, chunk in self.later for _, slot in chunk.keep_in]
         assert sorted(filling) == sorted(self.checkpoints._filling)
         about_to_begin = [sequence.checkpoint for sequence in self.live() if sequence.checkpoint is not None]
         assert +self.checkpoints._num_users == {name: about_to_begin.count(name) for name in about_to_begin}
