@@ -39,7 +39,7 @@ from baton.kernels.mla.prefill import mla_prefill
 from baton.kernels.moe import moe
 from baton.kernels.moe.gemm import Fp8ExpertWeights, experts_grouped
 from baton.kernels.moe.select_topk import MAX_CHOSEN, MAX_EXPERTS, Scoring, select_topk, select_topk_reference
-from baton.kernels.pointwise import rms_norm, silu_mul
+from baton.kernels.pointwise import rms_norm, sigmoid_gate, silu_mul
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rope import rope
 
@@ -151,6 +151,21 @@ class Ops:
             return silu_mul.silu_mul_fused(gate_up, implementation=self.implementation).rows
         gate = silu_mul.silu_mul_invariant if self._is_invariant else silu_mul.silu_mul
         return gate(gate_up)
+
+    def gate_output(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor) -> torch.Tensor:
+        """Outputs of attention times the sigmoid of their gates, [T, A * E]."""
+        if self._is_fused:
+            return sigmoid_gate.gate_output(mixed_TQ, gate_TAE, implementation=self.implementation)
+        return sigmoid_gate.gate_output_reference(mixed_TQ, gate_TAE)
+
+    def add_shared(
+        self, mixed_TD: torch.Tensor, shared_TD: torch.Tensor, x_TD: torch.Tensor, gate_1D: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What experts made and what the shared one made, which the sigmoid of x W^T weighs if there is a gate W."""
+        if self._is_fused:
+            return sigmoid_gate.add_shared(mixed_TD, shared_TD, x_TD, gate_1D, implementation=self.implementation)
+        logit_T1 = None if gate_1D is None else self.linear(x_TD, gate_1D)
+        return sigmoid_gate.add_shared_reference(mixed_TD, shared_TD, logit_T1)
 
     def qk_norm_rope_write(
         self,

@@ -13,7 +13,6 @@ from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.moe.expert_slots import RoutedRows
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool
-from baton.kernels.tiles import wide_dtype
 from baton.kvcache.pool import KVPool
 from baton.model.config import ModelConfig
 from baton.model.dealt_rows import DealtRows
@@ -74,7 +73,7 @@ class Attention:
         self._ops = ops
 
     def project(self, x_TD: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Write the tokens' K and V -> their queries [T, A, E], and what gates their outputs, [T, A * E], if any."""
+        """Write the tokens' K and V -> their queries [T, A, E], and what gates their outputs, [T, A, E], if any."""
         key_NHSE, value_NHSE = inputs.pool.layer(self.layer)
         key_scale, value_scale = (None, None) if self._scales is None else self._scales
         qkv_TQ = self._ops.linear(x_TD, self.qkv_QD)
@@ -91,7 +90,7 @@ class Attention:
             return query_TAE, None
         num_heads, head_dim = query_TAE.shape[1:]
         pairs_TA2E = qkv_TQ[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))
-        return query_TAE, pairs_TA2E[:, :, 1].flatten(1)
+        return query_TAE, pairs_TA2E[:, :, 1]
 
     def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> torch.Tensor:
         """Queries ([T, A, E],), whose K and V are written -> what they see, [T, A * E]."""
@@ -120,12 +119,10 @@ class Attention:
                     self._attend_decode(query_TAE[num_prompt:], batch.decode, stored, plans),
                 )
 
-    def join(self, mixed_TQ: torch.Tensor, gate_TQ: torch.Tensor | None = None) -> torch.Tensor:
+    def join(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor | None = None) -> torch.Tensor:
         """The output projection, [T, A * E] -> [T, D], of outputs times the sigmoid of their gate, rounded once."""
-        if gate_TQ is not None:
-            wide = wide_dtype(mixed_TQ.dtype)
-            # Not `sigmoid`, which rounds a row by its place in the batch on a CPU (`kernels.tiles`).
-            mixed_TQ = (mixed_TQ.to(wide) / (1 + torch.exp(-gate_TQ.to(wide)))).to(mixed_TQ.dtype)
+        if gate_TAE is not None:
+            mixed_TQ = self._ops.gate_output(mixed_TQ, gate_TAE)
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
     def _attend_prompts(

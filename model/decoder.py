@@ -74,15 +74,15 @@ class DecoderLayer:
             out_TX = yield self.attention, self.attention.project(normed_TD)
             mixed_TD = self.attention.join(out_TX)
         elif inputs.dealt is None:
-            query_TAE, gate_TQ = self.attention.project(normed_TD, inputs)
+            query_TAE, gate_TAE = self.attention.project(normed_TD, inputs)
             mixed_TQ = yield self.attention, (query_TAE,)
-            mixed_TD = self.attention.join(mixed_TQ, gate_TQ)
+            mixed_TD = self.attention.join(mixed_TQ, gate_TAE)
         else:
             mixed_TD = normed_TD[:0]
             if not inputs.dealt.is_idle:
-                query_TAE, gate_TQ = self.attention.project(inputs.dealt.own(normed_TD), inputs)
+                query_TAE, gate_TAE = self.attention.project(inputs.dealt.own(normed_TD), inputs)
                 mixed_TQ = yield self.attention, (query_TAE,)
-                mixed_TD = self.attention.join(mixed_TQ, gate_TQ)
+                mixed_TD = self.attention.join(mixed_TQ, gate_TAE)
             mixed_TD = inputs.dealt.shared(mixed_TD)
         normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, mixed_TD)
         return x_TD, self.mlp(normed_TD, may_wait=inputs.may_wait, routed=inputs.routed)

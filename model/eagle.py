@@ -61,7 +61,7 @@ class EagleHead:
         normed_TD = self.hidden_norm(hidden_TD)
         x_TD = normed_TD if self._norms_before_residual else hidden_TD
         pair_TX = torch.cat([self.embedding_norm(embedded_TD), normed_TD], dim=-1)
-        query_TAE, gate_TQ = self.attention.project(pair_TX, inputs)
+        query_TAE, gate_TAE = self.attention.project(pair_TX, inputs)
         mixed_TQ = yield self.attention, (query_TAE,)
-        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, self.attention.join(mixed_TQ, gate_TQ))
+        normed_TD, x_TD = self.mlp_norm.of_sum(x_TD, self.attention.join(mixed_TQ, gate_TAE))
         return x_TD + self.mlp(normed_TD, may_wait=inputs.may_wait)

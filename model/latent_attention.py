@@ -61,9 +61,9 @@ class LatentAttention(Attention):
         """Rows of the layer, [K, S, X]."""
         return (pool.blocks(self.layer)[:, 0, 0],)
 
-    def join(self, mixed_TQ: torch.Tensor, gate_TQ: torch.Tensor | None = None) -> torch.Tensor:
+    def join(self, mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor | None = None) -> torch.Tensor:
         """The output projection of heads' values, [T, A * V] -> [T, D]."""
-        assert gate_TQ is None
+        assert gate_TAE is None
         return self._ops.linear_inner(mixed_TQ, self.out_DQ)
 
     def _attend_prompts(

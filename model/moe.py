@@ -9,7 +9,6 @@ import torch
 
 from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
 from baton.kernels.ops import Ops
-from baton.kernels.tiles import wide_dtype
 from baton.model.config import ModelConfig
 from baton.model.layers import MLP, WeightSource
 from baton.model.tensor_spec import router_bias
@@ -67,10 +66,4 @@ class _SharedExpert:
 
     def add_to(self, mixed_TD: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
         """What the experts made of the tokens x [T, D], and what this one makes, rounded once: [T, D]."""
-        wide = wide_dtype(x_TD.dtype)
-        if self.gate_1D is None:
-            return (mixed_TD.to(wide) + self.mlp(x_TD, may_wait=False).to(wide)).to(x_TD.dtype)
-        # Not `sigmoid`, which rounds a row by its place in the batch on a CPU (`kernels.tiles`).
-        weight_T1 = 1 / (1 + torch.exp(-self._ops.linear(x_TD, self.gate_1D).to(wide)))
-        shared_TD = self.mlp(x_TD, may_wait=False).to(wide)
-        return (mixed_TD.to(wide) + weight_T1 * shared_TD).to(x_TD.dtype)
+        return self._ops.add_shared(mixed_TD, self.mlp(x_TD, may_wait=False), x_TD, self.gate_1D)

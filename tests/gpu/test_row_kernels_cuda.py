@@ -11,6 +11,7 @@ from baton.kernels.pointwise import qk_norm_rope_write_triton, rms_norm_triton, 
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rms_norm import rms_norm_fused
 from baton.kernels.pointwise.rope import rope_angles, rope_inverse_frequencies
+from baton.kernels.pointwise.sigmoid_gate import add_shared, gate_output
 from baton.kernels.pointwise.silu_mul import silu_mul_fused
 from baton.tests.kernels.harness import Guards, poison, same_bits
 from baton.tests.kernels.test_fused_copy import noise
@@ -269,6 +270,20 @@ def test_chains_of_dependent_launches_read_what_was_written():
     wanted = chain(False)
     assert_same(chain(True), wanted)
     assert_same(replayed(lambda: chain(True)), wanted)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_sigmoid_gates(num_rows):
+    mixed_TD, shared_TD, x_TD = values(num_rows, 3 * 2048).split(2048, dim=1)
+    gate_1D = values(1, 2048) / 16
+    for gate in (gate_1D, None):
+        wanted = add_shared(mixed_TD, shared_TD, x_TD, gate, implementation=REFERENCE)
+        found = add_shared(mixed_TD, shared_TD, x_TD, gate)
+        assert_close(found, wanted)
+        assert same_bits(replayed(lambda gate=gate: add_shared(mixed_TD, shared_TD, x_TD, gate)), found)
+    gate_TAE, mixed_TQ = values(num_rows, 16, 2, 256)[:, :, 1], values(num_rows, 16 * 256)
+    wanted = gate_output(mixed_TQ, gate_TAE, implementation=REFERENCE)
+    assert_close(gate_output(mixed_TQ, gate_TAE), wanted)
 
 
 def test_many_copies():

@@ -20,6 +20,7 @@ from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.moe.select_topk import select_topk
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
 from baton.kernels.pointwise.rms_norm import rms_norm_fused
+from baton.kernels.pointwise.sigmoid_gate import add_shared, gate_output
 from baton.kernels.pointwise.silu_mul import silu_mul_fused
 
 pytestmark = pytest.mark.fast
@@ -99,6 +100,15 @@ def rms_norm():
 def silu_mul():
     right = {"gate_up": tensor(2, 4, 512), "num_rows_E": torch.tensor([4, 2]), "quantize": True}
     return silu_mul_fused, right, {"num_padded": [8], "num_rows_E": [torch.tensor([4, 2, 1])]}
+
+
+def gated():
+    return gate_output, {"mixed_TQ": tensor(3, 64), "gate_TAE": tensor(3, 2, 2, 32)[:, :, 1]}, {}
+
+
+def shared():
+    right = {"mixed_TD": tensor(3, 64), "shared_TD": tensor(3, 64), "x_TD": tensor(3, 64), "gate_1D": tensor(1, 64)}
+    return add_shared, right, {"gate_1D": [tensor(2, 64)]}
 
 
 def qk():
@@ -205,7 +215,8 @@ def bent(value):
 
 
 MODULES = ("attention.decode", "attention.prefill", "gemm.fp8", "moe.gemm", "moe.select_topk",
-           "pointwise.qk_norm_rope_write", "pointwise.rms_norm", "pointwise.silu_mul")  # fmt: skip
+           "pointwise.qk_norm_rope_write", "pointwise.rms_norm", "pointwise.sigmoid_gate",
+           "pointwise.silu_mul")  # fmt: skip
 
 
 def forget():
@@ -216,7 +227,7 @@ def forget():
         memo._kept.clear()
 
 
-CASES = (rms_norm, silu_mul, qk, decode, prefill, experts, topk, product, linear)
+CASES = (rms_norm, silu_mul, gated, shared, qk, decode, prefill, experts, topk, product, linear)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -1,0 +1,109 @@
+"""What a sigmoid gates: attention's outputs, each by a number of its own, and a shared expert, by one for each token.
+
+A row's result depends on that row alone, and is rounded once. Legend: T rows, D hidden size, A heads, E their size,
+Q = A E.
+
+Source: Qwen3-Next and Qwen3.5 (gated attention, gated shared expert).
+"""
+
+import torch
+from torch.nn import functional
+
+from baton.kernels.arguments import require, require_rows, require_tensor
+from baton.kernels.implementation import Implementation, uses_triton
+from baton.kernels.memo import Memo, open_signature, signature
+from baton.kernels.pointwise import sigmoid_gate_triton
+from baton.kernels.tiles import wide_dtype
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FORMS: Memo[bool] = Memo()  # of calls that were checked, whether Triton computes them
+
+
+def _inverse(x: torch.Tensor) -> torch.Tensor:
+    """1 over the sigmoid; not torch's, which rounds a row by its place in the batch on a CPU (`kernels.tiles`)."""
+    return 1 + torch.exp(-x)
+
+
+def gate_output_reference(mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor) -> torch.Tensor:
+    """Outputs times the sigmoid of their gates, [T, Q]."""
+    wide = wide_dtype(mixed_TQ.dtype)
+    return (mixed_TQ.to(wide) / _inverse(gate_TAE.flatten(1).to(wide))).to(mixed_TQ.dtype)
+
+
+def gate_output(
+    mixed_TQ: torch.Tensor, gate_TAE: torch.Tensor, *, implementation: Implementation = Implementation.AUTO
+) -> torch.Tensor:
+    """The same in one launch.
+
+    Args:
+        mixed_TQ: bfloat16, float16 or float32; rows may be strided.
+        gate_TAE: of its dtype; rows and heads may be strided.
+        implementation: see there.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit.
+    """
+    key = "output", open_signature(mixed_TQ), open_signature(gate_TAE), len(mixed_TQ) == len(gate_TAE), implementation
+    in_triton = _FORMS.find(key)
+    if in_triton is None:
+        require_tensor("mixed_TQ", mixed_TQ, [None, None], _DTYPES)
+        num_rows, length = mixed_TQ.shape
+        require_tensor("gate_TAE", gate_TAE, [num_rows, None, None], [mixed_TQ.dtype], mixed_TQ.device)
+        num_gates = gate_TAE.shape[1] * gate_TAE.shape[2]
+        require(num_gates == length, "gate_TAE", f"has rows of {num_gates}, mixed_TQ of {length}")
+        require_rows("mixed_TQ", mixed_TQ)
+        require_rows("gate_TAE", gate_TAE)
+        in_triton = _FORMS.keep(key, uses_triton(mixed_TQ.device, implementation))
+    if not in_triton:
+        return gate_output_reference(mixed_TQ, gate_TAE)
+    return sigmoid_gate_triton.launch_output(mixed_TQ, gate_TAE)
+
+
+def add_shared_reference(
+    mixed_TD: torch.Tensor, shared_TD: torch.Tensor, logit_T1: torch.Tensor | None
+) -> torch.Tensor:
+    """What experts made and what a shared one made, times the sigmoid of each row's logit if there is one, [T, D]."""
+    wide = wide_dtype(mixed_TD.dtype)
+    shared_TD = shared_TD.to(wide)
+    if logit_T1 is not None:
+        shared_TD = shared_TD / _inverse(logit_T1.to(wide))
+    return (mixed_TD.to(wide) + shared_TD).to(mixed_TD.dtype)
+
+
+def add_shared(
+    mixed_TD: torch.Tensor,
+    shared_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    gate_1D: torch.Tensor | None,
+    *,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """The same in one launch, in which logits are made, too: x times the gate's weights, rounded to the dtype of x.
+
+    Args:
+        mixed_TD: bfloat16, float16 or float32; rows of it, of the next two, may be strided.
+        shared_TD: of its dtype.
+        x_TD: of its dtype.
+        gate_1D: of its dtype, contiguous; None: the shared expert has no gate, and x is not read.
+        implementation: see there.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit.
+    """
+    rows = mixed_TD, shared_TD, x_TD
+    are_even = len({len(row) for row in rows}) == 1
+    key = "shared", *map(open_signature, rows), are_even, signature(gate_1D), implementation
+    in_triton = _FORMS.find(key)
+    if in_triton is None:
+        require_tensor("mixed_TD", mixed_TD, [None, None], _DTYPES)
+        for name, tensor in (("mixed_TD", mixed_TD), ("shared_TD", shared_TD), ("x_TD", x_TD)):
+            require_tensor(name, tensor, mixed_TD.shape, [mixed_TD.dtype], mixed_TD.device)
+            require_rows(name, tensor)
+        if gate_1D is not None:
+            require_tensor("gate_1D", gate_1D, [1, mixed_TD.shape[1]], [mixed_TD.dtype], mixed_TD.device)
+            require(gate_1D.is_contiguous(), "gate_1D", "is not contiguous")
+        in_triton = _FORMS.keep(key, uses_triton(mixed_TD.device, implementation))
+    if not in_triton:
+        logit_T1 = None if gate_1D is None else functional.linear(x_TD, gate_1D)
+        return add_shared_reference(mixed_TD, shared_TD, logit_T1)
+    return sigmoid_gate_triton.launch_shared(mixed_TD, shared_TD, x_TD, gate_1D)
