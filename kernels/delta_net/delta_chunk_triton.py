@@ -1,58 +1,81 @@
 # mypy: ignore-errors
-"""The gated delta net over a chunk of one prompt, by tiles of 16 absolute positions and products of matrices.
+"""The gated delta net over chunks of prompts, by blocks of 64 positions and products of matrices.
 
-Two launches. The first has a program for each tile and key head, at once: it convolves the rows, and makes of a tile,
-for each value head, factors in the form of `causal_conv_triton`, but that what takes u of earlier rows away from v is
-solved already: u = T (beta (v - e^s S^T k)), T the inverse of I + tril(beta k k^T e^(s_i - s_j)), row by row, as the
-powers of that matrix may be large where keys are alike. The second walks over the tiles with BV columns of a value
-head's state in registers; of a tile it has no more than four products to wait for.
+Two launches. The first has a program for each block and key head, at once: it convolves the rows, and makes of a block,
+for each value head, all that needs no state: with A = tril(beta k k^T e^(s_i - s_j)) and T the inverse of I + A, what u
+is without a state, T (beta v), what a state takes away from it, w = T (beta e^s k), and how much of each u a row sees,
+tril(q k^T e^(s_i - s_j)). The second walks over the blocks with BV columns of a value head's state in registers:
+u = T (beta v) - w S, o = e^s q S + (seen) u, S = e^(s_last) S + k^T (e^(s_last - s) u). It holds the state transposed,
+so that state and u go from the registers of one product into those of the next.
 
-Rows of steps before have u from the ring, and rows of T that are the identity's. Bits depend on where a prompt is cut:
-batch-invariant numerics take the walk row by row. The counter, the rings and what `begun` says are as in
-`causal_conv_triton`; nothing that the second launch reads is written by it but u of its own columns, whose ring's rows
-it has read in an earlier tile.
+T is made of the inverses of 16 x 16 on the diagonal, row by row, and merged twice by T - T (A T): all of these are
+bounded as the state's own transitions are, where the powers of A may be large when keys are alike.
+
+Blocks begin where the first row's tile of 16 does, or a tile before if that is behind; rows of steps before have u from
+the ring, and rows of T that are the identity's. The state is kept at multiples of 16, so rows of the open tile have no
+part in it. Operands are of the model's dtype if that is bfloat16, and sums, gates, T and the state in float32. Bits
+depend on where a prompt is cut: batch-invariant numerics take the walk row by row. Only the first launch reads rings
+and what `begun` says, only the second writes them.
 
 Source: Yang et al. 2024 (Gated DeltaNet), its chunk form.
 
-Shapes: H key heads, K and V sizes of heads, G value heads of a key head, W taps, C rows of a tile, BV columns of a
-program, F factors of a row, X channels, RING rows of a ring, Y elements of a row of the recurrence's.
+Shapes: H key heads, K and V sizes of heads, G value heads of a key head, W taps, C rows of a block, TILE rows of a
+tile, BV columns of a program, N blocks of a sequence, X channels, RING rows of a ring, Y elements of a row of the
+recurrence's, Z elements that are made of a block and key head.
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from baton.kernels.delta_net import causal_conv_triton, delta_net_triton
-from baton.kernels.delta_net.causal_conv_triton import BEHIND, NONE, STORED, softplus
+from baton.kernels.delta_net.causal_conv_triton import keep, softplus
 from baton.kernels.delta_net.delta_net import DeltaState
 from baton.kernels.delta_net.rows import UNSPECIALIZED, StateRows
 from baton.kernels.delta_net.sizes import CONV_RING, RING, TILE, tail_len
 from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
+from baton.kernels.pointwise.silu_mul_triton import silu
 from baton.kernels.variant import Variant
 
-_COLUMNS, _NUM_WARPS = 32, 4  # of a program of the walk
-_TILE_NUM_WARPS = 2  # measured: more wait for each other in each row of T
+BLOCK = 64  # positions
+_GATES = tl.constexpr(6)  # of a block's rows: g, e^s, e^(s_last - s), e^(s_last), s, beta
+_BLOCK_NUM_WARPS = 4
+_COLUMNS, _NUM_WARPS, _NUM_STAGES = 64, 4, 2  # of a program of the walk
 _L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _convolved(x, row_stride, ring, weight, row_C, first, is_C, its_X, X: tl.constexpr, W: tl.constexpr,
-               RING: tl.constexpr):  # fmt: skip
+def _exp(x, PTX: tl.constexpr):
+    """Of float32; without what Triton does for results below 2^-126."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, t; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.exp(x)
+
+
+@triton.jit
+def _convolved(x, row_stride, ring, weight, row, first, is_C, its_C, its_X, is_first, X: tl.constexpr,
+               W: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Silu of the sum over the taps, [C, channels], in float32; zeros where a row is not of this chunk."""
-    sum_CX = tl.zeros([row_C.shape[0], its_X.shape[0]], tl.float32)
+    sum_CX = tl.zeros([its_C.shape[0], its_X.shape[0]], tl.float32)
+    at_CX = x + row * row_stride + (its_C[:, None] * row_stride + its_X[None, :])
     for tap in tl.static_range(W):
-        at_C = row_C - (W - 1) + tap
-        is_own_C = is_C & (at_C >= 0)
-        is_kept_C = is_C & (at_C < 0) & (first + at_C >= 0)
-        own_CX = tl.load(x + at_C[:, None] * row_stride + its_X[None, :], mask=is_own_C[:, None], other=0.0)
-        ring_C = (first + at_C + RING) % RING * X
-        kept_CX = tl.load(ring + ring_C[:, None] + its_X[None, :], mask=is_kept_C[:, None], other=0.0)
-        seen_CX = tl.where(is_own_C[:, None], own_CX, kept_CX).to(tl.float32)
-        sum_CX += seen_CX * tl.load(weight + its_X * W + tap)[None, :]
-    return sum_CX / (1.0 + tl.exp(-sum_CX))
+        is_own_C = is_C & (row + its_C + (tap - (W - 1)) >= 0)
+        own_CX = tl.load(at_CX + (tap - (W - 1)) * row_stride, mask=is_own_C[:, None], other=0.0)
+        sum_CX += own_CX.to(tl.float32) * tl.load(weight + its_X * W + tap)[None, :]
+    if is_first:
+        for tap in tl.static_range(W - 1):
+            before_C = row + its_C + (tap - (W - 1))
+            is_kept_C = is_C & (before_C < 0) & (first + before_C >= 0)
+            kept_C = ring + (first + before_C + RING) % RING * X
+            kept_CX = tl.load(kept_C[:, None] + its_X[None, :], mask=is_kept_C[:, None], other=0.0)
+            sum_CX += kept_CX.to(tl.float32) * tl.load(weight + its_X * W + tap)[None, :]
+    return silu(sum_CX, PTX)
 
 
 @triton.jit
@@ -60,221 +83,273 @@ def _l2_normed(x_CK):
     return x_CK * tl.rsqrt(tl.sum(x_CK * x_CK, axis=1) + _L2_EPS)[:, None]
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk"])
-def _tile_kernel(
+@triton.jit
+def _inverse(taken_CC, its_C, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 of A [C, C] strictly below the diagonal, float32; products have operands of KIND."""
+    solved_CC = tl.where(its_C[:, None] == its_C[None, :], 1.0, 0.0)
+    for level in tl.static_range(6):  # blocks on the diagonal of 2^level rows are solved
+        of_C = its_C // 2**level
+        is_merged_CC = (of_C[:, None] // 2 == of_C[None, :] // 2) & (of_C[:, None] != of_C[None, :])
+        below_CC = tl.where(is_merged_CC, taken_CC, 0.0)
+        if level > 0:
+            by_CC = solved_CC.to(KIND)
+            below_CC = tl.dot(below_CC.to(KIND), by_CC, input_precision=PRECISION)
+            below_CC = tl.dot(by_CC, below_CC.to(KIND), input_precision=PRECISION)
+        solved_CC -= below_CC
+    return solved_CC
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_blocks"])
+def _block_kernel(
     query, key, value, b, a,
     weight, a_log, dt_bias,
     ring, tail, state,
     positions, counts, slots,
-    made, factors, begun,
+    made, gates, begun,
     query_row, query_head, key_row, key_head, value_row, value_head, b_row, b_head, a_row, a_head,
     ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
-    num_rows: tl.int32, is_chunk: tl.int32,
-    K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-    F: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    num_rows: tl.int32, num_blocks: tl.int32,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_heads = tl.num_programs(1)
+    head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     X: tl.constexpr = 2 * K + G * V
+    OWN: tl.constexpr = C * K + V * C + C * C
+    KIND: tl.constexpr = made.dtype.element_ty
     its_K, its_V, its_C = tl.arange(0, K), tl.arange(0, V), tl.arange(0, C)
+    its_G = tl.arange(0, GP)
+    is_G = its_G < G
+    its_CC = its_C[:, None] * C + its_C[None, :]
+    its_CK = its_C[:, None] * K + its_K[None, :]
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.load(positions + sequence * position_stride)
     count = tl.load(counts + sequence * count_stride).to(tl.int32)
     slot = tl.load(slots + sequence * slot_stride)
-    row0 = sequence.to(tl.int64) * num_rows
-    query += row0 * query_row + head * query_head
-    key += row0 * key_row + head * key_head
-    value += row0 * value_row + head * value_head
-    b += row0 * b_row + head * b_head
-    a += row0 * a_row + head * a_head
-    ring += slot * ring_slot + head * ring_head
-    tail += slot * tail_slot + head * tail_head
-    weight += head * X * W
-    position_C = (first // C + part) * C + its_C
-    row_C = position_C - first
-    is_new_C = (row_C >= 0) & (row_C < count)
-    is_old_C = (row_C < 0) & (count > 0)
-    old_C = tail + position_C % RING * Y
-    to_C = made + ((row0 + row_C) * num_heads + head) * X
-    query_CK = _convolved(query, query_row, ring, weight, row_C, first, is_new_C, its_K, X, W, CONV_RING)
-    query_CK = _l2_normed(query_CK) * (1.0 / K**0.5)
-    tl.store(to_C[:, None] + its_K[None, :], query_CK, mask=is_new_C[:, None])
-    key_CK = _convolved(key, key_row, ring + K, weight + K * W, row_C, first, is_new_C, its_K, X, W, CONV_RING)
-    key_CK = _l2_normed(key_CK)
-    tl.store(to_C[:, None] + K + its_K[None, :], key_CK, mask=is_new_C[:, None])
-    old_CK = tl.load(old_C[:, None] + its_K[None, :], mask=is_old_C[:, None], other=0.0)
-    key_CK = tl.where(is_old_C[:, None], old_CK, key_CK)
-    met_CC = tl.dot(key_CK, tl.trans(key_CK), input_precision=PRECISION)
-    seen_CC = tl.dot(query_CK, tl.trans(key_CK), input_precision=PRECISION)
-    for g in tl.static_range(G):
-        of = 2 * K + g * V
-        value_CV = _convolved(
-            value + g * V, value_row, ring + of, weight + of * W, row_C, first, is_new_C, its_V, X, W, CONV_RING
-        )
-        tl.store(to_C[:, None] + of + its_V[None, :], value_CV, mask=is_new_C[:, None])
-        b_C = tl.load(b + row_C * b_row + g, mask=is_new_C, other=0.0).to(tl.float32)
-        a_C = tl.load(a + row_C * a_row + g, mask=is_new_C, other=0.0).to(tl.float32)
-        a_C += tl.load(dt_bias + head * G + g)
-        decay_C = -tl.exp(tl.load(a_log + head * G + g)) * softplus(a_C)
-        old_decay_C = tl.load(old_C + (K + G * V) + g, mask=is_old_C, other=0.0)
-        decay_C = tl.where(is_new_C, decay_C, old_decay_C)
-        beta_C = 1.0 / (1.0 + tl.exp(-b_C))
-        sum_C = tl.cumsum(decay_C, 0)
-        apart_CC = tl.exp(tl.minimum(sum_C[:, None] - sum_C[None, :], 0.0))
-        is_below_CC = (its_C[:, None] > its_C[None, :]) & is_new_C[:, None]
-        taken_CC = tl.where(is_below_CC, met_CC * apart_CC * beta_C[:, None], 0.0)
-        solved_CC = tl.where(its_C[:, None] == its_C[None, :], 1.0, 0.0)
-        by_CC = tl.trans(taken_CC)
-        for at in range(1, C):
-            # the row is of the identity yet; those above are solved
-            taken_C = tl.sum(tl.where((its_C == at)[None, :], by_CC, 0.0), axis=1)
-            row_solved_C = tl.sum(taken_C[:, None] * solved_CC, axis=0)
-            solved_CC = tl.where((its_C == at)[:, None], solved_CC - row_solved_C[None, :], solved_CC)
-        to_factors_C = factors + (((row0 + row_C) * num_heads + head) * G + g) * F
-        to_CC = to_factors_C[:, None] + its_C[None, :]
-        tl.store(to_CC, solved_CC, mask=is_new_C[:, None])
-        seen_by_CC = tl.where(its_C[:, None] >= its_C[None, :], seen_CC * apart_CC, 0.0)
-        tl.store(to_CC + C, seen_by_CC, mask=is_new_C[:, None])
-        tl.store(to_factors_C + 2 * C, decay_C, mask=is_new_C)
-        tl.store(to_factors_C + (2 * C + 1), beta_C, mask=is_new_C)
-        tl.store(to_factors_C + (2 * C + 2), tl.exp(sum_C), mask=is_new_C)
+    num_folded = tl.load(state + slot * state_slot + head * state_head + G * K * V)
+    # what was never written may be no number, and is behind nothing
+    is_behind = (first > 0) & (num_folded < (first // TILE).to(tl.float32))
+    old = (first % TILE).to(tl.int32) + tl.where(is_behind, TILE, 0)  # rows of steps before
     if part == 0:
-        folded = state + slot * state_slot + head * state_head + G * K * V
-        num_folded = tl.load(folded)
-        found = tl.where(first == 0, NONE, tl.where(num_folded < (first // C).to(tl.float32), BEHIND, STORED))
-        tl.store(begun + sequence * num_heads + head, found.to(tl.int32))
-        # every thread reads, and one may be ahead of another: none writes before all have read
-        tl.debug_barrier()
-        if count > 0:
-            tl.store(folded, ((first + count) // C).to(tl.float32))
+        tl.store(begun + sequence * H + head, old)
+    row = part * C - old
+    if (count > 0) & (row < count):
+        row0 = sequence.to(tl.int64) * num_rows
+        query += row0 * query_row + head * query_head
+        key += row0 * key_row + head * key_head
+        value += row0 * value_row + head * value_head
+        b += (row0 + row) * b_row + head * b_head
+        a += (row0 + row) * a_row + head * a_head
+        ring += slot * ring_slot + head * ring_head
+        tail += slot * tail_slot + head * tail_head
+        weight += head * X * W
+        block = (sequence.to(tl.int64) * num_blocks + part) * H + head
+        made += block * (2 * C * K + G * OWN)
+        gates += block * (G * _GATES * C)
+        row_C = row + its_C
+        is_new_C, is_old_C = (row_C >= 0) & (row_C < count), row_C < 0
+        old_C = tail + (first + row_C) % RING * Y
+        whole = ((first + count) // TILE * TILE - first).to(tl.int32)  # rows behind it are not in the state
+        at = row.to(tl.int64)
+        key_CK = _convolved(
+            key, key_row, ring + K, weight + K * W, at, first, is_new_C, its_C, its_K, part == 0, X, W, CONV_RING,
+            PTX,
+        )
+        key_CK = _l2_normed(key_CK)
+        if part == 0:
+            key_CK += tl.load(old_C[:, None] + its_K[None, :], mask=is_old_C[:, None], other=0.0)
+        key_CK = key_CK.to(KIND)
+        tl.store(made + C * K + its_CK, key_CK)
+        query_CK = _convolved(
+            query, query_row, ring, weight, at, first, is_new_C, its_C, its_K, part == 0, X, W, CONV_RING,
+            PTX,
+        )
+        query_CK = (_l2_normed(query_CK) * (1.0 / K**0.5)).to(KIND)
+        tl.store(made + its_CK, query_CK)
+        met_CC = tl.dot(key_CK, tl.trans(key_CK), input_precision=PRECISION)
+        seen_CC = tl.dot(query_CK, tl.trans(key_CK), input_precision=PRECISION)
+        is_new_GC, is_old_GC = is_G[:, None] & is_new_C[None, :], is_G[:, None] & is_old_C[None, :]
+        b_GC = tl.load(b + its_C[None, :] * b_row + its_G[:, None], mask=is_new_GC, other=0.0).to(tl.float32)
+        a_GC = tl.load(a + its_C[None, :] * a_row + its_G[:, None], mask=is_new_GC, other=0.0).to(tl.float32)
+        a_GC += tl.load(dt_bias + head * G + its_G, mask=is_G, other=0.0)[:, None]
+        rate_G = -tl.exp(tl.load(a_log + head * G + its_G, mask=is_G, other=0.0))
+        old_decay_GC = tl.load(old_C[None, :] + (K + G * V) + its_G[:, None], mask=is_old_GC, other=0.0)
+        decay_GC = tl.where(is_new_GC, rate_G[:, None] * softplus(a_GC), old_decay_GC)
+        sum_GC = tl.cumsum(decay_GC, 1)
+        is_whole_GC = (row_C < whole)[None, :]
+        last_G = tl.sum(tl.where(is_whole_GC, decay_GC, 0.0), axis=1)
+        folded_GC = tl.where(is_whole_GC, tl.exp(tl.minimum(last_G[:, None] - sum_GC, 0.0)), 0.0)
+        beta_GC = tl.where(is_new_GC, 1.0 / (1.0 + tl.exp(-b_GC)), 0.0)
+        to_GC, is_GC = gates + (its_G * (_GATES * C))[:, None] + its_C[None, :], is_G[:, None] & (its_C >= 0)[None, :]
+        tl.store(to_GC, decay_GC, mask=is_GC)
+        tl.store(to_GC + C, tl.exp(sum_GC), mask=is_GC)
+        tl.store(to_GC + 2 * C, folded_GC, mask=is_GC)
+        tl.store(to_GC + 3 * C, tl.exp(last_G)[:, None] + tl.zeros_like(sum_GC), mask=is_GC)
+        tl.store(to_GC + 4 * C, sum_GC, mask=is_GC)
+        tl.store(to_GC + 5 * C, beta_GC, mask=is_GC)
+        tl.debug_barrier()  # each thread reads what others wrote
+        for g in range(G):
+            its_gates = gates + g * (_GATES * C) + its_C
+            sum_C, beta_C, since_C = tl.load(its_gates + 4 * C), tl.load(its_gates + 5 * C), tl.load(its_gates + C)
+            apart_CC = _exp(tl.minimum(sum_C[:, None] - sum_C[None, :], 0.0), PTX)
+            own = made + (2 * C * K + g * OWN)
+            seen_by_CC = tl.where(its_C[:, None] >= its_C[None, :], seen_CC * apart_CC, 0.0)
+            tl.store(own + (C * K + V * C) + its_CC, seen_by_CC.to(KIND))
+            taken_CC = tl.where(its_C[:, None] > its_C[None, :], met_CC * apart_CC * beta_C[:, None], 0.0)
+            solved_CC = _inverse(taken_CC, its_C, KIND, PRECISION)
+            by_CC = (solved_CC * (-beta_C * since_C)[None, :]).to(KIND)
+            taken_CK = tl.dot(by_CC, tl.load(made + C * K + its_CK), input_precision=PRECISION)
+            tl.store(own + its_CK, taken_CK.to(KIND))
+            of = 2 * K + g * V
+            value_CV = _convolved(
+                value + g * V, value_row, ring + of, weight + of * W, at, first, is_new_C, its_C, its_V, part == 0,
+                X, W, CONV_RING, PTX,
+            )  # fmt: skip
+            if part == 0:
+                value_CV += tl.load(old_C[:, None] + (K + g * V) + its_V[None, :], mask=is_old_C[:, None], other=0.0)
+            solved_CC = (solved_CC * tl.where(is_old_C, 1.0, beta_C)[None, :]).to(KIND)
+            u_VC = tl.dot(tl.trans(value_CV.to(KIND)), tl.trans(solved_CC), input_precision=PRECISION)
+            tl.store(own + C * K + its_V[:, None] * C + its_C[None, :], u_VC.to(KIND))
 
 
-@triton.jit
-def _walked(
-    made, factors, tail, tail_u, tail_g, out, state_KB, tile, first, count, its_C, its_K, its_B, of_value,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
-    RING: tl.constexpr, Y: tl.constexpr, PRECISION: tl.constexpr, OLD: tl.constexpr,
-):  # fmt: skip
-    """The state behind a tile, if it is whole, or before it; writes outputs, and u of a tile that is not whole."""
-    X: tl.constexpr = 2 * K + G * V
-    position_C = tile * C + its_C
-    row_C = position_C - first
-    is_new_C = (row_C >= 0) & (row_C < count)
-    at_CK = made + (row_C * (H * X))[:, None] + its_K[None, :]
-    query_CK = tl.load(at_CK, mask=is_new_C[:, None], other=0.0)
-    key_CK = tl.load(at_CK + K, mask=is_new_C[:, None], other=0.0)
-    value_CB = tl.load(made + (row_C * (H * X) + of_value)[:, None] + its_B[None, :], mask=is_new_C[:, None], other=0.0)
-    of_C = factors + row_C * (H * G * F)
-    solved_CC = tl.load(of_C[:, None] + its_C[None, :], mask=is_new_C[:, None], other=0.0)
-    seen_CC = tl.load(of_C[:, None] + C + its_C[None, :], mask=is_new_C[:, None], other=0.0)
-    decay_C = tl.load(of_C + 2 * C, mask=is_new_C, other=0.0)
-    beta_C = tl.load(of_C + (2 * C + 1), mask=is_new_C, other=0.0)
-    since_C = tl.load(of_C + (2 * C + 2), mask=is_new_C, other=0.0)
-    ring_C = position_C % RING * Y
-    is_old_C = row_C < 0
-    if OLD:
-        old_CK = tl.load(tail + ring_C[:, None] + its_K[None, :], mask=is_old_C[:, None], other=0.0)
-        key_CK = tl.where(is_old_C[:, None], old_CK, key_CK)
-        decay_C = tl.where(is_old_C, tl.load(tail_g + ring_C, mask=is_old_C, other=0.0), decay_C)
-    left_CB = tl.dot(key_CK, state_KB, input_precision=PRECISION)
-    left_CB = beta_C[:, None] * (value_CB - since_C[:, None] * left_CB)
-    if OLD:
-        old_CB = tl.load(tail_u + ring_C[:, None] + its_B[None, :], mask=is_old_C[:, None], other=0.0)
-        left_CB = tl.where(is_old_C[:, None], old_CB, left_CB)
-    u_CB = tl.dot(solved_CC, left_CB, input_precision=PRECISION)
-    if OLD:
-        u_CB = tl.where(is_old_C[:, None], old_CB, u_CB)
-    out_CB = since_C[:, None] * tl.dot(query_CK, state_KB, input_precision=PRECISION)
-    out_CB += tl.dot(seen_CC, u_CB, input_precision=PRECISION)
-    tl.store(out + (row_C * (H * G * V))[:, None] + its_B[None, :], out_CB, mask=is_new_C[:, None])
-    is_whole = (tile + 1) * C <= first + count
-    tl.store(tail_u + ring_C[:, None] + its_B[None, :], u_CB, mask=is_new_C[:, None] & (is_whole == 0))
-    sum_C = tl.cumsum(decay_C, 0)
-    last = tl.sum(decay_C, axis=0)
-    weighted_CK = key_CK * tl.exp(tl.minimum(last - sum_C, 0.0))[:, None]
-    added_KB = tl.dot(tl.trans(weighted_CK), u_CB, input_precision=PRECISION)
-    return tl.where(is_whole, state_KB * tl.exp(last) + added_KB, state_KB)
-
-
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "is_chunk"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_blocks"])
 def _walk_kernel(
-    made, factors, begun, tail, state, positions, counts, slots, out,
-    tail_slot, tail_head, state_slot, state_head,
+    query, key, value, made, gates, begun, ring, tail, state, positions, counts, slots, out,
+    query_row, query_head, key_row, key_head, value_row, value_head,
+    ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
-    num_rows: tl.int32, is_chunk: tl.int32,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    F: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    num_rows: tl.int32, num_blocks: tl.int32,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    TILE: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, BV: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     CUTS: tl.constexpr = V // BV
     X: tl.constexpr = 2 * K + G * V
+    OWN: tl.constexpr = C * K + V * C + C * C
+    Z: tl.constexpr = 2 * C * K + G * OWN
+    KIND: tl.constexpr = made.dtype.element_ty
     sequence = tl.program_id(1)
-    value_head, cut = tl.program_id(0) // CUTS, tl.program_id(0) % CUTS
-    head, g = value_head // G, value_head % G
+    of_head, cut = tl.program_id(0) // CUTS, tl.program_id(0) % CUTS
+    head, g = of_head // G, of_head % G
     its_C, its_K, its_B = tl.arange(0, C), tl.arange(0, K), cut * BV + tl.arange(0, BV)
+    its_CC = its_C[:, None] * C + its_C[None, :]
+    its_CK = its_C[:, None] * K + its_K[None, :]
+    its_BC = its_B[:, None] * C + its_C[None, :]
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.load(positions + sequence * position_stride)
     count = tl.load(counts + sequence * count_stride).to(tl.int32)
     slot = tl.load(slots + sequence * slot_stride)
-    how = tl.load(begun + sequence * H + head)
+    old = tl.load(begun + sequence * H + head)
     row0 = sequence.to(tl.int64) * num_rows
-    made += (row0 * H + head) * X
-    factors += (row0 * H * G + value_head) * F
-    out += (row0 * H * G + value_head) * V
+    block0 = sequence.to(tl.int64) * num_blocks
+    made += head * Z
+    own = made + (2 * C * K + g * OWN)
+    gates += of_head * (_GATES * C)
+    out += (row0 * H * G + of_head) * V
+    ring += slot * ring_slot + head * ring_head
     tail += slot * tail_slot + head * tail_head
-    tail_u = tail + (K + g * V)
-    tail_g = tail + (K + G * V) + g
     # strides are told in fours, so that it is known that states can be read by 16 bytes
-    state += (slot * state_slot + head * state_head) * 4 + g * K * V
-    at_KB = state + its_K[:, None] * V + its_B[None, :]
+    state += (slot * state_slot + head * state_head) * 4
+    at_BK = state + g * K * V + its_K[None, :] * V + its_B[:, None]
     # at position 0 the state is 0; rows that are not real read nothing
-    is_read_KB = (first > 0) & (count > 0) & (its_K[:, None] >= 0) & (its_B[None, :] >= 0)
-    state_KB = tl.load(at_KB, mask=is_read_KB, other=0.0)
-    begin = (first // C).to(tl.int32)
-    stop = tl.where(count > 0, ((first + count + C - 1) // C).to(tl.int32), begin)
-    # tiles that have rows of steps before: one that is behind, and the one that the chunk begins in
-    old_begin = tl.where(how == BEHIND, begin - 1, begin)
-    old_stop = tl.where(first % C == 0, begin, begin + 1)
-    for tile in range(old_begin, tl.minimum(old_stop, stop)):
-        state_KB = _walked(
-            made, factors, tail, tail_u, tail_g, out, state_KB, tile, first, count, its_C, its_K, its_B, 2 * K + g * V,
-            H, K, V, G, C, F, RING, Y, PRECISION, True,
-        )  # fmt: skip
-    for tile in range(old_stop, stop):
-        state_KB = _walked(
-            made, factors, tail, tail_u, tail_g, out, state_KB, tile, first, count, its_C, its_K, its_B, 2 * K + g * V,
-            H, K, V, G, C, F, RING, Y, PRECISION, False,
-        )  # fmt: skip
+    is_read_BK = (first > 0) & (count > 0) & (its_K[None, :] >= 0) & (its_B[:, None] >= 0)
+    state_BK = tl.load(at_BK, mask=is_read_BK, other=0.0)
+    u_BC = tl.zeros([BV, C], tl.float32)
+    num_walked = tl.where(count > 0, (old + count + C - 1) // C, 0)
+    for part in tl.range(0, num_walked, num_stages=STAGES):
+        at = (block0 + part) * (H * Z)
+        taken_CK = tl.load(own + at + its_CK)
+        u_BC = tl.load(own + at + C * K + its_BC).to(tl.float32)
+        query_CK = tl.load(made + at + its_CK)
+        seen_CC = tl.load(own + at + (C * K + V * C) + its_CC)
+        key_CK = tl.load(made + at + C * K + its_CK)
+        its_gates = gates + (block0 + part) * (H * G * _GATES * C)
+        since_C, folded_C = tl.load(its_gates + C + its_C), tl.load(its_gates + 2 * C + its_C)
+        left = tl.load(its_gates + 3 * C)
+        by_BK = state_BK.to(KIND)
+        u_BC = tl.dot(by_BK, tl.trans(taken_CK), u_BC, input_precision=PRECISION)
+        out_BC = tl.dot(by_BK, tl.trans(query_CK), input_precision=PRECISION) * since_C[None, :]
+        out_BC = tl.dot(u_BC.to(KIND), tl.trans(seen_CC), out_BC, input_precision=PRECISION)
+        folded_BC = (u_BC * folded_C[None, :]).to(KIND)
+        state_BK = tl.dot(folded_BC, key_CK, state_BK * left, input_precision=PRECISION)
+        row = part * C - old
+        is_own_C = (row + its_C >= 0) & (row + its_C < count)
+        to_C = out + (first * 0 + row) * (H * G * V) + its_C * (H * G * V)
+        tl.store(to_C[:, None] + its_B[None, :], tl.trans(out_BC), mask=is_own_C[:, None])
     if count > 0:
-        tl.store(at_KB, state_KB)
+        tl.store(at_BK, state_BK)
+        # the open tile's rows, all in the last block
+        last = num_walked - 1
+        row_C = last * C - old + its_C
+        whole = ((first + count) // TILE * TILE - first).to(tl.int32)
+        is_open_C = (row_C >= 0) & (row_C >= whole) & (row_C < count)
+        to_C = tail + (first + row_C) % RING * Y
+        tl.store(to_C[None, :] + (K + g * V) + its_B[:, None], u_BC, mask=is_open_C[None, :])
+        of_value = value + row0 * value_row + head * value_head + g * V
+        of_key, of_query = key + row0 * key_row + head * key_head, query + row0 * query_row + head * query_head
+        for row in range(tl.maximum(count - (W - 1), 0), count):
+            keep(of_value, value_row, ring + (2 * K + g * V), row, first, its_B, X, CONV_RING)
+            if (cut == 0) & (g == 0):
+                keep(of_query, query_row, ring, row, first, its_K, X, CONV_RING)
+                keep(of_key, key_row, ring + K, row, first, its_K, X, CONV_RING)
+        if cut == 0:
+            decay_C = tl.load(gates + (block0 + last) * (H * G * _GATES * C) + its_C)
+            tl.store(to_C + (K + G * V) + g, decay_C, mask=is_open_C)
+            if g == 0:
+                key_CK = tl.load(made + (block0 + last) * (H * Z) + C * K + its_CK)
+                tl.store(to_C[:, None] + its_K[None, :], key_CK.to(tl.float32), mask=is_open_C[:, None])
+                tl.store(state + G * K * V, ((first + count) // TILE).to(tl.float32))
     for row in range(count, num_rows):
         tl.store(out + row * (H * G * V) + its_B, tl.zeros([BV], tl.float32))
 
 
-_launch_tiles = Launcher(_tile_kernel)
+_launch_blocks = Launcher(_block_kernel)
 _launch_walk = Launcher(_walk_kernel)
+
+
+def constants_of(
+    num_heads: int, key_dim: int, value_dim: int, num_values: int, num_taps: int, conv_ring: int, ring: int, row: int
+) -> dict[str, Any]:
+    """The constants of both launches but `EARLY` and `PRECISION`."""
+    return {
+        "H": num_heads,
+        "K": key_dim,
+        "V": value_dim,
+        "G": num_values,
+        "W": num_taps,
+        "C": BLOCK,
+        "TILE": TILE,
+        "CONV_RING": conv_ring,
+        "RING": ring,
+        "Y": row,
+    }
 
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    sizes: tuple[int, ...], num_heads: int, device: torch.device, precision: str, columns: int, num_warps: int
+    sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, options: tuple[int, ...]
 ) -> tuple[Constants, Constants]:
     """Of both kernels."""
-    key_dim, value_dim, num_values, _, _, ring, row = sizes
-    common = dependent_launch(device) | {"PRECISION": precision}
-    tiles = causal_conv_triton.constants_of(*sizes) | {"num_warps": _TILE_NUM_WARPS}
-    walk = delta_net_triton.constants_of(num_heads, key_dim, value_dim, num_values, ring, row)
-    walk |= {"BV": min(columns, value_dim), "num_warps": num_warps}
-    return Constants(tiles | common), Constants(walk | common)
+    common = constants_of(*sizes) | dependent_launch(device) | {"PRECISION": _precision(dtype)}
+    block_num_warps, columns, num_warps, num_stages = options
+    num_stages = num_stages if dtype != torch.float32 else 1
+    walk = {"BV": min(columns, sizes[2]), "STAGES": num_stages, "num_warps": num_warps, "num_stages": 1}
+    blocks = _of_blocks(sizes[3], common["EARLY"]) | {"num_warps": block_num_warps, "num_stages": 1}
+    return Constants(common | blocks), Constants(common | walk)
+
+
+def _of_blocks(num_values: int, early: bool) -> dict[str, Any]:
+    """Constants that the first launch has besides."""
+    return {"GP": triton.next_power_of_2(num_values), "PTX": early}
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Of the products: what a model's dtype is worth."""
+    """Of products whose operands are float32: what a model's dtype is worth."""
     if torch.version.hip is not None:
         return "ieee"
     return "tf32x3" if dtype == torch.float32 else "tf32"
@@ -286,48 +361,56 @@ def launch(
     conv_NHRX: torch.Tensor,
     kept: DeltaState,
     rows: StateRows,
-    outputs: tuple[torch.Tensor, torch.Tensor],
     out_THGV: torch.Tensor,
     *,
+    block_num_warps: int = _BLOCK_NUM_WARPS,
     columns: int = _COLUMNS,
     num_warps: int = _NUM_WARPS,
+    num_stages: int = _NUM_STAGES,
 ) -> None:
-    """Outputs of a chunk's rows, float32, and its state; `launch_keep` of `causal_conv_triton` keeps its rings.
+    """Outputs of chunks' rows, float32, their states and what their rings keep.
 
     Args:
-        inputs: of `causal_conv_triton.launch`; also `weights`, `conv_NHRX`, `kept`, `rows` and `outputs`.
+        inputs: of `causal_conv_triton.launch`; also `weights`, `conv_NHRX`, `kept` and `rows`.
         weights: the same.
-        conv_NHRX: read.
-        kept: the state is written, and u of the tile that stays open.
-        rows: of a chunk.
-        outputs: what the launches tell each other; factors have T in place of what is taken away.
+        conv_NHRX: read and written.
+        kept: read and written.
+        rows: of chunks.
         out_THGV: written, all of it.
+        block_num_warps: of a program of the first launch.
         columns: of a program of the walk.
         num_warps: of a program of the walk.
+        num_stages: of the walk's loads.
     """
     assert rows.start is not None
     _, num_heads, num_values, value_dim = out_THGV.shape
-    num_sequences = len(rows.positions_B)
-    begun_BH = torch.empty(num_sequences, num_heads, dtype=torch.int32, device=conv_NHRX.device)
+    num_sequences, key_dim, dtype = len(rows.positions_B), inputs[0].shape[2], inputs[0].dtype
+    num_old = rows.start % TILE + (TILE if rows.start >= TILE else 0)  # at most
+    num_blocks = -(-(num_old + rows.num_rows) // BLOCK)
+    num_made = BLOCK * (2 * key_dim + num_values * (key_dim + value_dim + BLOCK))
+    device = out_THGV.device
+    made_dtype = torch.float32 if dtype == torch.float32 else torch.float16
+    made_BNHZ = torch.empty(num_sequences, num_blocks, num_heads, num_made, dtype=made_dtype, device=device)
+    num_gates = num_values * _GATES.value * BLOCK
+    gates_BNHX = torch.empty(num_sequences, num_blocks, num_heads, num_gates, dtype=torch.float32, device=device)
+    begun_BH = torch.empty(num_sequences, num_heads, dtype=torch.int32, device=device)
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     sizes = (
-        inputs[0].shape[2], value_dim, num_values, weights[0].shape[2], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
+        num_heads, key_dim, value_dim, num_values, weights[0].shape[2], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
     )  # fmt: skip
-    of_tiles, of_walk = _constants(
-        sizes, num_heads, out_THGV.device, _precision(inputs[0].dtype), columns, num_warps
-    )  # fmt: skip
+    of_blocks, of_walk = _constants(sizes, device, dtype, (block_num_warps, columns, num_warps, num_stages))
     where = rows.positions_B, rows.counts_B, rows.slots_B
-    strides = tuple(x.stride(0) for x in where)
+    ends = *(x.stride(0) for x in where), rows.num_rows, num_blocks
     arguments = (
-        *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, *outputs, begun_BH,
+        *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, made_BNHZ, gates_BNHX, begun_BH,
         *(stride for x in inputs for stride in x.stride()[:2]),
-        *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *strides, rows.num_rows, 1,
+        *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *ends,
     )  # fmt: skip
-    num_tiles = -(-(rows.start % TILE + rows.num_rows) // TILE)
-    _launch_tiles((num_sequences, num_heads, num_tiles), arguments, of_tiles)
+    _launch_blocks((num_heads, num_blocks, num_sequences), arguments, of_blocks)
     arguments = (
-        *outputs, begun_BH, tail_NHRY, state_NHZ, *where, out_THGV,
-        *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]), *strides, rows.num_rows, 1,
+        *inputs[:3], made_BNHZ, gates_BNHX, begun_BH, conv_NHRX, tail_NHRY, state_NHZ, *where, out_THGV,
+        *(stride for x in inputs[:3] for stride in x.stride()[:2]),
+        *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]), *ends,
     )  # fmt: skip
     num_programs = num_heads * num_values * (value_dim // of_walk.by_name["BV"])
     _launch_walk((num_programs, num_sequences), arguments, of_walk)
@@ -336,41 +419,33 @@ def launch(
 def variants() -> list[Variant]:
     """Of the models that are measured, in bfloat16: one, two or four value heads of a key head; and in float32."""
     types = dict.fromkeys(("query", "key", "value", "b", "a", "ring"), "*bf16")
-    types |= dict.fromkeys(("weight", "a_log", "dt_bias", "tail", "state", "made", "factors", "out"), "*fp32")
-    types |= dict.fromkeys(("positions", "counts", "slots"), "*i64") | {"begun": "*i32"}
-    aligned = ("query", "key", "value", "ring", "tail", "made", "factors", "query_row", "query_head", "key_row")
-    aligned += ("key_head", "value_row", "value_head", "ring_slot", "ring_head", "tail_slot", "tail_head", "weight")
+    types |= dict.fromkeys(("weight", "a_log", "dt_bias", "tail", "state", "gates", "out"), "*fp32")
+    types |= dict.fromkeys(("positions", "counts", "slots"), "*i64") | {"made": "*fp16", "begun": "*i32"}
+    aligned = ("query", "key", "value", "ring", "tail", "made", "gates", "query_row", "query_head", "key_row")
+    aligned += ("key_head", "value_row", "value_head", "ring_slot", "ring_head", "tail_slot", "tail_head", "state")
     found = []
     for num_values, early, precision in (
         (1, True, "tf32"), (2, True, "tf32"), (4, True, "tf32"), (2, False, "ieee"), (2, True, "tf32x3")
     ):  # fmt: skip
-        row = tail_len(128, 128, num_values)
-        common = {"EARLY": early, "PRECISION": precision}
-        tiles = causal_conv_triton.constants_of(128, 128, num_values, 4, CONV_RING, RING, row)
-        walk = delta_net_triton.constants_of(16, 128, 128, num_values, RING, row) | {"BV": _COLUMNS}
+        common = constants_of(16, 128, 128, num_values, 4, CONV_RING, RING, tail_len(128, 128, num_values))
+        common |= {"EARLY": early, "PRECISION": precision}
+        walk = {"BV": _COLUMNS, "STAGES": _NUM_STAGES if precision == "tf32" else 1}
         for name, kernel, constants, its_aligned, num_warps in (
-            ("delta_tiles", _tile_kernel, tiles, (*aligned, "state"), _TILE_NUM_WARPS),
-            (
-                "delta_walk",
-                _walk_kernel,
-                walk,
-                ("made", "factors", "tail", "state", "out", "tail_slot", "tail_head"),
-                _NUM_WARPS,
-            ),
+            ("delta_blocks", _block_kernel, common | _of_blocks(num_values, early), (*aligned, "weight"), _BLOCK_NUM_WARPS),
+            ("delta_walk", _walk_kernel, common | walk, (*aligned, "out"), _NUM_WARPS),
         ):
-            its_types = {arg: types.get(arg, "i32") for arg in kernel.arg_names if arg not in constants | common}
+            its_types = {arg: types.get(arg, "i32") for arg in kernel.arg_names if arg not in constants}
             if precision == "tf32x3":
-                its_types |= {arg: "*fp32" for arg, kind in its_types.items() if kind == "*bf16"}
+                its_types |= {arg: "*fp32" for arg, kind in its_types.items() if kind in ("*bf16", "*fp16")}
             variant = Variant(
                 name=f"{name} G={num_values}{'' if early else ' late'} {precision}",
                 kernel=kernel,
                 types=its_types,
-                constants=constants | common,
-                aligned=its_aligned,
+                constants=constants,
+                aligned=tuple(arg for arg in its_aligned if arg in its_types),
                 num_warps=num_warps,
-                max_registers=255,
-                max_shared_bytes=131_072,
-                may_spill=True,
+                num_stages=1,
+                may_spill=precision != "tf32",
                 on_amd=not early,
             )
             found.append(variant)

@@ -108,23 +108,18 @@ def delta_layer(
     made_THX = torch.empty(num_tokens, num_heads, 2 * key_dim + num_values * value_dim, **float32)
     factors_THGF = torch.empty(num_tokens, num_heads, num_values, causal_conv_triton.FACTORS, **float32)
     out_THGV = torch.empty(num_tokens, num_heads, num_values, value_dim, **float32)
+    of_weights = weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG
     for some in rows:
         cut = slice(some.first_row, some.stop_row)
-        step = made_THX[cut], factors_THGF[cut]
         inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
-        common = (
-            inputs,
-            (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG),
-            kept.conv_NHRX,
-            kept.state,
-            some,
-            step,
-        )
         if some.start is not None and not invariant:
-            delta_chunk_triton.launch(*common, out_THGV[cut])
-        else:
-            begun_BH = causal_conv_triton.launch(*common, value_dim)
-            delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
+            delta_chunk_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, out_THGV[cut])
+            continue
+        step = made_THX[cut], factors_THGF[cut]
+        begun_BH = causal_conv_triton.launch(
+            inputs, of_weights, kept.conv_NHRX, kept.state, some, step, value_dim
+        )
+        delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
         if some.start is not None:
             num_taps = weights.conv_HXW.shape[2]
             causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
