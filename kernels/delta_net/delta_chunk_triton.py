@@ -59,28 +59,59 @@ def _exp(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def _convolved(x, row_stride, ring, weight, row, first, is_C, its_C, its_X, is_first, X: tl.constexpr,
-               W: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Silu of the sum over the taps, [C, channels], in float32; zeros where a row is not of this chunk."""
-    sum_CX = tl.zeros([its_C.shape[0], its_X.shape[0]], tl.float32)
-    at_CX = x + row * row_stride + (its_C[:, None] * row_stride + its_X[None, :])
-    for tap in tl.static_range(W):
-        is_own_C = is_C & (row + its_C + (tap - (W - 1)) >= 0)
-        own_CX = tl.load(at_CX + (tap - (W - 1)) * row_stride, mask=is_own_C[:, None], other=0.0)
-        sum_CX += own_CX.to(tl.float32) * tl.load(weight + its_X * W + tap)[None, :]
-    if is_first:
-        for tap in tl.static_range(W - 1):
-            before_C = row + its_C + (tap - (W - 1))
-            is_kept_C = is_C & (before_C < 0) & (first + before_C >= 0)
-            kept_C = ring + (first + before_C + RING) % RING * X
-            kept_CX = tl.load(kept_C[:, None] + its_X[None, :], mask=is_kept_C[:, None], other=0.0)
-            sum_CX += kept_CX.to(tl.float32) * tl.load(weight + its_X * W + tap)[None, :]
-    return silu(sum_CX, PTX)
+def _added(sum_IX, seen_IX, weight, its_X, tap: tl.constexpr, W: tl.constexpr):
+    """With what a tap makes of its rows, if there is such a tap."""
+    if tap >= 0 and tap < W:
+        sum_IX += seen_IX * tl.load(weight + its_X * W + tap)[None, :]
+    return sum_IX
 
 
 @triton.jit
-def _l2_normed(x_CK):
-    return x_CK * tl.rsqrt(tl.sum(x_CK * x_CK, axis=1) + _L2_EPS)[:, None]
+def _convolved(x, row_stride, ring, weight, row, first, count, its_I, its_X, is_first, X: tl.constexpr,
+               W: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Silu of the sum over the taps, in float32, of rows 4 I, 4 I + 1, 4 I + 2, 4 I + 3 from `row` on, [I, X] each.
+
+    So a row is read by a thread once for four that see it. Rows that are not of this chunk are zeros as inputs, and
+    their results any numbers.
+    """
+    a_IX = tl.zeros([its_I.shape[0], its_X.shape[0]], tl.float32)
+    b_IX, c_IX, d_IX = a_IX, a_IX, a_IX
+    for step in tl.static_range(W + 3):
+        row_I = row + 4 * its_I + (step - (W - 1))
+        its_IX = x + (row + step - (W - 1)) * row_stride + (its_I[:, None] * (4 * row_stride) + its_X[None, :])
+        seen_IX = tl.load(its_IX, mask=((row_I >= 0) & (row_I < count))[:, None], other=0.0).to(tl.float32)
+        a_IX = _added(a_IX, seen_IX, weight, its_X, step, W)
+        b_IX = _added(b_IX, seen_IX, weight, its_X, step - 1, W)
+        c_IX = _added(c_IX, seen_IX, weight, its_X, step - 2, W)
+        d_IX = _added(d_IX, seen_IX, weight, its_X, step - 3, W)
+    if is_first:
+        for step in tl.static_range(W + 3):
+            row_I = row + 4 * its_I + (step - (W - 1))
+            kept_I = ring + (first + row_I + RING) % RING * X
+            is_kept_I = (row_I < 0) & (row_I >= -(W - 1)) & (first + row_I >= 0)
+            kept_IX = tl.load(kept_I[:, None] + its_X[None, :], mask=is_kept_I[:, None], other=0.0).to(tl.float32)
+            a_IX = _added(a_IX, kept_IX, weight, its_X, step, W)
+            b_IX = _added(b_IX, kept_IX, weight, its_X, step - 1, W)
+            c_IX = _added(c_IX, kept_IX, weight, its_X, step - 2, W)
+            d_IX = _added(d_IX, kept_IX, weight, its_X, step - 3, W)
+    return silu(a_IX, PTX), silu(b_IX, PTX), silu(c_IX, PTX), silu(d_IX, PTX)
+
+
+@triton.jit
+def _l2_normed(x_IX):
+    return x_IX * tl.rsqrt(tl.sum(x_IX * x_IX, axis=1) + _L2_EPS)[:, None]
+
+
+@triton.jit
+def _put(x_IX, to, its_I, its_X, old, row, first, is_first, part: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
+         Y: tl.constexpr):  # fmt: skip
+    """Rows 4 I + part; in place of rows of steps before, what `old` of their ring has."""
+    row_I = row + 4 * its_I + part
+    if is_first:
+        old_I = old + (first + row_I) % RING * Y
+        old_IX = tl.load(old_I[:, None] + its_X[None, :], mask=(row_I < 0)[:, None], other=0.0)
+        x_IX = tl.where((row_I < 0)[:, None], old_IX, x_IX)
+    tl.store(to + (4 * its_I + part)[:, None] * D + its_X[None, :], x_IX.to(to.dtype.element_ty))
 
 
 @triton.jit
@@ -119,10 +150,11 @@ def _block_kernel(
     OWN: tl.constexpr = C * K + V * C + C * C
     KIND: tl.constexpr = made.dtype.element_ty
     its_K, its_V, its_C = tl.arange(0, K), tl.arange(0, V), tl.arange(0, C)
-    its_G = tl.arange(0, GP)
+    its_G, its_I = tl.arange(0, GP), tl.arange(0, C // 4)
     is_G = its_G < G
     its_CC = its_C[:, None] * C + its_C[None, :]
     its_CK = its_C[:, None] * K + its_K[None, :]
+    its_CV = its_C[:, None] * V + its_V[None, :]
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -154,23 +186,32 @@ def _block_kernel(
         old_C = tail + (first + row_C) % RING * Y
         whole = ((first + count) // TILE * TILE - first).to(tl.int32)  # rows behind it are not in the state
         at = row.to(tl.int64)
-        key_CK = _convolved(
-            key, key_row, ring + K, weight + K * W, at, first, is_new_C, its_C, its_K, part == 0, X, W, CONV_RING,
-            PTX,
+        is_first = part == 0
+        a_IK, b_IK, c_IK, d_IK = _convolved(
+            query, query_row, ring, weight, at, first, count, its_I, its_K, is_first, X, W, CONV_RING, PTX
         )
-        key_CK = _l2_normed(key_CK)
-        if part == 0:
-            key_CK += tl.load(old_C[:, None] + its_K[None, :], mask=is_old_C[:, None], other=0.0)
-        key_CK = key_CK.to(KIND)
-        tl.store(made + C * K + its_CK, key_CK)
-        query_CK = _convolved(
-            query, query_row, ring, weight, at, first, is_new_C, its_C, its_K, part == 0, X, W, CONV_RING,
-            PTX,
+        _put(_l2_normed(a_IK) * (1.0 / K**0.5), made, its_I, its_K, tail, at, first, False, 0, K, RING, Y)
+        _put(_l2_normed(b_IK) * (1.0 / K**0.5), made, its_I, its_K, tail, at, first, False, 1, K, RING, Y)
+        _put(_l2_normed(c_IK) * (1.0 / K**0.5), made, its_I, its_K, tail, at, first, False, 2, K, RING, Y)
+        _put(_l2_normed(d_IK) * (1.0 / K**0.5), made, its_I, its_K, tail, at, first, False, 3, K, RING, Y)
+        a_IK, b_IK, c_IK, d_IK = _convolved(
+            key, key_row, ring + K, weight + K * W, at, first, count, its_I, its_K, is_first, X, W, CONV_RING, PTX
         )
-        query_CK = (_l2_normed(query_CK) * (1.0 / K**0.5)).to(KIND)
-        tl.store(made + its_CK, query_CK)
-        met_CC = tl.dot(key_CK, tl.trans(key_CK), input_precision=PRECISION)
-        seen_CC = tl.dot(query_CK, tl.trans(key_CK), input_precision=PRECISION)
+        _put(_l2_normed(a_IK), made + C * K, its_I, its_K, tail, at, first, is_first, 0, K, RING, Y)
+        _put(_l2_normed(b_IK), made + C * K, its_I, its_K, tail, at, first, is_first, 1, K, RING, Y)
+        _put(_l2_normed(c_IK), made + C * K, its_I, its_K, tail, at, first, is_first, 2, K, RING, Y)
+        _put(_l2_normed(d_IK), made + C * K, its_I, its_K, tail, at, first, is_first, 3, K, RING, Y)
+        for g in range(G):
+            of = 2 * K + g * V
+            a_IV, b_IV, c_IV, d_IV = _convolved(
+                value + g * V, value_row, ring + of, weight + of * W, at, first, count, its_I, its_V, is_first,
+                X, W, CONV_RING, PTX,
+            )  # fmt: skip
+            to = made + (2 * C * K + g * OWN + C * K)
+            _put(a_IV, to, its_I, its_V, tail + K + g * V, at, first, is_first, 0, V, RING, Y)
+            _put(b_IV, to, its_I, its_V, tail + K + g * V, at, first, is_first, 1, V, RING, Y)
+            _put(c_IV, to, its_I, its_V, tail + K + g * V, at, first, is_first, 2, V, RING, Y)
+            _put(d_IV, to, its_I, its_V, tail + K + g * V, at, first, is_first, 3, V, RING, Y)
         is_new_GC, is_old_GC = is_G[:, None] & is_new_C[None, :], is_G[:, None] & is_old_C[None, :]
         b_GC = tl.load(b + its_C[None, :] * b_row + its_G[:, None], mask=is_new_GC, other=0.0).to(tl.float32)
         a_GC = tl.load(a + its_C[None, :] * a_row + its_G[:, None], mask=is_new_GC, other=0.0).to(tl.float32)
@@ -191,6 +232,9 @@ def _block_kernel(
         tl.store(to_GC + 4 * C, sum_GC, mask=is_GC)
         tl.store(to_GC + 5 * C, beta_GC, mask=is_GC)
         tl.debug_barrier()  # each thread reads what others wrote
+        key_CK = tl.load(made + C * K + its_CK)
+        met_CC = tl.dot(key_CK, tl.trans(key_CK), input_precision=PRECISION)
+        seen_CC = tl.dot(tl.load(made + its_CK), tl.trans(key_CK), input_precision=PRECISION)
         for g in range(G):
             its_gates = gates + g * (_GATES * C) + its_C
             sum_C, beta_C, since_C = tl.load(its_gates + 4 * C), tl.load(its_gates + 5 * C), tl.load(its_gates + C)
@@ -203,15 +247,10 @@ def _block_kernel(
             by_CC = (solved_CC * (-beta_C * since_C)[None, :]).to(KIND)
             taken_CK = tl.dot(by_CC, tl.load(made + C * K + its_CK), input_precision=PRECISION)
             tl.store(own + its_CK, taken_CK.to(KIND))
-            of = 2 * K + g * V
-            value_CV = _convolved(
-                value + g * V, value_row, ring + of, weight + of * W, at, first, is_new_C, its_C, its_V, part == 0,
-                X, W, CONV_RING, PTX,
-            )  # fmt: skip
-            if part == 0:
-                value_CV += tl.load(old_C[:, None] + (K + g * V) + its_V[None, :], mask=is_old_C[:, None], other=0.0)
+            value_CV = tl.load(own + C * K + its_CV)
             solved_CC = (solved_CC * tl.where(is_old_C, 1.0, beta_C)[None, :]).to(KIND)
-            u_VC = tl.dot(tl.trans(value_CV.to(KIND)), tl.trans(solved_CC), input_precision=PRECISION)
+            u_VC = tl.dot(tl.trans(value_CV), tl.trans(solved_CC), input_precision=PRECISION)
+            tl.debug_barrier()  # all have read v, in whose place u lies
             tl.store(own + C * K + its_V[:, None] * C + its_C[None, :], u_VC.to(KIND))
 
 
