@@ -42,7 +42,7 @@ from baton.kernels.variant import Variant
 
 BLOCK = 64  # positions
 _GATES = tl.constexpr(6)  # of a block's rows: g, e^s, e^(s_last - s), e^(s_last), s, beta
-_BLOCK_NUM_WARPS = 4
+_CONVOLVE_NUM_WARPS, _SOLVE_NUM_WARPS = 4, 4
 _COLUMNS, _NUM_WARPS, _NUM_STAGES = 64, 4, 2  # of a program of the walk
 _L2_EPS = tl.constexpr(1e-6)
 
@@ -67,12 +67,27 @@ def _added(sum_IX, seen_IX, weight, its_X, tap: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _convolved(x, row_stride, ring, weight, row, first, count, its_I, its_X, is_first, X: tl.constexpr,
-               W: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Silu of the sum over the taps, in float32, of rows 4 I, 4 I + 1, 4 I + 2, 4 I + 3 from `row` on, [I, X] each.
+def _put(x_IX, to, old, row, first, its_I, its_X, is_first, at: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
+         NORM: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+    """Rows 4 I + `at` of a block, whose rows lie side by side; in place of rows of steps before, what `old` has."""
+    if NORM:
+        x_IX = x_IX * (tl.rsqrt(tl.sum(x_IX * x_IX, axis=1) + _L2_EPS) * SCALE)[:, None]
+    row_I = row + 4 * its_I + at
+    if is_first:
+        old_I = old + (first + row_I) % RING * Y
+        old_IX = tl.load(old_I[:, None] + its_X[None, :], mask=(row_I < 0)[:, None], other=0.0)
+        x_IX = tl.where((row_I < 0)[:, None], old_IX, x_IX)
+    tl.store(to + (4 * its_I + at)[:, None] * its_X.shape[0] + its_X[None, :], x_IX.to(to.dtype.element_ty))
 
-    So a row is read by a thread once for four that see it. Rows that are not of this chunk are zeros as inputs, and
-    their results any numbers.
+
+@triton.jit
+def _convolve(x, row_stride, ring, weight, old, to, row, first, count, its_I, its_X, is_first, X: tl.constexpr,
+              W: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, NORM: tl.constexpr,
+              SCALE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Silu of the sum over the taps, L2-normed if NORM; channels X of a block's rows from `row` on.
+
+    A thread has rows 4 I, 4 I + 1, 4 I + 2 and 4 I + 3, for which it reads an input once. Inputs of rows that are not
+    of this chunk are zeros, and what is made of such rows any numbers.
     """
     a_IX = tl.zeros([its_I.shape[0], its_X.shape[0]], tl.float32)
     b_IX, c_IX, d_IX = a_IX, a_IX, a_IX
@@ -87,51 +102,21 @@ def _convolved(x, row_stride, ring, weight, row, first, count, its_I, its_X, is_
     if is_first:
         for step in tl.static_range(W + 3):
             row_I = row + 4 * its_I + (step - (W - 1))
-            kept_I = ring + (first + row_I + RING) % RING * X
+            kept_I = ring + (first + row_I + CONV_RING) % CONV_RING * X
             is_kept_I = (row_I < 0) & (row_I >= -(W - 1)) & (first + row_I >= 0)
             kept_IX = tl.load(kept_I[:, None] + its_X[None, :], mask=is_kept_I[:, None], other=0.0).to(tl.float32)
             a_IX = _added(a_IX, kept_IX, weight, its_X, step, W)
             b_IX = _added(b_IX, kept_IX, weight, its_X, step - 1, W)
             c_IX = _added(c_IX, kept_IX, weight, its_X, step - 2, W)
             d_IX = _added(d_IX, kept_IX, weight, its_X, step - 3, W)
-    return silu(a_IX, PTX), silu(b_IX, PTX), silu(c_IX, PTX), silu(d_IX, PTX)
-
-
-@triton.jit
-def _l2_normed(x_IX):
-    return x_IX * tl.rsqrt(tl.sum(x_IX * x_IX, axis=1) + _L2_EPS)[:, None]
-
-
-@triton.jit
-def _put(x_IX, to, its_I, its_X, old, row, first, is_first, part: tl.constexpr, D: tl.constexpr, RING: tl.constexpr,
-         Y: tl.constexpr):  # fmt: skip
-    """Rows 4 I + part; in place of rows of steps before, what `old` of their ring has."""
-    row_I = row + 4 * its_I + part
-    if is_first:
-        old_I = old + (first + row_I) % RING * Y
-        old_IX = tl.load(old_I[:, None] + its_X[None, :], mask=(row_I < 0)[:, None], other=0.0)
-        x_IX = tl.where((row_I < 0)[:, None], old_IX, x_IX)
-    tl.store(to + (4 * its_I + part)[:, None] * D + its_X[None, :], x_IX.to(to.dtype.element_ty))
-
-
-@triton.jit
-def _inverse(taken_CC, its_C, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 of A [C, C] strictly below the diagonal, float32; products have operands of KIND."""
-    solved_CC = tl.where(its_C[:, None] == its_C[None, :], 1.0, 0.0)
-    for level in tl.static_range(6):  # blocks on the diagonal of 2^level rows are solved
-        of_C = its_C // 2**level
-        is_merged_CC = (of_C[:, None] // 2 == of_C[None, :] // 2) & (of_C[:, None] != of_C[None, :])
-        below_CC = tl.where(is_merged_CC, taken_CC, 0.0)
-        if level > 0:
-            by_CC = solved_CC.to(KIND)
-            below_CC = tl.dot(below_CC.to(KIND), by_CC, input_precision=PRECISION)
-            below_CC = tl.dot(by_CC, below_CC.to(KIND), input_precision=PRECISION)
-        solved_CC -= below_CC
-    return solved_CC
+    _put(silu(a_IX, PTX), to, old, row, first, its_I, its_X, is_first, 0, RING, Y, NORM, SCALE)
+    _put(silu(b_IX, PTX), to, old, row, first, its_I, its_X, is_first, 1, RING, Y, NORM, SCALE)
+    _put(silu(c_IX, PTX), to, old, row, first, its_I, its_X, is_first, 2, RING, Y, NORM, SCALE)
+    _put(silu(d_IX, PTX), to, old, row, first, its_I, its_X, is_first, 3, RING, Y, NORM, SCALE)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_blocks"])
-def _block_kernel(
+def _convolve_kernel(
     query, key, value, b, a,
     weight, a_log, dt_bias,
     ring, tail, state,
@@ -143,18 +128,16 @@ def _block_kernel(
     num_rows: tl.int32, num_blocks: tl.int32,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
-    PRECISION: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """A program has the queries, the keys or the values of one head; that of the keys has the gates of all."""
+    head, what = tl.program_id(0) // (2 + G), tl.program_id(0) % (2 + G)
+    part, sequence = tl.program_id(1), tl.program_id(2)
     X: tl.constexpr = 2 * K + G * V
     OWN: tl.constexpr = C * K + V * C + C * C
-    KIND: tl.constexpr = made.dtype.element_ty
     its_K, its_V, its_C = tl.arange(0, K), tl.arange(0, V), tl.arange(0, C)
     its_G, its_I = tl.arange(0, GP), tl.arange(0, C // 4)
-    is_G = its_G < G
-    its_CC = its_C[:, None] * C + its_C[None, :]
-    its_CK = its_C[:, None] * K + its_K[None, :]
-    its_CV = its_C[:, None] * V + its_V[None, :]
+    is_G, is_first = its_G < G, part == 0
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -165,93 +148,108 @@ def _block_kernel(
     # what was never written may be no number, and is behind nothing
     is_behind = (first > 0) & (num_folded < (first // TILE).to(tl.float32))
     old = (first % TILE).to(tl.int32) + tl.where(is_behind, TILE, 0)  # rows of steps before
-    if part == 0:
+    if is_first & (what == 1):
         tl.store(begun + sequence * H + head, old)
-    row = part * C - old
-    if (count > 0) & (row < count):
+    if (count > 0) & (part * C - old < count):
         row0 = sequence.to(tl.int64) * num_rows
-        query += row0 * query_row + head * query_head
-        key += row0 * key_row + head * key_head
-        value += row0 * value_row + head * value_head
-        b += (row0 + row) * b_row + head * b_head
-        a += (row0 + row) * a_row + head * a_head
+        row = first * 0 + (part * C - old)
         ring += slot * ring_slot + head * ring_head
         tail += slot * tail_slot + head * tail_head
         weight += head * X * W
         block = (sequence.to(tl.int64) * num_blocks + part) * H + head
         made += block * (2 * C * K + G * OWN)
-        gates += block * (G * _GATES * C)
-        row_C = row + its_C
-        is_new_C, is_old_C = (row_C >= 0) & (row_C < count), row_C < 0
-        old_C = tail + (first + row_C) % RING * Y
-        whole = ((first + count) // TILE * TILE - first).to(tl.int32)  # rows behind it are not in the state
-        at = row.to(tl.int64)
-        is_first = part == 0
-        a_IK, b_IK, c_IK, d_IK = _convolved(
-            query, query_row, ring, weight, at, first, count, its_I, its_K, is_first, X, W, CONV_RING, PTX
-        )
-        _put(_l2_normed(a_IK) * (1.0 / K**0.5), made, its_I, its_K, tail, at, first, False, 0, K, RING, Y)
-        _put(_l2_normed(b_IK) * (1.0 / K**0.5), made, its_I, its_K, tail, at, first, False, 1, K, RING, Y)
-        _put(_l2_normed(c_IK) * (1.0 / K**0.5), made, its_I, its_K, tail, at, first, False, 2, K, RING, Y)
-        _put(_l2_normed(d_IK) * (1.0 / K**0.5), made, its_I, its_K, tail, at, first, False, 3, K, RING, Y)
-        a_IK, b_IK, c_IK, d_IK = _convolved(
-            key, key_row, ring + K, weight + K * W, at, first, count, its_I, its_K, is_first, X, W, CONV_RING, PTX
-        )
-        _put(_l2_normed(a_IK), made + C * K, its_I, its_K, tail, at, first, is_first, 0, K, RING, Y)
-        _put(_l2_normed(b_IK), made + C * K, its_I, its_K, tail, at, first, is_first, 1, K, RING, Y)
-        _put(_l2_normed(c_IK), made + C * K, its_I, its_K, tail, at, first, is_first, 2, K, RING, Y)
-        _put(_l2_normed(d_IK), made + C * K, its_I, its_K, tail, at, first, is_first, 3, K, RING, Y)
-        for g in range(G):
-            of = 2 * K + g * V
-            a_IV, b_IV, c_IV, d_IV = _convolved(
-                value + g * V, value_row, ring + of, weight + of * W, at, first, count, its_I, its_V, is_first,
-                X, W, CONV_RING, PTX,
+        if what == 0:
+            _convolve(
+                query + row0 * query_row + head * query_head, query_row, ring, weight, tail, made,
+                row, first, count, its_I, its_K, is_first, X, W, CONV_RING, RING, Y, True, 1.0 / K**0.5, PTX,
             )  # fmt: skip
-            to = made + (2 * C * K + g * OWN + C * K)
-            _put(a_IV, to, its_I, its_V, tail + K + g * V, at, first, is_first, 0, V, RING, Y)
-            _put(b_IV, to, its_I, its_V, tail + K + g * V, at, first, is_first, 1, V, RING, Y)
-            _put(c_IV, to, its_I, its_V, tail + K + g * V, at, first, is_first, 2, V, RING, Y)
-            _put(d_IV, to, its_I, its_V, tail + K + g * V, at, first, is_first, 3, V, RING, Y)
-        is_new_GC, is_old_GC = is_G[:, None] & is_new_C[None, :], is_G[:, None] & is_old_C[None, :]
-        b_GC = tl.load(b + its_C[None, :] * b_row + its_G[:, None], mask=is_new_GC, other=0.0).to(tl.float32)
-        a_GC = tl.load(a + its_C[None, :] * a_row + its_G[:, None], mask=is_new_GC, other=0.0).to(tl.float32)
-        a_GC += tl.load(dt_bias + head * G + its_G, mask=is_G, other=0.0)[:, None]
-        rate_G = -tl.exp(tl.load(a_log + head * G + its_G, mask=is_G, other=0.0))
-        old_decay_GC = tl.load(old_C[None, :] + (K + G * V) + its_G[:, None], mask=is_old_GC, other=0.0)
-        decay_GC = tl.where(is_new_GC, rate_G[:, None] * softplus(a_GC), old_decay_GC)
-        sum_GC = tl.cumsum(decay_GC, 1)
-        is_whole_GC = (row_C < whole)[None, :]
-        last_G = tl.sum(tl.where(is_whole_GC, decay_GC, 0.0), axis=1)
-        folded_GC = tl.where(is_whole_GC, tl.exp(tl.minimum(last_G[:, None] - sum_GC, 0.0)), 0.0)
-        beta_GC = tl.where(is_new_GC, 1.0 / (1.0 + tl.exp(-b_GC)), 0.0)
-        to_GC, is_GC = gates + (its_G * (_GATES * C))[:, None] + its_C[None, :], is_G[:, None] & (its_C >= 0)[None, :]
-        tl.store(to_GC, decay_GC, mask=is_GC)
-        tl.store(to_GC + C, tl.exp(sum_GC), mask=is_GC)
-        tl.store(to_GC + 2 * C, folded_GC, mask=is_GC)
-        tl.store(to_GC + 3 * C, tl.exp(last_G)[:, None] + tl.zeros_like(sum_GC), mask=is_GC)
-        tl.store(to_GC + 4 * C, sum_GC, mask=is_GC)
-        tl.store(to_GC + 5 * C, beta_GC, mask=is_GC)
-        tl.debug_barrier()  # each thread reads what others wrote
+        elif what == 1:
+            _convolve(
+                key + row0 * key_row + head * key_head, key_row, ring + K, weight + K * W, tail, made + C * K,
+                row, first, count, its_I, its_K, is_first, X, W, CONV_RING, RING, Y, True, 1.0, PTX,
+            )  # fmt: skip
+            b += (row0 + row) * b_row + head * b_head
+            a += (row0 + row) * a_row + head * a_head
+            row_C = row + its_C
+            is_new_GC, is_GC = is_G[:, None] & ((row_C >= 0) & (row_C < count))[None, :], is_G[:, None]
+            b_GC = tl.load(b + its_C[None, :] * b_row + its_G[:, None], mask=is_new_GC, other=0.0).to(tl.float32)
+            a_GC = tl.load(a + its_C[None, :] * a_row + its_G[:, None], mask=is_new_GC, other=0.0).to(tl.float32)
+            a_GC += tl.load(dt_bias + head * G + its_G, mask=is_G, other=0.0)[:, None]
+            rate_G = -tl.exp(tl.load(a_log + head * G + its_G, mask=is_G, other=0.0))
+            old_GC = tail + ((first + row_C) % RING * Y)[None, :] + (K + G * V) + its_G[:, None]
+            old_decay_GC = tl.load(old_GC, mask=is_GC & (row_C < 0)[None, :], other=0.0)
+            decay_GC = tl.where(is_new_GC, rate_G[:, None] * softplus(a_GC), old_decay_GC)
+            sum_GC = tl.cumsum(decay_GC, 1)
+            # rows of the open tile are not in the state
+            is_whole_GC = (row_C < (first + count) // TILE * TILE - first)[None, :]
+            last_G = tl.sum(tl.where(is_whole_GC, decay_GC, 0.0), axis=1)
+            folded_GC = tl.where(is_whole_GC, tl.exp(tl.minimum(last_G[:, None] - sum_GC, 0.0)), 0.0)
+            to_GC = gates + (block * G + its_G)[:, None] * (_GATES * C) + its_C[None, :]
+            tl.store(to_GC, decay_GC, mask=is_GC)
+            tl.store(to_GC + C, tl.exp(sum_GC), mask=is_GC)
+            tl.store(to_GC + 2 * C, folded_GC, mask=is_GC)
+            tl.store(to_GC + 3 * C, tl.exp(last_G)[:, None] + tl.zeros_like(sum_GC), mask=is_GC)
+            tl.store(to_GC + 4 * C, sum_GC, mask=is_GC)
+            tl.store(to_GC + 5 * C, tl.where(is_new_GC, 1.0 / (1.0 + tl.exp(-b_GC)), 0.0), mask=is_GC)
+        else:
+            g = what - 2
+            of = 2 * K + g * V
+            _convolve(
+                value + row0 * value_row + head * value_head + g * V, value_row, ring + of, weight + of * W,
+                tail + K + g * V, made + (2 * C * K + g * OWN + C * K),
+                row, first, count, its_I, its_V, is_first, X, W, CONV_RING, RING, Y, False, 1.0, PTX,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["counts", "count_stride", "num_blocks"])
+def _solve_kernel(
+    made, gates, begun, counts, count_stride: tl.int32, num_blocks: tl.int32,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program has one block of a value head; u takes the place of v."""
+    head, g, part, sequence = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1), tl.program_id(2)
+    OWN: tl.constexpr = C * K + V * C + C * C
+    KIND: tl.constexpr = made.dtype.element_ty
+    its_K, its_V, its_C = tl.arange(0, K), tl.arange(0, V), tl.arange(0, C)
+    its_CC = its_C[:, None] * C + its_C[None, :]
+    its_CK = its_C[:, None] * K + its_K[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    count = tl.load(counts + sequence * count_stride).to(tl.int32)
+    row = part * C - tl.load(begun + sequence * H + head)
+    if (count > 0) & (row < count):
+        block = (sequence.to(tl.int64) * num_blocks + part) * H + head
+        made += block * (2 * C * K + G * OWN)
+        own = made + (2 * C * K + g * OWN)
+        at_C = gates + (block * G + g) * (_GATES * C) + its_C
+        sum_C, beta_C, since_C = tl.load(at_C + 4 * C), tl.load(at_C + 5 * C), tl.load(at_C + C)
         key_CK = tl.load(made + C * K + its_CK)
         met_CC = tl.dot(key_CK, tl.trans(key_CK), input_precision=PRECISION)
         seen_CC = tl.dot(tl.load(made + its_CK), tl.trans(key_CK), input_precision=PRECISION)
-        for g in range(G):
-            its_gates = gates + g * (_GATES * C) + its_C
-            sum_C, beta_C, since_C = tl.load(its_gates + 4 * C), tl.load(its_gates + 5 * C), tl.load(its_gates + C)
-            apart_CC = _exp(tl.minimum(sum_C[:, None] - sum_C[None, :], 0.0), PTX)
-            own = made + (2 * C * K + g * OWN)
-            seen_by_CC = tl.where(its_C[:, None] >= its_C[None, :], seen_CC * apart_CC, 0.0)
-            tl.store(own + (C * K + V * C) + its_CC, seen_by_CC.to(KIND))
-            taken_CC = tl.where(its_C[:, None] > its_C[None, :], met_CC * apart_CC * beta_C[:, None], 0.0)
-            solved_CC = _inverse(taken_CC, its_C, KIND, PRECISION)
-            by_CC = (solved_CC * (-beta_C * since_C)[None, :]).to(KIND)
-            taken_CK = tl.dot(by_CC, tl.load(made + C * K + its_CK), input_precision=PRECISION)
-            tl.store(own + its_CK, taken_CK.to(KIND))
-            value_CV = tl.load(own + C * K + its_CV)
-            solved_CC = (solved_CC * tl.where(is_old_C, 1.0, beta_C)[None, :]).to(KIND)
-            u_VC = tl.dot(tl.trans(value_CV), tl.trans(solved_CC), input_precision=PRECISION)
-            tl.debug_barrier()  # all have read v, in whose place u lies
-            tl.store(own + C * K + its_V[:, None] * C + its_C[None, :], u_VC.to(KIND))
+        apart_CC = _exp(tl.minimum(sum_C[:, None] - sum_C[None, :], 0.0), PTX)
+        seen_CC = tl.where(its_C[:, None] >= its_C[None, :], seen_CC * apart_CC, 0.0)
+        tl.store(own + (C * K + V * C) + its_CC, seen_CC.to(KIND))
+        taken_CC = tl.where(its_C[:, None] > its_C[None, :], met_CC * apart_CC * beta_C[:, None], 0.0)
+        # (I + A)^-1: blocks on the diagonal of 2^level rows are solved, and merged by twos
+        solved_CC = tl.where(its_C[:, None] == its_C[None, :], 1.0, 0.0)
+        apart_CC = its_C[:, None] ^ its_C[None, :]
+        for level in tl.static_range(LEVELS):
+            below_CC = tl.where((apart_CC >> level) == 1, taken_CC, 0.0)
+            if level > 0:
+                by_CC = solved_CC.to(KIND)
+                below_CC = tl.dot(below_CC.to(KIND), by_CC, input_precision=PRECISION)
+                below_CC = tl.dot(by_CC, below_CC.to(KIND), input_precision=PRECISION)
+            solved_CC -= below_CC
+        by_CC = (solved_CC * (-beta_C * since_C)[None, :]).to(KIND)
+        tl.store(own + its_CK, tl.dot(by_CC, key_CK, input_precision=PRECISION).to(KIND))
+        # what rows of steps before have in place of v is u
+        by_CC = (solved_CC * tl.where(row + its_C < 0, 1.0, beta_C)[None, :]).to(KIND)
+        value_CV = tl.load(own + C * K + its_C[:, None] * V + its_V[None, :])
+        u_VC = tl.dot(tl.trans(value_CV), tl.trans(by_CC), input_precision=PRECISION)
+        tl.debug_barrier()  # all have read v
+        tl.store(own + C * K + its_V[:, None] * C + its_C[None, :], u_VC.to(KIND))
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_blocks"])
@@ -347,51 +345,45 @@ def _walk_kernel(
         tl.store(out + row * (H * G * V) + its_B, tl.zeros([BV], tl.float32))
 
 
-_launch_blocks = Launcher(_block_kernel)
+_launch_convolve = Launcher(_convolve_kernel)
+_launch_solve = Launcher(_solve_kernel)
 _launch_walk = Launcher(_walk_kernel)
 
 
 def constants_of(
-    num_heads: int, key_dim: int, value_dim: int, num_values: int, num_taps: int, conv_ring: int, ring: int, row: int
-) -> dict[str, Any]:
-    """The constants of both launches but `EARLY` and `PRECISION`."""
-    return {
-        "H": num_heads,
-        "K": key_dim,
-        "V": value_dim,
-        "G": num_values,
-        "W": num_taps,
-        "C": BLOCK,
-        "TILE": TILE,
-        "CONV_RING": conv_ring,
-        "RING": ring,
-        "Y": row,
-    }
+    num_heads: int, key_dim: int, value_dim: int, num_values: int, num_taps: int, conv_ring: int, ring: int, row: int,
+    early: bool, dtype: torch.dtype,
+) -> tuple[dict[str, Any], ...]:  # fmt: skip
+    """The constants of the three launches, but what tells of an early start."""
+    # of products whose operands are float32: what a model's dtype is worth
+    precision = "ieee" if torch.version.hip is not None else "tf32x3" if dtype == torch.float32 else "tf32"
+    sizes = {"H": num_heads, "K": key_dim, "V": value_dim, "G": num_values, "C": BLOCK}
+    rings = {"W": num_taps, "TILE": TILE, "CONV_RING": conv_ring, "RING": ring, "Y": row}
+    has_room = early and dtype != torch.float32  # shared memory is for half precision on Hopper
+    walk = {"BV": min(_COLUMNS, value_dim), "STAGES": _NUM_STAGES if has_room else 1, "PRECISION": precision}
+    return (
+        sizes | rings | {"GP": triton.next_power_of_2(num_values), "PTX": early},
+        sizes | {"LEVELS": BLOCK.bit_length() - 1, "PRECISION": precision, "PTX": early},
+        sizes | rings | walk,
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, options: tuple[int, ...]
-) -> tuple[Constants, Constants]:
-    """Of both kernels."""
-    common = constants_of(*sizes) | dependent_launch(device) | {"PRECISION": _precision(dtype)}
-    block_num_warps, columns, num_warps, num_stages = options
-    num_stages = num_stages if dtype != torch.float32 else 1
-    walk = {"BV": min(columns, sizes[2]), "STAGES": num_stages, "num_warps": num_warps, "num_stages": 1}
-    blocks = _of_blocks(sizes[3], common["EARLY"]) | {"num_warps": block_num_warps, "num_stages": 1}
-    return Constants(common | blocks), Constants(common | walk)
-
-
-def _of_blocks(num_values: int, early: bool) -> dict[str, Any]:
-    """Constants that the first launch has besides."""
-    return {"GP": triton.next_power_of_2(num_values), "PTX": early}
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """Of products whose operands are float32: what a model's dtype is worth."""
-    if torch.version.hip is not None:
-        return "ieee"
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+    sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, options: tuple[int, ...] = ()
+) -> tuple[Constants, ...]:
+    """Of the three kernels."""
+    common = dependent_launch(device) | {"num_stages": 1}
+    found = constants_of(*sizes, common["EARLY"], dtype)
+    num_warps = [_CONVOLVE_NUM_WARPS, _SOLVE_NUM_WARPS, _NUM_WARPS]
+    if options:
+        num_warps = [options[0], options[1], options[3]]
+        found[2]["BV"] = min(options[2], sizes[2])
+        if found[2]["STAGES"] > 1:
+            found[2]["STAGES"] = options[4]
+        for own, most in zip(found, options[5:], strict=False):
+            own |= {"maxnreg": most} if most else {}
+    return tuple(Constants(own | common | {"num_warps": n}) for own, n in zip(found, num_warps, strict=True))
 
 
 def launch(
@@ -401,11 +393,7 @@ def launch(
     kept: DeltaState,
     rows: StateRows,
     out_THGV: torch.Tensor,
-    *,
-    block_num_warps: int = _BLOCK_NUM_WARPS,
-    columns: int = _COLUMNS,
-    num_warps: int = _NUM_WARPS,
-    num_stages: int = _NUM_STAGES,
+    options: tuple[int, ...] = (),
 ) -> None:
     """Outputs of chunks' rows, float32, their states and what their rings keep.
 
@@ -416,10 +404,6 @@ def launch(
         kept: read and written.
         rows: of chunks.
         out_THGV: written, all of it.
-        block_num_warps: of a program of the first launch.
-        columns: of a program of the walk.
-        num_warps: of a program of the walk.
-        num_stages: of the walk's loads.
     """
     assert rows.start is not None
     _, num_heads, num_values, value_dim = out_THGV.shape
@@ -437,17 +421,20 @@ def launch(
     sizes = (
         num_heads, key_dim, value_dim, num_values, weights[0].shape[2], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
     )  # fmt: skip
-    of_blocks, of_walk = _constants(sizes, device, dtype, (block_num_warps, columns, num_warps, num_stages))
+    of_convolve, of_solve, of_walk = _constants(sizes, device, dtype, options)
     where = rows.positions_B, rows.counts_B, rows.slots_B
     ends = *(x.stride(0) for x in where), rows.num_rows, num_blocks
+    passed = made_BNHZ, gates_BNHX, begun_BH
     arguments = (
-        *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, made_BNHZ, gates_BNHX, begun_BH,
+        *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, *passed,
         *(stride for x in inputs for stride in x.stride()[:2]),
         *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *ends,
     )  # fmt: skip
-    _launch_blocks((num_heads, num_blocks, num_sequences), arguments, of_blocks)
+    _launch_convolve((num_heads * (2 + num_values), num_blocks, num_sequences), arguments, of_convolve)
+    arguments = *passed, rows.counts_B, rows.counts_B.stride(0), num_blocks
+    _launch_solve((num_heads * num_values, num_blocks, num_sequences), arguments, of_solve)
     arguments = (
-        *inputs[:3], made_BNHZ, gates_BNHX, begun_BH, conv_NHRX, tail_NHRY, state_NHZ, *where, out_THGV,
+        *inputs[:3], *passed, conv_NHRX, tail_NHRY, state_NHZ, *where, out_THGV,
         *(stride for x in inputs[:3] for stride in x.stride()[:2]),
         *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]), *ends,
     )  # fmt: skip
@@ -462,29 +449,34 @@ def variants() -> list[Variant]:
     types |= dict.fromkeys(("positions", "counts", "slots"), "*i64") | {"made": "*fp16", "begun": "*i32"}
     aligned = ("query", "key", "value", "ring", "tail", "made", "gates", "query_row", "query_head", "key_row")
     aligned += ("key_head", "value_row", "value_head", "ring_slot", "ring_head", "tail_slot", "tail_head", "state")
+    aligned += ("weight", "out")
     found = []
-    for num_values, early, precision in (
-        (1, True, "tf32"), (2, True, "tf32"), (4, True, "tf32"), (2, False, "ieee"), (2, True, "tf32x3")
+    for num_values, early, dtype in (
+        (1, True, torch.bfloat16), (2, True, torch.bfloat16), (4, True, torch.bfloat16), (2, False, torch.bfloat16),
+        (2, True, torch.float32),
     ):  # fmt: skip
-        common = constants_of(16, 128, 128, num_values, 4, CONV_RING, RING, tail_len(128, 128, num_values))
-        common |= {"EARLY": early, "PRECISION": precision}
-        walk = {"BV": _COLUMNS, "STAGES": _NUM_STAGES if precision == "tf32" else 1}
-        for name, kernel, constants, its_aligned, num_warps in (
-            ("delta_blocks", _block_kernel, common | _of_blocks(num_values, early), (*aligned, "weight"), _BLOCK_NUM_WARPS),
-            ("delta_walk", _walk_kernel, common | walk, (*aligned, "out"), _NUM_WARPS),
+        row = tail_len(128, 128, num_values)
+        all_constants = constants_of(16, 128, 128, num_values, 4, CONV_RING, RING, row, early, dtype)
+        for name, kernel, its_constants, num_warps in zip(
+            ("delta_convolve", "delta_solve", "delta_walk"),
+            (_convolve_kernel, _solve_kernel, _walk_kernel),
+            all_constants,
+            (_CONVOLVE_NUM_WARPS, _SOLVE_NUM_WARPS, _NUM_WARPS),
+            strict=True,
         ):
+            constants = its_constants | {"EARLY": early}
             its_types = {arg: types.get(arg, "i32") for arg in kernel.arg_names if arg not in constants}
-            if precision == "tf32x3":
+            if dtype == torch.float32:
                 its_types |= {arg: "*fp32" for arg, kind in its_types.items() if kind in ("*bf16", "*fp16")}
             variant = Variant(
-                name=f"{name} G={num_values}{'' if early else ' late'} {precision}",
+                name=f"{name} G={num_values}{'' if early else ' late'}{' float32' if dtype == torch.float32 else ''}",
                 kernel=kernel,
                 types=its_types,
                 constants=constants,
-                aligned=tuple(arg for arg in its_aligned if arg in its_types),
+                aligned=tuple(arg for arg in aligned if arg in its_types),
                 num_warps=num_warps,
                 num_stages=1,
-                may_spill=precision != "tf32",
+                may_spill=dtype == torch.float32,
                 on_amd=not early,
             )
             found.append(variant)
