@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.kernels.delta_net.causal_conv_triton import keep, softplus
 from baton.kernels.delta_net.delta_net import DeltaState
@@ -42,8 +43,9 @@ from baton.kernels.variant import Variant
 
 BLOCK = 64  # positions
 _GATES = tl.constexpr(6)  # of a block's rows: g, e^s, e^(s_last - s), e^(s_last), s, beta
-_CONVOLVE_NUM_WARPS, _SOLVE_NUM_WARPS = 4, 4
-_COLUMNS, _NUM_WARPS, _NUM_STAGES = 64, 4, 2  # of a program of the walk
+_NUM_WARPS = 4, 4, 4, 4  # of programs of the four launches
+_COLUMNS, _NUM_STAGES = 64, 3  # of a program of the walk
+_STAGES_BYTES = 200_000
 _L2_EPS = tl.constexpr(1e-6)
 
 
@@ -254,7 +256,7 @@ def _solve_kernel(
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_blocks"])
 def _walk_kernel(
-    query, key, value, made, gates, begun, ring, tail, state, positions, counts, slots, out,
+    query, key, value, rows, columns, made, gates, begun, states, ring, tail, state, positions, counts, slots,
     query_row, query_head, key_row, key_head, value_row, value_head,
     ring_slot, ring_head, tail_slot, tail_head, state_slot, state_head,
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
@@ -263,6 +265,7 @@ def _walk_kernel(
     TILE: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """A program has BV columns of a value head's state, and goes through the blocks of its sequence."""
     CUTS: tl.constexpr = V // BV
     X: tl.constexpr = 2 * K + G * V
     OWN: tl.constexpr = C * K + V * C + C * C
@@ -272,9 +275,8 @@ def _walk_kernel(
     of_head, cut = tl.program_id(0) // CUTS, tl.program_id(0) % CUTS
     head, g = of_head // G, of_head % G
     its_C, its_K, its_B = tl.arange(0, C), tl.arange(0, K), cut * BV + tl.arange(0, BV)
-    its_CC = its_C[:, None] * C + its_C[None, :]
-    its_CK = its_C[:, None] * K + its_K[None, :]
     its_BC = its_B[:, None] * C + its_C[None, :]
+    its_BK = its_B[:, None] * K + its_K[None, :]
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -285,9 +287,8 @@ def _walk_kernel(
     row0 = sequence.to(tl.int64) * num_rows
     block0 = sequence.to(tl.int64) * num_blocks
     made += head * Z
-    own = made + (2 * C * K + g * OWN)
     gates += of_head * (_GATES * C)
-    out += (row0 * H * G + of_head) * V
+    states += of_head * (V * K)
     ring += slot * ring_slot + head * ring_head
     tail += slot * tail_slot + head * tail_head
     # strides are told in fours, so that it is known that states can be read by 16 bytes
@@ -299,25 +300,18 @@ def _walk_kernel(
     u_BC = tl.zeros([BV, C], tl.float32)
     num_walked = tl.where(count > 0, (old + count + C - 1) // C, 0)
     for part in tl.range(0, num_walked, num_stages=STAGES):
-        at = (block0 + part) * (H * Z)
-        taken_CK = tl.load(own + at + its_CK)
-        u_BC = tl.load(own + at + C * K + its_BC).to(tl.float32)
-        query_CK = tl.load(made + at + its_CK)
-        seen_CC = tl.load(own + at + (C * K + V * C) + its_CC)
-        key_CK = tl.load(made + at + C * K + its_CK)
+        block = (sequence * num_blocks + part) * H + head
+        taken_CK = rows.load([block * (Z // K) + 2 * C + g * (OWN // K), 0])
+        u_BC = columns.load([block * (Z // C) + 3 * K + g * (OWN // C) + cut * BV, 0]).to(tl.float32)
+        key_CK = rows.load([block * (Z // K) + C, 0])
         its_gates = gates + (block0 + part) * (H * G * _GATES * C)
-        since_C, folded_C = tl.load(its_gates + C + its_C), tl.load(its_gates + 2 * C + its_C)
-        left = tl.load(its_gates + 3 * C)
+        folded_C, left = tl.load(its_gates + 2 * C + its_C), tl.load(its_gates + 3 * C)
         by_BK = state_BK.to(KIND)
         u_BC = tl.dot(by_BK, tl.trans(taken_CK), u_BC, input_precision=PRECISION)
-        out_BC = tl.dot(by_BK, tl.trans(query_CK), input_precision=PRECISION) * since_C[None, :]
-        out_BC = tl.dot(u_BC.to(KIND), tl.trans(seen_CC), out_BC, input_precision=PRECISION)
         folded_BC = (u_BC * folded_C[None, :]).to(KIND)
         state_BK = tl.dot(folded_BC, key_CK, state_BK * left, input_precision=PRECISION)
-        row = part * C - old
-        is_own_C = (row + its_C >= 0) & (row + its_C < count)
-        to_C = out + (first * 0 + row) * (H * G * V) + its_C * (H * G * V)
-        tl.store(to_C[:, None] + its_B[None, :], tl.trans(out_BC), mask=is_own_C[:, None])
+        tl.store(states + (block0 + part) * (H * G * V * K) + its_BK, by_BK)
+        tl.store(made + (block0 + part) * (H * Z) + (3 * C * K + g * OWN) + its_BC, u_BC.to(KIND))
     if count > 0:
         tl.store(at_BK, state_BK)
         # the open tile's rows, all in the last block
@@ -338,33 +332,74 @@ def _walk_kernel(
             decay_C = tl.load(gates + (block0 + last) * (H * G * _GATES * C) + its_C)
             tl.store(to_C + (K + G * V) + g, decay_C, mask=is_open_C)
             if g == 0:
-                key_CK = tl.load(made + (block0 + last) * (H * Z) + C * K + its_CK)
-                tl.store(to_C[:, None] + its_K[None, :], key_CK.to(tl.float32), mask=is_open_C[:, None])
+                at_CK = made + (block0 + last) * (H * Z) + C * K + its_C[:, None] * K + its_K[None, :]
+                key_CK = tl.load(at_CK).to(tl.float32)
+                tl.store(to_C[:, None] + its_K[None, :], key_CK, mask=is_open_C[:, None])
                 tl.store(state + G * K * V, ((first + count) // TILE).to(tl.float32))
-    for row in range(count, num_rows):
-        tl.store(out + row * (H * G * V) + its_B, tl.zeros([BV], tl.float32))
+
+
+@triton.jit(do_not_specialize=["counts", "count_stride", "num_rows", "num_blocks"])
+def _output_kernel(
+    made, gates, begun, states, counts, z, norm, out, z_row, z_head, z_value, eps,
+    count_stride: tl.int32, num_rows: tl.int32, num_blocks: tl.int32,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program has one block of a value head: outputs, and their gated norm. Rows that are not real are 0."""
+    of_head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, g = of_head // G, of_head % G
+    OWN: tl.constexpr = C * K + V * C + C * C
+    its_K, its_V, its_C = tl.arange(0, K), tl.arange(0, V), tl.arange(0, C)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    count = tl.load(counts + sequence * count_stride).to(tl.int32)
+    row_C = part * C - tl.load(begun + sequence * H + head) + its_C
+    block = (sequence.to(tl.int64) * num_blocks + part) * H + head
+    made += block * (2 * C * K + G * OWN)
+    states += (block * G + g) * (V * K)
+    query_CK = tl.load(made + its_C[:, None] * K + its_K[None, :])
+    state_VK = tl.load(states + its_V[:, None] * K + its_K[None, :])
+    seen_CC = tl.load(made + (3 * C * K + V * C + g * OWN) + its_C[:, None] * C + its_C[None, :])
+    u_VC = tl.load(made + (3 * C * K + g * OWN) + its_V[:, None] * C + its_C[None, :])
+    since_C = tl.load(gates + (block * G + g) * (_GATES * C) + C + its_C)
+    is_real_CV = ((row_C >= 0) & (row_C < count))[:, None] & (its_V >= 0)[None, :]
+    row0 = sequence.to(tl.int64) * num_rows
+    z_CV = z + (row0 + row_C)[:, None] * z_row + (head * z_head + g * z_value) + its_V[None, :]
+    z_CV = tl.load(z_CV, mask=is_real_CV, other=0.0).to(tl.float32)
+    out_CV = tl.dot(query_CK, tl.trans(state_VK), input_precision=PRECISION) * since_C[:, None]
+    out_CV = tl.dot(seen_CC, tl.trans(u_VC), out_CV, input_precision=PRECISION)
+    out_CV = tl.where(is_real_CV, out_CV, 0.0)
+    out_CV *= tl.rsqrt(tl.sum(out_CV * out_CV, axis=1) / V + eps)[:, None] * tl.load(norm + its_V)[None, :]
+    out_CV *= silu(z_CV, PTX)
+    to_C = out + ((row0 + row_C) * (H * G) + of_head) * V
+    is_kept_C = (row_C >= 0) & (row_C < num_rows)
+    tl.store(to_C[:, None] + its_V[None, :], out_CV.to(out.dtype.element_ty), mask=is_kept_C[:, None])
 
 
 _launch_convolve = Launcher(_convolve_kernel)
 _launch_solve = Launcher(_solve_kernel)
 _launch_walk = Launcher(_walk_kernel)
+_launch_output = Launcher(_output_kernel)
 
 
 def constants_of(
     num_heads: int, key_dim: int, value_dim: int, num_values: int, num_taps: int, conv_ring: int, ring: int, row: int,
     early: bool, dtype: torch.dtype,
 ) -> tuple[dict[str, Any], ...]:  # fmt: skip
-    """The constants of the three launches, but what tells of an early start."""
+    """The constants of the four launches, but what tells of an early start."""
     # of products whose operands are float32: what a model's dtype is worth
     precision = "ieee" if torch.version.hip is not None else "tf32x3" if dtype == torch.float32 else "tf32"
     sizes = {"H": num_heads, "K": key_dim, "V": value_dim, "G": num_values, "C": BLOCK}
     rings = {"W": num_taps, "TILE": TILE, "CONV_RING": conv_ring, "RING": ring, "Y": row}
-    has_room = early and dtype != torch.float32  # shared memory is for half precision on Hopper
-    walk = {"BV": min(_COLUMNS, value_dim), "STAGES": _NUM_STAGES if has_room else 1, "PRECISION": precision}
+    columns = min(_COLUMNS, value_dim)
+    stage_bytes = BLOCK * (2 * key_dim + columns) * (4 if dtype == torch.float32 else 2)
+    num_stages = min(max(_STAGES_BYTES // stage_bytes, 1), _NUM_STAGES) if early else 1
     return (
         sizes | rings | {"GP": triton.next_power_of_2(num_values), "PTX": early},
         sizes | {"LEVELS": BLOCK.bit_length() - 1, "PRECISION": precision, "PTX": early},
-        sizes | rings | walk,
+        sizes | rings | {"BV": columns, "STAGES": num_stages, "PRECISION": precision},
+        sizes | {"PRECISION": precision, "PTX": early},
     )
 
 
@@ -372,16 +407,16 @@ def constants_of(
 def _constants(
     sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, options: tuple[int, ...] = ()
 ) -> tuple[Constants, ...]:
-    """Of the three kernels."""
+    """Of the four kernels."""
     common = dependent_launch(device) | {"num_stages": 1}
     found = constants_of(*sizes, common["EARLY"], dtype)
-    num_warps = [_CONVOLVE_NUM_WARPS, _SOLVE_NUM_WARPS, _NUM_WARPS]
+    num_warps = [*_NUM_WARPS]
     if options:
-        num_warps = [options[0], options[1], options[3]]
-        found[2]["BV"] = min(options[2], sizes[2])
+        num_warps = [*options[:4]]
+        found[2]["BV"] = min(options[4], sizes[2])
         if found[2]["STAGES"] > 1:
-            found[2]["STAGES"] = options[4]
-        for own, most in zip(found, options[5:], strict=False):
+            found[2]["STAGES"] = options[5]
+        for own, most in zip(found, options[6:], strict=False):
             own |= {"maxnreg": most} if most else {}
     return tuple(Constants(own | common | {"num_warps": n}) for own, n in zip(found, num_warps, strict=True))
 
@@ -392,10 +427,11 @@ def launch(
     conv_NHRX: torch.Tensor,
     kept: DeltaState,
     rows: StateRows,
-    out_THGV: torch.Tensor,
+    gated: tuple[torch.Tensor, torch.Tensor, float],
+    out_TX: torch.Tensor,
     options: tuple[int, ...] = (),
 ) -> None:
-    """Outputs of chunks' rows, float32, their states and what their rings keep.
+    """Outputs of chunks' rows behind the gated norm, their states and what their rings keep.
 
     Args:
         inputs: of `causal_conv_triton.launch`; also `weights`, `conv_NHRX`, `kept` and `rows`.
@@ -403,29 +439,32 @@ def launch(
         conv_NHRX: read and written.
         kept: read and written.
         rows: of chunks.
-        out_THGV: written, all of it.
+        gated: z [T, H, G, V], the norm's weight [V] and eps.
+        out_TX: [T, H G V], written, all of it.
     """
     assert rows.start is not None
-    _, num_heads, num_values, value_dim = out_THGV.shape
+    z_THGV, norm_V, eps = gated
+    _, num_heads, num_values, value_dim = z_THGV.shape
     num_sequences, key_dim, dtype = len(rows.positions_B), inputs[0].shape[2], inputs[0].dtype
     num_old = rows.start % TILE + (TILE if rows.start >= TILE else 0)  # at most
     num_blocks = -(-(num_old + rows.num_rows) // BLOCK)
     num_made = BLOCK * (2 * key_dim + num_values * (key_dim + value_dim + BLOCK))
-    device = out_THGV.device
+    device = out_TX.device
     made_dtype = torch.float32 if dtype == torch.float32 else torch.float16
-    made_BNHZ = torch.empty(num_sequences, num_blocks, num_heads, num_made, dtype=made_dtype, device=device)
-    num_gates = num_values * _GATES.value * BLOCK
-    gates_BNHX = torch.empty(num_sequences, num_blocks, num_heads, num_gates, dtype=torch.float32, device=device)
+    blocks = num_sequences, num_blocks, num_heads
+    made_BNHZ = torch.empty(*blocks, num_made, dtype=made_dtype, device=device)
+    states_BNHX = torch.empty(*blocks, num_values * value_dim * key_dim, dtype=made_dtype, device=device)
+    gates_BNHX = torch.empty(*blocks, num_values * _GATES.value * BLOCK, dtype=torch.float32, device=device)
     begun_BH = torch.empty(num_sequences, num_heads, dtype=torch.int32, device=device)
     tail_NHRY, state_NHZ = kept.tail_NHRY, kept.state_NHZ
     sizes = (
         num_heads, key_dim, value_dim, num_values, weights[0].shape[2], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
     )  # fmt: skip
-    of_convolve, of_solve, of_walk = _constants(sizes, device, dtype, options)
+    of_convolve, of_solve, of_walk, of_output = _constants(sizes, device, dtype, options)
     where = rows.positions_B, rows.counts_B, rows.slots_B
     ends = *(x.stride(0) for x in where), rows.num_rows, num_blocks
     passed = made_BNHZ, gates_BNHX, begun_BH
-    arguments = (
+    arguments: tuple[Any, ...] = (
         *inputs, *weights, conv_NHRX, tail_NHRY, state_NHZ, *where, *passed,
         *(stride for x in inputs for stride in x.stride()[:2]),
         *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *state_NHZ.stride()[:2], *ends,
@@ -433,23 +472,35 @@ def launch(
     _launch_convolve((num_heads * (2 + num_values), num_blocks, num_sequences), arguments, of_convolve)
     arguments = *passed, rows.counts_B, rows.counts_B.stride(0), num_blocks
     _launch_solve((num_heads * num_values, num_blocks, num_sequences), arguments, of_solve)
+    columns = of_walk.by_name["BV"]
     arguments = (
-        *inputs[:3], *passed, conv_NHRX, tail_NHRY, state_NHZ, *where, out_THGV,
+        *inputs[:3], _boxes(made_BNHZ, BLOCK, key_dim), _boxes(made_BNHZ, columns, BLOCK), *passed, states_BNHX,
+        conv_NHRX, tail_NHRY, state_NHZ, *where,
         *(stride for x in inputs[:3] for stride in x.stride()[:2]),
         *conv_NHRX.stride()[:2], *tail_NHRY.stride()[:2], *(stride // 4 for stride in state_NHZ.stride()[:2]), *ends,
     )  # fmt: skip
-    num_programs = num_heads * num_values * (value_dim // of_walk.by_name["BV"])
-    _launch_walk((num_programs, num_sequences), arguments, of_walk)
+    _launch_walk((num_heads * num_values * (value_dim // columns), num_sequences), arguments, of_walk)
+    arguments = (
+        *passed, states_BNHX, rows.counts_B, z_THGV, norm_V, out_TX, *z_THGV.stride()[:3], eps,
+        rows.counts_B.stride(0), rows.num_rows, num_blocks,
+    )  # fmt: skip
+    _launch_output((num_heads * num_values, num_blocks, num_sequences), arguments, of_output)
+
+
+def _boxes(made_BNHZ: torch.Tensor, num_rows: int, length: int) -> TensorDescriptor:
+    """All that is made as rows of a length, read by so many of them."""
+    return TensorDescriptor(made_BNHZ, [made_BNHZ.numel() // length, length], [length, 1], [num_rows, length])
 
 
 def variants() -> list[Variant]:
     """Of the models that are measured, in bfloat16: one, two or four value heads of a key head; and in float32."""
-    types = dict.fromkeys(("query", "key", "value", "b", "a", "ring"), "*bf16")
-    types |= dict.fromkeys(("weight", "a_log", "dt_bias", "tail", "state", "gates", "out"), "*fp32")
-    types |= dict.fromkeys(("positions", "counts", "slots"), "*i64") | {"made": "*fp16", "begun": "*i32"}
+    types = dict.fromkeys(("query", "key", "value", "b", "a", "ring", "z"), "*bf16")
+    types |= dict.fromkeys(("weight", "a_log", "dt_bias", "tail", "state", "gates", "norm"), "*fp32")
+    types |= dict.fromkeys(("positions", "counts", "slots"), "*i64") | dict.fromkeys(("made", "states"), "*fp16")
+    types |= {"begun": "*i32", "out": "*bf16", "eps": "fp32"}
     aligned = ("query", "key", "value", "ring", "tail", "made", "gates", "query_row", "query_head", "key_row")
     aligned += ("key_head", "value_row", "value_head", "ring_slot", "ring_head", "tail_slot", "tail_head", "state")
-    aligned += ("weight", "out")
+    aligned += ("weight", "out", "states", "z", "z_row", "z_head", "z_value", "norm")
     found = []
     for num_values, early, dtype in (
         (1, True, torch.bfloat16), (2, True, torch.bfloat16), (4, True, torch.bfloat16), (2, False, torch.bfloat16),
@@ -457,17 +508,17 @@ def variants() -> list[Variant]:
     ):  # fmt: skip
         row = tail_len(128, 128, num_values)
         all_constants = constants_of(16, 128, 128, num_values, 4, CONV_RING, RING, row, early, dtype)
-        for name, kernel, its_constants, num_warps in zip(
-            ("delta_convolve", "delta_solve", "delta_walk"),
-            (_convolve_kernel, _solve_kernel, _walk_kernel),
-            all_constants,
-            (_CONVOLVE_NUM_WARPS, _SOLVE_NUM_WARPS, _NUM_WARPS),
-            strict=True,
-        ):
+        kernels = _convolve_kernel, _solve_kernel, _walk_kernel, _output_kernel
+        names = "delta_convolve", "delta_solve", "delta_walk", "delta_output"
+        for name, kernel, its_constants, num_warps in zip(names, kernels, all_constants, _NUM_WARPS, strict=True):
             constants = its_constants | {"EARLY": early}
             its_types = {arg: types.get(arg, "i32") for arg in kernel.arg_names if arg not in constants}
+            kind = "fp32" if dtype == torch.float32 else "fp16"
+            if name == "delta_walk":
+                its_types["rows"] = f"tensordesc<{kind}[{BLOCK}, 128]>"
+                its_types["columns"] = f"tensordesc<{kind}[{constants['BV']}, {BLOCK}]>"
             if dtype == torch.float32:
-                its_types |= {arg: "*fp32" for arg, kind in its_types.items() if kind in ("*bf16", "*fp16")}
+                its_types |= {arg: "*fp32" for arg, its in its_types.items() if its in ("*bf16", "*fp16")}
             variant = Variant(
                 name=f"{name} G={num_values}{'' if early else ' late'}{' float32' if dtype == torch.float32 else ''}",
                 kernel=kernel,

@@ -104,26 +104,28 @@ def delta_layer(
         return _reference(x, weights, kept, rows, invariant)
     _, num_heads, key_dim = x.query_THK.shape
     num_values, value_dim = x.z_THGV.shape[2:]
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": x.query_THK.device}
-    made_THX = torch.empty(num_tokens, num_heads, 2 * key_dim + num_values * value_dim, **float32)
-    factors_THGF = torch.empty(num_tokens, num_heads, num_values, causal_conv_triton.FACTORS, **float32)
-    out_THGV = torch.empty(num_tokens, num_heads, num_values, value_dim, **float32)
+    out_TX = torch.empty(num_tokens, num_heads * num_values * value_dim, dtype=x.z_THGV.dtype, device=x.z_THGV.device)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": out_TX.device}
     of_weights = weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG
     for some in rows:
         cut = slice(some.first_row, some.stop_row)
         inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
+        gated = x.z_THGV[cut], weights.norm_V, weights.eps
         if some.start is not None and not invariant:
-            delta_chunk_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, out_THGV[cut])
+            delta_chunk_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, gated, out_TX[cut])
             continue
-        step = made_THX[cut], factors_THGF[cut]
-        begun_BH = causal_conv_triton.launch(
-            inputs, of_weights, kept.conv_NHRX, kept.state, some, step, value_dim
-        )
-        delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
+        heads = len(gated[0]), num_heads
+        made_THX = torch.empty(*heads, 2 * key_dim + num_values * value_dim, **float32)
+        factors_THGF = torch.empty(*heads, num_values, causal_conv_triton.FACTORS, **float32)
+        out_THGV = torch.empty(*heads, num_values, value_dim, **float32)
+        step = made_THX, factors_THGF
+        begun_BH = causal_conv_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, step, value_dim)
+        delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV, key_dim)
         if some.start is not None:
             num_taps = weights.conv_HXW.shape[2]
             causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
-    return delta_net_triton.launch_norm(out_THGV, x.z_THGV, weights.norm_V, weights.eps)
+        delta_net_triton.launch_norm(out_THGV, *gated, out_TX[cut])
+    return out_TX
 
 
 def unfit_delta_sizes(key_dim: int, value_dim: int) -> str:

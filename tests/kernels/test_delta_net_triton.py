@@ -16,7 +16,7 @@ from baton.kernels.delta_net.layer import DeltaKept, DeltaProjected, DeltaWeight
 from baton.kernels.delta_net.rows import StateRows
 from baton.kernels.delta_net.sizes import CONV_RING, RING, state_len, tail_len
 from baton.kernels.implementation import Implementation
-from baton.tests.kernels.harness import Guards, same_bits, strided
+from baton.tests.kernels.harness import Guards, relative_error, same_bits, strided
 
 HEADS, KEY, NUM_SLOTS = 2, 16, 4
 REFERENCE, TRITON = Implementation.REFERENCE, Implementation.TRITON
@@ -217,6 +217,92 @@ def test_chunks_by_tiles_are_the_reference_with_decode_steps_between(shape, leng
             at += num_rows
     for layer in layers:
         layer.guards.check()
+
+
+@pytest.mark.parametrize(
+    ("shape", "seeds"),
+    [
+        ({"num_values": 1}, (0, 1)),
+        ({"num_values": 3, "value_dim": 32, "num_taps": 5}, (2,)),
+        pytest.param({"num_values": 2, "num_taps": 2}, (3, 4, 5, 6), marks=SLOW),
+    ],
+)
+def test_a_prompt_by_blocks_may_be_cut_anywhere(shape, seeds):
+    """Default numerics: chunks begin and end anywhere in tiles and blocks, with decode steps among them."""
+    length = 300
+    inputs = Layer(REFERENCE, **shape).inputs(length)
+    wanted = Layer(REFERENCE, invariant=False, **shape).chunk(inputs, 0)
+    for seed in seeds:
+        rng, layer, at, found = random.Random(seed), Layer(TRITON, invariant=False, **shape), 0, []
+        while at < length:
+            count = min(rng.choice([1, 3, 8, 15, 16, 40, 63, 64, 65, 100, 129]), length - at)
+            if at and count <= 8:
+                found.append(layer.decode([(part(inputs, at, at + count), at, 0)], count)[0])
+            else:
+                found.append(layer.chunk(part(inputs, at, at + count), at))
+            at += count
+        layer.guards.check()
+        assert_near(torch.cat(found), wanted)
+
+
+@pytest.mark.parametrize(
+    ("start", "counts"), [(0, (70, 1, 64, 0)), (21, (5, 100, 0, 43)), pytest.param(32, (128, 33, 100, 7), marks=SLOW)]
+)
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_several_sequences_go_by_blocks_in_one_launch(start, counts, is_behind):
+    """Of different lengths, from random states: what is not real is 0, and nothing of it is written."""
+    if start < 16 and is_behind:
+        pytest.skip("no tile is before it")
+    found, kept = [], []
+    for form in (REFERENCE, TRITON):
+        layer, generator = Layer(form, invariant=False), torch.Generator().manual_seed(7)
+        for x in layer.kept_parts():
+            x.copy_(torch.randn(x.shape, generator=generator) / 8)
+        conv, tail, state = layer.kept_parts()
+        tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
+        state[:, :, 2 * KEY * 16] = start // 16 - is_behind
+        num_rows, slots = max(counts), [2, 0, 3, 1]
+        rows = rows_of([start] * 4, counts, slots, num_rows, start=start)
+        out_BLX = layer.run(layer.inputs(4 * num_rows), [rows]).unflatten(0, (4, num_rows))
+        layer.guards.check()
+        found.append(torch.cat([out_BLX[index, :count] for index, count in enumerate(counts)]))
+        if form is TRITON:
+            assert all(out_BLX[index, count:].eq(0).all() for index, count in enumerate(counts))
+        ends = [(slot, start + count) for slot, count in zip(slots, counts, strict=True)]
+        # all that a later step reads: states, the open tile, the convolution's last inputs
+        kept.append(
+            torch.cat(
+                [
+                    *(state[slot, :, : 2 * KEY * 16 + 1].flatten() for slot in slots),
+                    *(tail[slot, :, p % RING].flatten() for slot, end in ends for p in range(end // 16 * 16, end)),
+                    *(conv[slot, :, p % CONV_RING].flatten() for slot, end in ends for p in range(max(end - 3, 0), end)),
+                ]
+            )
+        )
+    assert_near(found[1], found[0])
+    assert_near(kept[1], kept[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rate", "is_alike", "beta"), [(-9, True, 9), (-9, False, 9), (3, False, 0), (3, True, 9)]
+)
+def test_blocks_are_near_with_keys_alike_and_decay_of_any_strength(rate, is_alike, beta, dtype):
+    """Powers of what rows take from each other would be past float32, and sums of decays are far below 0."""
+    outs, states = [], []
+    for form, its_dtype in ((REFERENCE, torch.float32), (TRITON, dtype)):
+        layer = Layer(form, its_dtype, invariant=False)
+        layer.weights.a_log_HG.fill_(rate)
+        inputs = Layer(form, dtype).inputs(200)
+        if is_alike:
+            inputs[1][:] = inputs[1][:1]
+        inputs[4].fill_(beta)
+        outs.append(layer.chunk([x.to(its_dtype) for x in inputs], 0).float())
+        states.append(layer.kept.state.state_NHZ[0, :, : 2 * KEY * 16])
+    most = {torch.float32: 3e-6, torch.bfloat16: 2**-8}[dtype]
+    assert relative_error(states[1], states[0]) < most
+    # the interpreter cuts an output to bfloat16, where a GPU rounds it
+    assert relative_error(outs[1], outs[0]) < most * (1 if dtype == torch.float32 else 1.5)
 
 
 @pytest.mark.long
