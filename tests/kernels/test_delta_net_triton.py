@@ -21,7 +21,7 @@ from baton.tests.kernels.harness import Guards, relative_error, same_bits, strid
 HEADS, KEY, NUM_SLOTS = 2, 16, 4
 REFERENCE, TRITON = Implementation.REFERENCE, Implementation.TRITON
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7}
 
 
 class Layer:
@@ -246,47 +246,51 @@ def test_a_prompt_by_blocks_may_be_cut_anywhere(shape, seeds):
 
 
 @pytest.mark.parametrize(
-    ("start", "counts"), [(0, (70, 1, 64, 0)), (21, (5, 100, 0, 43)), pytest.param(32, (128, 33, 100, 7), marks=SLOW)]
+    ("start", "counts", "is_behind"),
+    [
+        (0, (70, 1, 64, 0), False),
+        (21, (5, 100, 0, 43), True),
+        *(
+            pytest.param(start, counts, is_behind, marks=SLOW)
+            for start, counts, is_behind in ((21, (5, 100, 0, 43), False), (32, (128, 33, 100, 7), True))
+        ),
+    ],
 )
-@pytest.mark.parametrize("is_behind", [False, True])
 def test_several_sequences_go_by_blocks_in_one_launch(start, counts, is_behind):
-    """Of different lengths, from random states: what is not real is 0, and nothing of it is written."""
-    if start < 16 and is_behind:
-        pytest.skip("no tile is before it")
-    found, kept = [], []
-    for form in (REFERENCE, TRITON):
-        layer, generator = Layer(form, invariant=False), torch.Generator().manual_seed(7)
+    """Of different lengths, from random states, against each by itself: what is not real is 0 and writes nothing."""
+    layers = [Layer(form, invariant=False) for form in (REFERENCE, TRITON)]
+    num_rows, slots = max(counts), [2, 0, 3, 1]
+    inputs = layers[0].inputs(4 * num_rows)
+    for layer in layers:
+        generator = torch.Generator().manual_seed(7)
         for x in layer.kept_parts():
             x.copy_(torch.randn(x.shape, generator=generator) / 8)
-        conv, tail, state = layer.kept_parts()
+        _, tail, state = layer.kept_parts()
         tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
         state[:, :, 2 * KEY * 16] = start // 16 - is_behind
-        num_rows, slots = max(counts), [2, 0, 3, 1]
-        rows = rows_of([start] * 4, counts, slots, num_rows, start=start)
-        out_BLX = layer.run(layer.inputs(4 * num_rows), [rows]).unflatten(0, (4, num_rows))
-        layer.guards.check()
-        found.append(torch.cat([out_BLX[index, :count] for index, count in enumerate(counts)]))
-        if form is TRITON:
-            assert all(out_BLX[index, count:].eq(0).all() for index, count in enumerate(counts))
-        ends = [(slot, start + count) for slot, count in zip(slots, counts, strict=True)]
-        # all that a later step reads: states, the open tile, the convolution's last inputs
-        kept.append(
-            torch.cat(
-                [
-                    *(state[slot, :, : 2 * KEY * 16 + 1].flatten() for slot in slots),
-                    *(tail[slot, :, p % RING].flatten() for slot, end in ends for p in range(end // 16 * 16, end)),
-                    *(conv[slot, :, p % CONV_RING].flatten() for slot, end in ends for p in range(max(end - 3, 0), end)),
-                ]
-            )
-        )
-    assert_near(found[1], found[0])
-    assert_near(kept[1], kept[0])
+    before = [x.clone() for x in layers[1].kept_parts()]
+    rows = rows_of([start] * 4, counts, slots, num_rows, start=start)
+    out_BLX = layers[1].run(inputs, [rows]).unflatten(0, (4, num_rows))
+    layers[1].guards.check()
+    for index, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+        assert out_BLX[index, count:].eq(0).all()
+        if not count:
+            for was, now in zip(before, layers[1].kept_parts(), strict=True):
+                assert same_bits(was[slot], now[slot])
+            continue
+        its_inputs = part(inputs, index * num_rows, index * num_rows + count)
+        assert relative_error(out_BLX[index, :count], layers[0].chunk(its_inputs, start, slot)) < 3e-6
+        end = start + count
+        for its, ring, begin, length in ((0, CONV_RING, max(end - 3, 0), 64), (1, RING, end // 16 * 16, 50)):
+            for position in range(begin, end):
+                wanted, found = (layer.kept_parts()[its][slot, :, position % ring, :length] for layer in layers)
+                assert relative_error(found, wanted) < 3e-6, (its, position)
+        wanted, found = (layer.kept.state.state_NHZ[slot, :, : 2 * KEY * 16 + 1] for layer in layers)
+        assert relative_error(found, wanted) < 3e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("rate", "is_alike", "beta"), [(-9, True, 9), (-9, False, 9), (3, False, 0), (3, True, 9)]
-)
+@pytest.mark.parametrize(("rate", "is_alike", "beta"), [(-9, True, 9), (-9, False, 9), (3, False, 0), (3, True, 9)])
 def test_blocks_are_near_with_keys_alike_and_decay_of_any_strength(rate, is_alike, beta, dtype):
     """Powers of what rows take from each other would be past float32, and sums of decays are far below 0."""
     outs, states = [], []
@@ -299,10 +303,10 @@ def test_blocks_are_near_with_keys_alike_and_decay_of_any_strength(rate, is_alik
         inputs[4].fill_(beta)
         outs.append(layer.chunk([x.to(its_dtype) for x in inputs], 0).float())
         states.append(layer.kept.state.state_NHZ[0, :, : 2 * KEY * 16])
-    most = {torch.float32: 3e-6, torch.bfloat16: 2**-8}[dtype]
-    assert relative_error(states[1], states[0]) < most
-    # the interpreter cuts an output to bfloat16, where a GPU rounds it
-    assert relative_error(outs[1], outs[0]) < most * (1 if dtype == torch.float32 else 1.5)
+    # of a state that each row almost writes anew, sums are small beside what is added
+    most_state, most_out = {torch.float32: (3e-5, 3e-6), torch.bfloat16: (2**-7, 2**-7)}[dtype]
+    assert relative_error(states[1], states[0]) < most_state
+    assert relative_error(outs[1], outs[0]) < most_out
 
 
 @pytest.mark.long
