@@ -61,11 +61,38 @@ def _exp(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def _added(sum_IX, seen_IX, weight, its_X, tap: tl.constexpr, W: tl.constexpr):
-    """With what a tap makes of its rows, if there is such a tap."""
-    if tap >= 0 and tap < W:
-        sum_IX += seen_IX * tl.load(weight + its_X * W + tap)[None, :]
-    return sum_IX
+def _seen(x, row_stride, row, count, its_I, its_X, step: tl.constexpr, W: tl.constexpr):
+    """Inputs of rows 4 I + `step` - (W - 1); zeros, where they are not of this chunk or no row sees them."""
+    row_I = row + 4 * its_I + (step - (W - 1))
+    its_IX = x + (row + step - (W - 1)) * row_stride + (its_I[:, None] * (4 * row_stride) + its_X[None, :])
+    is_own_I = (row_I >= 0) & (row_I < count) & (step < W + 3)
+    return tl.load(its_IX, mask=is_own_I[:, None], other=0.0)
+
+
+@triton.jit
+def _kept(ring, row, first, its_I, its_X, step: tl.constexpr, X: tl.constexpr, W: tl.constexpr, RING: tl.constexpr):
+    """The same of rows before this chunk, from the ring."""
+    row_I = row + 4 * its_I + (step - (W - 1))
+    is_kept_I = (row_I < 0) & (row_I >= -(W - 1)) & (first + row_I >= 0) & (step < W + 3)
+    kept_I = ring + (first + row_I + RING) % RING * X
+    return tl.load(kept_I[:, None] + its_X[None, :], mask=is_kept_I[:, None], other=0.0)
+
+
+@triton.jit
+def _tap(weight_XT, its_T, tap: tl.constexpr):
+    return tl.sum(tl.where((its_T == tap)[None, :], weight_XT, 0.0), axis=1)[None, :]
+
+
+@triton.jit
+def _silu_of_sum(a_IX, b_IX, c_IX, d_IX, e_IX, a_X, b_X, c_X, d_X, e_X, W: tl.constexpr, PTX: tl.constexpr):
+    sum_IX = a_IX.to(tl.float32) * a_X + b_IX.to(tl.float32) * b_X
+    if W > 2:
+        sum_IX += c_IX.to(tl.float32) * c_X
+    if W > 3:
+        sum_IX += d_IX.to(tl.float32) * d_X
+    if W > 4:
+        sum_IX += e_IX.to(tl.float32) * e_X
+    return silu(sum_IX, PTX)
 
 
 @triton.jit
@@ -84,37 +111,43 @@ def _put(x_IX, to, old, row, first, its_I, its_X, is_first, at: tl.constexpr, RI
 
 @triton.jit
 def _convolve(x, row_stride, ring, weight, old, to, row, first, count, its_I, its_X, is_first, X: tl.constexpr,
-              W: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr, NORM: tl.constexpr,
-              SCALE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+              W: tl.constexpr, WP: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
+              NORM: tl.constexpr, SCALE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Silu of the sum over the taps, L2-normed if NORM; channels X of a block's rows from `row` on.
 
     A thread has rows 4 I, 4 I + 1, 4 I + 2 and 4 I + 3, for which it reads an input once. Inputs of rows that are not
     of this chunk are zeros, and what is made of such rows any numbers.
     """
-    a_IX = tl.zeros([its_I.shape[0], its_X.shape[0]], tl.float32)
-    b_IX, c_IX, d_IX = a_IX, a_IX, a_IX
-    for step in tl.static_range(W + 3):
-        row_I = row + 4 * its_I + (step - (W - 1))
-        its_IX = x + (row + step - (W - 1)) * row_stride + (its_I[:, None] * (4 * row_stride) + its_X[None, :])
-        seen_IX = tl.load(its_IX, mask=((row_I >= 0) & (row_I < count))[:, None], other=0.0).to(tl.float32)
-        a_IX = _added(a_IX, seen_IX, weight, its_X, step, W)
-        b_IX = _added(b_IX, seen_IX, weight, its_X, step - 1, W)
-        c_IX = _added(c_IX, seen_IX, weight, its_X, step - 2, W)
-        d_IX = _added(d_IX, seen_IX, weight, its_X, step - 3, W)
+    # all is on its way before anything is waited for
+    its_T = tl.arange(0, WP)
+    weight_XT = tl.load(weight + its_X[:, None] * W + its_T[None, :], mask=(its_T < W)[None, :], other=0.0)
+    a_IX = _seen(x, row_stride, row, count, its_I, its_X, 0, W)
+    b_IX = _seen(x, row_stride, row, count, its_I, its_X, 1, W)
+    c_IX = _seen(x, row_stride, row, count, its_I, its_X, 2, W)
+    d_IX = _seen(x, row_stride, row, count, its_I, its_X, 3, W)
+    e_IX = _seen(x, row_stride, row, count, its_I, its_X, 4, W)
+    f_IX = _seen(x, row_stride, row, count, its_I, its_X, 5, W)
+    g_IX = _seen(x, row_stride, row, count, its_I, its_X, 6, W)
+    h_IX = _seen(x, row_stride, row, count, its_I, its_X, 7, W)
     if is_first:
-        for step in tl.static_range(W + 3):
-            row_I = row + 4 * its_I + (step - (W - 1))
-            kept_I = ring + (first + row_I + CONV_RING) % CONV_RING * X
-            is_kept_I = (row_I < 0) & (row_I >= -(W - 1)) & (first + row_I >= 0)
-            kept_IX = tl.load(kept_I[:, None] + its_X[None, :], mask=is_kept_I[:, None], other=0.0).to(tl.float32)
-            a_IX = _added(a_IX, kept_IX, weight, its_X, step, W)
-            b_IX = _added(b_IX, kept_IX, weight, its_X, step - 1, W)
-            c_IX = _added(c_IX, kept_IX, weight, its_X, step - 2, W)
-            d_IX = _added(d_IX, kept_IX, weight, its_X, step - 3, W)
-    _put(silu(a_IX, PTX), to, old, row, first, its_I, its_X, is_first, 0, RING, Y, NORM, SCALE)
-    _put(silu(b_IX, PTX), to, old, row, first, its_I, its_X, is_first, 1, RING, Y, NORM, SCALE)
-    _put(silu(c_IX, PTX), to, old, row, first, its_I, its_X, is_first, 2, RING, Y, NORM, SCALE)
-    _put(silu(d_IX, PTX), to, old, row, first, its_I, its_X, is_first, 3, RING, Y, NORM, SCALE)
+        a_IX += _kept(ring, row, first, its_I, its_X, 0, X, W, CONV_RING)
+        b_IX += _kept(ring, row, first, its_I, its_X, 1, X, W, CONV_RING)
+        c_IX += _kept(ring, row, first, its_I, its_X, 2, X, W, CONV_RING)
+        d_IX += _kept(ring, row, first, its_I, its_X, 3, X, W, CONV_RING)
+        e_IX += _kept(ring, row, first, its_I, its_X, 4, X, W, CONV_RING)
+        f_IX += _kept(ring, row, first, its_I, its_X, 5, X, W, CONV_RING)
+        g_IX += _kept(ring, row, first, its_I, its_X, 6, X, W, CONV_RING)
+        h_IX += _kept(ring, row, first, its_I, its_X, 7, X, W, CONV_RING)
+    a_X, b_X, c_X = _tap(weight_XT, its_T, 0), _tap(weight_XT, its_T, 1), _tap(weight_XT, its_T, 2)
+    d_X, e_X = _tap(weight_XT, its_T, 3), _tap(weight_XT, its_T, 4)
+    out_IX = _silu_of_sum(a_IX, b_IX, c_IX, d_IX, e_IX, a_X, b_X, c_X, d_X, e_X, W, PTX)
+    _put(out_IX, to, old, row, first, its_I, its_X, is_first, 0, RING, Y, NORM, SCALE)
+    out_IX = _silu_of_sum(b_IX, c_IX, d_IX, e_IX, f_IX, a_X, b_X, c_X, d_X, e_X, W, PTX)
+    _put(out_IX, to, old, row, first, its_I, its_X, is_first, 1, RING, Y, NORM, SCALE)
+    out_IX = _silu_of_sum(c_IX, d_IX, e_IX, f_IX, g_IX, a_X, b_X, c_X, d_X, e_X, W, PTX)
+    _put(out_IX, to, old, row, first, its_I, its_X, is_first, 2, RING, Y, NORM, SCALE)
+    out_IX = _silu_of_sum(d_IX, e_IX, f_IX, g_IX, h_IX, a_X, b_X, c_X, d_X, e_X, W, PTX)
+    _put(out_IX, to, old, row, first, its_I, its_X, is_first, 3, RING, Y, NORM, SCALE)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_blocks"])
@@ -129,7 +162,7 @@ def _convolve_kernel(
     position_stride: tl.int32, count_stride: tl.int32, slot_stride: tl.int32,
     num_rows: tl.int32, num_blocks: tl.int32,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr,
-    C: tl.constexpr, TILE: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
+    WP: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, CONV_RING: tl.constexpr, RING: tl.constexpr, Y: tl.constexpr,
     PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program has the queries, the keys or the values of one head; that of the keys has the gates of all."""
@@ -146,7 +179,7 @@ def _convolve_kernel(
     first = tl.load(positions + sequence * position_stride)
     count = tl.load(counts + sequence * count_stride).to(tl.int32)
     slot = tl.load(slots + sequence * slot_stride)
-    num_folded = tl.load(state + slot * state_slot + head * state_head + G * K * V)
+    num_folded = tl.load(state + slot * state_slot + head * state_head + G * K * V, mask=first > 0, other=0.0)
     # what was never written may be no number, and is behind nothing
     is_behind = (first > 0) & (num_folded < (first // TILE).to(tl.float32))
     old = (first % TILE).to(tl.int32) + tl.where(is_behind, TILE, 0)  # rows of steps before
@@ -163,12 +196,12 @@ def _convolve_kernel(
         if what == 0:
             _convolve(
                 query + row0 * query_row + head * query_head, query_row, ring, weight, tail, made,
-                row, first, count, its_I, its_K, is_first, X, W, CONV_RING, RING, Y, True, 1.0 / K**0.5, PTX,
+                row, first, count, its_I, its_K, is_first, X, W, WP, CONV_RING, RING, Y, True, 1.0 / K**0.5, PTX,
             )  # fmt: skip
         elif what == 1:
             _convolve(
                 key + row0 * key_row + head * key_head, key_row, ring + K, weight + K * W, tail, made + C * K,
-                row, first, count, its_I, its_K, is_first, X, W, CONV_RING, RING, Y, True, 1.0, PTX,
+                row, first, count, its_I, its_K, is_first, X, W, WP, CONV_RING, RING, Y, True, 1.0, PTX,
             )  # fmt: skip
             b += (row0 + row) * b_row + head * b_head
             a += (row0 + row) * a_row + head * a_head
@@ -199,7 +232,7 @@ def _convolve_kernel(
             _convolve(
                 value + row0 * value_row + head * value_head + g * V, value_row, ring + of, weight + of * W,
                 tail + K + g * V, made + (2 * C * K + g * OWN + C * K),
-                row, first, count, its_I, its_V, is_first, X, W, CONV_RING, RING, Y, False, 1.0, PTX,
+                row, first, count, its_I, its_V, is_first, X, W, WP, CONV_RING, RING, Y, False, 1.0, PTX,
             )  # fmt: skip
 
 
@@ -396,7 +429,7 @@ def constants_of(
     stage_bytes = BLOCK * (2 * key_dim + columns) * (4 if dtype == torch.float32 else 2)
     num_stages = min(max(_STAGES_BYTES // stage_bytes, 1), _NUM_STAGES) if early else 1
     return (
-        sizes | rings | {"GP": triton.next_power_of_2(num_values), "PTX": early},
+        sizes | rings | {"GP": triton.next_power_of_2(num_values), "WP": triton.next_power_of_2(num_taps), "PTX": early},
         sizes | {"LEVELS": BLOCK.bit_length() - 1, "PRECISION": precision, "PTX": early},
         sizes | rings | {"BV": columns, "STAGES": num_stages, "PRECISION": precision},
         sizes | {"PRECISION": precision, "PTX": early},
