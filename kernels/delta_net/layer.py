@@ -1,7 +1,7 @@
 """What a gated delta net computes between its projections: convolution, recurrence, gated norm.
 
-The reference is the three rooms beside this one, and torch's operations; the Triton form is a launch of each. Those
-launches read and write the same pool in the same form, so a sequence may go from one to the other.
+The reference is the three rooms beside this one, and torch's operations; the Triton form is a launch of each, or four
+that take a chunk by blocks. Those launches read and write the same pool in the same form, so a sequence may go from one to the other.
 
 Legend: T rows of a pass, B sequences, L rows of each, H key heads, G value heads of one, K and V sizes of their heads,
 X channels of a key head, W positions that an output of the convolution sees, N slots, R ring, Y and Z elements of a row
@@ -77,8 +77,8 @@ def delta_layer(
         kept: read and written.
         rows: where they stand; all rows of the pass, in their order.
         invariant: the reference's products are of one fixed shape on CUDA; the Triton form goes through a chunk row by
-            row, so that bits do not depend on where a prompt is cut. Otherwise by tiles, whose products are of TF32
-            where the model's dtype is narrower than float32.
+            row, so that bits do not depend on where a prompt is cut. Otherwise by blocks, whose products have operands
+            of half precision where the model's dtype is narrower than float32.
         implementation: see there. Triton's is in float32, and gives 0 for rows that are not real.
 
     Raises:

@@ -203,7 +203,7 @@ def test_speculation_of_any_depth_and_luck_has_the_bits_of_one_position_after_th
         *(pytest.param(lengths, SHAPES[at], marks=SLOW) for lengths in LENGTHS[1:] for at in (0, 2, 3)),
     ],
 )
-def test_chunks_by_tiles_are_the_reference_with_decode_steps_between(shape, lengths):
+def test_chunks_by_blocks_are_the_reference_with_decode_steps_between(shape, lengths):
     """Default numerics; a decode step before each chunk may leave a tile that is behind, and ends within one."""
     layers = [Layer(form, invariant=False, **shape) for form in (REFERENCE, TRITON)]
     inputs, at = layers[0].inputs(130), 0
