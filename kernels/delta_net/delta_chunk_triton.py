@@ -1,21 +1,24 @@
 # mypy: ignore-errors
 """The gated delta net over chunks of prompts, by blocks of 64 positions and products of matrices.
 
-Two launches. The first has a program for each block and key head, at once: it convolves the rows, and makes of a block,
-for each value head, all that needs no state: with A = tril(beta k k^T e^(s_i - s_j)) and T the inverse of I + A, what u
-is without a state, T (beta v), what a state takes away from it, w = T (beta e^s k), and how much of each u a row sees,
-tril(q k^T e^(s_i - s_j)). The second walks over the blocks with BV columns of a value head's state in registers:
-u = T (beta v) - w S, o = e^s q S + (seen) u, S = e^(s_last) S + k^T (e^(s_last - s) u). It holds the state transposed,
-so that state and u go from the registers of one product into those of the next.
+Four launches. The first convolves the rows and sums the gates. The second makes of each block, for each value head, all
+that needs no state: with A = tril(beta k k^T e^(s_i - s_j)), s the sums of g, and T the inverse of I + A, what u is
+without a state, T (beta v), what a state takes away from it, w = T (beta e^s k), and how much of each u a row sees,
+tril(q k^T e^(s_i - s_j)). The third walks over the blocks with BV columns of a value head's state in registers, two
+products each that wait for one another: u = T (beta v) - w S, and S = e^(s_last) S + k^T (e^(s_last - s) u). It leaves
+each block's u and the state before it, of which the fourth makes outputs, e^s q S and what is seen of u, and their
+gated norm. The walk holds the state transposed, so that state and u go from registers into products.
 
-T is made of the inverses of 16 x 16 on the diagonal, row by row, and merged twice by T - T (A T): all of these are
-bounded as the state's own transitions are, where the powers of A may be large when keys are alike.
+T is that of single rows at first, the identity, and blocks on its diagonal are merged by twos: T - T A T, where A has
+what is between two. All of these are bounded as the state's own transitions are, where the powers of A may be large
+when keys are alike.
 
 Blocks begin where the first row's tile of 16 does, or a tile before if that is behind; rows of steps before have u from
 the ring, and rows of T that are the identity's. The state is kept at multiples of 16, so rows of the open tile have no
-part in it. Operands are of the model's dtype if that is bfloat16, and sums, gates, T and the state in float32. Bits
-depend on where a prompt is cut: batch-invariant numerics take the walk row by row. Only the first launch reads rings
-and what `begun` says, only the second writes them.
+part in it. Operands are of half precision, unless the model is of float32: nearer than bfloat16, and as fast; keys, T
+and w are at most 1, and values and states past 65,504 would be infinite. Sums, gates and the state are in float32. Bits
+depend on where a prompt is cut: batch-invariant numerics take the walk row by row. The first launch alone reads rings
+and what the number behind a state says, and the third alone writes them.
 
 Source: Yang et al. 2024 (Gated DeltaNet), its chunk form.
 
@@ -44,8 +47,8 @@ from baton.kernels.variant import Variant
 BLOCK = 64  # positions
 _GATES = tl.constexpr(6)  # of a block's rows: g, e^s, e^(s_last - s), e^(s_last), s, beta
 _NUM_WARPS = 4, 4, 4, 4  # of programs of the four launches
-_COLUMNS, _NUM_STAGES = 64, 3  # of a program of the walk
-_STAGES_BYTES = 200_000
+_COLUMNS, _NUM_STAGES = 32, 3  # of a program of the walk
+_STAGES_BYTES = 200_000  # that all stages may take of shared memory
 _L2_EPS = tl.constexpr(1e-6)
 
 
@@ -428,8 +431,9 @@ def constants_of(
     columns = min(_COLUMNS, value_dim)
     stage_bytes = BLOCK * (2 * key_dim + columns) * (4 if dtype == torch.float32 else 2)
     num_stages = min(max(_STAGES_BYTES // stage_bytes, 1), _NUM_STAGES) if early else 1
+    padded = {"GP": triton.next_power_of_2(num_values), "WP": triton.next_power_of_2(num_taps)}
     return (
-        sizes | rings | {"GP": triton.next_power_of_2(num_values), "WP": triton.next_power_of_2(num_taps), "PTX": early},
+        sizes | rings | padded | {"PTX": early},
         sizes | {"LEVELS": BLOCK.bit_length() - 1, "PRECISION": precision, "PTX": early},
         sizes | rings | {"BV": columns, "STAGES": num_stages, "PRECISION": precision},
         sizes | {"PRECISION": precision, "PTX": early},
@@ -437,21 +441,11 @@ def constants_of(
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(
-    sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, options: tuple[int, ...] = ()
-) -> tuple[Constants, ...]:
+def _constants(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Constants, ...]:
     """Of the four kernels."""
     common = dependent_launch(device) | {"num_stages": 1}
     found = constants_of(*sizes, common["EARLY"], dtype)
-    num_warps = [*_NUM_WARPS]
-    if options:
-        num_warps = [*options[:4]]
-        found[2]["BV"] = min(options[4], sizes[2])
-        if found[2]["STAGES"] > 1:
-            found[2]["STAGES"] = options[5]
-        for own, most in zip(found, options[6:], strict=False):
-            own |= {"maxnreg": most} if most else {}
-    return tuple(Constants(own | common | {"num_warps": n}) for own, n in zip(found, num_warps, strict=True))
+    return tuple(Constants(own | common | {"num_warps": n}) for own, n in zip(found, _NUM_WARPS, strict=True))
 
 
 def launch(
@@ -462,7 +456,6 @@ def launch(
     rows: StateRows,
     gated: tuple[torch.Tensor, torch.Tensor, float],
     out_TX: torch.Tensor,
-    options: tuple[int, ...] = (),
 ) -> None:
     """Outputs of chunks' rows behind the gated norm, their states and what their rings keep.
 
@@ -493,7 +486,7 @@ def launch(
     sizes = (
         num_heads, key_dim, value_dim, num_values, weights[0].shape[2], conv_NHRX.shape[2], *tail_NHRY.shape[2:]
     )  # fmt: skip
-    of_convolve, of_solve, of_walk, of_output = _constants(sizes, device, dtype, options)
+    of_convolve, of_solve, of_walk, of_output = _constants(sizes, device, dtype)
     where = rows.positions_B, rows.counts_B, rows.slots_B
     ends = *(x.stride(0) for x in where), rows.num_rows, num_blocks
     passed = made_BNHZ, gates_BNHX, begun_BH

@@ -1,7 +1,8 @@
 """What a gated delta net computes between its projections: convolution, recurrence, gated norm.
 
 The reference is the three rooms beside this one, and torch's operations; the Triton form is a launch of each, or four
-that take a chunk by blocks. Those launches read and write the same pool in the same form, so a sequence may go from one to the other.
+that take a chunk by blocks. Those launches read and write the same pool in the same form, so a sequence may go from one
+to the other.
 
 Legend: T rows of a pass, B sequences, L rows of each, H key heads, G value heads of one, K and V sizes of their heads,
 X channels of a key head, W positions that an output of the convolution sees, N slots, R ring, Y and Z elements of a row
