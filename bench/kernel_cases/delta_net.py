@@ -85,12 +85,12 @@ def cases() -> list[KernelCase]:
     """Decode and verify steps, chunks of one prompt, and one tiny row for CPUs."""
     points = [(num_sequences, num_rows, (16, 2), False) for num_rows in (1, 4) for num_sequences in (1, 16, 64, 256)]
     points += [(num_sequences, 1, (16, 1), False) for num_sequences in (16, 64)]
-    points += [(1, num_rows, (16, 2), True) for num_rows in (16, 256, 2048, 8192)]
+    points += [(1, num_rows, (16, 2), True) for num_rows in (16, 256, 1024, 2048, 8192)] + [(16, 2048, (16, 2), True)]
     points += [(2, 1, (1, 1), False)]
     return [
         KernelCase(
             kernel="delta_layer",
-            shape=f"{'chunk of ' if is_chunk else f'B={num_sequences} T='}{num_rows} H={heads[0]} G={heads[1]}",
+            shape=f"B={num_sequences} {'chunk of ' if is_chunk else 'T='}{num_rows} H={heads[0]} G={heads[1]}",
             num_bytes=_num_bytes(num_sequences, num_rows, heads, is_chunk),
             is_read=not is_chunk,
             set_bytes=_num_bytes(num_sequences, num_rows, heads, is_chunk),

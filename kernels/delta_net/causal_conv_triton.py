@@ -66,7 +66,8 @@ def _convolved(x, row_stride, ring, weight, row, first, its_C, is_C, X: tl.const
 
 
 @triton.jit
-def _keep(x, row_stride, ring, row, first, its_C, X: tl.constexpr, RING: tl.constexpr):
+def keep(x, row_stride, ring, row, first, its_C, X: tl.constexpr, RING: tl.constexpr):
+    """Channels C of a row to the ring."""
     tl.store(ring + (first + row) % RING * X + its_C, tl.load(x + row * row_stride + its_C))
 
 
@@ -218,10 +219,10 @@ def _keep_kernel(
     ring += slot * ring_slot + head * ring_head
     tail += slot * tail_slot + head * tail_head
     for row in range(tl.maximum(count - (W - 1), 0), count):
-        _keep(query, query_row, ring, row, first, its_K, X, CONV_RING)
-        _keep(key, key_row, ring + K, row, first, its_K, X, CONV_RING)
+        keep(query, query_row, ring, row, first, its_K, X, CONV_RING)
+        keep(key, key_row, ring + K, row, first, its_K, X, CONV_RING)
         for g in tl.static_range(G):
-            _keep(value + g * V, value_row, ring + (2 * K + g * V), row, first, its_V, X, CONV_RING)
+            keep(value + g * V, value_row, ring + (2 * K + g * V), row, first, its_V, X, CONV_RING)
     begin = tl.maximum((first + count) // C * C - first, 0).to(tl.int32)
     for row in range(begin, count):
         to = tail + (first + row) % RING * Y

@@ -229,16 +229,15 @@ def launch(
     _launch_delta((num_programs, len(rows.positions_B)), arguments, constants)
 
 
-def launch_norm(out_THGV: torch.Tensor, z_THGV: torch.Tensor, norm_V: torch.Tensor, eps: float) -> torch.Tensor:
-    """The gated norm, [T, H G V] in the dtype of `z`; of float32 outputs, contiguous."""
+def launch_norm(
+    out_THGV: torch.Tensor, z_THGV: torch.Tensor, norm_V: torch.Tensor, eps: float, rows_TX: torch.Tensor
+) -> None:
+    """The gated norm, to rows [T, H G V] of the dtype of `z`; of float32 outputs, contiguous."""
     num_tokens, num_heads, num_values, value_dim = out_THGV.shape
-    length = num_heads * num_values * value_dim
-    rows_TX = torch.empty(num_tokens, length, dtype=z_THGV.dtype, device=z_THGV.device)
     num_all = num_tokens * num_heads * num_values
     arguments = (out_THGV, z_THGV, norm_V, rows_TX, *z_THGV.stride()[:3], eps, num_all)
     constants = _norm_constants((num_heads, num_values, value_dim), z_THGV.device)
     _launch_norm((-(-num_all // _NORM_ROWS),), arguments, constants)
-    return rows_TX
 
 
 def variants() -> list[Variant]:

@@ -1,7 +1,8 @@
 """What a gated delta net computes between its projections: convolution, recurrence, gated norm.
 
-The reference is the three rooms beside this one, and torch's operations; the Triton form is a launch of each. Those
-launches read and write the same pool in the same form, so a sequence may go from one to the other.
+The reference is the three rooms beside this one, and torch's operations; the Triton form is a launch of each, or four
+that take a chunk by blocks. Those launches read and write the same pool in the same form, so a sequence may go from one
+to the other.
 
 Legend: T rows of a pass, B sequences, L rows of each, H key heads, G value heads of one, K and V sizes of their heads,
 X channels of a key head, W positions that an output of the convolution sees, N slots, R ring, Y and Z elements of a row
@@ -83,8 +84,8 @@ def delta_layer(
         kept: read and written.
         rows: where they stand; all rows of the pass, in their order.
         invariant: the reference's products are of one fixed shape on CUDA; the Triton form goes through a chunk row by
-            row, so that bits do not depend on where a prompt is cut. Otherwise by tiles, whose products are of TF32
-            where the model's dtype is narrower than float32.
+            row, so that bits do not depend on where a prompt is cut. Otherwise by blocks, whose products have operands
+            of half precision where the model's dtype is narrower than float32.
         implementation: see there. Triton's is in float32, and gives 0 for rows that are not real.
 
     Raises:
@@ -110,33 +111,30 @@ def delta_layer(
         return _reference(x, weights, kept, rows, invariant)
     _, num_heads, key_dim = x.query_THK.shape
     num_values, value_dim = x.z_THGV.shape[2:]
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": x.query_THK.device}
-    made_THX = torch.empty(num_tokens, num_heads, 2 * key_dim + num_values * value_dim, **float32)
-    factors_THGF = torch.empty(num_tokens, num_heads, num_values, causal_conv_triton.FACTORS, **float32)
-    out_THGV = torch.empty(num_tokens, num_heads, num_values, value_dim, **float32)
+    out_TX = torch.empty(num_tokens, num_heads * num_values * value_dim, dtype=x.z_THGV.dtype, device=x.z_THGV.device)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": out_TX.device}
+    of_weights = weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG
     for some in rows:
         cut = slice(some.first_row, some.stop_row)
-        step = made_THX[cut], factors_THGF[cut]
         inputs = x.query_THK[cut], x.key_THK[cut], x.value_THX[cut], x.b_THG[cut], x.a_THG[cut]
-        common = (
-            inputs,
-            (weights.conv_HXW, weights.a_log_HG, weights.dt_bias_HG),
-            kept.conv_NHRX,
-            kept.state,
-            some,
-            step,
-        )
+        gated = x.z_THGV[cut], weights.norm_V, weights.eps
         if some.start is not None and not invariant:
-            delta_chunk_triton.launch(*common, out_THGV[cut])
+            delta_chunk_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, gated, out_TX[cut])
         else:
-            begun_BH = causal_conv_triton.launch(*common, value_dim)
-            delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV[cut], key_dim)
-        if some.start is not None:
-            num_taps = weights.conv_HXW.shape[2]
-            causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
+            heads = len(gated[0]), num_heads
+            made_THX = torch.empty(*heads, 2 * key_dim + num_values * value_dim, **float32)
+            factors_THGF = torch.empty(*heads, num_values, causal_conv_triton.FACTORS, **float32)
+            out_THGV = torch.empty(*heads, num_values, value_dim, **float32)
+            step = made_THX, factors_THGF
+            begun_BH = causal_conv_triton.launch(inputs, of_weights, kept.conv_NHRX, kept.state, some, step, value_dim)
+            delta_net_triton.launch(step, begun_BH, kept.state, some, out_THGV, key_dim)
+            if some.start is not None:
+                num_taps = weights.conv_HXW.shape[2]
+                causal_conv_triton.launch_keep(inputs, kept.conv_NHRX, kept.state.tail_NHRY, some, step, num_taps)
+            delta_net_triton.launch_norm(out_THGV, *gated, out_TX[cut])
         if some.keep_in is not None:
             copy_state(kept.parts, some, in_triton=True)
-    return delta_net_triton.launch_norm(out_THGV, x.z_THGV, weights.norm_V, weights.eps)
+    return out_TX
 
 
 def unfit_delta_sizes(key_dim: int, value_dim: int) -> str:

@@ -127,7 +127,7 @@ def _tuned(
 
 
 @triton.jit
-def _silu(wide, PTX: tl.constexpr):
+def silu(wide, PTX: tl.constexpr):
     """A number over 1 + exp of its negative; in PTX without the steps for what is below 2^-126, which becomes 0."""
     if PTX:
         sigmoid = tl.inline_asm_elementwise(
@@ -169,7 +169,7 @@ def _silu_mul_groups(
         # Said twice only to keep the compiler from moving loads behind it, to where their values are used.
         tl.extra.cuda.gdc_launch_dependents()
     wide_NC = gate_NC.to(tl.float32)
-    silu_NC = _silu(wide_NC, PTX).to(gate_NC.dtype)
+    silu_NC = silu(wide_NC, PTX).to(gate_NC.dtype)
     value_NC = (silu_NC.to(tl.float32) * up_NC.to(tl.float32)).to(gate_NC.dtype)
     at_NC = (expert_row + row_N1.to(tl.int64)) * I + column_NC
     if QUANTIZE:

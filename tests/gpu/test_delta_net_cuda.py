@@ -140,8 +140,8 @@ def test_chunks_are_the_reference(length, num_values, invariant):
 
 
 @pytest.mark.parametrize("length", [15, 16, 100, 2048])
-def test_bfloat16_chunks_by_tiles_are_the_reference(length):
-    """Products of TF32; with decode steps between that leave a tile behind."""
+def test_bfloat16_chunks_by_blocks_are_the_reference(length):
+    """Products of half precision; with decode steps between that leave a tile behind."""
     layers = [Layer(form, 2, torch.bfloat16, invariant=False) for form in (REFERENCE, TRITON)]
     at = 0
     for index, size in enumerate((length, 7, length)):
@@ -154,6 +154,59 @@ def test_bfloat16_chunks_by_tiles_are_the_reference(length):
         wanted, found = (layer.run(parts, [rows]) for layer in layers)
         assert_near(found, wanted, (index, "step"))
         at += 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("start", "length"), [(0, 2048), (21, 8192)])
+@pytest.mark.parametrize(("rate", "is_alike", "beta"), [(-8, True, 6), (-8, False, 6), (2, False, 0), (2, True, 6)])
+def test_long_chunks_are_near_with_keys_alike_and_decay_of_any_strength(rate, is_alike, beta, start, length, dtype):
+    """Against float32 of the same inputs; what is rounded to bfloat16 behind it is rounded in both."""
+    layers = [Layer(REFERENCE, 1, invariant=False), Layer(TRITON, 1, dtype, invariant=False)]
+    for layer in layers:
+        layer.weights.a_log_HG.fill_(rate)
+    for at, size in ((0, start), (start, length)):
+        parts = layers[1].inputs(size, at)
+        parts[4].fill_(beta)
+        if is_alike:
+            parts[1][:] = layers[1].inputs(1, 7)[1]
+        if not size:
+            continue
+        wanted = layers[0].chunk([x.float() for x in parts], at)
+        found = layers[1].chunk(parts, at).float()
+        error, state_error = (
+            relative_error(one, other)
+            for one, other in (
+                (found, wanted),
+                [layer.kept.state.state_NHZ[0, :, : 2 * DIM * DIM] for layer in reversed(layers)],
+            )
+        )
+        assert error <= (NEAR if dtype == torch.float32 else BFLOAT16_NEAR), at
+        assert state_error <= (NEAR if dtype == torch.float32 else 2 * BFLOAT16_NEAR), at
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 37, 2048])
+def test_several_chunks_go_in_one_launch(start, dtype):
+    """Of different lengths, against each by itself; rows that are not real are 0."""
+    counts, num_rows = [300, 1, 64, 0, 129], 300
+    layers = [Layer(form, 5, dtype, invariant=False) for form in (REFERENCE, TRITON)]
+    if start:
+        for slot in range(5):
+            for layer in layers:
+                layer.chunk(layer.inputs(start, slot), 0, slot)
+    parts = layers[0].inputs(5 * num_rows, 9)
+    rows = layers[0].rows([start] * 5, counts, list(range(5)), num_rows, start)
+    found = layers[1].run(parts, [rows]).unflatten(0, (5, num_rows))
+    for slot, count in enumerate(counts):
+        assert found[slot, count:].eq(0).all()
+        if count:
+            first = slot * num_rows
+            assert_near(found[slot, :count], layers[0].chunk(part(parts, first, first + count), start, slot), slot)
+    parts = layers[0].inputs(5, 10)
+    rows = layers[0].rows([start + count for count in counts], [int(count > 0) for count in counts], list(range(5)), 1)
+    wanted, found = (layer.run(parts, [rows]) for layer in layers)
+    is_real = torch.tensor(counts, device=CUDA) > 0
+    assert_near(found[is_real], wanted[is_real], "next")
 
 
 LENGTH = 150
