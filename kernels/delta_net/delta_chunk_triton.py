@@ -536,7 +536,16 @@ def variants() -> list[Variant]:
         all_constants = constants_of(16, 128, 128, num_values, 4, CONV_RING, RING, row, early, dtype)
         kernels = _convolve_kernel, _solve_kernel, _walk_kernel, _output_kernel
         names = "delta_convolve", "delta_solve", "delta_walk", "delta_output"
-        for name, kernel, its_constants, num_warps in zip(names, kernels, all_constants, _NUM_WARPS, strict=True):
+        # three of the first and the last are to be on a multiprocessor, and two of the others
+        promises: tuple[dict[str, Any], ...] = (
+            {"max_registers": 168},
+            {"contains": ("HGMMA",), "max_shared_bytes": 113_000},
+            {"contains": ("UTMALDG",), "max_shared_bytes": 113_000},
+            {"contains": ("HGMMA",), "max_registers": 168},
+        )
+        for name, kernel, its_constants, num_warps, its_promises in zip(
+            names, kernels, all_constants, _NUM_WARPS, promises, strict=True
+        ):
             constants = its_constants | {"EARLY": early}
             its_types = {arg: types.get(arg, "i32") for arg in kernel.arg_names if arg not in constants}
             kind = "fp32" if dtype == torch.float32 else "fp16"
@@ -555,6 +564,7 @@ def variants() -> list[Variant]:
                 num_stages=1,
                 may_spill=dtype == torch.float32,
                 on_amd=not early,
+                **(its_promises if early and dtype != torch.float32 else {}),
             )
             found.append(variant)
     return found
