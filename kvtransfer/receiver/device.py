@@ -23,10 +23,10 @@ from baton.kvtransfer.rank_pools import RankPools
 from baton.kvtransfer.receiver.actions import DigestWanted
 from baton.kvtransfer.receiver.device_jobs import FLAGS_POOL, flag_bytes
 from baton.kvtransfer.receiver.link import ReceiverLink
-from baton.kvtransfer.receiver.setup import num_staging_state_slots
 from baton.kvtransfer.shared_region import DIRECTORY, SharedRegion, sweep
 
 MIN_STAGING_BLOCKS = 1
+MIN_STAGING_STATE_SLOTS, MAX_STAGING_STATE_SLOTS = 1, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,16 @@ class DeviceReceiver:
     Args:
         pools: of all ranks; owned from here on.
         own: rank 0's, on this GPU.
-        num_staging_blocks: of the staging memory.
+        staging: of the staging memory.
         memory: shared with the incoming transfer.
 
     Raises:
         CudaFailed: it cannot be page-locked.
     """
 
-    def __init__(self, pools: RankPools, own: KVPool, num_staging_blocks: int, memory: ReceiverMemory) -> None:
+    def __init__(self, pools: RankPools, own: KVPool, staging: PoolGeometry, memory: ReceiverMemory) -> None:
         self._device = own.device
         self._pools = pools
-        staging = staging_geometry(own, num_staging_blocks)
         assert len(memory.staging) == staging.num_bytes
         assert len(memory.flags) == flag_bytes()
         with torch.cuda.device(self._device):
@@ -95,34 +94,37 @@ class DeviceReceiver:
         self._pools.close()
 
 
-def num_staging_blocks(pool: KVPool, config: KVTransferConfig) -> int:
-    """As many as are configured, but no more than the pool has, or than half of what /dev/shm has free."""
-    free = os.statvfs(DIRECTORY)
+def staging_geometry(pool: KVPool, config: KVTransferConfig) -> PoolGeometry:
+    """Of the staging memory before a pool, with every head: as large as is configured.
+
+    It has no more blocks than the pool, and takes no more than half of what /dev/shm has free. State slots, one for
+    each transfer at a time, take half of it at most, so that there is room for rows.
+    """
+    layout, free = pool.layout, os.statvfs(DIRECTORY)
     limit_bytes = min(config.staging_mib << 20, free.f_bavail * free.f_frsize // 2)
-    num_blocks = num_blocks_for_memory(pool.layout, limit_bytes, num_staging_state_slots(pool.layout))
-    return max(MIN_STAGING_BLOCKS, min(pool.num_blocks, num_blocks))
+    num_state_slots = 0
+    if layout.has_state:  # one more is scratch
+        num_state_slots = limit_bytes // 2 // layout.bytes_per_state_slot - 1
+        num_state_slots = max(MIN_STAGING_STATE_SLOTS, min(MAX_STAGING_STATE_SLOTS, num_state_slots))
+    num_blocks = num_blocks_for_memory(layout, limit_bytes, num_state_slots)
+    num_blocks = max(MIN_STAGING_BLOCKS, min(pool.num_blocks, num_blocks))
+    return PoolGeometry(layout, num_blocks, num_state_slots=num_state_slots)
 
 
-def staging_geometry(pool: KVPool, num_blocks: int) -> PoolGeometry:
-    """Of the staging memory before a pool: every head, in so many blocks."""
-    return PoolGeometry(pool.layout, num_blocks, num_state_slots=num_staging_state_slots(pool.layout))
-
-
-def private_memory(pool: KVPool, num_blocks: int) -> ReceiverMemory:
+def private_memory(staging: PoolGeometry) -> ReceiverMemory:
     """Memory for an incoming transfer on a thread of this process."""
-    sizes = (staging_geometry(pool, num_blocks).num_bytes, flag_bytes())
-    staging, flags = (memoryview(mmap.mmap(-1, size)) for size in sizes)
-    return ReceiverMemory(staging, flags)
+    memory, flags = (memoryview(mmap.mmap(-1, size)) for size in (staging.num_bytes, flag_bytes()))
+    return ReceiverMemory(memory, flags)
 
 
-def device_region(pool: KVPool, num_blocks: int, config: KVTransferConfig) -> SharedRegion:
+def device_region(pool: KVPool, staging: PoolGeometry, config: KVTransferConfig) -> SharedRegion:
     """Shared memory for a transfer in a process of its own, before a pool on a GPU; dead owners' are removed first.
 
     Raises:
         ConfigInvalid: there is no room for it.
     """
     sweep()
-    sizes = [staging_geometry(pool, num_blocks).num_bytes, flag_bytes()]
+    sizes = [staging.num_bytes, flag_bytes()]
     link_bytes = ReceiverLink.num_bytes(config.ring_slots, pool.num_blocks)
     return SharedRegion.create(link_bytes=link_bytes, pool_bytes=sizes, key="staging_mib")
 

@@ -227,16 +227,17 @@ class ReceiverService:
         pools = RankPools(pool, () if gather is None else share_pool(pool, gather))
         region: SharedRegion | None = None
         try:
-            num_blocks = device_receiver.num_staging_blocks(pool, setup.config)
-            region = device_receiver.device_region(pool, num_blocks, setup.config)
-            device = device_receiver.DeviceReceiver(pools, pool, num_blocks, device_receiver.memory_of(region))
+            staging = device_receiver.staging_geometry(pool, setup.config)
+            region = device_receiver.device_region(pool, staging, setup.config)
+            device = device_receiver.DeviceReceiver(pools, pool, staging, device_receiver.memory_of(region))
         except BaseException:
             pools.close()
             if region is not None:
                 region.close()
             raise
-        service = cls.in_process(region, replace(setup, device=DeviceSetup(num_blocks, pools.places)), device)
-        service.staging_len = num_blocks * pool.layout.block_size
+        before = DeviceSetup(staging.num_blocks, staging.num_state_slots, pools.places)
+        service = cls.in_process(region, replace(setup, device=before), device)
+        service.staging_len = staging.num_blocks * pool.layout.block_size
         return service
 
     @property
@@ -417,10 +418,9 @@ def _staged(pool: KVPool, config: KVTransferConfig) -> tuple[ReceiverDevice, Dev
     from baton.kvtransfer.rank_pools import RankPools
     from baton.kvtransfer.receiver import device as device_receiver  # with it comes Triton, which CPUs have no use for
 
-    num_blocks = device_receiver.num_staging_blocks(pool, config)
-    memory = device_receiver.private_memory(pool, num_blocks)
-    geometry = device_receiver.staging_geometry(pool, num_blocks)
+    geometry = device_receiver.staging_geometry(pool, config)
+    memory = device_receiver.private_memory(geometry)
     staging = PoolIO(np.frombuffer(memory.staging, dtype=np.uint8), geometry)
     jobs = DeviceJobs(geometry, flag_page(memory.flags))
-    device = device_receiver.DeviceReceiver(RankPools(pool), pool, num_blocks, memory)
+    device = device_receiver.DeviceReceiver(RankPools(pool), pool, geometry, memory)
     return device, jobs, RankedPoolIO([staging])

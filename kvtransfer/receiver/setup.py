@@ -19,9 +19,6 @@ _PLAIN = (
 )  # fmt: skip
 
 
-STAGING_STATE_SLOTS = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Listen:
     """Where and how prefill workers reach an incoming transfer.
@@ -84,10 +81,12 @@ class DeviceSetup:
 
     Attributes:
         num_staging_blocks: of the shared memory's first pool; flags are in its second.
+        num_staging_state_slots: of that pool: so many transfers with state are received at a time.
         pools: of every rank, in order; none: they are not shared with prefill workers.
     """
 
     num_staging_blocks: int
+    num_staging_state_slots: int
     pools: tuple[DevicePool, ...] = ()
 
 
@@ -146,7 +145,7 @@ class ReceiverSetup:
         """Of the memory that payloads are written into: the pools, or the staging memory before those on GPUs."""
         if self.device is None:
             return self.geometries
-        num_slots = num_staging_state_slots(self.layout)
+        num_slots = self.device.num_staging_state_slots
         return (PoolGeometry(self.layout, self.device.num_staging_blocks, num_state_slots=num_slots),)
 
     def next_incarnation(self, epoch: int, address: str, legacies: Sequence[Legacy]) -> "ReceiverSetup":
@@ -186,13 +185,9 @@ class ReceiverSetup:
         return setup, values
 
 
-def num_staging_state_slots(layout: KVLayout) -> int:
-    """Of the staging memory before pools on GPUs: so many transfers with state are received at a time."""
-    return STAGING_STATE_SLOTS if layout.has_state else 0
-
-
 def _device(values: dict[str, Any]) -> DeviceSetup:
-    return DeviceSetup(values["num_staging_blocks"], tuple(DevicePool(**pool) for pool in values["pools"]))
+    pools = tuple(DevicePool(**pool) for pool in values["pools"])
+    return DeviceSetup(values["num_staging_blocks"], values["num_staging_state_slots"], pools)
 
 
 def _hashable(value: Any) -> Any:

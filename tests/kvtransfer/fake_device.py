@@ -100,6 +100,7 @@ class DeviceWorker(ReceiverWorker):
             config=self.config,
             device=DeviceSetup(
                 num_staging_blocks,
+                16 if self.layout.has_state else 0,
                 tuple(DevicePool(HANDLE.hex(), 512 * (rank + 1), f"GPU-{rank}") for rank in range(tp_size)),
             ),
         )

@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from baton.kvtransfer.protocol.frame import KVRange
 from baton.kvtransfer.receiver.actions import DigestWanted
 from baton.kvtransfer.receiver.device_jobs import RankDigests, flag_page
 from baton.tests.kvtransfer.conftest import make_layout
+from baton.tests.kvtransfer.kept import state
 
 CPU = torch.device("cpu")
 LAYOUT = make_layout(num_kv_heads=4)
@@ -216,12 +218,13 @@ def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda)
     """`DeviceReceiver` over two pools, with the kernels in Triton's interpreter."""
     pools = pools_of(2)
     opened = cuda.rank_pools.RankPools(pools[0], share(cuda, pools)[0])
-    memory = cuda.device_receiver.private_memory(pools[0], 4)
+    geometry = type(pools[0].geometry)(LAYOUT, 4)
+    memory = cuda.device_receiver.private_memory(geometry)
     staging = np.frombuffer(memory.staging, dtype=np.uint8)
     staging[:] = np.random.default_rng(1).integers(0, 256, len(staging), dtype=np.uint8)
     flags = flag_page(memory.flags)
-    source = PoolIO(staging, type(pools[0].geometry)(LAYOUT, 4))
-    incoming = cuda.device_receiver.DeviceReceiver(opened, pools[0], 4, memory)
+    source = PoolIO(staging, geometry)
+    incoming = cuda.device_receiver.DeviceReceiver(opened, pools[0], geometry, memory)
     assert len(cuda.streams) == 2
     table, from_blocks, answers = BlockTable((5, 1, 3), 4), BlockTable((2, 0, 1), 4), []
     for rank, flag in enumerate(flags.claim(2)):
@@ -250,5 +253,19 @@ def test_launches_go_to_the_pool_of_their_rank_and_one_answer_comes_of_all(cuda)
 def test_staging_holds_every_head_whatever_a_rank_holds(cuda):
     (alone,), (first, _) = pools_of(1), pools_of(2)
     config = KVTransferConfig(staging_mib=1)
-    num_blocks = cuda.device_receiver.num_staging_blocks
-    assert num_blocks(first, config) == num_blocks(alone, config) > 0
+    staging = cuda.device_receiver.staging_geometry
+    assert staging(first, config).num_blocks == staging(alone, config).num_blocks > 0
+
+
+@pytest.mark.parametrize(("staging_mib", "num_slots"), [(1, 1), (8, 3), (64, 16)])
+def test_state_slots_leave_half_of_staging_for_rows(staging_mib, num_slots, cuda):
+    """Sixteen of the 35B's 64 MB each took all of the default's GiB, and hand-offs by sockets had 16 positions."""
+    layout = replace(LAYOUT, layers=(*LAYOUT.layers, state(2, 1 << 17, dtype="float32", length=16)))
+    assert layout.bytes_per_state_slot == 1 << 20
+    pool = KVPool(layout, 4096, torch.device("cpu"), num_state_slots=2)
+    staging = cuda.device_receiver.staging_geometry(pool, KVTransferConfig(staging_mib=staging_mib))
+    assert staging.num_state_slots == num_slots
+    if staging_mib > 2:
+        assert staging.num_bytes <= staging_mib << 20
+        rows_bytes = staging.num_blocks * layout.bytes_per_block
+        assert staging.num_blocks == pool.num_blocks or rows_bytes > (staging_mib << 20) // 2 - 2 * layout.bytes_per_block
