@@ -268,4 +268,6 @@ def test_state_slots_leave_half_of_staging_for_rows(staging_mib, num_slots, cuda
     if staging_mib > 2:
         assert staging.num_bytes <= staging_mib << 20
         rows_bytes = staging.num_blocks * layout.bytes_per_block
-        assert staging.num_blocks == pool.num_blocks or rows_bytes > (staging_mib << 20) // 2 - 2 * layout.bytes_per_block
+        assert (
+            staging.num_blocks == pool.num_blocks or rows_bytes > (staging_mib << 20) // 2 - 2 * layout.bytes_per_block
+        )
