@@ -8,8 +8,9 @@ import contextlib
 import threading
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from baton.kernels.dispatch_mode import DispatchMode
 
 READS = {
     "aten::_local_scalar_dense",
@@ -36,7 +37,7 @@ class HostRead(Exception):
     """The host looked at a number on the device."""
 
 
-class _Guard(TorchDispatchMode):
+class _Guard(DispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
         name = function._schema.name

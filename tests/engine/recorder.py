@@ -5,8 +5,9 @@ branch, a number) stays decided, every temporary has its place, and what lies th
 """
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from baton.kernels.dispatch_mode import DispatchMode
 
 GARBAGE = {
     torch.bool: True,
@@ -26,7 +27,7 @@ def place_of(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(DispatchMode):
     def __init__(self):
         super().__init__()
         self.operations = []  # (function, arguments, keywords, results with memory of their own)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.engine.step import slots as module
 from baton.engine.step.slots import SlotTable
 from baton.kernels import fused_copy_triton
+from baton.kernels.dispatch_mode import DispatchMode
 from baton.kernels.fused_copy import RunningCopies, fused_copy
 from baton.kernels.implementation import Implementation
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fast
 CPU = torch.device("cpu")
 
 
-class Writes(TorchDispatchMode):
+class Writes(DispatchMode):
     """Operations that write to some tensors."""
 
     def __init__(self, tensors):

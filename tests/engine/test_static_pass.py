@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.numerics import KVDtype, Numerics
 from baton.engine.graphs.backend import CallBackend
 from baton.engine.graphs.graphed_step import StaticPass
 from baton.engine.graphs.key import GraphKey, GraphKind
+from baton.kernels.dispatch_mode import DispatchMode
 from baton.kernels.implementation import Implementation
 from baton.model.loader import load_model
 from baton.tests.engine.pass_matrix import LARGE, SIZE, Side, check_kind
@@ -97,7 +97,7 @@ def test_padding_is_written_anew_by_every_replay(model_of):
             assert (kv[side.tables[1:].flatten()] == 7.0).all()
 
 
-class Writes(TorchDispatchMode):
+class Writes(DispatchMode):
     """How often a tensor is written."""
 
     def __init__(self, tensor):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.errors import ConfigInvalid
 from baton.core.requests.sampling import SamplingParams
@@ -12,6 +11,7 @@ from baton.core.verification import DraftSampleMethod, VerificationConfig, Verif
 from baton.engine.sampling.sampler import draw_noise, sampling_rows
 from baton.engine.speculation.verifiers import conditional_rates, make_verifier
 from baton.engine.speculation.verify import DraftIds, DraftLaw, DraftProbs, VerifyInputs
+from baton.kernels.dispatch_mode import DispatchMode
 from baton.kernels.sampling.noise import Purpose
 from baton.tests.engine import reference
 from baton.tests.engine import rejection_reference as rejection
@@ -201,7 +201,7 @@ def test_drafts_a_head_could_not_have_made_never_stand(config):
     assert verified.accepted_len_B[inputs.sampling.index_S].eq(0).all()
 
 
-class NoHostReads(TorchDispatchMode):
+class NoHostReads(DispatchMode):
     """Raises where a value of a tensor would have to be known on the host."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -34,14 +34,6 @@ def dequantize_kernel(pairs, even, odd, MOVE: tl.constexpr):
     tl.store(odd + index, odd_N)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What is allocated holds NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @dataclass
 class Problem:
     """Sequences of some lengths, the last rows of each as queries, KV in scattered blocks among NaN."""

@@ -24,14 +24,6 @@ SHARES = PLAIN | {"tile": 16, "slots": 12, "shares": True}
 SWAPPED_SHARES = SWAPPED | {"slots": 12, "shares": True}
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What is allocated holds NaN, or the largest integer, until it is written."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def pieces_of(lens, starts, *, tile, num_shares, bound=1 << 20):
     """Each share's pieces as (sequence, first tile, end tile, length), having checked all else that a plan has."""
     wanted = attention_split_kv.Division(tile=tile, num_shares=num_shares, max_context_len=bound)

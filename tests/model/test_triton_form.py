@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import baton.tests.kernels.interpreter  # noqa: F401  (repairs it)
 from baton.core.errors import ModelUnsupported
@@ -19,6 +18,7 @@ from baton.kernels.attention import decode as attention_decode
 from baton.kernels.attention import decode_plan as attention_split_kv
 from baton.kernels.attention import short_chunks as attention_short_chunks
 from baton.kernels.attention.decode_plan import PlanOptions
+from baton.kernels.dispatch_mode import DispatchMode
 from baton.kernels.implementation import Implementation
 from baton.kernels.memo import Memo
 from baton.model import loader
@@ -296,7 +296,7 @@ COMPUTE = {
 COMPUTE |= {"index_put", "index_copy", "scatter"}
 
 
-class _Noted(TorchDispatchMode):
+class _Noted(DispatchMode):
     """Counts torch's operations that compute or write; the interpreter's own are of other kinds."""
 
     def __init__(self):
