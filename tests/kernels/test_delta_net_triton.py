@@ -21,7 +21,8 @@ from baton.tests.kernels.harness import Guards, relative_error, same_bits, strid
 HEADS, KEY, NUM_SLOTS = 2, 16, 4
 REFERENCE, TRITON = Implementation.REFERENCE, Implementation.TRITON
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7}
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
+BLOCKS_TOLERANCE = TOLERANCE | {torch.float32: 5e-6}  # blocks of 64 add in another order
 
 
 class Layer:
@@ -70,9 +71,6 @@ class Layer:
         inputs = [torch.cat(x) for x in zip(*(inputs for inputs, _, _ in parts), strict=True)]
         return self.run(inputs, [rows]).unflatten(0, (len(parts), num_rows))
 
-    def kept_parts(self):
-        return self.kept.conv_NHRX, self.kept.state.tail_NHRY, self.kept.state.state_NHZ
-
 
 def rows_of(positions, counts, slots, num_rows, start=None, first_row=0):
     tensors = [torch.tensor(numbers) for numbers in (positions, counts, slots)]
@@ -85,8 +83,8 @@ def part(inputs, start, stop):
     return [x[start:stop] for x in inputs]
 
 
-def assert_near(found, wanted, dtype=torch.float32):
-    tolerance = TOLERANCE[dtype]
+def assert_near(found, wanted, dtype=torch.float32, tolerances=TOLERANCE):
+    tolerance = tolerances[dtype]
     assert found.dtype == wanted.dtype == dtype
     assert wanted.float().std() > 0.05
     assert torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
@@ -209,11 +207,11 @@ def test_chunks_by_blocks_are_the_reference_with_decode_steps_between(shape, len
     inputs, at = layers[0].inputs(130), 0
     for length in lengths:
         found = [layer.chunk(part(inputs, at, at + length), at) for layer in layers]
-        assert_near(found[1], found[0], layers[0].dtype)
+        assert_near(found[1], found[0], layers[0].dtype, BLOCKS_TOLERANCE)
         at += length
         for num_rows in (8, 3):
             found = [layer.decode([(part(inputs, at, at + num_rows), at, 0)], num_rows) for layer in layers]
-            assert_near(found[1], found[0], layers[0].dtype)
+            assert_near(found[1], found[0], layers[0].dtype, BLOCKS_TOLERANCE)
             at += num_rows
     for layer in layers:
         layer.guards.check()
@@ -263,19 +261,19 @@ def test_several_sequences_go_by_blocks_in_one_launch(start, counts, is_behind):
     inputs = layers[0].inputs(4 * num_rows)
     for layer in layers:
         generator = torch.Generator().manual_seed(7)
-        for x in layer.kept_parts():
+        for x in layer.kept.parts:
             x.copy_(torch.randn(x.shape, generator=generator) / 8)
-        _, tail, state = layer.kept_parts()
+        _, tail, state = layer.kept.parts
         tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
         state[:, :, 2 * KEY * 16] = start // 16 - is_behind
-    before = [x.clone() for x in layers[1].kept_parts()]
+    before = [x.clone() for x in layers[1].kept.parts]
     rows = rows_of([start] * 4, counts, slots, num_rows, start=start)
     out_BLX = layers[1].run(inputs, [rows]).unflatten(0, (4, num_rows))
     layers[1].guards.check()
     for index, (slot, count) in enumerate(zip(slots, counts, strict=True)):
         assert out_BLX[index, count:].eq(0).all()
         if not count:
-            for was, now in zip(before, layers[1].kept_parts(), strict=True):
+            for was, now in zip(before, layers[1].kept.parts, strict=True):
                 assert same_bits(was[slot], now[slot])
             continue
         its_inputs = part(inputs, index * num_rows, index * num_rows + count)
@@ -283,7 +281,7 @@ def test_several_sequences_go_by_blocks_in_one_launch(start, counts, is_behind):
         end = start + count
         for its, ring, begin, length in ((0, CONV_RING, max(end - 3, 0), 64), (1, RING, end // 16 * 16, 50)):
             for position in range(begin, end):
-                wanted, found = (layer.kept_parts()[its][slot, :, position % ring, :length] for layer in layers)
+                wanted, found = (layer.kept.parts[its][slot, :, position % ring, :length] for layer in layers)
                 assert relative_error(found, wanted) < 3e-6, (its, position)
         wanted, found = (layer.kept.state.state_NHZ[slot, :, : 2 * KEY * 16 + 1] for layer in layers)
         assert relative_error(found, wanted) < 3e-6
@@ -318,9 +316,9 @@ def test_decode_rows_from_any_state_and_any_ring(num_rows, places, is_behind):
     found = []
     for form in (REFERENCE, TRITON):
         layer, generator = Layer(form, num_values=2), torch.Generator().manual_seed(7)
-        for x in layer.kept_parts():
+        for x in layer.kept.parts:
             x.copy_(torch.randn(x.shape, generator=generator) / 8)
-        _, tail, state = layer.kept_parts()
+        _, tail, state = layer.kept.parts
         tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
         positions = [16 * (2 + slot) + place for slot, place in enumerate(places)]
         state[:NUM_SLOTS, :, 2 * KEY * 16] = torch.tensor([p // 16 - is_behind for p in positions])[:, None].float()
@@ -342,7 +340,7 @@ def test_decode_rows_have_the_same_bits_where_each_is_a_program_of_its_own(num_r
     for most in (0, 4 * num_rows):  # of rows that are programs of their own
         monkeypatch.setattr(causal_conv_triton, "_MAX_APART", most)
         layer, generator = Layer(TRITON, dtype), torch.Generator().manual_seed(5)
-        conv, tail, state = layer.kept_parts()
+        conv, tail, state = layer.kept.parts
         for x in (conv, tail, state):
             x.copy_(torch.randn(x.shape, generator=generator) / 8)
         tail[..., KEY + 2 * 16 :] = -tail[..., KEY + 2 * 16 :].abs()
@@ -350,7 +348,7 @@ def test_decode_rows_have_the_same_bits_where_each_is_a_program_of_its_own(num_r
         parts = [(layer.inputs(num_rows, slot), p, slot) for slot, p in enumerate((29, 31, 0))]
         out_BLX = layer.decode(parts, num_rows, [num_rows, num_rows, min(num_rows, 2)])
         layer.guards.check()
-        found.append((out_BLX, *(x[:NUM_SLOTS] for x in layer.kept_parts())))
+        found.append((out_BLX, *(x[:NUM_SLOTS] for x in layer.kept.parts)))
     for apart, together in zip(*found, strict=True):
         assert same_bits(apart, together)
     assert found[0][0].float().std() > 0.05
@@ -363,7 +361,7 @@ def test_the_image_of_a_slot_is_that_of_the_layout(length):
     kept, copied = Layer(TRITON), Layer(TRITON)
     inputs = kept.inputs(length + 4)
     kept.chunk(part(inputs, 0, length), 0)
-    (conv, tail, state), (conv2, tail2, state2) = kept.kept_parts(), copied.kept_parts()
+    (conv, tail, state), (conv2, tail2, state2) = kept.kept.parts, copied.kept.parts
     state2[1] = state[0]
     assert int(state[0, 0, 2 * KEY * 16]) == length // 16
     for position in range(length - length % 16, length):
@@ -379,10 +377,10 @@ def test_rows_that_are_not_real_write_nothing_and_read_nothing():
     layer = Layer(TRITON)
     inputs = layer.inputs(30)
     layer.chunk(part(inputs, 0, 20), 0, 2)
-    before = [x.clone() for x in layer.kept_parts()]
+    before = [x.clone() for x in layer.kept.parts]
     out_BLX = layer.decode([(part(inputs, 0, 3), 0, 2), (part(inputs, 0, 3), 20, 2)], 3, counts=[0, 0])
     assert out_BLX.eq(0).all()
-    for was, now in zip(before, layer.kept_parts(), strict=True):
+    for was, now in zip(before, layer.kept.parts, strict=True):
         assert same_bits(was, now)
 
 
