@@ -48,6 +48,8 @@ class Setting:
 
     def begin(self):
         """Compute both prompts; also again, since states that went on cannot be taken back."""
+        for layer in range(self.pool.layout.num_layers):  # a copy of a slot has what is left in it, too
+            self.pool.blocks(layer).zero_()
         ids_T, batch = self.batch([(0, 20, [0, 1, 2]), (0, 20, [3, 4, 5])], [])
         with torch.inference_mode():
             self.model.trunk(ids_T, batch, self.pool, lambda layer: None)
