@@ -103,9 +103,9 @@ class Ops:
         self._attention_decode: AttentionDecode = (
             attention_invariant.attention_decode_invariant if invariant else attention.attention_decode
         )
-        if self._is_fused and invariant:
-            self._linear = partial(linear_ordered, implementation=implementation)
-            self._linear_inner = self._linear_inner_ordered
+        if self._is_fused:
+            self._linear = partial(linear_ordered if invariant else linear.linear_fast, implementation=implementation)
+            self._linear_inner = self._linear_inner_ordered if invariant else self._linear_inner_fast
 
     @property
     def is_invariant(self) -> bool:
@@ -406,6 +406,9 @@ class Ops:
         dtype = x_TK.dtype if self._inner.num_ranks == 1 else torch.float32
         part_TN = linear_ordered(x_TK, weight_NK, num_slices=count, out_dtype=dtype, implementation=self.implementation)
         return self._inner.add_ranks(part_TN).to(x_TK.dtype)
+
+    def _linear_inner_fast(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        return self._inner.add_ranks(linear.linear_fast(x_TK, weight_NK, implementation=self.implementation))
 
     def _linear_fp8(self, x_TK: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         return linear_fp8(x_TK, weight, invariant=self._is_invariant, implementation=self.implementation)

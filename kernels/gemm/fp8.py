@@ -38,6 +38,7 @@ from baton.kernels.gemm.fp8_plan import (
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_fp8_reference, quantize_unchecked
 from baton.kernels.gemm.scaled_mm import LIBRARY, ROWS_MULTIPLE
+from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.tiles import product_rows
@@ -46,25 +47,6 @@ log = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
 _OLDEST = (8, 9)  # with instructions for float8
-
-
-class GemmWorkspace:
-    """Counters of splits that have arrived; every launch leaves zeros. Of one stream, and made before its capture."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(gemm_fp8_triton.MAX_TILES, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def default_workspace(device: torch.device) -> GemmWorkspace:
-    """The one of the stream that computes on a device, for callers that bring none.
-
-    Raises:
-        KernelArgumentInvalid: it is first asked for while a graph is captured, to which it would belong.
-    """
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    require(not captured, "workspace", "must be made before a graph is captured: call once before")
-    return GemmWorkspace(device)
 
 
 def gemm_fp8(

@@ -29,12 +29,12 @@ from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.gemm.fp8_plan import FEW_ROWS, SIZES, TABLES, GemmPlan, SwapAB, invariant_plan, plan_of
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8_triton import quantize_tile
+from baton.kernels.gemm.workspace import MAX_TILES
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.prefetch_triton import prefetch
 from baton.kernels.tuning import table
 from baton.kernels.variant import Variant
 
-MAX_TILES = 16_384  # of a launch with splits: their counters
 _MAX_SPLIT_ROWS = 1024  # of a launch with splits, so that the parts stay a few dozen MB
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))

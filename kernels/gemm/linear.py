@@ -8,8 +8,9 @@ import torch
 from torch.nn import functional
 
 from baton.kernels.arguments import require, require_rows, require_tensor
-from baton.kernels.gemm import linear_ordered_triton
+from baton.kernels.gemm import linear_ordered_triton, linear_split_triton
 from baton.kernels.gemm.inner_sum import tree_sum
+from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.tiles import product_rows, product_slices, wide_dtype
 
@@ -17,6 +18,7 @@ _OWN_SLICES = 2  # of a product whose inner dimension no ranks share: so that fe
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _REFERENCE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
 _WARP_OUTPUTS = 16
+_ALIGNED = 16  # bytes: what has memory on its way takes no less
 
 
 def linear_ordered(
@@ -68,6 +70,63 @@ def linear_ordered(
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """The library's product, [T, N] in the dtype of both operands."""
     return functional.linear(x_TK, weight_NK)
+
+
+def linear_split(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    *,
+    workspace: GemmWorkspace | None = None,
+    implementation: Implementation = Implementation.AUTO,
+) -> torch.Tensor:
+    """The product x W^T of few rows with a weight of few outputs, [T, N] in the dtype of both.
+
+    The inner dimension is split among programs of one launch; parts are added in float32, in one order, and rounded
+    once. For products that take as long as reading the weight, and whose weight is too small for the library's tiles.
+
+    Args:
+        x_TK: bfloat16 or float16, T at most 32; rows may be strided. The reference takes any T, float32 and float64.
+        weight_NK: of the same dtype, N at most 4,096, K a multiple of 128; rows contiguous, on multiples of 16 bytes.
+        workspace: of the current stream; None: the device's, which is then used on one stream only.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; nothing was launched.
+    """
+    with_triton = uses_triton(x_TK.device, implementation)
+    require_tensor("x_TK", x_TK, (None, None), _KERNEL_DTYPES if with_triton else _REFERENCE_DTYPES)
+    require_rows("x_TK", x_TK)
+    require_tensor("weight_NK", weight_NK, (None, x_TK.shape[1]), (x_TK.dtype,), x_TK.device)
+    require_rows("weight_NK", weight_NK)
+    if not with_triton:
+        return (x_TK.to(wide_dtype(x_TK.dtype)) @ weight_NK.to(wide_dtype(x_TK.dtype)).t()).to(x_TK.dtype)
+    require(len(x_TK) <= linear_split_triton.MAX_TOKENS, "x_TK", f"has {len(x_TK)} rows")
+    require(len(weight_NK) <= linear_split_triton.MAX_OUTPUTS, "weight_NK", f"has {len(weight_NK)} rows")
+    is_whole = x_TK.shape[1] > 0 and x_TK.shape[1] % linear_split_triton.STEP == 0
+    require(is_whole, "x_TK", f"has {x_TK.shape[1]} columns: no multiple of {linear_split_triton.STEP}")
+    require(_is_aligned(weight_NK), "weight_NK", "has rows that are not on multiples of 16 bytes")
+    out_TN = torch.empty(len(x_TK), len(weight_NK), dtype=x_TK.dtype, device=x_TK.device)
+    if out_TN.numel():
+        counters = (workspace or default_workspace(x_TK.device)).counters
+        linear_split_triton.launch(x_TK, weight_NK, out_TN, counters)
+    return out_TN
+
+
+def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation) -> torch.Tensor:
+    """`linear_split` wherever it can be had, since it takes less than the library's product there; else that."""
+    is_split = (
+        len(x_TK) <= linear_split_triton.MAX_TOKENS
+        and len(weight_NK) <= linear_split_triton.MAX_OUTPUTS
+        and x_TK.shape[1] % linear_split_triton.STEP == 0
+        and x_TK.dtype in _KERNEL_DTYPES
+        and _is_aligned(weight_NK)
+    )
+    return linear_split(x_TK, weight_NK, implementation=implementation) if is_split else linear(x_TK, weight_NK)
+
+
+def _is_aligned(weight_NK: torch.Tensor) -> bool:
+    size = weight_NK.element_size()
+    return weight_NK.data_ptr() % _ALIGNED == 0 and weight_NK.stride(0) * size % _ALIGNED == 0
 
 
 def linear_invariant(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from baton.kernels.gemm.fp8 import GemmWorkspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
 from baton.kernels.gemm.fp8_plan import GemmPlan
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8, quantize_fp8_reference
 from baton.kernels.gemm.scaled_mm import Library
+from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.tests.kernels.harness import Guards, relative_error, same_bits
 
 pytestmark = pytest.mark.gpu

@@ -7,10 +7,11 @@ import torch
 
 from baton.bench.kernel_cases import gemm_fp8 as cases
 from baton.kernels.gemm import fp8_hopper_triton as hopper
-from baton.kernels.gemm.fp8 import GemmWorkspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
 from baton.kernels.gemm.fp8_plan import FEW_ROWS, TABLES, GemmPlan
 from baton.kernels.gemm.fp8_weight import quantize_weight
 from baton.kernels.gemm.quantize_fp8 import quantize_fp8
+from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.tuning import table
 from baton.tests.kernels.harness import Guards, relative_error, same_bits, strided
 

@@ -5,8 +5,9 @@ import torch
 
 from baton.engine.step.slots import SlotTable
 from baton.kernels.attention.row_places import row_places
-from baton.kernels.gemm.fp8 import default_workspace, linear_fp8
+from baton.kernels.gemm.fp8 import linear_fp8
 from baton.kernels.gemm.fp8_weight import quantize_weight
+from baton.kernels.gemm.workspace import default_workspace
 from baton.kernels.implementation import Implementation
 from baton.kernels.pointwise.rms_norm import rms_norm_fused
 from baton.kernels.pointwise.silu_mul import silu_mul_fused

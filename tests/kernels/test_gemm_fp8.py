@@ -9,7 +9,7 @@ from baton.core.errors import KernelArgumentInvalid
 from baton.kernels import tuning
 from baton.kernels.gemm import fp8 as module
 from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
-from baton.kernels.gemm.fp8 import GemmWorkspace, default_workspace, gemm_fp8, gemm_fp8_reference, linear_fp8
+from baton.kernels.gemm.fp8 import gemm_fp8, gemm_fp8_reference, linear_fp8
 from baton.kernels.gemm.fp8_hopper_triton import is_form, num_counters, programs_at_once
 from baton.kernels.gemm.fp8_plan import (
     TABLES,
@@ -25,6 +25,7 @@ from baton.kernels.gemm.fp8_plan import (
 )
 from baton.kernels.gemm.fp8_weight import Fp8Weight, quantize_weight
 from baton.kernels.gemm.quantize_fp8 import dequantize_fp8, quantize_fp8
+from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation
 from baton.tests.kernels.harness import Guards, assert_deterministic, bits, poison, relative_error, same_bits, strided
 
