@@ -28,7 +28,7 @@ def _drawn() -> list[tuple[int, int, int]]:
 
 def _prepare(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
     def draw(rows: int) -> torch.Tensor:
-        return (torch.randn(rows, K, device=device) / K**0.25).bfloat16()
+        return torch.randn(rows, K, device=device).bfloat16()
 
     sets = [(draw(M), draw(N)) for _ in range(num_sets)]
     return {

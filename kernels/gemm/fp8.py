@@ -38,7 +38,7 @@ from baton.kernels.gemm.fp8_plan import (
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, dequantize_fp8, quantize_fp8_reference, quantize_unchecked
 from baton.kernels.gemm.scaled_mm import LIBRARY, ROWS_MULTIPLE
-from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
+from baton.kernels.gemm.workspace import MAX_TILES, GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.tiles import product_rows
@@ -227,7 +227,7 @@ def _way(
 def _is_warp_specialized(plan: GemmPlan, num_rows: int, weight: Fp8Weight, num_sms: int | None, can_tma: bool) -> bool:
     """Whether a plan with workers can be carried out here."""
     num_counters = gemm_fp8_hopper_triton.num_counters(plan, num_rows, weight.num_outputs)
-    return can_tma and num_sms is None and num_counters <= gemm_fp8_triton.MAX_TILES
+    return can_tma and num_sms is None and num_counters <= MAX_TILES
 
 
 def _check_others(

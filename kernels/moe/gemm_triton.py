@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.kernels.dependent_launch import dependent_launch
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.moe.align import GROUP, Alignment
 from baton.kernels.moe.held_experts import HeldExperts
@@ -32,6 +33,7 @@ _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(1e-10)
 SUM_COLUMNS = 512
+_FEW = 16  # rows of a block up to which programs are few enough to begin before the launch before has ended
 
 
 @triton.jit
@@ -69,11 +71,15 @@ def _gated_kernel(
     K: tl.constexpr,
     FP8: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """inner[row] = silu(gate x) * (up x) of the row's token and expert; one program for a block and J columns."""
     NUM_TILES: tl.constexpr = (INNER + J - 1) // J
     block = tl.program_id(0) // NUM_TILES
     first = tl.program_id(0) % NUM_TILES * J
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(block_expert + block).to(tl.int64)
     if expert < 0:
         return
@@ -130,11 +136,15 @@ def _down_kernel(
     K: tl.constexpr,
     FP8: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """part[row] = weight[row] * (down inner[row]); one program for a block and J columns of the hidden size."""
     NUM_TILES: tl.constexpr = (D + J - 1) // J
     block = tl.program_id(0) // NUM_TILES
     first = tl.program_id(0) % NUM_TILES * J
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(block_expert + block).to(tl.int64)
     if expert < 0:
         return
@@ -177,6 +187,7 @@ def _sum_kernel(
     D: tl.constexpr,
     B: tl.constexpr,
     SOME: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out[token] = its chosen experts' parts, added in the order they were chosen; ids of no expert add nothing.
 
@@ -186,6 +197,9 @@ def _sum_kernel(
     column_B = tl.program_id(1) * B + tl.arange(0, B)
     mask_B = column_B < D
     sum_B = tl.zeros([B], dtype=tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for choice in tl.static_range(CHOSEN):
         its = tl.load(expert + token * CHOSEN + choice) - FIRST
         is_own = (its >= 0) & (its < NUM_EXPERTS)
@@ -230,7 +244,7 @@ def launch(product: Product, x_TD: torch.Tensor, x_scale: torch.Tensor | None, o
         inner_scale = torch.empty(num_rows, inner_size // GROUP, dtype=torch.float32, device=device)
         gate_up_scale, down_scale = weights.gate_up_scale, weights.down_scale
     rows, block_expert = product.alignment.rows, product.alignment.block_expert
-    gated, down, total = _constants(inner_size, hidden, num_experts, num_chosen, tiles, is_fp8, weights.held)
+    gated, down, total = _constants(inner_size, hidden, num_experts, num_chosen, tiles, is_fp8, weights.held, device)
     num_blocks = len(block_expert)
     to_inner = (
         x_TD, x_scale if is_fp8 else weight_TK, weights.gate_up_EJD, gate_up_scale, rows, block_expert, inner,
@@ -252,12 +266,14 @@ def _constants(
     tiles: Any,
     is_fp8: bool,
     held: HeldExperts | None,
+    device: torch.device,
 ) -> tuple[Constants, Constants, Constants]:
     """Of the three launches."""
+    early = dependent_launch(device, tiles.block_len <= _FEW)
     gated = gated_constants(inner_size, hidden, num_chosen, tiles, is_fp8) | {"num_warps": tiles.gated_warps}
     down = down_constants(inner_size, hidden, tiles, is_fp8) | {"num_warps": tiles.down_warps}
     total = sum_constants(num_experts, num_chosen, hidden, held) | {"num_warps": 2}
-    return Constants(gated), Constants(down), Constants(total)
+    return Constants(gated | early), Constants(down | early), Constants(total | early)
 
 
 _launch_gated = Launcher(_gated_kernel)
@@ -310,15 +326,16 @@ def variants() -> list[Variant]:
     from baton.kernels.moe.gemm import choose_tiles
 
     found = []
-    for is_fp8, num_experts, inner_size, num_rows in (
-        (True, 128, 768, 8),
-        (True, 128, 768, 512),
-        (True, 256, 512, 16384),
-        (False, 128, 768, 8),
-        (False, 128, 768, 512),
-        (False, 256, 512, 8192),
-        (False, 256, 512, 32_768),
-        (False, 128, 768, None),  # invariant
+    for is_fp8, num_experts, inner_size, num_rows, early in (
+        (True, 128, 768, 8, True),
+        (True, 128, 768, 512, True),
+        (True, 256, 512, 16384, False),
+        (False, 128, 768, 8, True),
+        (False, 128, 768, 8, False),
+        (False, 128, 768, 512, True),
+        (False, 256, 512, 8192, False),
+        (False, 256, 512, 32_768, False),
+        (False, 128, 768, None, True),  # invariant
     ):
         tiles = choose_tiles(num_experts, inner_size, 2048, is_fp8, num_rows, 8)
         kind, matrix = ("fp8", "*fp8e4nv") if is_fp8 else ("bf16", "*bf16")
@@ -330,14 +347,15 @@ def variants() -> list[Variant]:
             "contains": ("QGMMA" if is_fp8 else "HGMMA", "LDGSTS"),
             "lacks": ("HMMA",),
             "max_registers": 144 if tiles.block_len < 32 else 255,
-            "on_amd": not is_fp8,  # gfx942 has another float8
+            "on_amd": not is_fp8 and not early,  # gfx942 has another float8, and launches nothing early
             # Any number of rows is multiplied by one instruction where no row may depend on it.
             "shapes": ("64x16x16",) if num_rows is None else (),
         }
         size = "invariant" if num_rows is None else f"rows={num_rows}"
-        name = f"{kind} {num_experts}x{inner_size}x2048 {size}"
-        gated = gated_constants(inner_size, 2048, 8, tiles, is_fp8)
-        down = down_constants(inner_size, 2048, tiles, is_fp8)
+        is_late = tiles.block_len <= _FEW and not early
+        name = f"{kind} {num_experts}x{inner_size}x2048 {size}{' late' * is_late}"
+        gated = gated_constants(inner_size, 2048, 8, tiles, is_fp8) | {"EARLY": early}
+        down = down_constants(inner_size, 2048, tiles, is_fp8) | {"EARLY": early}
         for product, kernel, constants, warps in (
             ("gated", _gated_kernel, gated, tiles.gated_warps),
             ("down", _down_kernel, down, tiles.down_warps),
@@ -359,7 +377,7 @@ def variants() -> list[Variant]:
                 name=f"moe_gemm {name}",
                 kernel=_sum_kernel,
                 types={"part": "*bf16", "expert": "*i64", "out": "*bf16"},
-                constants=sum_constants(128 if held is None else held.count, 8, 2048, held),
+                constants=sum_constants(128 if held is None else held.count, 8, 2048, held) | {"EARLY": held is None},
                 aligned=("part", "expert", "out"),
                 num_warps=2,
                 max_registers=128,
