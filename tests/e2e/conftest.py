@@ -36,3 +36,13 @@ def load_tiny():
         return load_model(TINY, dtype=dtype, device=torch.device(device), numerics=numerics, **options)
 
     return load
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Of ranks, for a module that takes some."""
+    from baton.tests.e2e.tp_groups import RankProcesses  # of which a machine with a GPU has not all that it imports
+
+    started = RankProcesses()
+    yield started
+    started.close()

@@ -31,7 +31,7 @@ from baton.tests.e2e.test_split_acceptance import Speculated, counts_of, locally
 from baton.tests.e2e.test_tensor_parallel import check, reference
 from baton.tests.e2e.topology import Topology
 from baton.tests.e2e.tp_group_engine import run_over_ranks
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
 RANKS = {"tiny-hybrid": (1, 2), "tiny-mla": (1, 2, 4)}
@@ -87,13 +87,6 @@ def test_disaggregated_tokens_are_those_of_one_process(cell, model_of, one_proce
     prompts = token_prompts(tokenizer, NUM_PROMPTS)
     tokens = disaggregated(load, tokenizer, prompts, (mode, k, *how), least_accepted=NUM_PROMPTS * k)
     assert tokens == one_process(name, mode)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_same_tokens import WHOLE, pairwise
 from baton.tests.e2e.topology import Topology
 from baton.tests.e2e.tp_group_engine import run_over_ranks
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 
 ALL, FEW = (200, 10), (8, 6)  # requests, and tokens of each
 REFERENCE_BATCH = 11  # none of those below
@@ -36,13 +36,6 @@ QUICK_INVARIANT = [(2, 32, 1, "handed over"), (4, 32, 2, "local")]
 def cell_id(cell):
     k, batch, ranks, place = cell
     return f"k{k}-batch{batch}-tp{ranks}-{place.replace(' ', '_')}"
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses("forkserver")
-    yield started
-    started.close()
 
 
 def requests_with(tokenizer, k, size, tag=""):

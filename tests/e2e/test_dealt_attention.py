@@ -22,7 +22,7 @@ from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_async_equals_sync import LOOKUP, generate, sizes_of
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.tp_group_engine import run_over_ranks
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 
 MLA = TINY.with_name("tiny-mla")
 MODEL = {"dtype": torch.float64, "device": torch.device("cpu"), "numerics": Numerics.DEFAULT, "with_mtp": True}
@@ -209,13 +209,6 @@ def test_a_group_holds_as_many_times_the_positions_in_the_same_memory(size, mode
 
 
 # Decode workers
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 WORKERS = list(itertools.product(SIZES, (False, True)))

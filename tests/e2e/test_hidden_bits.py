@@ -20,7 +20,7 @@ from baton.model.loader import load_model
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import CORPUS
 from baton.tests.e2e.topology import Topology
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 from baton.tests.e2e.trunk_rows import record_rows
 
 PROMPT_LEN, NUM_TOKENS = 300, 100
@@ -142,13 +142,6 @@ def test_every_row_has_the_bits_of_a_plain_run(seeds, model, tokenizer, prompt, 
         print(f"{seed}: {watch.num_same} rows, wrong {watch.wrong[:5]}, {hits} hits")
     assert num_exact == len(seeds)
     assert num_hits > len(seeds) / 4
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 def serve_over_ranks(processes, prompt, seed, tp_prefill, tp_decode, directory):

@@ -21,7 +21,7 @@ from baton.tests.e2e.test_async_equals_sync import PREEMPTIONS, sizes_of
 from baton.tests.e2e.test_same_tokens import WHOLE
 from baton.tests.e2e.topology import Topology
 from baton.tests.e2e.tp_group_engine import run_over_ranks
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.deepseek_checkpoints import DEEPSEEKS
 from baton.tests.model.harness import prompt
@@ -130,13 +130,6 @@ def test_asynchronous_tokens_are_those_of_one_plain_run(
     assert [list(result.token_ids) for result in results] == one_plain_run(kind, mode)
     assert (preempted.num_preemptions > 0) == (preemption != "stays")
     assert (preempted.num_offloaded_blocks > 0) == (preemption == "to host memory")
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 SIZES = list(itertools.product(KINDS, (1, 2), (1, 2), ("raw", "shm")))

@@ -19,7 +19,7 @@ from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_forced_prefix import going_on
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import Topology
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 
 K = 2
 SLOW = pytest.mark.slow
@@ -222,13 +222,6 @@ def test_a_worker_that_closes_ends_prompts_on_their_way(load_tiny, tokenizer, pr
         worker.close()
         outcomes = [running.finish(one) for one in started]
     assert all(outcome.finish_reason or isinstance(outcome.error, RequestCancelled) for outcome in outcomes)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from baton.tests.e2e.test_async_equals_sync import PREEMPTIONS, generate, sizes_
 from baton.tests.e2e.test_bundled_families import MODEL, RANKS, SIZES, marked, path_of
 from baton.tests.e2e.test_tensor_parallel import check, reference
 from baton.tests.e2e.tp_group_engine import run_over_ranks
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 from baton.tests.engine.graphs import assert_all_replayed
 from baton.tests.engine.moving_experts import load_options, shuffling
 
@@ -30,13 +30,6 @@ def prompts(tokenizer):
 @pytest.fixture(scope="module")
 def model_of():
     return cache(lambda name: load_model(path_of(name), **MODEL))
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import Topology
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 
 MAX_TOKENS = 40
 HOST_BYTES = {"recompute": 0, "offload": 1 << 26, "little": 3 * 196_608}
@@ -116,13 +116,6 @@ def test_cancelled_under_pressure_leaves_nothing(load_tiny, tokenizer, prompts, 
         assert decode_inventory(topology).num_host_blocks_used == 0
         outcomes = topology.generate(requests_for(prompts, **options(True, 2)))
         assert [outcome.token_ids for outcome in outcomes] == wanted[True]
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 @pytest.mark.parametrize(("k", "way"), cells((2, "little"), 0, 2))

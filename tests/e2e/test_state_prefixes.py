@@ -22,7 +22,7 @@ from baton.tests.e2e.test_async_equals_sync import sizes_of
 from baton.tests.e2e.test_hybrids import marked
 from baton.tests.e2e.test_same_tokens import WHOLE, pairwise
 from baton.tests.e2e.topology import Topology
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.model.harness import prompt
 from baton.tests.model.hybrid_checkpoints import HYBRIDS
@@ -187,13 +187,6 @@ def test_handed_over_tokens_are_those_of_one_plain_run(
     for outcomes in made:
         assert [outcome.error for outcome in outcomes] == [None] * len(prompts())
         assert [outcome.token_ids for outcome in outcomes] == one_plain_run(kind, mode)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 SIZES = [(kind, *sizes) for kind, sizes in itertools.product(HYBRIDS, ((1, 2), (2, 1), (2, 2)))]

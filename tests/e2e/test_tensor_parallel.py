@@ -21,7 +21,7 @@ from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_forced_prefix import going_on
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.test_sampling_everywhere import KINDS, request_of
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 from baton.tests.model.harness import prompt
 
 CPU = torch.device("cpu")
@@ -43,13 +43,6 @@ CELLS = [
 
 class EndOfTest(Exception):
     """Leaves a topology without closing it."""
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses()
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
-from baton.tests.e2e.tp_groups import RankProcesses, TPGroupTopology
+from baton.tests.e2e.tp_groups import TPGroupTopology
 
 DEATH_S = 1.0
 HANG_S = 2.0
@@ -24,13 +24,6 @@ MARGIN_S = 0.5  # of a busy machine, between the verdict and the test that reads
 MAX_TOKENS = 96
 WHATS = {"kill": DEATH_S, "stop": HANG_S, "corrupt": DEATH_S}
 NAMES = {"kill": "has died", "stop": "hangs", "corrupt": "diverged"}
-
-
-@pytest.fixture(scope="module")
-def processes():
-    started = RankProcesses(method="forkserver")
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")

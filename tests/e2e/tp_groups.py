@@ -75,10 +75,9 @@ class RankProcess:
 class RankProcesses:
     """As many as the largest topology has ranks; started when they are first needed."""
 
-    def __init__(self, method="spawn"):
-        self._context = multiprocessing.get_context(method)
-        if method == "forkserver":  # what every process imports is imported once
-            self._context.set_forkserver_preload(["baton.tests.e2e.tp_group_process"])
+    def __init__(self):
+        self._context = multiprocessing.get_context("forkserver")  # what every process imports is imported once
+        self._context.set_forkserver_preload(["baton.tests.e2e.tp_group_process"])
         self._idle = []
         self._all = []
 

@@ -21,6 +21,7 @@ from pathlib import Path
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+from torch.nn import functional
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
@@ -229,12 +230,13 @@ def _row_with_workers(table, shape, size, device_index):
 
 
 def stub():
-    """Nothing is compiled; what would be written by kernels is zeros."""
+    """Nothing is compiled; what would be written by kernels is zeros, and torch's products are."""
     driver.set_active(_Hopper())
     JITFunction._do_compile = _compile_nothing
     torch.empty = lambda *sizes, pin_memory=False, **options: torch.zeros(*sizes, **options)
     torch.empty_like = lambda x, **options: torch.zeros_like(x, **options)
     torch.Tensor.new_empty = lambda x, *sizes, **options: x.new_zeros(*sizes, **options)
+    functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
     attention_prefill_hopper_triton._multiprocessors = lambda index: 132
     slots.fused_copy = kernel_warm_up.fused_copy = _copy
     kv_dequantize.MAX_BYTES = 16 << 20  # two contexts, so that there are steps with more

@@ -6,7 +6,15 @@ fails on bounds of `tl.range` that are not constants. A kernel that passes with 
 operation on bfloat16 is done in float32 and rounded by torch, and conversions to float8 are torch's, saturating as the
 GPU's are. Arithmetic traps nowhere, as on a GPU: numpy would warn of what a kernel computes and then drops, which is
 whatever memory held that nobody wrote. Only what a kernel returns is judged.
+
+It is also made faster, with the same results: it looked through the whole language at each call of a device function to
+patch what was patched, computed checks of overflow that only `debug` asserts, and built types anew for every value.
 """
+
+import dataclasses
+import functools
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -161,6 +169,110 @@ def _without_traps(before):
     return run
 
 
+class _Language:
+    """What launches make of the language: looked up once, and undone when none is under way."""
+
+    def __init__(self, patch):
+        seen = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        scope = patch(seen)
+        names = {(id(owner), name): (owner, name) for owner, name, _ in scope._changes}
+        self._changes = [(owner, name, vars(owner)[name]) for owner, name in names.values()]
+        scope.restore()
+        self._scope, self._num_launches = scope, 0
+
+    def patch(self, kernel):
+        if not self._num_launches:
+            for change in self._changes:
+                self._scope.set_attr(*change)
+        self._num_launches += 1
+        return self
+
+    def restore(self):
+        self._num_launches -= 1
+        if not self._num_launches:
+            self._scope.restore()
+
+
+def _device_call(self, *arguments, **named):
+    try:
+        return self.rewrite()(*arguments, **named)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
+
+
+def _by_scalar(before):
+    known = {}
+
+    def dtype(kind):
+        scalar = kind.scalar
+        found = known.get(scalar.name)
+        if found is None:
+            found = known[scalar.name] = before(scalar)
+        return found
+
+    return dtype
+
+
+@functools.cache
+def _shape(*sizes):
+    """Of a block: as the language keeps it, and how many values it has."""
+    return tl.core.tuple(sizes), tl.core.validate_block_shape(sizes)
+
+
+@functools.cache
+def _constexpr_shape(*sizes):
+    return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+
+def _block_type(self, element_ty, shape):
+    sizes = shape.values if isinstance(shape, tl.core.tuple) else shape
+    if not all(type(size) is int for size in sizes):
+        sizes = tl.core._unwrap_shape(sizes)
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    self.element_ty = element_ty
+    self.shape, self.numel = _shape(*sizes)
+    self.name = f"<{sizes}, {element_ty.name}>"
+
+
+def _tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _constexpr_shape(*(type.shape if type.is_block() else ()))
+
+
+def _broadcast_if_unequal(before):
+    def broadcast(self, left, right):
+        if left.type.is_block() and right.type.is_block():
+            return (left, right) if left.type.shape is right.type.shape else before(self, left, right)
+        return before(self, left, right) if left.type.is_block() or right.type.is_block() else (left, right)
+
+    return broadcast
+
+
+def _same_or(before):
+    return lambda self, other: self is other or before(self, other)
+
+
+def _plain_or(before):
+    plain = frozenset((int, bool, float, str, type(None), tl.core.tensor, tl.core.dtype, tl.core.block_type))
+    return lambda value: value if type(value) in plain else before(value)
+
+
+def _hasten():
+    interpreter._patch_lang = _Language(interpreter._patch_lang).patch
+    interpreter.InterpretedFunction.__call__ = _device_call
+    interpreter._get_np_dtype = _by_scalar(interpreter._get_np_dtype)
+    options = interpreter.interpreter_builder.options
+    assert not options.debug, "checks of overflow would be read"
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    tl.core.block_type.__init__ = _block_type
+    tl.core.tensor.__init__ = _tensor
+    tl.core.dtype.__eq__ = _same_or(tl.core.dtype.__eq__)
+    tl.core._unwrap_if_constexpr = _plain_or(tl.core._unwrap_if_constexpr)
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.broadcast_impl_value = _broadcast_if_unequal(semantic.broadcast_impl_value)
+
+
 def _repair():
     interpreter.GridExecutor.__call__ = _without_traps(interpreter.GridExecutor.__call__)
     interpreter._convert_float = _converter(interpreter._convert_float)
@@ -176,3 +288,4 @@ def _repair():
 
 if triton.knobs.runtime.interpret:
     _repair()
+    _hasten()

@@ -1,5 +1,6 @@
 """Tiny random Hugging Face directories, written without transformers. Reached through the `tiny_checkpoint` fixture."""
 
+import functools
 import json
 
 import torch
@@ -90,11 +91,17 @@ def write_checkpoint(
         config["mtp_num_hidden_layers"] = int(with_mtp)
     config |= overrides or {}
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    tensors = random_tensors(config, seed=seed, with_mtp=with_mtp, dtype=dtype, **forms)
+    tensors = _drawn(json.dumps(config), seed, with_mtp, dtype, tuple(forms.items()))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     if tokenizer:
         write_tokenizer(path, vocab_size)
     return path
+
+
+@functools.lru_cache(maxsize=4)
+def _drawn(config, seed, with_mtp, dtype, forms):
+    """Of a test after the other that writes the same weights in another layout; nobody changes them."""
+    return random_tensors(json.loads(config), seed=seed, with_mtp=with_mtp, dtype=dtype, **dict(forms))
 
 
 def random_tensors(config, *, seed, with_mtp, dtype, **forms):

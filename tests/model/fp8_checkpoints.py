@@ -4,6 +4,7 @@ A directory has a twin whose weights are the values times the scales by the layo
 """
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import torch
@@ -86,7 +87,7 @@ def write_float8(path, layout, *, kind="qwen3", ignored=IGNORED, seed=5, **optio
     overrides = INNER | MOE.get(kind, {}) | options.pop("overrides", {})
     sizes = SIZES | {"with_mtp": True} | options
     write_checkpoint(path / "float8", kind=kind, seed=seed, overrides=overrides, **sizes)
-    write_checkpoint(path / "plain", kind=kind, seed=seed, overrides=overrides, **sizes)
+    shutil.copytree(path / "float8", path / "plain")
     tensors = load_file(path / "float8" / "model.safetensors")
     plain, generator = dict(tensors), torch.Generator().manual_seed(seed)
     for name in [name for name in tensors if name.endswith(QUANTIZED + PROJECTIONS)]:
