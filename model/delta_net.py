@@ -19,7 +19,7 @@ from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.delta_sizes import POOL_LAYERS
 from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch
-from baton.model.layers import WeightSource
+from baton.model.layers import WeightSource, joined
 from baton.model.tensor_spec import delta_products
 
 
@@ -67,7 +67,13 @@ def _decode_rows(batch: DecodeBatch, pool: KVPool, first_row: int) -> StateRows:
 
 
 class DeltaNet:
-    """One layer's, whose state lies in three layers of the pool from `layer` on."""
+    """One layer's, whose state lies in three layers of the pool from `layer` on.
+
+    Attributes:
+        mixed_XD: makes queries, keys, values and what gates outputs.
+        gates_XD: makes what gates the state.
+        both_XD: both as one, of which the two are views: few outputs take as long as a launch. None: one is float8.
+    """
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
         sizes = config.delta_net
@@ -78,6 +84,9 @@ class DeltaNet:
         gates = ("ba",) if self._is_interleaved else ("b", "a")
         self.mixed_XD = source.take_product(*mixed)
         self.gates_XD = source.take(*(f"{prefix}.in_proj_{part}.weight" for part in gates))
+        self.both_XD = joined(self.mixed_XD, self.gates_XD)
+        if self.both_XD is not None:
+            self.mixed_XD, self.gates_XD = self.both_XD.tensor_split([-len(self.gates_XD)])
         a_log_HG, dt_bias_HG = (
             source.take_wide(f"{prefix}.{name}").unflatten(0, (-1, sizes.num_values)) for name in ("A_log", "dt_bias")
         )
@@ -94,7 +103,9 @@ class DeltaNet:
 
     def project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What it reads of each row: queries, keys, values and what gates outputs [T, X], and gates of the state."""
-        return self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
+        if self.both_XD is None:
+            return self._ops.linear(x_TD, self.mixed_XD), self._ops.linear(x_TD, self.gates_XD)
+        return self._ops.linear(x_TD, self.both_XD).tensor_split([-len(self.gates_XD)], dim=1)
 
     def mix(self, read: tuple[torch.Tensor, ...], inputs: AttentionInputs) -> torch.Tensor:
         """What `project` made -> outputs of the value heads [T, H G V]; writes the state, then tells of its layers."""

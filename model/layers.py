@@ -286,5 +286,15 @@ class MLP:
 
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
         """[T, D] -> [T, D]; never waits for the device, whatever `may_wait` allows. Nothing is `routed`."""
-        inner_TI = self._ops.silu_mul(self._ops.linear(x_TD, self.gate_up_JD))
-        return self._ops.linear_inner(inner_TI, self.down_DI)
+        return self.go_on(self._ops.linear(x_TD, self.gate_up_JD))
+
+    def go_on(self, gate_up_TJ: torch.Tensor) -> torch.Tensor:
+        """From the first product on, [T, J] -> [T, D]."""
+        return self._ops.linear_inner(self._ops.silu_mul(gate_up_TJ), self.down_DI)
+
+
+def joined(*weights: Weight) -> torch.Tensor | None:
+    """Weights that read the same rows as one, [sum of N, K]; None if they are not of one dtype, or float8."""
+    tensors = [weight_NK for weight_NK in weights if isinstance(weight_NK, torch.Tensor)]
+    is_one = len(tensors) == len(weights) and len({weight_NK.dtype for weight_NK in tensors}) == 1
+    return torch.cat(tensors) if is_one else None

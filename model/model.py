@@ -25,7 +25,7 @@ from baton.model.attention import AttentionInputs
 from baton.model.config import ModelConfig
 from baton.model.dealt_rows import DealtBatch, DealtRows, PassBatch, RowDeal
 from baton.model.decoder import Decoder, Pieces, computed
-from baton.model.delta_net import state_rows
+from baton.model.delta_net import DeltaNet, state_rows
 from baton.model.delta_sizes import with_delta_nets
 from baton.model.draft_head import HeadIds, columns_in_order, invert_d2t
 from baton.model.draft_names import DRAFT_HEAD
@@ -241,16 +241,22 @@ class Model:
         if config.delta_net is not None:
             delta = config.delta_net
             values = delta.num_value_heads * delta.value_dim
-            shapes |= {(2 * (delta.num_key_heads * delta.key_dim + values), hidden), (hidden, values)}
-            shapes.add((2 * delta.num_value_heads, hidden))
+            mixed, gates = 2 * (delta.num_key_heads * delta.key_dim + values), 2 * delta.num_value_heads
+            nets = [layer.attention for layer in self._decoder.layers if isinstance(layer.attention, DeltaNet)]
+            are_one = all(net.both_XD is not None for net in nets)
+            shapes |= {(mixed + gates, hidden)} if are_one else {(mixed, hidden), (gates, hidden)}
+            shapes.add((hidden, values))
         shapes.add((config.vocab_size, hidden))
         if len(config.sparse_layers) < config.num_layers:
             shapes |= {(2 * config.intermediate_size, hidden), (hidden, config.intermediate_size)}
         if config.num_experts:
             shapes |= {(2 * config.moe_intermediate_size, hidden), (hidden, config.moe_intermediate_size)}
-            shapes.add((config.num_experts, hidden))
+            shared = 2 * config.shared_expert_size
+            are_one = all(mlp.both_ND is not None for mlp in self.sparse_layers)
+            shapes |= {(shared + config.num_experts, hidden)} if are_one else {(config.num_experts, hidden)}
+            shapes |= {(shared, hidden)} if shared and not are_one else set()
         if config.shared_expert_size:
-            shapes |= {(2 * config.shared_expert_size, hidden), (hidden, config.shared_expert_size)}
+            shapes.add((hidden, config.shared_expert_size))
             shapes |= {(1, hidden)} if config.sigmoid_routing is None else set()
         if self._eagle is not None:
             own = self._eagle.sizes

@@ -10,7 +10,7 @@ import torch
 from baton.kernels.moe.expert_slots import ExpertSlots, RoutedRows
 from baton.kernels.ops import Ops
 from baton.model.config import ModelConfig
-from baton.model.layers import MLP, WeightSource
+from baton.model.layers import MLP, WeightSource, joined
 from baton.model.tensor_spec import router_bias
 
 
@@ -20,6 +20,8 @@ class SparseMLP:
     Attributes:
         experts: that this rank holds.
         slots: where all of them lie, and what they got; None where they do not move.
+        both_ND: the shared expert's first product and the router's as one, J + E outputs, of which the two are views:
+            few outputs take as long as a launch. None: there is no shared expert, or they are not of one dtype.
     """
 
     def __init__(self, source: WeightSource, layer_prefix: str, config: ModelConfig, ops: Ops) -> None:
@@ -33,13 +35,20 @@ class SparseMLP:
         held = source.held
         self.slots = ExpertSlots(held, source.device) if held is not None and held.may_move else None
         self.shared = _SharedExpert(source, layer_prefix, config, ops) if config.shared_expert_size else None
+        self.both_ND = None if self.shared is None else joined(self.shared.mlp.gate_up_JD, self.router_ED)
+        if self.shared is not None and self.both_ND is not None:
+            self.shared.mlp.gate_up_JD, self.router_ED = self.both_ND.tensor_split([-config.num_experts])
         self._num_chosen = config.num_experts_per_token
         self._renormalise = config.renormalise_experts
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
         """[T, D] -> [T, D]; only where `may_wait` may the host wait for the device. `routed` where experts may move."""
-        logits_TE = self._ops.linear(x_TD.to(self.router_ED.dtype), self.router_ED)
+        gate_up_TJ = None
+        if self.both_ND is None:
+            logits_TE = self._ops.linear(x_TD.to(self.router_ED.dtype), self.router_ED)
+        else:
+            gate_up_TJ, logits_TE = self._ops.linear(x_TD, self.both_ND).tensor_split([-len(self.router_ED)], dim=1)
         routing, bias_E = self._routing, self.bias_E
         if routing is None or bias_E is None:
             weight_TK, expert_TK = self._ops.route(logits_TE, self._num_chosen, self._renormalise)
@@ -52,7 +61,7 @@ class SparseMLP:
             assert routed is not None
             expert_TK = self.slots.place(expert_TK, routed)
         mixed_TD = self._ops.experts(x_TD, weight_TK, expert_TK, self.experts, may_wait)
-        return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x_TD)
+        return mixed_TD if self.shared is None else self.shared.add_to(mixed_TD, x_TD, gate_up_TJ)
 
 
 class _SharedExpert:
@@ -64,6 +73,15 @@ class _SharedExpert:
         self.gate_1D = source.take(f"{prefix}_gate.weight") if config.sigmoid_routing is None else None
         self._ops = ops
 
-    def add_to(self, mixed_TD: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
-        """What the experts made of the tokens x [T, D], and what this one makes, rounded once: [T, D]."""
-        return self._ops.add_shared(mixed_TD, self.mlp(x_TD, may_wait=False), x_TD, self.gate_1D)
+    def add_to(
+        self, mixed_TD: torch.Tensor, x_TD: torch.Tensor, gate_up_TJ: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the experts made of the tokens x [T, D], and what this one makes, rounded once: [T, D].
+
+        Args:
+            mixed_TD: the experts'.
+            x_TD: the tokens.
+            gate_up_TJ: this one's first product, if it is there already.
+        """
+        shared_TD = self.mlp(x_TD, may_wait=False) if gate_up_TJ is None else self.mlp.go_on(gate_up_TJ)
+        return self._ops.add_shared(mixed_TD, shared_TD, x_TD, self.gate_1D)

@@ -331,6 +331,7 @@ def test_routers_are_float32_in_a_narrow_model(kind, tmp_path):
     mlp, name = model._decoder.layers[1].mlp, "model.layers.1.mlp.gate"
     assert torch.equal(mlp.bias_E, stored[f"{name}.e_score_correction_bias"])
     assert not torch.equal(mlp.bias_E, mlp.bias_E.bfloat16().float())
+    assert mlp.both_ND is None  # a product is of one dtype
     assert (mlp.router_ED.dtype, stored[f"{name}.weight"].dtype) == (torch.float32, torch.bfloat16)
     assert run(model, prompt(20), [(17, False), (3, True)]).isfinite().all()
 

@@ -90,7 +90,7 @@ def logits_of(model, group=None):
 
 
 def weights_of(part, path=""):
-    """Everything that a model multiplies with, by its place."""
+    """Everything that a model multiplies with, by its place; what two are views of is left out."""
     if isinstance(part, (torch.Tensor, Fp8Weight, ExpertWeights, Fp8ExpertWeights)):
         yield path, part
     elif isinstance(part, list):
@@ -98,6 +98,8 @@ def weights_of(part, path=""):
             yield from weights_of(one, f"{path}.{index}")
     elif type(part).__module__.startswith("baton.model.") and hasattr(part, "__dict__"):
         for name, one in vars(part).items():
+            if name in ("both_ND", "both_XD"):
+                continue
             yield from weights_of(one, f"{path}.{name}")
 
 

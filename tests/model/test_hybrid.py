@@ -229,8 +229,23 @@ def test_float8_in_blocks_as_published(kind, tmp_path):
         net = model._decoder.layers[0].attention
         assert isinstance(net.mixed_XD, Fp8Weight) and isinstance(net.out_DX, Fp8Weight)
         assert isinstance(net.gates_XD, torch.Tensor)
+        assert net.both_XD is None
     logits = run(load(paths[0], dtype=torch.float32), ids, [(9, False), (11, False)]).double()
     assert (logits - wide[0]).norm() < 0.3 * wide[0].norm()  # activations are rounded, too
+
+
+@pytest.mark.fast
+def test_products_that_read_the_same_rows_are_one_and_no_weight_is_there_twice(tmp_path):
+    path = write_checkpoint(tmp_path / "plain", kind="qwen3_5_moe")
+    for model in (load(path), *on_ranks(2, lambda group: load(path, group))):
+        layer = model._decoder.layers[0]
+        net, mlp = layer.attention, layer.mlp
+        for both, parts in (
+            (net.both_XD, (net.mixed_XD, net.gates_XD)),
+            (mlp.both_ND, (mlp.shared.mlp.gate_up_JD, mlp.router_ED)),
+        ):
+            assert torch.equal(torch.cat(parts), both)
+            assert {part.untyped_storage().data_ptr() for part in parts} == {both.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "qwen3-fp8"])
