@@ -211,6 +211,8 @@ def write_shape(name: str, directory: Path, **changes: Any) -> Path:
         values = json.loads((resources.files("baton.assets") / name / "config.json").read_text(encoding="utf-8"))
     else:
         values = SHAPES[name]
+    if "num_hidden_layers" in changes and "layer_types" in values:  # of each layer one
+        changes = {"layer_types": values["layer_types"][: changes["num_hidden_layers"]]} | changes
     (directory / "config.json").write_text(json.dumps(values | changes, indent=2) + "\n")
     return directory
 

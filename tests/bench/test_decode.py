@@ -16,7 +16,7 @@ from baton.bench.decode_bench import floor as decode_floor
 from baton.bench.decode_bench import tp_group as decode_tp_group
 from baton.bench.decode_bench.cell import DecodeCell, DecodeCells, StampedExecutor
 from baton.bench.decode_bench.options import read_options
-from baton.bench.model_shapes import BUNDLED, full_name, write_shape
+from baton.bench.model_shapes import BUNDLED, SHAPES, full_name, write_shape
 from baton.cluster.commands.bench import format_decode
 from baton.core.errors import ConfigInvalid
 from baton.engine.step.executor import ThreadExecutor
@@ -147,6 +147,15 @@ def test_a_bundled_model_is_a_shape_by_its_name(name, tmp_path):
     assert full_name(name) == name
     written = json.loads((write_shape(name, tmp_path, vocab_size=999) / "config.json").read_text())
     assert written == json.loads((TINY.with_name(name) / "config.json").read_text()) | {"vocab_size": 999}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [*SHAPES, *BUNDLED])
+def test_fewer_layers_of_any_shape_are_a_model(name, tmp_path):
+    config = ModelConfig.from_directory(write_shape(name, tmp_path, num_hidden_layers=4), made_weights="x")
+    assert config.num_layers == 4
+    whole = ModelConfig.from_directory(write_shape(name, tmp_path / "whole"), made_weights="x")
+    assert config.delta_layers == {layer for layer in whole.delta_layers if layer < 4}
 
 
 @pytest.mark.fast
