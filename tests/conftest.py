@@ -36,8 +36,24 @@ _after_collection = [0]  # resident bytes
 FIRST = ("e2e", "runbook", "cluster", "test_packaging.py")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Of `make check`, files without a fast test are not imported, which takes as long as many a test."""
+    wants_fast = config.option.markexpr.startswith("fast and")
+    is_file = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if wants_fast and is_file and not _names_fast(collection_path) else None
+
+
+def _names_fast(path):
+    return "fast" in path.read_text(encoding="utf-8")
+
+
+@pytest.hookimpl(tryfirst=True)  # before any is left out
 def pytest_collection_modifyitems(items):
     """Files that take long by themselves begin first: in several processes none of them is what the others wait for."""
+    hidden = {item.path for item in items if item.get_closest_marker("fast")}
+    hidden = sorted(str(path) for path in hidden if not _names_fast(path))
+    if hidden:
+        raise pytest.UsageError(f"`make check` would leave out fast tests: nothing says `fast` in {', '.join(hidden)}")
     items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(FIRST))
 
 
