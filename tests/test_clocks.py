@@ -23,9 +23,15 @@ ABOUT_DATES = {
 }
 
 
+ENDS = {wall.rpartition(".")[2] for wall in WALL}
+
+
 def wall_clock_uses(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
+    text = path.read_text()
+    if not any(end in text for end in ENDS):  # so that most files need not be parsed
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr in ENDS:
             name = ast.unparse(node)
             if any(name == wall or name.endswith(f".{wall}") for wall in WALL):
                 yield name

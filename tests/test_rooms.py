@@ -42,14 +42,50 @@ def tree_of(path):
     return ast.parse(path.read_text())
 
 
+def statements(body):
+    """All of them, also those within others; expressions are most of a tree, and import nothing."""
+    for node in body:
+        yield node
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from statements(getattr(node, block, ()))
+
+
+@functools.cache
 def imported_names(path):
     """Dotted names of everything a file imports, wherever in it."""
-    for node in ast.walk(tree_of(path)):
+    found = set()
+    for node in statements(tree_of(path).body):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_imports_are_found_wherever_they_are(tmp_path):
+    path = tmp_path / "nested.py"
+    path.write_text("""
+import one
+def f():
+    try:
+        import two
+    except ImportError:
+        from three import x
+    else:
+        with y: import four
+    finally:
+        for z in (): import five
+class C:
+    if x: import six
+    elif y: import seven
+    match z:
+        case 1: import eight
+    while z: import nine
+    async def g(self): import ten
+""")
+    counted = "one two three.x four five six seven eight nine ten"
+    assert imported_names(path) == set(counted.split())
 
 
 def rooms_imported_by(path):
