@@ -43,12 +43,7 @@ def linear_ordered(
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
     """
-    with_triton = uses_triton(x_TK.device, implementation)
-    require_tensor("x_TK", x_TK, (None, None), _KERNEL_DTYPES if with_triton else _REFERENCE_DTYPES)
-    require_rows("x_TK", x_TK)
-    num_inputs = x_TK.shape[1]
-    require_tensor("weight_NK", weight_NK, (None, num_inputs), (x_TK.dtype,), x_TK.device)
-    require_rows("weight_NK", weight_NK)
+    with_triton, num_inputs = _require_operands(x_TK, weight_NK, implementation), x_TK.shape[1]
     require(num_inputs > 0, "x_TK", "has no column")
     num_slices = math.gcd(_OWN_SLICES, num_inputs) if num_slices is None else num_slices
     fits = num_slices in (1, 2, 4, linear_ordered_triton.MAX_SLICES) and num_inputs % num_slices == 0
@@ -93,11 +88,7 @@ def linear_split(
     Raises:
         KernelArgumentInvalid: an argument does not fit; nothing was launched.
     """
-    with_triton = uses_triton(x_TK.device, implementation)
-    require_tensor("x_TK", x_TK, (None, None), _KERNEL_DTYPES if with_triton else _REFERENCE_DTYPES)
-    require_rows("x_TK", x_TK)
-    require_tensor("weight_NK", weight_NK, (None, x_TK.shape[1]), (x_TK.dtype,), x_TK.device)
-    require_rows("weight_NK", weight_NK)
+    with_triton = _require_operands(x_TK, weight_NK, implementation)
     if not with_triton:
         return (x_TK.to(wide_dtype(x_TK.dtype)) @ weight_NK.to(wide_dtype(x_TK.dtype)).t()).to(x_TK.dtype)
     require(len(x_TK) <= linear_split_triton.MAX_TOKENS, "x_TK", f"has {len(x_TK)} rows")
@@ -122,6 +113,16 @@ def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: 
         and _is_aligned(weight_NK)
     )
     return linear_split(x_TK, weight_NK, implementation=implementation) if is_split else linear(x_TK, weight_NK)
+
+
+def _require_operands(x_TK: torch.Tensor, weight_NK: torch.Tensor, implementation: Implementation) -> bool:
+    """Whether Triton computes their product."""
+    with_triton = uses_triton(x_TK.device, implementation)
+    require_tensor("x_TK", x_TK, (None, None), _KERNEL_DTYPES if with_triton else _REFERENCE_DTYPES)
+    require_rows("x_TK", x_TK)
+    require_tensor("weight_NK", weight_NK, (None, x_TK.shape[1]), (x_TK.dtype,), x_TK.device)
+    require_rows("weight_NK", weight_NK)
+    return with_triton
 
 
 def _is_aligned(weight_NK: torch.Tensor) -> bool:
