@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.tests.kernels.sass import all_variants
+
 pytestmark = pytest.mark.timeout(1800)
 TABLE = Path(__file__).with_name("sass_table.json")
 OLDER = "3.6.0"
@@ -55,6 +57,13 @@ def agree(found):
 def test_for_hopper_every_variant_is_what_the_table_says():
     """Compiled is what has changed since the table was written (three minutes for all)."""
     agree(run("--changed"))
+
+
+def test_no_variant_for_gfx942_launches_early():
+    """Which is Hopper's alone, and does not link; that all compile there takes too long for each time."""
+    variants = [variant for variant in all_variants() if variant.on_amd]
+    assert variants
+    assert not [variant.name for variant in variants if variant.constants.get("EARLY")]
 
 
 @pytest.mark.slow

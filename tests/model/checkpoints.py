@@ -100,7 +100,7 @@ def write_checkpoint(
 
 @functools.lru_cache(maxsize=4)
 def _drawn(config, seed, with_mtp, dtype, forms):
-    """Tests one after the other write the same weights in other layouts; nobody changes them."""
+    """Tests one after the other write the same weights in other layouts, and change none of them."""
     return random_tensors(json.loads(config), seed=seed, with_mtp=with_mtp, dtype=dtype, **dict(forms))
 
 
