@@ -30,6 +30,7 @@ from baton.kvtransfer.protocol import incarnation_file
 from baton.tests.model.checkpoints import write_checkpoint
 
 GARBAGE_BYTES = 512 << 20
+SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "RAY_", "TORCHINDUCTOR_")
 _after_collection = [0]  # resident bytes
 
 
@@ -55,6 +56,33 @@ def pytest_collection_modifyitems(items):
     if hidden:
         raise pytest.UsageError(f"`make check` would leave out fast tests: nothing says `fast` in {', '.join(hidden)}")
     items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(FIRST))
+
+
+def _environment():
+    return {key: value for key, value in os.environ.items() if not key.startswith(SET_BY_OTHERS)}
+
+
+def _changed(before):
+    """Names of variables, for a message."""
+    return ", ".join(sorted({key for key, _ in _environment().items() ^ before.items()}))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A module that sets a variable when it is imported sets it for the tests of all others, in every process."""
+    before = _environment()
+    report = yield
+    if _changed(before):
+        report.outcome = "failed"
+        report.longrepr = f"importing {collector.nodeid} changes the environment: {_changed(before)}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def the_environment_is_left_as_it_was():
+    before = _environment()
+    yield
+    assert not _changed(before)
 
 
 def pytest_collection_finish(session):

@@ -7,15 +7,12 @@ alone is compiled, the slow ones left out. What launches would compile is what T
 """
 
 import json
-import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
-
-os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
