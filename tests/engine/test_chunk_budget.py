@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.engine.chunk_budget import DECODE_STEPS, DRAIN_STEPS, FIRST_LEN, LAUNCHES, MIN_LEN, WEIGHT, ChunkBudget
+from baton.engine.chunk_budget import (
+    DECODE_STEPS,
+    DRAIN_STEPS,
+    FIRST_LEN,
+    FLOORS,
+    LAUNCHES,
+    MIN_LEN,
+    WEIGHT,
+    ChunkBudget,
+)
 from baton.tests.engine.toy_engine import request_of, toy_engine
 
 pytestmark = pytest.mark.fast
@@ -14,14 +23,17 @@ ROWS = 4  # that decode
 
 
 class Device:
-    """Takes `decode_s` for decode rows and `per_token_s` for each token beside them; its host takes `launch_s`."""
+    """Takes `decode_s` for decode rows, with any chunk `floor_s` more and `per_token_s` for each of its tokens.
 
-    def __init__(self, decode_s, per_token_s, launch_s=0.0, most=4096):
+    Its host takes `launch_s`.
+    """
+
+    def __init__(self, decode_s, per_token_s, launch_s=0.0, most=4096, floor_s=0.0):
         self.budget = ChunkBudget(most)
-        self.decode_s, self.per_token_s, self.launch_s = decode_s, per_token_s, launch_s
+        self.decode_s, self.per_token_s, self.launch_s, self.floor_s = decode_s, per_token_s, launch_s, floor_s
 
     def step_s(self, num_tokens):
-        return max(self.launch_s, self.decode_s + num_tokens * self.per_token_s)
+        return max(self.launch_s, self.decode_s + self.floor_s + num_tokens * self.per_token_s)
 
     @property
     def fits(self):
@@ -114,7 +126,56 @@ def test_a_long_queue_of_prompts_gets_larger_chunks_and_leaves_the_length_that_f
     assert device.budget.length(ROWS, 300 * DRAIN_STEPS) == 300
     assert device.budget.length(ROWS, 300 * DRAIN_STEPS + 1) == 301, "all within so many steps"
     assert device.budget.length(ROWS, 10_000_000) == 4096 - ROWS
-    assert device.run(30, num_waiting=10_000_000) == pytest.approx(fits, rel=0.01)
+    device.run(30, num_waiting=10_000_000)
+    assert device.budget.length(ROWS, 1) == pytest.approx(fits, rel=0.01)
+
+
+@pytest.mark.parametrize("num_waiting", [1_000, 50_000, 90_000])
+def test_a_queue_is_computed_within_so_many_steps(num_waiting):
+    device = Device(0.010, 0.001)
+    fits = device.run(200)
+    for first_len, late, num_steps in ((0, 0, DRAIN_STEPS), (5, 1_000, 2 * DRAIN_STEPS), (5, 40_000, 2 * DRAIN_STEPS)):
+        left = num_waiting
+        for step in range(100):
+            if step == first_len:
+                left += late
+            length = device.budget.length(ROWS, left)
+            assert length >= fits
+            left -= length
+            if left <= 0:
+                break
+        assert step < num_steps
+        assert device.budget.length(ROWS, 100) == MIN_LEN, "a new queue"
+    device.budget.length(ROWS, num_waiting)
+    assert device.budget.length(0, num_waiting) == 4096
+    assert device.budget.length(ROWS, 100) == MIN_LEN, "what waited was computed where nothing decoded"
+
+
+def test_where_any_chunk_takes_long_it_is_worth_that():
+    """In a mixture a few tokens choose nearly all experts. Shorter chunks would read them more often."""
+    device = Device(0.003, 14.5e-6, floor_s=0.0155)
+    worth = (FLOORS - 1) * 0.0185 / 14.5e-6
+    device.run(100)
+    lengths = sorted(device.budget.length(ROWS, 1) for _ in range(2))
+    assert lengths[0] == pytest.approx(0.75 * worth, rel=0.02), "so that a change would be seen"
+    assert lengths[-1] == pytest.approx(worth, rel=0.02)
+    device.floor_s = 0.0
+    assert device.run(100) == pytest.approx(device.fits, rel=0.02)
+    rng = random.Random(3)
+    device = Device(0.003, 14.5e-6)
+    for turn in range(600):
+        device.floor_s = 0.0155 * rng.uniform(0.95, 1.05) + (0.1 if turn % 90 == 89 else 0.0)
+        device.run(1)
+    assert device.budget.floor.seconds == pytest.approx(0.0185, rel=0.1), "also where times differ"
+
+
+def test_where_chunks_add_no_weights_noise_makes_them_no_longer():
+    device, rng, lengths = Device(0.006, 17e-6), random.Random(4), []
+    for turn in range(2_000):
+        device.floor_s = 0.006 * rng.uniform(-0.1, 0.1) + (0.05 if turn % 200 == 199 else 0.0)
+        device.run(1, num_waiting=rng.choice([1, 1, 1, 40_000]))
+        lengths.append(device.budget._fitting)
+    assert max(lengths[100:]) < 1.35 * device.fits
 
 
 def test_rows_that_decode_and_chunks_fit_into_a_step_together():
@@ -159,10 +220,23 @@ FLOAT8_32B = Costs(7.6e-3, 62e-6, 70e-6, 2e-3)
 PROMPT_LEN, ANSWER_LEN, MOST = 1024, 128, 4096
 
 
-def closed_loop(length, costs, num_clients, budget=None):
-    """(tokens a second, 99th percentile of gaps) of clients that ask three times, as soon as they are answered."""
+class Mixture:
+    """About Qwen3.5-35B-A3B on an H200: some rows read some experts, any chunk reads nearly all."""
+
+    MEASURED = ((0, 3.2e-3), (1, 3.2e-3), (16, 8.8e-3), (64, 16.6e-3), (256, 26.2e-3))  # rows and seconds
+
+    def step_s(self, num_rows, num_tokens):
+        (few, few_s), (more, more_s) = next(
+            pair for pair in zip(self.MEASURED, self.MEASURED[1:], strict=False) if num_rows <= pair[1][0]
+        )
+        decode_s = few_s + (more_s - few_s) * (num_rows - few) / (more - few)
+        return max(decode_s, 18.5e-3) + 14.5e-6 * num_tokens if num_tokens else decode_s
+
+
+def closed_loop(length, costs, num_clients, budget=None, num_turns=3):
+    """(tokens a second, 99th percentile of gaps) of clients that ask so often, as soon as they are answered."""
     now, num_emitted, gaps = 0.0, 0, []
-    waiting = deque([PROMPT_LEN, turn] for turn in [3] * num_clients)
+    waiting = deque([PROMPT_LEN, turn] for turn in [num_turns] * num_clients)
     running = []  # [tokens left, when the last came, turns left]
     while waiting or running:
         num_rows, room = len(running), 0
@@ -197,6 +271,16 @@ def test_clients_that_wait_for_each_other_get_the_rate_of_prompts_first(num_clie
     rate_first, gap_first = closed_loop(lambda num_rows, _: 2 * MOST - num_rows, costs, num_clients)
     assert rate > 0.97 * rate_first
     assert gap <= (0.67 if num_clients >= 16 else 1.01) * gap_first
+
+
+@pytest.mark.parametrize("num_clients", [1, 4, 8, 16, 64, 256])
+def test_clients_of_a_mixture_get_most_of_the_rate_of_prompts_first(num_clients):
+    """With chunks that read all weights for a few tokens eight clients got a third of it, and sixteen two thirds."""
+    budget, num_turns = ChunkBudget(MOST), 12 if num_clients <= 16 else 3
+    rate, gap = closed_loop(budget.length, Mixture(), num_clients, budget, num_turns)
+    rate_first, _ = closed_loop(lambda num_rows, _: 2 * MOST - num_rows, Mixture(), num_clients, None, num_turns)
+    assert rate > (0.9 if num_clients >= 64 else 0.7) * rate_first
+    assert gap < (0.030 if num_clients <= 16 else 0.090)
 
 
 def test_an_engine_asks_for_its_rows_and_for_all_prompts_that_wait(monkeypatch):
