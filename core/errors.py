@@ -21,6 +21,7 @@
     │   ├── HandoffTooLong             no hand-off can carry the prompt, and no decode worker may compute it
     │   ├── WorkerLost                 a worker died, was fenced or was restarted under the request
     │   ├── TransferFailed             the KV hand-off could not be completed and verified
+    │   ├── ModelOutputInvalid         the model gave numbers that are not finite; nothing chosen from them is sent
     │   ├── RequestQuarantined         workers died of it; refused for a while
     │   ├── GrammarBudgetExceeded      following its grammar costs more than one request may spend
     │   ├── RequestCancelled
@@ -205,6 +206,14 @@ class TransferFailed(ServingError):
     """The KV hand-off was not completed and verified; no token was decoded from it."""
 
     grpc_code = "ABORTED"
+    retry = Retry.ELSEWHERE
+
+
+class ModelOutputInvalid(ServingError):
+    """The model gave NaN or an infinity where a token was to be chosen; no token of that step was sent."""
+
+    grpc_code = "INTERNAL"
+    http_status = 500
     retry = Retry.ELSEWHERE
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from baton.core.clock import Clock
 from baton.core.config import SchedulingName
-from baton.core.errors import BatonError, RequestDeadlineExceeded, as_internal
+from baton.core.errors import BatonError, ModelOutputInvalid, RequestDeadlineExceeded, as_internal
 from baton.core.pace import PrefillPace
 from baton.core.rate import FullStepRate, RateMeter
 from baton.core.requests.request import FinishReason, TokenLogprobs
@@ -241,6 +241,7 @@ class Engine:
         self.budget = ChunkBudget(max_num_batched_tokens)
         self.tally = StepTally(runner.num_draft_tokens)
         self.num_prompts = 0  # that were computed here to their ends
+        self.num_not_finite = 0  # sequences that ended because the model gave NaN or an infinity
         self.num_prompt_tokens = 0  # that chunks computed, those of preempted sequences not counted again
         self.speculation = speculation or Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock)
         self._role = role
@@ -316,6 +317,9 @@ class Engine:
         if phase in (Phase.ENDED, Phase.ABORTING):
             return
         self._role.ended(sequence, error)
+        if isinstance(error, ModelOutputInvalid):
+            self.num_not_finite += 1
+            self.scheduler.unshare(sequence)
         if phase is Phase.RECEIVING:
             self.scheduler.quarantine(sequence)
             return

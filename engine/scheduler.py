@@ -218,6 +218,10 @@ class Scheduler:
             end: one past the last.
             checkpoints: ends of blocks among them, and the state slot that has the state there.
         """
+        if sequence.is_unsound:
+            for _, slot in checkpoints:
+                self._checkpoints().give_up(slot)
+            return
         full, allocator = slice(start // table.block_size, end // table.block_size), self._allocator_of(table)
         for block, name in zip(table.blocks[full], sequence.block_hashes[full], strict=False):
             allocator.name(name, block)
@@ -227,6 +231,12 @@ class Scheduler:
             name = sequence.block_hashes[count - 1]
             assert self.allocator.index.has(name), "a checkpoint goes with its block"
             self._checkpoints().keep(name, slot, is_branch=sequence.checkpoint_blocks[count])
+
+    def unshare(self, sequence: Sequence) -> None:
+        """Its KV may hold what is not finite: no other may find its blocks, nor those that it found."""
+        sequence.is_unsound = True
+        if sequence.table is not None:
+            self._allocator_of(sequence.table).forget(sequence.table)
 
     # The next step
 

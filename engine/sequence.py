@@ -59,6 +59,7 @@ class Sequence:
         num_scripted: preemptions that a test asked for.
         num_reported: prompt tokens whose log-probabilities were reported.
         block_hashes: of its prompt's full blocks; empty if it shares nothing.
+        is_unsound: its KV may hold what is not finite: no block of it gets a name any more.
         checkpoint: name of the one that its first chunk begins with; None: there is none, or that chunk is planned.
         checkpoint_blocks: behind how many of its blocks it leaves checkpoints, in order; whether others part there.
         chunks: of a traced request: when each chunk was launched and read, its first position and its length.
@@ -96,6 +97,7 @@ class Sequence:
     num_scripted: int = 0
     num_reported: int = 0
     block_hashes: tuple[bytes, ...] = ()
+    is_unsound: bool = False
     checkpoint: bytes | None = None
     checkpoint_blocks: dict[int, bool] = field(default_factory=dict)
     chunks: list[tuple[float, float, int, int]] = field(default_factory=list)

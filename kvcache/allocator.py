@@ -200,6 +200,11 @@ class BlockAllocator:
             self._free.append(old)
         self._check()
 
+    def forget(self, table: BlockTable) -> None:
+        """What its blocks hold is not to be shared any more."""
+        for block in table.blocks:
+            self.index.forget(block)
+
     def quarantine(self, table: BlockTable) -> None:
         """Set reserved blocks apart until it is proved that no process writes them. Shared ones are never written."""
         assert all(self._num_tables.get(block) == 1 and block not in self.index for block in table.blocks)

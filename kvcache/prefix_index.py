@@ -94,6 +94,18 @@ class PrefixIndex:
         self._names[block] = name
         return old
 
+    def forget(self, block: int) -> None:
+        """What a block in use holds is not to be shared any more: its name goes, and a checkpoint of that name."""
+        assert not self.is_resting(block)
+        name = self._names.pop(block, None)
+        if name is None:
+            return
+        del self._blocks[name]
+        if self.checkpoints is not None:
+            self.checkpoints.forget(name)
+        if self._log is not None:
+            self._log.removed(name)
+
     def rest(self, block: int) -> bool:
         """The block is no longer in use. False if it has no name, so that nothing is worth keeping."""
         if block not in self._names:

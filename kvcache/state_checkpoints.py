@@ -45,6 +45,7 @@ class StateCheckpoints:
         self._branches: OrderedDict[bytes, int] = OrderedDict()  # when it was used, in `_num_taken`; likewise
         self._num_taken = 0
         self._num_users: Counter[bytes] = Counter()
+        self._forgotten: set[bytes] = set()
         self.num_slots = len(self._free)
         self.num_evicted = 0
 
@@ -52,7 +53,7 @@ class StateCheckpoints:
         return len(self._kept)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._kept
+        return name in self._kept and name not in self._forgotten
 
     @property
     def num_filling(self) -> int:
@@ -73,9 +74,13 @@ class StateCheckpoints:
         """The step that copies from it is planned, or will never be; its slot."""
         assert self._num_users[name] > 0
         self._num_users[name] -= 1
+        slot = self._kept[name]
         if not self._num_users[name]:
             del self._num_users[name]
-        return self._kept[name]
+            if name in self._forgotten:
+                self._forgotten.remove(name)
+                self._remove(name)
+        return slot
 
     def take(self) -> int | None:
         """A slot for a step to copy state into, then `keep`; None: there is no room, see the module."""
@@ -108,10 +113,25 @@ class StateCheckpoints:
 
     def drop(self, name: bytes) -> None:
         """The block of that name is given up. One that a sequence is about to begin with has its blocks in use."""
+        if name in self._forgotten:
+            return
         assert name not in self._num_users
         if name in self._kept:
             self._remove(name)
             self._check()
+
+    def give_up(self, slot: int) -> None:
+        """What a step copied into a slot is of no use."""
+        self._filling.remove(slot)
+        self._free.append(slot)
+        self._check()
+
+    def forget(self, name: bytes) -> None:
+        """No sequence may begin with it any more. One that is about to may still copy from its slot."""
+        if self._num_users[name]:
+            self._forgotten.add(name)
+        else:
+            self.drop(name)
 
     def _least(self) -> bytes | None:
         """What is evicted; None: nothing is."""

@@ -151,6 +151,12 @@ WORKER_METRICS: Final = (
     ),
     WorkerMetric(
         _Counter,
+        "outputs_not_finite",
+        "Times that an answer broke off at a worker because its model gave NaN or an infinity",
+        lambda its: its.held.num_not_finite,
+    ),
+    WorkerMetric(
+        _Counter,
         "gc_seconds",
         "Time in which Python's garbage collector stopped a worker, since it is ready",
         lambda its: its.held.gc_seconds,

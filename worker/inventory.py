@@ -171,6 +171,7 @@ def engine_inventory(
         num_state_checkpoints=len(checkpoints),
         num_state_checkpoint_slots=checkpoints.num_slots,
         num_state_checkpoints_evicted=checkpoints.num_evicted,
+        num_not_finite=engine.num_not_finite,
         num_prefix_tokens=scheduler.num_prefix_tokens,
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
         num_prefix_hits=scheduler.num_prefix_hits,

@@ -244,9 +244,10 @@ def _post(batch: int) -> KernelCase:
             torch.zeros(batch, dtype=torch.int64, device=device),
         )
         length_B = torch.ones(batch, dtype=torch.int64, device=device)
-        return {"ours": [lambda: post_verify(verdict, length_B) for _ in range(num_sets)]}
+        logits_BQV = torch.zeros(batch, 4, 1, dtype=torch.bfloat16, device=device)
+        return {"ours": [lambda: post_verify(verdict, length_B, logits_BQV) for _ in range(num_sets)]}
 
-    num_bytes = batch * 8 * 9
+    num_bytes = batch * 8 * 10
     return KernelCase(
         kernel="post_verify", shape=f"B={batch} k=3", num_bytes=num_bytes, set_bytes=num_bytes, prepare=prepare
     )  # fmt: skip

@@ -95,6 +95,10 @@ def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, s
         is_slow = compute.form in ("reference", "invariant") and compute.device != "cpu"
         if is_slow and compute.why != _ASKED_FOR:
             yield name, f"torch computes, not Triton's kernels: {compute.why}", "docs/operations.md, *What computes*"
+        if num_not_finite := worker.state.inventory.num_not_finite:
+            detail = f"its model gave NaN or an infinity {num_not_finite} times, and those answers broke off there"
+            next_step = "docs/operations.md, *What computes*: test the device, and the checkpoint on another"
+            yield f"output of {worker.state.worker_id}", detail, next_step
         if compute.num_library_refused:
             detail = f"the library refused {compute.num_library_refused} float8 products, {_named(compute)}"
             yield name, detail, "its log says why; torch for CUDA 12.9 or later has them"

@@ -112,10 +112,13 @@ class Verified:
         accepted_len_B: int64, drafts that stand, 0 ... K; emitted = accepted + 1. -1: nothing is emitted.
         logprobs_LQX: float64, packed (engine.logprobs), of the sequences that report them; None without any.
         proposed_len_B: int64, drafts that could stand; None: as many as each sequence may use.
+        told_len_B: int64, accepted lengths as the host is told them (`kernels.sampling.verify.told_lengths`); None:
+            as they are.
     """
 
     token_ids_BQ: torch.Tensor
     accepted_len_B: torch.Tensor
+    told_len_B: torch.Tensor | None = None
     logprobs_LQX: torch.Tensor | None = None
     proposed_len_B: torch.Tensor | None = None
 

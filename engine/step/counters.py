@@ -8,14 +8,12 @@ counts what was computed (`core.telemetry.step_report`).
 Legend: B sequences of a step, Q = most drafts of a step + 1, C columns of a result, P results to be added.
 """
 
-from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.core.telemetry.step_report import RowCounts
+from baton.kernels.sampling.verify import NOT_FINITE
 
 IDLE: Final = (1 << 31) - 1  # instead of a number of drafts: the step made nothing of this sequence
 _MAX_PENDING: Final = 16
@@ -58,8 +56,8 @@ class StepCounters:
             slots_B: of its sequences; the same tensor only while nothing about the batch has changed.
             draft_cap_B: int64, drafts each sequence may accept.
             num_drafts: made in this step.
-            result_BC: int64, of each sequence first the number of drafts that stand, `IDLE` if it emitted nothing and
-                is not counted; it must not be changed afterwards.
+            result_BC: int64, of each sequence first the number of drafts that stand, `IDLE` if it emitted nothing,
+                or that number and `NOT_FINITE`: neither is counted. It must not be changed afterwards.
             tells_proposed: its last column says how many drafts each sequence had; else each had all it may accept.
         """
         if self._slots_B is not slots_B or self._num_drafts != num_drafts or self._tells_proposed != tells_proposed:
@@ -94,7 +92,7 @@ class StepCounters:
             self._pending.clear()
             accepted_PB = results_PBC[:, :, 0]
             proposed_PB = results_PBC[:, :, -1] if self._tells_proposed else self._proposed_B
-            is_idle_PB = accepted_PB == IDLE
+            is_idle_PB = accepted_PB >= NOT_FINITE
             places_PB = accepted_PB.masked_fill(is_idle_PB, 0) + proposed_PB * self._num_columns
             self._rows_QQ.index_add_(0, places_PB.flatten(), (~is_idle_PB).to(torch.int64).flatten())
 
@@ -102,11 +100,6 @@ class StepCounters:
 def mark_idle(accepted_len_B: torch.Tensor) -> torch.Tensor:
     """Accepted lengths as results hold them: `IDLE` for -1."""
     return accepted_len_B.masked_fill(accepted_len_B < 0, IDLE)
-
-
-def emitted_lens(accepted_lens: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Tokens emitted, by the accepted lengths of a result."""
-    return np.array([0 if accepted_len == IDLE else accepted_len + 1 for accepted_len in accepted_lens], dtype=np.int64)
 
 
 def at_least(by_length: list[int]) -> tuple[int, ...]:

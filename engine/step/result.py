@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, ModelOutputInvalid
 from baton.core.requests.request import TokenLogprobs
 from baton.engine.sampling.logprobs import num_packed, unpack, unpack_step
 from baton.engine.step.counters import IDLE
 from baton.engine.step.executor import Pending
 from baton.engine.step.host_future import HostFuture
 from baton.engine.step.meter import StepTimes
+from baton.kernels.sampling.verify import NOT_FINITE
 
 
 class Emitted(NamedTuple):
@@ -24,7 +25,7 @@ class Emitted(NamedTuple):
         accepted_len: drafts accepted; -1 if nothing was emitted, because its grammar was late.
         proposed_len: drafts that could have been.
         logprobs: of the emitted tokens; None if not asked for.
-        error: what ended the sequence; its tokens of this step are none.
+        error: what ended the sequence; no token of this step may be used.
     """
 
     token_ids: tuple[int, ...]
@@ -127,7 +128,13 @@ class ResultLayout:
         rows = values[:num_decode_ints].view(num_decode, self.num_columns).tolist()
         firsts = values[num_decode_ints : self.num_ints].view(-1, 2).tolist()
         bits = values[self.num_ints : self.num_values].view(torch.float64)
-        num_emitted = [0 if row[0] == IDLE else row[0] + 1 for row in rows]
+        num_emitted = [0 if row[0] == IDLE else (row[0] & ~NOT_FINITE) + 1 for row in rows]
+        firsts_at = [place for place, is_sampled in enumerate(self.samples) if is_sampled]
+        told = [row[0] for row in rows] + [first[0] for first in firsts]
+        places = [*range(num_decode), *(num_decode + place for place in firsts_at)]
+        errors = {
+            place: _not_finite() for place, length in zip(places, told, strict=True) if NOT_FINITE <= length < IDLE
+        } | dict(errors)
         proposed_lens = [row[-1] for row in rows] if self.tells_proposed else self.proposed_lens
         decode_logprobs, bits = self._step_logprobs(bits, self.num_drafts + 1, self.num_tops, num_emitted)
         sampled_tops = self._sampled_tops
@@ -144,7 +151,7 @@ class ResultLayout:
             token, logprobs = None, None
             if is_sampled:
                 (accepted_len, sampled_token), reported = next(sampled)
-                if accepted_len != IDLE:
+                if accepted_len < NOT_FINITE:
                     token, logprobs = sampled_token, None if reported is None else reported[0]
             num_bits = count * num_packed(num_top)
             reports = bits[:num_bits].view(count, -1).tolist() if count else ()
@@ -162,6 +169,13 @@ class ResultLayout:
             return tuple(repeat(None, len(num_tops))), bits
         num_bits = len(reported) * num_rows * num_packed(max(reported))
         return unpack_step(bits[:num_bits], num_rows, num_tops, num_emitted), bits[num_bits:]
+
+
+def _not_finite() -> BatonError:
+    return ModelOutputInvalid(
+        "the model gave logits that are not finite (NaN or infinite), so no token could be chosen: its weights, its KV "
+        "or the device may be damaged, or a number was too large for its dtype"
+    )
 
 
 def _reported(num_tops: Sequence[int | None]) -> list[int]:

@@ -740,8 +740,9 @@ def _num_reported(plan: Chunk, chunk: ChunkRows) -> int:
 
 def _packed(verified: Verified, *, has_idle: bool) -> torch.Tensor:
     """Accepted lengths, tokens, and what was proposed where that is told, [B, C]."""
-    accepted_len_B = mark_idle(verified.accepted_len_B) if has_idle else verified.accepted_len_B
-    columns = [accepted_len_B[:, None], verified.token_ids_BQ]
+    told_len_B = verified.accepted_len_B if verified.told_len_B is None else verified.told_len_B
+    told_len_B = mark_idle(told_len_B) if has_idle else told_len_B
+    columns = [told_len_B[:, None], verified.token_ids_BQ]
     if verified.proposed_len_B is not None:
         columns.append(verified.proposed_len_B[:, None])
     return torch.cat(columns, dim=1)

@@ -48,7 +48,7 @@ from baton.kernels.copies import to_device
 from baton.kernels.implementation import Implementation
 from baton.kernels.sampling.ngram import NO_DRAFT
 from baton.kernels.sampling.rows import settled
-from baton.kernels.sampling.verify import Verdict, post_verify
+from baton.kernels.sampling.verify import Verdict, post_verify, told_lengths
 from baton.model.model import Model
 
 NOTHING = -1  # instead of an accepted length: the step emits nothing for this sequence
@@ -271,8 +271,11 @@ def _verify(
     after = post_verify(
         Verdict(verified.token_ids_BQ, accepted_len_B),
         length_B,
+        raw_BQV,
         implementation=model.sampling_implementation or Implementation.REFERENCE,
     )
+    told_len_B = after.told_len_B if is_idle_B is None else after.told_len_B.masked_fill(is_idle_B, NOTHING)
+    verified = replace(verified, told_len_B=told_len_B)
     state = replace(before, last_token_B=after.last_token_B, length_B=after.length_B)
     return DecodeSample(
         verified=verified,
@@ -303,6 +306,7 @@ def _first_tokens(prompt: PromptInputs, trunk_TD: torch.Tensor, model: Model) ->
     verified = Verified(token_ids_BQ=token_F[:, None], accepted_len_B=torch.zeros_like(token_F))
     if masks is not None:
         verified, _ = _cut(verified, masks)
+    verified = replace(verified, told_len_B=told_lengths(verified.accepted_len_B, raw_FV[:, None]))
     return _with_logprobs(verified, raw_FV[:, None], prompt.sampling, model)
 
 

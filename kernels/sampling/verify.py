@@ -16,6 +16,7 @@ the draft head, E edited rows.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -32,7 +33,9 @@ from baton.kernels.sampling.draft_rows import (
 )
 from baton.kernels.sampling.kept_tokens import kept
 from baton.kernels.sampling.noise import SYNTHETIC_SEED, Purpose, gumbel, uniform
-from baton.kernels.sampling.rows import MIN_TEMPERATURE, DrawRows, EditedRows, Law, require_logits
+from baton.kernels.sampling.rows import LOGITS, MIN_TEMPERATURE, DrawRows, EditedRows, Law, require_logits
+
+NOT_FINITE: Final = 1 << 30  # added to a length that is told to the host
 
 
 def verify_reference(
@@ -217,11 +220,24 @@ class NextStep:
         last_token_B: int64, the newest token.
         length_B: int64, tokens of the sequence.
         last_row_B: int64, of R: the row whose hidden state the last token was chosen from.
+        told_len_B: int64, what the host is told: see `told_lengths`.
     """
 
     last_token_B: torch.Tensor
     length_B: torch.Tensor
     last_row_B: torch.Tensor
+    told_len_B: torch.Tensor
+
+
+def told_lengths(accepted_len_B: torch.Tensor, logits_BQV: torch.Tensor) -> torch.Tensor:
+    """Accepted lengths, with `NOT_FINITE` added where a token was chosen from numbers that are not finite: int64 [B].
+
+    One logit of a row tells: a hidden state with a NaN or an infinity in it makes a NaN of each.
+    """
+    row_Q = torch.arange(logits_BQV.shape[1], device=logits_BQV.device)
+    is_chosen_from_BQ = row_Q <= accepted_len_B[:, None]
+    is_wrong_B = (is_chosen_from_BQ & ~logits_BQV[:, :, 0].isfinite()).any(dim=1)
+    return torch.where(is_wrong_B, accepted_len_B + NOT_FINITE, accepted_len_B)
 
 
 def verify(
@@ -269,13 +285,18 @@ def verify(
 
 
 def post_verify(
-    verdict: Verdict, length_B: torch.Tensor, *, implementation: Implementation = Implementation.AUTO
+    verdict: Verdict,
+    length_B: torch.Tensor,
+    logits_BQV: torch.Tensor,
+    *,
+    implementation: Implementation = Implementation.AUTO,
 ) -> NextStep:
-    """The next step's inputs, in one launch.
+    """The next step's inputs, and what the host is told, in one launch.
 
     Args:
         verdict: of the step.
         length_B: int64, before it.
+        logits_BQV: the model's; float64, too, where the reference computes. Some columns of each row are enough.
         implementation: which form computes.
 
     Raises:
@@ -290,12 +311,16 @@ def post_verify(
     for name, tensor in (("accepted_len_B", accepted_len_B), ("length_B", length_B)):
         require_tensor(name, tensor, (num_sequences,), (torch.int64,), device)
         require(tensor.is_contiguous(), name, "must be contiguous")
+    dtypes = LOGITS if uses_triton(device, implementation) else (*LOGITS, torch.float64)
+    require_tensor("logits_BQV", logits_BQV, (num_sequences, num_rows, None), dtypes, device)
+    require(logits_BQV.shape[2] > 0, "logits_BQV", "has no column")
     if not uses_triton(device, implementation):
         row_B = torch.arange(num_sequences, device=device) * num_rows + accepted_len_B
-        return NextStep(token_ids_BQ.flatten()[row_B], length_B + accepted_len_B + 1, row_B)
-    results = [torch.empty(num_sequences, dtype=torch.int64, device=device) for _ in range(3)]
+        told_len_B = told_lengths(accepted_len_B, logits_BQV)
+        return NextStep(token_ids_BQ.flatten()[row_B], length_B + accepted_len_B + 1, row_B, told_len_B)
+    results = [torch.empty(num_sequences, dtype=torch.int64, device=device) for _ in range(4)]
     if num_sequences:
         from baton.kernels.sampling.verify_triton import launch_after
 
-        launch_after(token_ids_BQ, accepted_len_B, length_B, results)
+        launch_after(token_ids_BQ, accepted_len_B, length_B, logits_BQV, results)
     return NextStep(*results)

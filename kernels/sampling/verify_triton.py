@@ -16,6 +16,7 @@ from baton.kernels.sampling.drawn_triton import drawn
 from baton.kernels.sampling.residual_triton import TYPES_DRAWN
 from baton.kernels.sampling.row_triton import num_usable
 from baton.kernels.sampling.sample_triton import ALIGNED, BLOCK, CHUNK, FORCE, REJECT, SYNTHETIC, TYPES, choose, made_up
+from baton.kernels.sampling.verify import NOT_FINITE
 from baton.kernels.variant import Variant
 
 DECIDE_WARPS = 16
@@ -23,6 +24,7 @@ DECIDE_WARPS = 16
 # chunk again, seldom, would take more. If any is, one has it alone: faster than two of 8 warps at 64 sequences.
 DECIDE_REGISTERS = {False: 64, True: 128}
 POST_ROWS = 128
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
 
 
 def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_len_B) -> None:
@@ -85,11 +87,12 @@ def launch(logits_BQV, rows, drafts, edited, counts_Q, token_ids_BQ, accepted_le
     )  # fmt: skip
 
 
-def launch_after(token_ids_BQ, accepted_len_B, length_B, results) -> None:
+def launch_after(token_ids_BQ, accepted_len_B, length_B, logits_BQV, results) -> None:
     """What `kernels.sampling.verify.post_verify` gives, into `results`."""
     num_sequences, num_rows = token_ids_BQ.shape
     _after_kernel[(triton.cdiv(num_sequences, POST_ROWS),)](
-        token_ids_BQ, accepted_len_B, length_B, *results, num_sequences, Q=num_rows, B=POST_ROWS, num_warps=4
+        token_ids_BQ, accepted_len_B, length_B, logits_BQV, *logits_BQV.stride()[:2], *results, num_sequences,
+        Q=num_rows, B=POST_ROWS, num_warps=4,
     )  # fmt: skip
 
 
@@ -163,6 +166,8 @@ def _decide_kernel(
             logits, row_stride, edited, edited_row, drafts, law, temperature, seed, choice, position, bound_R, last_R,
             values, ids, rates, forced_len, sequence, usable, V, num_chunks, Q, EDITED, BOUNDED, M, P, N,
         )  # fmt: skip
+    # No comparison holds for NaN: whatever came of a row of them is an id all the same, which the next launch looks up.
+    last = tl.minimum(tl.maximum(last, 0), V - 1)
     for place in tl.static_range(Q):
         token = tl.where(place == accepted, last, 0)
         if place < Q - 1:
@@ -176,8 +181,9 @@ def _decide_kernel(
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def _after_kernel(
-    token_ids, accepted_len, length, last_token, new_length, last_row, num_sequences, Q: tl.constexpr, B: tl.constexpr
-):
+    token_ids, accepted_len, length, logits, sequence_stride, row_stride, last_token, new_length, last_row, told_len,
+    num_sequences, Q: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
     sequence_B = tl.program_id(0) * B + tl.arange(0, B)
     mask_B = sequence_B < num_sequences
     accepted_B = tl.load(accepted_len + sequence_B, mask=mask_B, other=0)
@@ -186,6 +192,12 @@ def _after_kernel(
     tl.store(last_token + sequence_B, tl.load(token_ids + row_B, mask=mask_B, other=0), mask=mask_B)
     length_B = tl.load(length + sequence_B, mask=mask_B, other=0)
     tl.store(new_length + sequence_B, length_B + accepted_B + 1, mask=mask_B)
+    is_wrong_B = tl.zeros([B], dtype=tl.int1)
+    for place in tl.static_range(Q):
+        at_B = sequence_B.to(tl.int64) * sequence_stride + place * row_stride
+        x_B = tl.load(logits + at_B, mask=mask_B & (place <= accepted_B), other=0.0).to(tl.float32)
+        is_wrong_B |= (x_B != x_B) | (tl.abs(x_B) == float("inf"))
+    tl.store(told_len + sequence_B, tl.where(is_wrong_B, accepted_B + _NOT_FINITE, accepted_B), mask=mask_B)
 
 
 def variants() -> list[Variant]:
@@ -223,7 +235,8 @@ def variants() -> list[Variant]:
                 on_amd=not early,
             )
         )
-    names = ("token_ids", "accepted_len", "length", "last_token", "new_length", "last_row")
-    types = {**dict.fromkeys(names, "*i64"), "num_sequences": "i32"}
+    names = ("token_ids", "accepted_len", "length", "last_token", "new_length", "last_row", "told_len")
+    strides = {"sequence_stride": "i32", "row_stride": "i32"}
+    types = {**dict.fromkeys(names, "*i64"), "logits": "*bf16", **strides, "num_sequences": "i32"}
     found.append(Variant(name="post_verify Q=4", kernel=_after_kernel, types=types, constants={"Q": 4, "B": POST_ROWS}))
     return found

@@ -15,6 +15,7 @@ from typing import Final
 from baton.core.errors import (
     BatonError,
     HandoffTooLong,
+    ModelOutputInvalid,
     NoWorker,
     Overloaded,
     ProtocolError,
@@ -232,7 +233,7 @@ class Continuation:
             raise self._final(error)
         if isinstance(error, HandoffTooLong):
             return Again(0.0)  # by another pair, of which there are not many, or by the decode worker alone
-        if isinstance(error, TransferFailed):
+        if isinstance(error, TransferFailed | ModelOutputInvalid):
             if self.num_retries >= MAX_RETRIES or error.fields.get("diverged"):
                 raise self._final(error)
             self.num_retries += 1

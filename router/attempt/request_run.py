@@ -16,6 +16,7 @@ import grpc.aio
 from baton.core.clock import Clock
 from baton.core.errors import (
     BatonError,
+    ModelOutputInvalid,
     ProtocolError,
     RequestCancelled,
     RequestDeadlineExceeded,
@@ -436,7 +437,7 @@ class RequestRun:
             return
         self._error = error
         try:
-            if isinstance(error, TransferFailed):
+            if isinstance(error, TransferFailed | ModelOutputInvalid):
                 self._prefill.doubt()
                 self._decode.doubt()
             self._end()

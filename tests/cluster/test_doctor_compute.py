@@ -45,6 +45,14 @@ def test_a_gpu_without_its_kernels_is_told(form, numerics):
     assert found.next
 
 
+def test_output_that_was_not_finite_is_told():
+    status = reply(worker("d0", form="triton", device=GPU), worker("d1", form="triton", device=GPU))
+    status.workers[1].state.inventory.num_not_finite = 2
+    [found] = doctor.check_compute(status)
+    assert (found.name, found.level) == ("output of d1", "warn")
+    assert "NaN or an infinity 2 times" in found.detail
+
+
 def test_products_that_the_library_refused_are_told():
     shapes = ["1x2", "3x4", "5x6", "7x8"]
     status = reply(worker("d0", form="triton", device=GPU, num_library_refused=9, library_refused=shapes))

@@ -35,6 +35,7 @@ BY_FAULTS = {
     "kernel_library_refused": "a GPU, and float8 weights: likewise",
     "kernel_compiles": "a GPU: tests/core/test_worker_metrics.py",
     "kernel_untuned_shapes": "a GPU, and a model that no table knows: likewise",
+    "outputs_not_finite": "damaged KV: tests/engine/test_not_finite.py, tests/router/test_worker_metrics.py",
     "gc_seconds": "a worker with a process of its own: tests/runbook/test_runbooks.py",
     "grammar_seconds": "an answer with a slow grammar: tests/core/test_worker_metrics.py",
     "state_checkpoints": "a model whose layers keep state: tests/router/test_fleet_metrics.py",

@@ -39,8 +39,8 @@ class Worker:
         self.with_mtp, self.budget_len = with_mtp, budget_len
         self.num_made = self.num_steps = 0
 
-    def found(self, prompt):
-        """Compute a prompt; how many of its tokens were cached."""
+    def begin(self, prompt):
+        """A sequence that has its blocks and its slot."""
         self.num_made += 1
         names = block_hashes(prompt, model="m", tenant="", block_size=self.allocator.block_size, with_mtp=self.with_mtp)
         request = GenerationRequest(
@@ -51,11 +51,20 @@ class Worker:
         self.scheduler.add(sequence)
         self.scheduler.give_blocks()
         self.scheduler.give_slots()
+        return sequence
+
+    def name(self, sequence, chunk):
+        """The chunk's step is over."""
+        self.scheduler.name_blocks(sequence, sequence.table, chunk.start, chunk.end, chunk.keep_in)
+
+    def found(self, prompt):
+        """Compute a prompt; how many of its tokens were cached."""
+        sequence = self.begin(prompt)
         while sequence.num_left:
             ((_, chunk),) = self.scheduler.chunks(self.budget_len)
             sequence.num_computed = chunk.end
             self.num_steps += 1
-            self.scheduler.name_blocks(sequence, sequence.table, chunk.start, chunk.end, chunk.keep_in)
+            self.name(sequence, chunk)
         self.scheduler.remove(sequence)()
         self.scheduler.check_empty()
         return sequence.num_cached
@@ -215,3 +224,27 @@ def test_a_toy_that_keeps_all_kinds_of_state_finds_the_state_of_its_prefix(toy, 
             wanted = [0] * 3 + [64] * 3 + [144] * 9 if interval else [0] * 6 + [64] * 9
             assert hits == (wanted if num_checkpoints else [0] * 15)
     assert made[0] == made[1]
+
+
+def test_of_a_sequence_whose_state_is_not_finite_no_step_in_flight_leaves_a_name_or_a_checkpoint():
+    worker = Worker(num_checkpoints=2)
+    prompt = tokens(16 * 20, 1)
+    sequence = worker.begin(prompt)
+    chunks = []
+    while sequence.num_left:
+        ((_, chunk),) = worker.scheduler.chunks(64)
+        sequence.num_computed = chunk.end
+        chunks.append(chunk)
+    first, *others = chunks
+    worker.name(sequence, first)
+    assert len(worker.allocator.index) == first.end // 16
+    worker.scheduler.unshare(sequence)
+    for chunk in others:
+        worker.name(sequence, chunk)
+    assert any(chunk.keep_in for chunk in others)
+    checkpoints = worker.allocator.index.checkpoints
+    assert (len(worker.allocator.index), len(checkpoints), checkpoints.num_filling) == (0, 0, 0)
+    worker.scheduler.remove(sequence)()
+    worker.scheduler.check_empty()
+    assert worker.found(prompt) == 0
+    assert worker.found(prompt) > 0

@@ -10,7 +10,7 @@ from baton.kernels.sampling.logit_edits import Edits, edit_rows
 from baton.kernels.sampling.logprobs import logprobs_topk
 from baton.kernels.sampling.rows import DrawRows, Law
 from baton.kernels.sampling.sample import sample
-from baton.kernels.sampling.verify import post_verify, verify
+from baton.kernels.sampling.verify import NOT_FINITE, post_verify, told_lengths, verify
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -233,7 +233,7 @@ def test_nothing_waits_and_a_graph_replays_the_same(is_cut):
     torch.cuda.set_sync_debug_mode("error")
     try:
         eager = verify(logits_BQV, rows, drafts, counts_Q=counts_Q)
-        after = post_verify(eager, length_B)
+        after = post_verify(eager, length_B, logits_BQV)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     live_B = eager.accepted_len_B[drafts.law_B >= 0]
@@ -241,9 +241,17 @@ def test_nothing_waits_and_a_graph_replays_the_same(is_cut):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = verify(logits_BQV, rows, drafts, counts_Q=counts_Q)
-        again = post_verify(captured, length_B)
+        again = post_verify(captured, length_B, logits_BQV)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured.token_ids_BQ, eager.token_ids_BQ)
     assert torch.equal(captured.accepted_len_B, eager.accepted_len_B)
     assert torch.equal(again.last_row_B, after.last_row_B)
+    assert torch.equal(after.told_len_B, told_lengths(eager.accepted_len_B, logits_BQV))
+    logits_BQV[3, 0] = torch.nan
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(again.told_len_B, told_lengths(captured.accepted_len_B, logits_BQV))
+    assert again.told_len_B[3] >= NOT_FINITE
+    assert int(captured.token_ids_BQ.min()) >= 0
+    assert int(captured.token_ids_BQ.max()) < logits_BQV.shape[2]

@@ -1,6 +1,8 @@
 """Verification of mixed batches: the kernels, interpreted, and their reference against the engine's verifiers."""
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from baton.kernels.implementation import Implementation
 from baton.kernels.sampling import verify as verify_module
 from baton.kernels.sampling.draft_rows import DraftRows
 from baton.kernels.sampling.rows import Law
-from baton.kernels.sampling.verify import Verdict, post_verify, verify
+from baton.kernels.sampling.verify import NOT_FINITE, Verdict, post_verify, verify
 from baton.tests.kernels.sampling_cases import drawn_rows, engine_verdict, small_tiles  # noqa: F401
 
 TRITON, REFERENCE = Implementation.TRITON, Implementation.REFERENCE
@@ -139,10 +141,46 @@ def test_the_law_of_one_draft_is_the_targets(monkeypatch):
 def test_post_verify_says_where_sequences_stand():
     verdict = Verdict(torch.tensor([[5, 6, 7], [8, 0, 0], [9, 4, 0]]), torch.tensor([2, 0, 1]))
     for implementation in (TRITON, REFERENCE):
-        after = post_verify(verdict, torch.tensor([10, 20, 30]), implementation=implementation)
+        logits_BQV = torch.zeros(3, 3, 5, dtype=torch.bfloat16)
+        after = post_verify(verdict, torch.tensor([10, 20, 30]), logits_BQV, implementation=implementation)
         assert after.last_token_B.tolist() == [7, 8, 4]
         assert after.length_B.tolist() == [13, 21, 32]
         assert after.last_row_B.tolist() == [2, 3, 7]
+        assert after.told_len_B.tolist() == [2, 0, 1]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_host_is_told_of_what_was_chosen_from_numbers_that_are_not_finite(num_rows, dtype):
+    rng, generator = random.Random(f"{num_rows} {dtype}"), torch.Generator().manual_seed(num_rows)
+    wide_BQV = torch.randn(150, num_rows, 9, generator=generator).to(dtype)
+    logits_BQV = wide_BQV[:, :, :5]
+    accepted_len_B = torch.randint(0, num_rows, (150,), generator=generator)
+    wanted = accepted_len_B.tolist()
+    for sequence in range(0, 150, 2):
+        place = rng.randrange(num_rows)
+        logits_BQV[sequence, place] = rng.choice([math.nan, math.inf, -math.inf])
+        wanted[sequence] += NOT_FINITE * (place <= wanted[sequence])
+    assert max(wanted) >= NOT_FINITE > num_rows > min(wanted)
+    verdict = Verdict(torch.zeros(150, num_rows, dtype=torch.int64), accepted_len_B)
+    for implementation in (TRITON, REFERENCE):
+        after = post_verify(verdict, accepted_len_B, logits_BQV, implementation=implementation)
+        assert after.told_len_B.tolist() == wanted
+        assert torch.equal(after.length_B, 2 * accepted_len_B + 1), "a sequence stands where it would anyway"
+
+
+@pytest.mark.parametrize("implementation", [TRITON, REFERENCE])
+@pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf])
+@pytest.mark.filterwarnings("ignore:All-NaN")  # of numpy, in the interpreter
+def test_of_rows_that_are_not_finite_some_token_is_chosen(fill, implementation):
+    """An id outside of the vocabulary would be read from outside of the embedding by what is launched next."""
+    logits_BQV, rows, drafts = mixed(11, 3, 100)
+    logits_BQV[::2] = fill
+    logits_BQV[1::2, :, 40:] = fill
+    found = verify(logits_BQV, rows, drafts, implementation=implementation)
+    assert 0 <= int(found.token_ids_BQ.min()) <= int(found.token_ids_BQ.max()) < 100
+    assert 0 <= int(found.accepted_len_B.min()) <= int(found.accepted_len_B.max()) <= 3
 
 
 @pytest.mark.fast
@@ -150,7 +188,11 @@ def test_post_verify_says_where_sequences_stand():
 def test_a_verdict_without_a_row_is_refused(implementation):
     nothing, zero_B = torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(KernelArgumentInvalid, match="token_ids_BQ"):
-        post_verify(Verdict(nothing, zero_B), zero_B, implementation=implementation)
+        post_verify(Verdict(nothing, zero_B), zero_B, torch.zeros(2, 0, 5), implementation=implementation)
+    verdict = Verdict(torch.zeros(2, 1, dtype=torch.int64), zero_B)
+    for logits_BQV in (torch.zeros(2, 2, 5), torch.zeros(2, 1, 0), torch.zeros(2, 1, 5, dtype=torch.int32)):
+        with pytest.raises(KernelArgumentInvalid, match="logits_BQV"):
+            post_verify(verdict, zero_B, logits_BQV, implementation=implementation)
 
 
 @pytest.mark.fast

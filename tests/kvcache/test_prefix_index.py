@@ -3,6 +3,7 @@
 import pytest
 
 from baton.kvcache.allocator import BlockAllocator, OutOfBlocks
+from baton.kvcache.block_log import BlockLog
 from baton.kvcache.prefix_index import PrefixIndex
 
 pytestmark = pytest.mark.fast
@@ -71,6 +72,22 @@ def test_a_name_has_one_block_and_a_block_one_name():
     assert not index.add(b"b", 0)
     assert len(index) == 1
     assert 1 not in index
+
+
+def test_what_is_forgotten_is_found_no_more_and_free_once_no_table_has_it():
+    log = BlockLog()
+    allocator = BlockAllocator(num_blocks=5, block_size=4, index=PrefixIndex(log))
+    first = named(allocator, 3)
+    second = allocator.reserve(12, first.blocks[:2])
+    allocator.forget(second)
+    assert allocator.index.match([b"n\0", b"n\1", b"n\2"]) == ()
+    assert set(log._names) == {b"n\2"}, "the third is none of its blocks"
+    allocator.forget(second)
+    allocator.release(first)
+    assert (allocator.num_free, allocator.index.num_resting) == (2, 1)
+    assert allocator.index.add(b"n\0", second.blocks[2]), "what is computed again gets the name"
+    allocator.release(second)
+    assert (allocator.num_free, allocator.index.num_resting) == (5, 2)
 
 
 def test_a_named_block_is_never_quarantined():

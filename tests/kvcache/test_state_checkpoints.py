@@ -36,6 +36,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.slots = set(range(FIRST_SLOT, FIRST_SLOT + num_slots))
         self.kept, self.used, self.filling = [], [], set()
         self.branches, self.used_once, self.last_use, self.now = set(), set(), {}, 0
+        self.hidden = set()  # forgotten while in use
 
     def kept_slots(self):
         return {slot for _, slot in self.kept}
@@ -52,8 +53,8 @@ class CheckpointMachine(RuleBasedStateMachine):
             old = [name for name in self.branches if self.now - self.last_use[name] > BRANCH_ROUNDS * len(self.slots)]
             first = [pair for pair in idle if pair[0] in old] + [pair for pair in idle if pair[0] not in self.branches]
             assert slot == (first[0][1] if first else None)
-            self.kept = [pair for pair in self.kept if pair not in first[:1]]
-            self.forget()
+            for name, _ in first[:1]:
+                self.remove(name)
         if slot is not None:
             self.filling.add(slot)
 
@@ -70,10 +71,17 @@ class CheckpointMachine(RuleBasedStateMachine):
             if is_branch:
                 self.to_branches(name)
 
-    @precondition(lambda self: self.kept)
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data())
+    def give_up(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.filling)))
+        self.checkpoints.give_up(slot)
+        self.filling.remove(slot)
+
+    @precondition(lambda self: any(name not in self.hidden for name, _ in self.kept))
     @rule(data=st.data())
     def use(self, data):
-        pair = data.draw(st.sampled_from(self.kept))
+        pair = data.draw(st.sampled_from([pair for pair in self.kept if pair[0] not in self.hidden]))
         self.checkpoints.use(pair[0])
         self.kept = [other for other in self.kept if other != pair] + [pair]
         self.used.append(pair[0])
@@ -88,16 +96,26 @@ class CheckpointMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.used))
         assert self.checkpoints.leave(name) == dict(self.kept)[name]
         self.used.remove(name)
+        if name in self.hidden and name not in self.used:
+            self.remove(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def forget(self, name):
+        self.checkpoints.forget(name)
+        if name in self.used:
+            self.hidden.add(name)
+        else:
+            self.remove(name)
 
     @rule(name=st.sampled_from(NAMES))
     def drop(self, name):
-        if name in self.used:
+        if name in self.used and name not in self.hidden:
             with pytest.raises(AssertionError):
                 self.checkpoints.drop(name)
             return
         self.checkpoints.drop(name)
-        self.kept = [pair for pair in self.kept if pair[0] != name]
-        self.forget()
+        if name not in self.hidden:  # of the block that has the name by now there is no checkpoint yet
+            self.remove(name)
 
     def to_branches(self, name):
         """If there is room: three quarters are branches at most."""
@@ -105,8 +123,10 @@ class CheckpointMachine(RuleBasedStateMachine):
             self.branches.add(name)
         self.used_once.add(name)
 
-    def forget(self):
+    def remove(self, name):
         """What is not kept is as if it had never been."""
+        self.kept = [pair for pair in self.kept if pair[0] != name]
+        self.hidden.discard(name)
         self.branches &= set(dict(self.kept))
         self.used_once &= set(dict(self.kept))
 
@@ -114,7 +134,8 @@ class CheckpointMachine(RuleBasedStateMachine):
     def both_have_the_same(self):
         if not hasattr(self, "checkpoints"):
             return
-        assert [name in self.checkpoints for name in NAMES] == [name in dict(self.kept) for name in NAMES]
+        found = {name for name, _ in self.kept if name not in self.hidden}
+        assert [name in self.checkpoints for name in NAMES] == [name in found for name in NAMES]
         counts = len(self.checkpoints), self.checkpoints.num_filling, self.checkpoints.num_in_use
         assert counts == (len(self.kept), len(self.filling), len(set(self.used)))
         assert set(self.used) <= set(dict(self.kept)), "one that is in use is there"

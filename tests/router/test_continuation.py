@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton.core.errors import (
     BatonError,
     InvalidRequest,
+    ModelOutputInvalid,
     NoWorker,
     Overloaded,
     ProtocolError,
@@ -141,17 +142,25 @@ def test_only_a_lost_stream_moves(error, cause):
         assert caught.value is error, "nothing else was tried"
 
 
-def test_migrations_and_retries_are_counted_apart_and_both_end():
+@pytest.mark.parametrize("kind", [TransferFailed, ModelOutputInvalid])
+def test_migrations_and_retries_are_counted_apart_and_both_end(kind):
     answer = answer_of(max_migrations=2)
     for number in range(2 + MAX_RETRIES):
         answer.begin(AMPLE)
-        lose(answer, LOST if number % 2 else TransferFailed("t"))
+        lose(answer, LOST if number % 2 else kind("t"))
     assert (answer.num_migrations, answer.num_retries) == (2, MAX_RETRIES)
     assert not answer.migrates
     answer.begin(AMPLE)
     with pytest.raises(WorkerLost) as caught:
         lose(answer)
     assert len(caught.value.fields["tried"]) == 3 + MAX_RETRIES
+    answer = answer_of()
+    for _ in range(MAX_RETRIES):
+        answer.begin(AMPLE)
+        lose(answer, kind("t"))
+    answer.begin(AMPLE)
+    with pytest.raises(kind, match="tried p and d"):
+        lose(answer, kind("t"))
     answer = answer_of()
     answer.begin(AMPLE)
     with pytest.raises(WorkerLost):

@@ -239,3 +239,10 @@ def test_time_in_grammars_is_a_counter_by_worker():
     metrics.registry.register(WorkerCollector(members))
     members.heartbeat(heartbeat(grammar_seconds=2.5))
     assert 'baton_grammar_seconds_total{role="decode",worker="d0"} 2.5' in metrics.render()
+
+
+def test_output_that_was_not_finite_is_a_counter_by_worker():
+    members, metrics = Members(VirtualClock()), RouterMetrics()
+    metrics.registry.register(WorkerCollector(members))
+    members.heartbeat(heartbeat(num_not_finite=2))
+    assert 'baton_outputs_not_finite_total{role="decode",worker="d0"} 2.0' in metrics.render()
