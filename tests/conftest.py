@@ -30,7 +30,7 @@ from baton.kvtransfer.protocol import incarnation_file
 from baton.tests.model.checkpoints import write_checkpoint
 
 GARBAGE_BYTES = 512 << 20
-SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "RAY_", "TORCHINDUCTOR_")
+SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "PYTHONBREAKPOINT", "RAY_", "TORCHINDUCTOR_")  # the second by Ray
 _after_collection = [0]  # resident bytes
 
 
