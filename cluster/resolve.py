@@ -339,7 +339,7 @@ def num_drafts(config: ServeConfig, model: ModelDirectory) -> int:
 def leaves_k_open(config: ServeConfig) -> bool:
     """Whether measurements say how many drafts a step makes."""
     asked = config.num_speculative_tokens
-    return asked == "auto" or (asked is None and config.speculative_method == "auto")
+    return asked == "auto" or (asked is None and config.speculative_method != "ngram")
 
 
 def uses_head(config: ServeConfig, model: ModelDirectory) -> bool:

@@ -49,7 +49,7 @@ RoutingName = Literal["prefix", "least_cost", "round_robin"]
 LocalPrefillName = Literal["auto", "never", "always"]
 KernelsName = Literal["auto", "triton", "reference"]
 LoadFormatName = Literal["auto", "safetensors", "dummy"]
-DEFAULT_DRAFTS = 2  # a step, where the checkpoint has an MTP head and nothing else was asked
+DEFAULT_DRAFTS = 2  # of a step at most, where the checkpoint has an MTP head and nothing else was asked
 DEFAULT_LOOKED_UP = 4  # drafts that cost no pass of a head
 
 _model, _parallel = partial(config_key, panel="Model"), partial(config_key, panel="Parallelism")
@@ -156,7 +156,7 @@ class ServeConfig(BaseModel):
     num_speculative_tokens: int | Literal["auto"] | None = _drafts(
         None,
         "draft tokens per step, 0 to 6, or auto: as measured",
-        unset="2; 4 by ngram; 0 without a head",
+        unset="up to 2 by a head, as measured; 4 by ngram; else 0",
         metavar="tokens",
         vllm="--speculative-config (num_speculative_tokens)",
     )

@@ -83,10 +83,26 @@ def test_auto_has_every_method_that_there_is(flags, auto_drafts, drafts, has_hea
     assert (worker.auto_drafts, worker.num_draft_tokens, worker.has_head) == (auto_drafts, drafts, has_head)
 
 
-def test_without_the_flag_nothing_is_chosen():
+@pytest.mark.parametrize(
+    ("flags", "auto_drafts", "drafts"),
+    [
+        ({}, True, 2),
+        ({"draft_model": "tiny-eagle3"}, True, 2),
+        ({"num_speculative_tokens": 2}, False, 2),
+        ({"num_speculative_tokens": 0}, False, 0),
+        ({"speculative_method": "ngram"}, False, 4),
+        ({"speculative_method": "none"}, False, 0),
+    ],
+)
+def test_how_many_drafts_is_measured_unless_it_was_said(flags, auto_drafts, drafts):
+    """A head whose drafts are refused costs a third of the tokens, of which nobody would look for the reason."""
+    worker = worker_of(**flags)
+    assert (worker.auto_drafts, worker.num_draft_tokens) == (auto_drafts, drafts)
+
+
+def test_without_the_flag_no_method_is_chosen():
     worker = worker_of()
     assert not worker.auto_method
-    assert not worker.auto_drafts
     assert worker.lookup is None
     worker = worker_of(speculative_method="auto", num_speculative_tokens=0)
     assert not worker.auto_method
