@@ -29,10 +29,20 @@ class Access:
     Attributes:
         tls: the CA that the deployment's certificate is of; a certificate and key of one's own where it asks for one.
         api_key: sent with every call.
+
+    Raises:
+        ConfigInvalid: the key has a character that no key has, such as the end of a line.
     """
 
     tls: TlsFiles = field(default_factory=TlsFiles)
     api_key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.api_key and not _is_key(self.api_key):
+            message = (
+                f"the API key (api_key, or {KEY_VARIABLE}) has a space, a line end or another character no key has"
+            )
+            raise ConfigInvalid(message, keys=["api_key"])
 
     @classmethod
     def of(cls, values: Mapping[str, str], api_key: str = "") -> "Access":
@@ -53,7 +63,7 @@ class Access:
             ConfigInvalid: see `of`.
         """
         found = {name: os.environ[variable] for name, variable in VARIABLES.items() if os.environ.get(variable)}
-        return cls.of(found, os.environ.get(KEY_VARIABLE, ""))
+        return cls.of(found, os.environ.get(KEY_VARIABLE, "").strip())
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -83,6 +93,11 @@ def _read_key(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigInvalid(f"api_key_file {path}: {why}", keys=["api_key_file"]) from None
-    if not key or not key.isascii() or not key.isprintable():
+    if not _is_key(key):
         raise ConfigInvalid(f"api_key_file {path} holds no key", keys=["api_key_file"])
     return key
+
+
+def _is_key(text: str) -> bool:
+    """Whether a header may have it: some visible characters of ASCII."""
+    return bool(text) and all("!" <= character <= "~" for character in text)

@@ -43,6 +43,9 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
         details = error.details() if isinstance(error, grpc.Call) else ""
         message = f"{address} and this end do not accept each other's certificates: {details}"
         return StartupError(message, address=address)
+    if code is grpc.StatusCode.UNAVAILABLE and "Failed parsing HTTP/2" in (error.details() or ""):
+        message = f"what answers at {address} does not speak gRPC; use an address of gRPC that `baton serve` printed"
+        return StartupError(message, address=address)
     if code is grpc.StatusCode.UNAVAILABLE:
         perhaps = ", or it does not accept this certificate" if current_access().tls.is_on else ""
         return StartupError(f"no deployment answers at {address}{perhaps}; `baton serve` starts one", address=address)

@@ -181,7 +181,8 @@ class ApiKeys:
         key = key.strip()
         if not header:
             raise Unauthenticated("no API key: send `authorization: Bearer KEY`", reason="missing")
-        if scheme.lower() != SCHEME or not key or len(header) > MAX_HEADER_LEN:
+        is_one = not set(" ,") & set(key)  # several headers are joined by commas
+        if scheme.lower() != SCHEME or not key or not is_one or len(header) > MAX_HEADER_LEN:
             raise Unauthenticated("the authorization header is not `Bearer KEY`", reason="malformed")
         digest = digest_of(key)
         entry = self._entries.get(self._mark(digest))

@@ -213,9 +213,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         service = handler_call_details.method.lstrip("/").partition("/")[0]
         if service in self._open:
             return self._around(await continuation(handler_call_details), None)
-        header = next((value for key, value in handler_call_details.invocation_metadata if key == HEADER), None)
+        headers = [value for key, value in handler_call_details.invocation_metadata if key == HEADER]
+        header = ", ".join(value for value in headers if isinstance(value, str)) if headers else None
         try:
-            principal = self._authenticator.authenticate(header if isinstance(header, str) else None)
+            principal = self._authenticator.authenticate(header)
         except BatonError as error:
             handler = await continuation(handler_call_details)
             return None if handler is None else self._refusing(handler, error)

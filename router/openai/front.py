@@ -83,8 +83,8 @@ class Entrance:
 
 def _key_header(headers: Headers) -> str | None:
     """`Authorization`; where there is none, the header in which Anthropic's clients send a key."""
-    key = headers.get("x-api-key")
-    return headers.get("authorization", None if key is None else f"Bearer {key}")
+    found = headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
+    return ", ".join(found) if found else None  # several are none that anybody can tell apart
 
 
 def principal_of(scope: Scope) -> Principal:

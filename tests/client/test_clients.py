@@ -6,6 +6,7 @@ import math
 import pytest
 
 from baton.client import AsyncBatonClient, BatonClient
+from baton.client.access import Access
 from baton.client.messages import ChunkCheck, checked_timeout_s
 from baton.core.errors import (
     ConfigInvalid,
@@ -24,6 +25,20 @@ from baton.router.admin import AdminService
 from baton.tests.router.fakes import TOKENIZER, cluster
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("key", ["two words", "baton-x\n", "a\nb", "schl\u00fcssel", "\x7f", " ", "\udc80"])
+def test_a_key_that_no_header_may_have_is_refused_before_any_call(key, monkeypatch):
+    for client in (BatonClient, AsyncBatonClient):
+        with pytest.raises(ConfigInvalid, match="the API key"):
+            client("127.0.0.1:1", access=Access(api_key=key))
+    monkeypatch.setenv("BATON_API_KEY", key)
+    if key.strip() in ("", "baton-x"):  # what a file or a secret of Kubernetes ends with
+        assert Access.from_environment().api_key == key.strip()
+    else:
+        with pytest.raises(ConfigInvalid, match="BATON_API_KEY"):
+            Access.from_environment()
 
 
 @pytest.mark.fast

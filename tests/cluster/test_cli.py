@@ -61,7 +61,12 @@ def test_the_help_of_serve_is_in_panels_and_says_defaults():
     panels = re.findall(r"╭─ (.+?) ─", text)
     wanted = "Options, Model, Parallelism, Speculation, KV cache, Scheduling, Ports and addresses, Limits and times"
     assert panels == [*wanted.split(", "), "Logging and tracing", "Security"]
-    for default in ("[127.0.0.1]", "[auto]", "[GPU 4096, CPU 256]", "[up to 2 by a head, as measured; 4 by ngram; else 0]"):
+    for default in (
+        "[127.0.0.1]",
+        "[auto]",
+        "[GPU 4096, CPU 256]",
+        "[up to 2 by a head, as measured; 4 by ngram; else 0]",
+    ):
         assert default in text
     assert "\\[" not in text
     assert "[never]" in help_of("keys create")

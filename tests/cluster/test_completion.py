@@ -2,8 +2,10 @@
 
 import json
 import sys
+import threading
 import time
 from concurrent import futures
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import grpc
 import pytest
@@ -189,6 +191,19 @@ def test_held_resources_are_counted(front):
 def test_nothing_at_the_address_is_a_precondition():
     with pytest.raises(StartupError, match="no deployment answers"):
         admin.fetch_status("127.0.0.1:1")
+
+
+def test_a_port_that_speaks_http_is_named_as_such():
+    """The address that `baton serve` printed for other clients."""
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with pytest.raises(StartupError, match="does not speak gRPC"):
+                admin.fetch_status(f"127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def completion(**values):

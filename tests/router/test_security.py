@@ -127,6 +127,15 @@ async def test_who_has_no_good_key_is_refused_unread_and_counted(inside, keys, c
                         inference_pb2.GetModelRequest(), metadata=(("authorization", header),)
                     )
                 assert found.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            good = keys.add("good", "acme")
+            await asyncio.sleep(0.6)
+            header = ("authorization", f"Bearer {good}")
+            for metadata in ((header,), (header, header), (header, ("authorization", f"Bearer {gone}"))):
+                call = inference_pb2_grpc.InferenceStub(channel).GetModel(
+                    inference_pb2.GetModelRequest(), metadata=metadata
+                )
+                is_let_in = await call.code() is not grpc.StatusCode.UNAUTHENTICATED
+                assert is_let_in == (len(metadata) == 1), "of several nobody can tell which is meant"
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             assert health.status == health_pb2.HealthCheckResponse.SERVING
         assert not running.workers[0].seen

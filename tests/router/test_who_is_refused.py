@@ -115,6 +115,7 @@ async def test_keys_over_http_that_are_not_good(inside, keys):
     async with over_http(security, TlsFiles(ca_file=str(inside.file))) as (running, http, url):
         headers = {"none": None, "unknown": f"Bearer {new_key()}", "revoked": f"Bearer {gone}"}
         headers |= {"expired": f"Bearer {expired}", "half": f"Bearer {good[:-1]}", "kind": f"Basic {good}"}
+        headers |= {"two": f"Bearer {good}, Bearer {gone}", "two words": f"Bearer {good} {good}"}
         said = {}
         for path, body in (("/v1/completions", {"prompt": "hi"}), ("/tokenize", {"prompt": "hi"}), ("/metrics", None)):
             for name, header in headers.items():
@@ -127,6 +128,12 @@ async def test_keys_over_http_that_are_not_good(inside, keys):
                 for secret in (good, gone, expired, "acme", "ada"):
                     assert secret not in reply.text
         assert said["unknown"] == said["revoked"] == said["half"], "nobody learns that there was such a key"
+        for name in ("authorization", "x-api-key"):
+            prefix = "Bearer " if name == "authorization" else ""
+            for others in ([good, good], [good, gone], [gone, good]):
+                several = [(name, prefix + key) for key in others]
+                reply = await http.post(f"{url}/v1/completions", json={"prompt": "hi"}, headers=several)
+                assert (reply.status_code, reply.json()["error"]["code"]) == (401, "unauthenticated"), several
         assert not running.workers[0].seen
         reply = await http.post(
             f"{url}/v1/completions", json={"prompt": "hi"}, headers={"authorization": f"Bearer {good}"}
