@@ -210,7 +210,7 @@ def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
     return Collection(site, options).steps()
 
 
-RUNBOOK = Runbook(name="collect-diagnostics", about=__doc__ or "", steps=_steps, options=_options)
+RUNBOOK = Runbook(name="collect-diagnostics", about=__doc__ or "", steps=_steps, options=_options, sends_canaries=False)
 
 if __name__ == "__main__":
     sys.exit(main(RUNBOOK))

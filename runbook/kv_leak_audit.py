@@ -146,7 +146,7 @@ def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
     return Audit(site, options.watch).steps()
 
 
-RUNBOOK = Runbook(name="kv-leak-audit", about=__doc__ or "", steps=_steps, options=_options)
+RUNBOOK = Runbook(name="kv-leak-audit", about=__doc__ or "", steps=_steps, options=_options, sends_canaries=False)
 
 if __name__ == "__main__":
     sys.exit(main(RUNBOOK))

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.client import BatonClient
-from baton.core.errors import BatonError, StepFailed
+from baton.core.errors import AccessRefused, BatonError, PreconditionUnmet, StepFailed
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import inference_pb2
 from baton.runbook.common.site import Site
@@ -22,6 +22,7 @@ PROMPTS = (
 )
 MAX_TOKENS = 24
 REQUEST_S = 30.0
+LOOK_S = 5.0
 NUM_TRIES = 3
 RETRY_S = 1.0
 PASSING = ("NoWorker", "WorkerLost", "TransferFailed")
@@ -38,6 +39,28 @@ class Answer:
     def workers(self) -> tuple[str, str]:
         """Prefill and decode worker."""
         return self.stats.prefill_worker, self.stats.decode_worker
+
+
+def require_client(site: Site) -> None:
+    """Where canaries are sent, clients come, and what the operator has lets them in; found out before any step.
+
+    Raises:
+        PreconditionUnmet: they would be refused.
+    """
+    address = site.client_address
+    try:
+        with BatonClient(address, timeout_s=max(0.1, min(LOOK_S, site.left_s)), access=site.client_access) as client:
+            client.model()
+    except BatonError as error:
+        if error.fields.get("grpc_code") == "UNIMPLEMENTED":
+            message = f"{address} is where operators come, and canaries are clients: give --client-address, and "
+            message += "--client-api-key-file if clients need a key"
+        elif isinstance(error, AccessRefused):
+            message = f"canaries are clients, which {address} does not let in: {error.message}; give a client's key "
+            message += "with --client-api-key-file"
+        else:
+            return  # what is wrong there is the runbook's to find
+        raise PreconditionUnmet(message, address=address) from error
 
 
 def ask(site: Site, prompt: str, *, num_tries: int = 1) -> Answer:

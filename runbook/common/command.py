@@ -11,6 +11,7 @@ from baton.cluster.access import current_access
 from baton.cluster.outcome import ExitCode, Output, run_command
 from baton.core.clock import MonotonicClock
 from baton.core.errors import ConfigInvalid
+from baton.runbook.common.canary import require_client
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Run, RunbookReport, Step, Taken
 
@@ -32,6 +33,7 @@ class Runbook:
         steps: the steps for a deployment and the flags given.
         options: adds flags of its own.
         timeout_s: the default of --timeout.
+        sends_canaries: whether it asks for tokens as a client does.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Runbook:
     steps: Callable[[Site, argparse.Namespace], Sequence[Step]]
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     timeout_s: float = 300.0
+    sends_canaries: bool = True
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,7 +72,7 @@ def _parser(runbook: Runbook) -> argparse.ArgumentParser:
         prog=f"baton runbook {runbook.name}", description=runbook.about, epilog=EXIT_CODES, allow_abbrev=False
     )
     parser.add_argument("--address", default=DEFAULT_ADDRESS, help=f"HOST:PORT of the router  [{DEFAULT_ADDRESS}]")
-    parser.add_argument("--client-address", default="", help="where clients come, if that is another port")
+    parser.add_argument("--client-address", default="", help="where clients come, if --address is for operators alone")
     parser.add_argument("--client-api-key-file", default="", help="a client's key, if clients need another than you")
     runbook.options(parser)
     parser.add_argument("--dry-run", action="store_true", help="check what must hold, say what would be done")
@@ -122,6 +125,8 @@ def _run(runbook: Runbook, options: argparse.Namespace, output: Output) -> ExitC
     def show(taken: Taken) -> None:
         output.write(format_taken(taken) + "\n")
 
+    if runbook.sends_canaries:
+        require_client(site)
     steps = runbook.steps(site, options)
     report = Run(clock, dry=options.dry_run, found=site.found, on_taken=show).carry_out(steps)
     data = {"runbook": runbook.name, "address": options.address, "dry_run": options.dry_run} | report_data(report)

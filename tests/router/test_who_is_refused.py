@@ -128,6 +128,8 @@ async def test_keys_over_http_that_are_not_good(inside, keys):
                 for secret in (good, gone, expired, "acme", "ada"):
                     assert secret not in reply.text
         assert said["unknown"] == said["revoked"] == said["half"], "nobody learns that there was such a key"
+        assert "not `Bearer KEY`" in said["two"]
+        assert said["two"] == said["two words"] == said["kind"]
         for name in ("authorization", "x-api-key"):
             prefix = "Bearer " if name == "authorization" else ""
             for others in ([good, good], [good, gone], [gone, good]):
