@@ -126,4 +126,4 @@ def require(members: Sequence[Member], role: str) -> None:
         NoWorker: there is none.
     """
     if not members:
-        raise NoWorker(f"no {role} worker is alive; try again shortly", role=role)
+        raise NoWorker(f"no {role} worker takes requests now: all are lost or draining; try again shortly", role=role)
