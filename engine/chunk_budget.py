@@ -86,9 +86,7 @@ class ChunkBudget:
             self._drain_steps = 0
             return self._most
         fitting = self._fitting
-        if (
-            self.floor.seconds and self.limit_s == FLOORS * self.floor.seconds
-        ):  # lengths that differ tell whether it still holds
+        if 0.0 < self.limit_s == FLOORS * self.floor.seconds:  # lengths that differ tell whether it still holds
             self._is_shorter = not self._is_shorter
             fitting *= _SHORTER if self._is_shorter else 1.0
         share = -(-num_waiting // DRAIN_STEPS)

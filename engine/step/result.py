@@ -129,18 +129,14 @@ class ResultLayout:
         firsts = values[num_decode_ints : self.num_ints].view(-1, 2).tolist()
         bits = values[self.num_ints : self.num_values].view(torch.float64)
         num_emitted = [0 if row[0] == IDLE else (row[0] & ~NOT_FINITE) + 1 for row in rows]
-        firsts_at = [place for place, is_sampled in enumerate(self.samples) if is_sampled]
-        told = [row[0] for row in rows] + [first[0] for first in firsts]
-        places = [*range(num_decode), *(num_decode + place for place in firsts_at)]
-        errors = {
-            place: _not_finite() for place, length in zip(places, told, strict=True) if NOT_FINITE <= length < IDLE
-        } | dict(errors)
         proposed_lens = [row[-1] for row in rows] if self.tells_proposed else self.proposed_lens
         decode_logprobs, bits = self._step_logprobs(bits, self.num_drafts + 1, self.num_tops, num_emitted)
         sampled_tops = self._sampled_tops
         first_logprobs, bits = self._step_logprobs(bits, 1, sampled_tops, [1] * len(firsts))
         decode = tuple(
-            Emitted(tuple(row[1 : 1 + count]), count - 1, proposed_len, logprobs, errors.get(place))
+            Emitted(
+                tuple(row[1 : 1 + count]), count - 1, proposed_len, logprobs, errors.get(place) or _not_finite(row[0])
+            )
             for place, (row, count, proposed_len, logprobs) in enumerate(
                 zip(rows, num_emitted, proposed_lens, decode_logprobs, strict=True)
             )
@@ -148,16 +144,17 @@ class ResultLayout:
         sampled = iter(zip(firsts, first_logprobs, strict=True))
         chunks: list[ChunkOutput] = []
         for place, (is_sampled, (count, num_top)) in enumerate(zip(self.samples, self.reports, strict=True)):
-            token, logprobs = None, None
+            token, logprobs, error = None, None, errors.get(num_decode + place)
             if is_sampled:
-                (accepted_len, sampled_token), reported = next(sampled)
-                if accepted_len < NOT_FINITE:
+                (told_len, sampled_token), reported = next(sampled)
+                error = error or _not_finite(told_len)
+                if told_len < NOT_FINITE:
                     token, logprobs = sampled_token, None if reported is None else reported[0]
             num_bits = count * num_packed(num_top)
             reports = bits[:num_bits].view(count, -1).tolist() if count else ()
             bits = bits[num_bits:]
             reported_prompt = tuple(unpack(packed, num_top) for packed in reports)
-            chunks.append(ChunkOutput(token, logprobs, reported_prompt, errors.get(num_decode + place)))
+            chunks.append(ChunkOutput(token, logprobs, reported_prompt, error))
         return StepOutput(decode, tuple(chunks))
 
     @staticmethod
@@ -171,7 +168,10 @@ class ResultLayout:
         return unpack_step(bits[:num_bits], num_rows, num_tops, num_emitted), bits[num_bits:]
 
 
-def _not_finite() -> BatonError:
+def _not_finite(told_len: int) -> BatonError | None:
+    """The error of a row of which that was told."""
+    if not NOT_FINITE <= told_len < IDLE:
+        return None
     return ModelOutputInvalid(
         "the model gave logits that are not finite (NaN or infinite), so no token could be chosen: its weights, its KV "
         "or the device may be damaged, or a number was too large for its dtype"

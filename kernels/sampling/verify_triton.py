@@ -179,7 +179,7 @@ def _decide_kernel(
         tl.atomic_add(counts + accepted, 1)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_sequences", "sequence_stride", "row_stride"])
 def _after_kernel(
     token_ids, accepted_len, length, logits, sequence_stride, row_stride, last_token, new_length, last_row, told_len,
     num_sequences, Q: tl.constexpr, B: tl.constexpr,
