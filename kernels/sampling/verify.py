@@ -232,11 +232,12 @@ class NextStep:
 def told_lengths(accepted_len_B: torch.Tensor, logits_BQV: torch.Tensor) -> torch.Tensor:
     """Accepted lengths, with `NOT_FINITE` added where a token was chosen from numbers that are not finite: int64 [B].
 
-    One logit of a row tells: a hidden state with a NaN or an infinity in it makes a NaN of each.
+    One logit of a row tells: a hidden state with a NaN or an infinity in it makes a NaN of each. Of a vocabulary that
+    ranks share, the one without a token of its own has -inf there.
     """
     row_Q = torch.arange(logits_BQV.shape[1], device=logits_BQV.device)
     is_chosen_from_BQ = row_Q <= accepted_len_B[:, None]
-    is_wrong_B = (is_chosen_from_BQ & ~logits_BQV[:, :, 0].isfinite()).any(dim=1)
+    is_wrong_B = (is_chosen_from_BQ & ~(logits_BQV[:, :, 0] < torch.inf)).any(dim=1)
     return torch.where(is_wrong_B, accepted_len_B + NOT_FINITE, accepted_len_B)
 
 

@@ -196,7 +196,7 @@ def _after_kernel(
     for place in tl.static_range(Q):
         at_B = sequence_B.to(tl.int64) * sequence_stride + place * row_stride
         x_B = tl.load(logits + at_B, mask=mask_B & (place <= accepted_B), other=0.0).to(tl.float32)
-        is_wrong_B |= (x_B != x_B) | (tl.abs(x_B) == float("inf"))
+        is_wrong_B |= (x_B != x_B) | (x_B == float("inf"))
     tl.store(told_len + sequence_B, tl.where(is_wrong_B, accepted_B + _NOT_FINITE, accepted_B), mask=mask_B)
 
 
