@@ -84,7 +84,7 @@ class Entrance:
 def _key_header(headers: Headers) -> str | None:
     """`Authorization`; where there is none, the header in which Anthropic's clients send a key."""
     found = headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
-    return ", ".join(found) if found else None  # several are none that anybody can tell apart
+    return ", ".join(found) if found else None  # which of several is meant is not known
 
 
 def principal_of(scope: Scope) -> Principal:
