@@ -338,6 +338,18 @@ async def test_a_drained_worker_gets_nothing_new_and_is_left_after_the_grace():
         await running.idle(3.0)
 
 
+async def test_where_all_drain_the_error_says_so():
+    async with cluster(1, 1) as running:
+        running.script.answer = ANSWER
+        await admin(running).Drain(admin_pb2.DrainRequest(worker_id="decode-0"))
+        with pytest.raises(NoWorker, match="no decode worker takes requests now: all are lost or draining"):
+            await Reading(running).task
+        await admin(running).Drain(admin_pb2.DrainRequest(worker_id="decode-0", undo=True))
+        reading = Reading(running)
+        await reading.task
+        assert reading.text == ANSWER
+
+
 async def test_a_drain_ends_no_stream():
     """Where no other worker is, or no migration is left, streams stay; new ones are refused."""
     async with cluster() as running:
