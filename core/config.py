@@ -249,7 +249,7 @@ class ServeConfig(BaseModel):
     max_num_batched_tokens: int | None = _schedule(
         None,
         "prompt tokens per prefill step",
-        unset="GPU 4096, CPU 256",
+        unset="GPU 4096, 8192 with many experts; CPU 256",
         metavar="tokens",
         vllm="--max-num-batched-tokens",
         ge=16,

@@ -64,7 +64,7 @@ def test_the_help_of_serve_is_in_panels_and_says_defaults():
     for default in (
         "[127.0.0.1]",
         "[auto]",
-        "[GPU 4096, CPU 256]",
+        "[GPU 4096, 8192 with many experts; CPU 256]",
         "[up to 2 by a head, as measured; 4 by ngram; else 0]",
     ):
         assert default in text

@@ -32,6 +32,19 @@ def test_an_h200_that_two_workers_share_runs_256_sequences_and_4096_tokens():
     assert "default of a GPU" in sizes.why[0]
 
 
+def test_a_gpu_computes_more_tokens_where_experts_would_get_few_rows():
+    """By published shapes: 8 of 256 (35B, DeepSeek-V3), 8 of 160 (GLM-4.6), 8 of 128 (30B), 2 of 8 (Mixtral)."""
+    for num_chosen, num_experts, tokens in ((8, 256, 8192), (8, 160, 8192), (8, 128, 4096), (2, 8, 4096)):
+        share = num_chosen / num_experts
+        sizes = {"device": DeviceFacts(kind="cuda", num_bytes=80 * GIB), "vocab_size": 512, "num_rows_per_seq": 1}
+        chosen = choose(asked_seqs=0, asked_tokens=0, expert_share=share, **sizes)
+        assert chosen.max_num_batched_tokens == tokens
+        assert choose(asked_seqs=0, asked_tokens=300, expert_share=share, **sizes).max_num_batched_tokens == 300
+        assert ("an expert would have 128" in chosen.why[1]) == (num_experts == 256)
+    on_cpu = choose(asked_seqs=0, asked_tokens=0, device=CPU, vocab_size=512, num_rows_per_seq=1, expert_share=1 / 32)
+    assert on_cpu.max_num_batched_tokens == 256
+
+
 def test_no_more_sequences_than_the_pool_holds():
     assert fitted(gpu(80), 100_000) == 96
     assert fitted(gpu(80), 100_000, max_model_len=512) == 192
