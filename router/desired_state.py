@@ -6,7 +6,7 @@ for the message and goes on with it, but for what an operator has asked of it si
 which might not outlive its host; desired state is lost only if all workers end together with the router.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from baton.core.clock import Clock
@@ -15,7 +15,7 @@ from baton.proto import admin_pb2, worker_pb2
 from baton.router.admission.admission import Admission
 from baton.router.attempt.migration import Migration
 from baton.router.attempt.poison_detector import MAX_BLAMED
-from baton.router.placement.members import MAX_WORKERS, Incarnation
+from baton.router.placement.members import DECODE, MAX_WORKERS, PREFILL, Incarnation
 
 
 class DesiredSpeculation:
@@ -113,6 +113,13 @@ class DesiredState:
         if changed:
             self._own.update(name for part in _PARTS if changed & set(part) for name in part)
             self._tell(content, self.version + 1)
+
+    def ended(self) -> Set[Incarnation]:
+        """Who was emptied for a smaller deployment, and is gone."""
+        scale = self._scale.request
+        if scale is None:
+            return frozenset()
+        return self._migration.drains.ended({PREFILL: scale.num_prefill, DECODE: scale.num_decode})
 
     def answer(self, state: worker_pb2.WorkerState, reply: worker_pb2.HeartbeatReply) -> None:
         """Ask a worker for what another router left, if that is news, and otherwise give it what it lacks."""

@@ -391,7 +391,7 @@ class RouterServer:
                 as_internal("the router's health", error)
 
     def _expire(self) -> None:
-        for incarnation in self.members.expire():
+        for incarnation in self.members.expire(self.desired_state.ended()):
             about = {"worker_id": incarnation.worker_id, "epoch": f"{incarnation.epoch:016x}"}
             log.warning("worker %s (epoch %016x) is lost: silent too long", *astuple(incarnation), extra=about)
 

@@ -55,7 +55,7 @@ def format_status(data: dict[str, Any]) -> str:
     summary = (
         f"{data['model']} at {data['address']}, up {data['uptime_s']:.0f} s: "
         f"{data['num_requests_running']} requests running, {data['num_requests_finished']} finished, "
-        f"{data['num_requests_failed']} failed, {data['num_requests_refused']} refused or given up, "
+        f"{data['num_requests_failed']} failed or turned away, {data['num_requests_refused']} invalid or cancelled, "
         f"{data['num_tokens_streamed']} tokens, "
         f"{data['num_handoff_retries']} hand-offs tried again, {data['num_migrations']} streams moved"
     )

@@ -4,7 +4,7 @@
          + decode's blocks and batch
          + the part of the transfer that the prefill does not hide
 
-Rates are the workers' own measurements. A worker that was not measured yet is taken as the mean of those that were.
+Rates are the workers' own measurements. A worker that was not measured lately is taken as the mean of those that were.
 """
 
 from collections import deque
@@ -14,6 +14,7 @@ from typing import Final
 from baton.proto import worker_pb2
 from baton.router.placement.members import Incarnation, Member
 
+STALE_S: Final = 30.0  # after which a rate that was not measured again is no longer believed
 LAG_S: Final = 0.02  # between a request's leaving here and its being counted there
 STEP_WEIGHT: Final = 0.5  # of what came since the last heartbeat in a mean time
 
@@ -52,7 +53,8 @@ class WorkerLoad:
     Attributes:
         heartbeat_s: when it was heard.
         tokens_queued: prompt tokens to compute, then.
-        tokens_per_s: that it computes; 0 not measured.
+        tokens_per_s: that it computes, as it says; 0 not measured.
+        measured_s: when it had last finished a prompt.
         num_blocks: of its pool.
         num_blocks_free: then.
         num_blocks_cached: that have names, then.
@@ -71,6 +73,7 @@ class WorkerLoad:
     heartbeat_s: float = float("-inf")
     tokens_queued: int = 0
     tokens_per_s: float = 0.0
+    measured_s: float = float("-inf")
     num_blocks: int = 0
     num_blocks_free: int = 0
     num_blocks_cached: int = 0
@@ -86,6 +89,7 @@ class WorkerLoad:
     sent: deque[SentRequest] = field(default_factory=deque)
     _steps: tuple[int, float] = (0, 0.0)  # count and seconds, at the last heartbeat
     _exposed: tuple[int, float] = (0, 0.0)  # likewise
+    _measured: tuple[float, int] = (0.0, 0)  # the rate and how many prompts, likewise
     _state: worker_pb2.WorkerState | None = None  # the last heartbeat itself
 
     @property
@@ -98,6 +102,13 @@ class WorkerLoad:
         """Blocks of the requests since."""
         return sum(item.num_blocks for item in self.sent)
 
+    def believed_tokens_per_s(self, now_s: float) -> float:
+        """The rate, if it was measured lately; else 0.
+
+        One that got a prompt when it was cold, or its host busy, would get none for ever: nothing else measures it.
+        """
+        return self.tokens_per_s if now_s - self.measured_s < STALE_S else 0.0
+
     def hear(self, member: Member) -> None:
         """Take the member's last heartbeat, if it is a new one."""
         if member.state is self._state:
@@ -107,6 +118,9 @@ class WorkerLoad:
         self.heartbeat_s = member.heartbeat_s
         self.tokens_queued = held.num_prefill_tokens_queued
         self.tokens_per_s = held.prefill_tokens_per_s
+        measured = (held.prefill_tokens_per_s, held.num_requests_finished)
+        if measured != self._measured:
+            self._measured, self.measured_s = measured, member.heartbeat_s
         self.num_blocks, self.num_blocks_free = held.num_blocks, held.num_blocks_free
         self.num_blocks_cached = held.num_blocks_cached
         self.num_sequences = held.num_requests_held

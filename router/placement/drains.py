@@ -4,7 +4,7 @@ A drain belongs to one incarnation of a worker: the process that replaces it ser
 called several times a second.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from baton.core.clock import Clock
@@ -58,6 +58,18 @@ class Drains:
     def incarnations(self) -> Set[Incarnation]:
         """Who gets nothing new."""
         return {drain.incarnation for drain in self._drains.values()}
+
+    def ended(self, wanted: Mapping[str, int]) -> Set[Incarnation]:
+        """Who was emptied and is gone, while as many others of its role live as are wanted, by role."""
+        incarnations = self.incarnations()
+        return {
+            member.incarnation
+            for member in (self._members.all() if incarnations else ())
+            if not member.alive
+            and member.incarnation in incarnations
+            and member.state.role in wanted
+            and len(self._members.live(member.state.role)) >= wanted[member.state.role]
+        }
 
     def watch(self, incarnation: Incarnation, on_due: Callable[[], None]) -> Callable[[], None]:
         """Have `on_due` called at every tick while this incarnation's streams should move; returns what ends that."""

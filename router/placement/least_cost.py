@@ -29,7 +29,7 @@ from baton.router.placement.cost import (
 )
 from baton.router.placement.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member
-from baton.router.placement.policy import NOBODY, Incarnations, Pair, require
+from baton.router.placement.policy import NOBODY, Incarnations, Pair, RoundRobin, require
 from baton.router.placement.prefix_index import FleetPrefixIndex
 
 TIE_S: Final = 1e-6
@@ -72,6 +72,7 @@ class LeastCost:
         self._prefixes = prefixes
         self._weights = weights
         self._loads = Loads()
+        self._in_turn = RoundRobin()
         self._named: tuple[object, ...] = ()  # what the names below are of
         self._names: tuple[bytes, ...] = ()
 
@@ -106,7 +107,10 @@ class LeastCost:
             reason = self._local.required_reason(prefill)
             return self._keep(self._least(local), asked, matched, now_s, request, reason)
         try:
-            pair = self._cheapest(at_prefill, at_decode, asked, excluded)
+            if request is not None and request.split_only:  # it is to see every worker, the dearest, too
+                pair = dataclasses.replace(self._in_turn.pick(prefill, decode, excluded), routing=self.name)
+            else:
+                pair = self._cheapest(at_prefill, at_decode, asked, excluded)
         except WorkersIncompatible:
             local = self._local_costs(able, at_decode, paces, asked, matched, now_s, is_must=True)
             if not local:
@@ -252,16 +256,17 @@ class LeastCost:
         self, members: Sequence[Member], asked: RequestNeeds, matched: dict[Incarnation, int], now_s: float
     ) -> list[tuple[PrefillCost, Member, WorkerLoad]]:
         loads = [self._loads.of(member) for member in members]
-        assumed = _mean([load.tokens_per_s for load in loads]) or self._weights.tokens_per_s
+        rates = [load.believed_tokens_per_s(now_s) for load in loads]
+        assumed = _mean(rates) or _mean([load.tokens_per_s for load in loads]) or self._weights.tokens_per_s
         costs = []
-        for member, load in zip(members, loads, strict=True):
+        for member, load, rate in zip(members, loads, rates, strict=True):
             num_names = None
             if self._prefixes is not None and member.incarnation in matched:
                 num_names = self._prefixes.num_names_of(member.incarnation)
             cost = prefill_cost(
                 load,
                 asked,
-                tokens_per_s=load.tokens_per_s or assumed,
+                tokens_per_s=rate or assumed,
                 cached_len=matched.get(member.incarnation, 0),
                 now_s=now_s,
                 num_names=num_names,

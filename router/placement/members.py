@@ -6,7 +6,7 @@ stands still hears no worker, so its own stalls are not counted as silence.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +18,7 @@ from baton.proto.wire import distribution_from_proto, report_from_proto
 ALIVE_S: Final = 1.5
 MAX_GAP_S: Final = 0.25  # of the time between two looks at the table, no more than this counts as silence
 FORGET_S: Final = 600.0
+FORGET_ENDED_S: Final = 10.0  # of one that is wanted no more
 MAX_WORKERS: Final = 4096
 MAX_RETIRED_EPOCHS: Final = 64
 PREFILL: Final = "prefill"
@@ -95,10 +96,13 @@ class Members:
         member.state, member.heartbeat_s, member.alive = state, now_s, True
         return known
 
-    def expire(self) -> list[Incarnation]:
+    def expire(self, ended: Set[Incarnation] = frozenset()) -> list[Incarnation]:
         """Give up who has been silent too long; returns the incarnations lost. Call it several times per MAX_GAP_S.
 
         A call that comes late extends every lease by its lateness: reports may be waiting to be read.
+
+        Args:
+            ended: who is wanted no more, and is forgotten soon after it is lost, not shown as dead for minutes.
         """
         now_s = self._clock.now_s()
         stalled_s = max(0.0, now_s - self._expired_s - MAX_GAP_S)
@@ -110,7 +114,7 @@ class Members:
             if member.alive and age_s >= self._alive_s:
                 self._lose(member, "fence")
                 lost.append(member.incarnation)
-            elif age_s >= FORGET_S:
+            elif age_s >= (FORGET_ENDED_S if not member.alive and member.incarnation in ended else FORGET_S):
                 del self._members[worker_id]
         return lost
 

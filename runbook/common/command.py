@@ -18,7 +18,7 @@ from baton.runbook.common.steps import Run, RunbookReport, Step, Taken
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 EXIT_CODES = (
     "Exit codes: 0 ok, 1 failed and undone, 2 usage, 3 precondition not met and nothing changed, "
-    "4 partial: something was changed and stays so, 124 timeout."
+    "4 partial: something stays changed or is left to be done, 124 timeout."
 )
 _MARKS = {"ok": "ok", "failed": "FAILED", "planned": "would", "not needed": "is so"}
 

@@ -48,8 +48,8 @@ class Worker:
 class Router:
     """Everything that wishes are about, without a port."""
 
-    def __init__(self, clock):
-        self.members = Members(clock, alive_s=1e9)
+    def __init__(self, clock, alive_s=1e9):
+        self.members = Members(clock, alive_s=alive_s)
         self.migration = Migration(MigrationConfig(), self.members, clock, RouterMetrics())
         self.speculation, self.admission, self.scale = DesiredSpeculation(), Admission(64), DesiredScale()
         self.desired_state = DesiredState(
@@ -69,6 +69,50 @@ def exchange(router, *workers, times=3):
         for worker in workers:
             worker.report(router)
         router.desired_state.tick()
+
+
+def live_for(router, clock, workers, seconds):
+    for _ in range(round(seconds / 0.2)):
+        clock.advance(0.2)
+        for worker in workers:
+            router.members.heartbeat(worker.state)
+        router.members.expire(router.desired_state.ended())
+        router.migration.drains.tick()
+
+
+def known(router):
+    return [member.state.worker_id for member in router.members.all()]
+
+
+def test_who_left_a_smaller_deployment_is_not_shown_as_dead(clock):
+    """A worker that was drained and ended by `scale`; but one that is to come back is missed, drained or not."""
+    router = Router(clock, alive_s=1.5)
+    zero, one, two = [Worker(f"decode-{at}", epoch=9 + at) for at in range(3)]
+    live_for(router, clock, [zero, one, two], 1.0)
+    router.migration.drains.begin("decode-2", 0.0)
+    live_for(router, clock, [zero, one], 30.0)
+    assert known(router) == ["decode-0", "decode-1", "decode-2"], "replaced, perhaps: fewer were not asked for"
+    router.scale.request = admin_pb2.ScaleRequest(num_prefill=0, num_decode=3)
+    live_for(router, clock, [zero, one], 30.0)
+    assert len(known(router)) == 3, "three were asked for"
+    router.scale.request = admin_pb2.ScaleRequest(num_prefill=0, num_decode=2)
+    live_for(router, clock, [zero, one], 1.0)
+    assert known(router) == ["decode-0", "decode-1"]
+    live_for(router, clock, [zero], 30.0)
+    assert known(router) == ["decode-0", "decode-1"], "lost, not drained"
+    assert not router.migration.drains.incarnations()
+
+
+def test_who_ends_while_a_deployment_gets_smaller_is_shown_for_a_while(clock):
+    """A report of its that comes late must find it dead, not make it a new worker."""
+    router, zero, one = Router(clock, alive_s=1.5), Worker(), Worker("decode-1", epoch=2)
+    router.scale.request = admin_pb2.ScaleRequest(num_prefill=0, num_decode=1)
+    live_for(router, clock, [zero, one], 1.0)
+    router.migration.drains.begin("decode-1", 0.0)
+    live_for(router, clock, [zero], 9.0)
+    assert len(known(router)) == 2
+    live_for(router, clock, [zero], 2.0)
+    assert len(known(router)) == 1
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Costs and the policies that go by them: pure, under virtual time."""
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -15,6 +16,7 @@ from baton.router.placement import least_cost
 from baton.router.placement.cost import (
     LAG_S,
     NO_EDGE_S,
+    STALE_S,
     CostWeights,
     Edge,
     Loads,
@@ -157,6 +159,39 @@ def test_who_was_not_measured_is_taken_as_the_mean_of_the_others():
     assert table.names()[0] == "p0", "165 tokens at 2000/s behind 0.1 s, against 1500/s behind 0.067 s"
     table.beat("p2", num_prefill_tokens_queued=10)
     assert table.names()[0] == "p2"
+
+
+def test_a_rate_that_is_not_measured_again_is_forgotten():
+    """A worker whose only prompt came while it was cold is slow in the table, and idle: it must get another one."""
+    table = Table(2, 1)
+    finished = 0
+    table.beat("p1", prefill_tokens_per_s=500.0, num_requests_finished=1)
+    picked = Counter()
+    for _ in range(80):
+        finished += 1
+        table.beat("p0", prefill_tokens_per_s=1_000.0, num_requests_finished=finished)
+        table.beat("p1", prefill_tokens_per_s=500.0, num_requests_finished=1)
+        table.policy._loads.of(table.members._members["p0"]).sent.clear()
+        picked[table.names()[0], table.clock.now_s() < 100.0 + STALE_S] += 1
+        table.policy._loads.of(table.members._members["p1"]).sent.clear()
+        table.clock.advance(1.0)
+    assert picked["p1", True] == 0, "it is believed at first"
+    assert picked["p1", False] > 10, "then they are equals"
+    table.beat("p1", prefill_tokens_per_s=500.0, num_requests_finished=2)
+    table.beat("p0", prefill_tokens_per_s=1_000.0, num_requests_finished=finished + 1)
+    assert table.names()[0] == "p0", "it was measured again, and is as slow as it was"
+
+
+def test_canaries_see_every_worker_in_turn_whatever_they_cost():
+    """Runbooks go on until each worker has answered; the dearest would never be picked."""
+    table = Table(3, 2)
+    table.beat("p0", prefill_tokens_per_s=10_000.0, num_requests_finished=9)
+    table.beat("p1", prefill_tokens_per_s=10.0, num_requests_finished=9, num_prefill_tokens_queued=10_000)
+    asked = dataclasses.replace(request(), split_only=True)
+    seen = [table.names(asked) for _ in range(6)]
+    assert len(set(seen)) == 6, "every pair"
+    refused = {(table.incarnation("p0"), table.incarnation("d0")), (table.incarnation("p0"), table.incarnation("d1"))}
+    assert {table.names(asked, refused)[0] for _ in range(4)} == {"p1", "p2"}
 
 
 def test_what_was_sent_wears_off_at_the_workers_rate_and_with_its_next_heartbeat():
