@@ -77,7 +77,7 @@ def _announce(deployment: Deployment, output: Output, name: str) -> None:
         f"serving {config.model} at {at}: {_crew(config)}\n"
         f"{_who_gets_in(deployment)}"
         f"{_curl(deployment, name)}"
-        f"try: baton generate --address {deployment.address} --prompt 'def main():'",
+        f"try: baton generate --address {deployment.address}{_access_flags(config)} --prompt 'def main():'",
     )
 
 
@@ -93,9 +93,24 @@ def _curl(deployment: Deployment, name: str) -> str:
     config = deployment.config
     flags = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_keys_file else ""
     flags += f" --cacert {config.tls_ca_file}" if config.tls.is_on and config.tls_ca_file else ""
+    if config.tls.is_on and _client_ca_file(config):
+        flags += f" --cert {config.tls_cert_file} --key {config.tls_key_file}"
     body = shlex.quote(json.dumps({"model": name, "prompt": "def main():", "max_tokens": 32}))
     url = f"{deployment.http_url}/v1/completions"
     return f"try: curl {url}{flags} -H 'Content-Type: application/json' -d {body}\n"
+
+
+def _access_flags(config: ServeConfig) -> str:
+    """What `baton generate` needs to get in; this host's certificate, where clients are asked for one."""
+    flags = f" --tls-ca-file {config.tls_ca_file}" if config.tls.is_on and config.tls_ca_file else ""
+    if config.tls.is_on and _client_ca_file(config):
+        flags += f" --tls-cert-file {config.tls_cert_file} --tls-key-file {config.tls_key_file}"
+    return flags + " --api-key-file KEY_FILE" * bool(config.api_keys_file)
+
+
+def _client_ca_file(config: ServeConfig) -> str | None:
+    """Whose certificates clients are asked for, if any are."""
+    return config.tls_ca_file if config.admin_port is None else config.tls_client_ca_file
 
 
 def _who_gets_in(deployment: Deployment) -> str:
@@ -103,8 +118,7 @@ def _who_gets_in(deployment: Deployment) -> str:
     if deployment.admin_address == deployment.address and not config.tls.is_on:
         return ""
     asks = ["TLS"] * config.tls.is_on
-    ca_file = config.tls_ca_file if config.admin_port is None else config.tls_client_ca_file
-    asks += ["clients' certificates"] * bool(ca_file) + ["API keys"] * bool(config.api_keys_file)
+    asks += ["clients' certificates"] * bool(_client_ca_file(config)) + ["API keys"] * bool(config.api_keys_file)
     return f"clients need: {', '.join(asks) or 'nothing'}; operators come to {deployment.admin_address}\n"
 
 

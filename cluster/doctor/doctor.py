@@ -169,7 +169,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     """
     status = None if address is None else fetch_status(address)
     found = [] if status is None else paths(status)
-    findings = list(check_all(grpc_port))
+    findings = list(check_all(grpc_port if status is None else None))
     if selftest:
         findings.append(check_numerics())
     findings += (
@@ -208,12 +208,13 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     return code
 
 
-def check_all(grpc_port: int) -> Iterator[Finding]:
-    """The findings of every quick check."""
+def check_all(grpc_port: int | None) -> Iterator[Finding]:
+    """The findings of every quick check; without a port if there is a deployment, which listens at its own."""
     yield check_python()
     yield from (check_package(name, tested) for name, tested in TESTED.items())
     yield check_devices()
-    yield check_port(grpc_port)
+    if grpc_port is not None:
+        yield check_port(grpc_port)
     yield check_ray_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
     yield from (check_name(name) for name in FOREIGN_NAMES)
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

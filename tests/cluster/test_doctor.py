@@ -142,6 +142,13 @@ def test_the_worst_finding_decides_the_exit_code(level, code, capsys, monkeypatc
     assert [finding["level"] for finding in data["findings"]] == ["ok", level]
 
 
+def test_a_deployment_listens_at_its_own_port_and_that_is_no_warning():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert [finding.level for finding in doctor.check_all(port) if finding.name == "grpc port"] == ["warn"]
+    assert not [finding for finding in doctor.check_all(None) if finding.name == "grpc port"]
+
+
 def test_every_check_finds_something_here():
     findings = list(doctor.check_all(0))
     assert {"python", "torch", "ray", "devices", "grpc port", "ray auth", "shared memory"} <= {f.name for f in findings}

@@ -2,14 +2,18 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from baton.client import access
 from baton.cluster import flags as access_flags
+from baton.cluster.commands import serve
+from baton.cluster.outcome import Output
 from baton.core import inside
 from baton.core.config import ServeConfig
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
@@ -72,3 +76,38 @@ def test_every_flag_and_variable_exists():
     assert variables == {*access.VARIABLES.values(), access.KEY_VARIABLE, inside.ENVIRONMENT}
     assert access_flags.KEY_VARIABLE == access.KEY_VARIABLE
     assert {f"BATON_{name.upper()}" for name in access_flags._ACCESS} == {*access.VARIABLES.values()}
+
+
+def announced(capsys, **config):
+    """The commands that `baton serve` tells its operator to try, as arguments."""
+    config = ServeConfig(http_port=8000, **config)
+    at = SimpleNamespace(
+        config=config,
+        address="127.0.0.1:50051",
+        admin_address="127.0.0.1:50052",
+        workers={},
+        http_url="https://127.0.0.1:8000" if config.tls.is_on else "http://127.0.0.1:8000",
+        metrics_url="",
+    )
+    serve._announce(at, Output(as_json=False), "tiny")
+    shown = capsys.readouterr().out.splitlines()
+    tried = [shlex.split(line.removeprefix("try: ")) for line in shown if line.startswith("try: ")]
+    return {arguments[0]: set(arguments[1:]) for arguments in tried}
+
+
+TLS = {"tls_cert_file": "host.pem", "tls_key_file": "host.key", "tls_ca_file": "ca.pem", "transport": "grpc"}
+
+
+def test_what_serve_says_to_try_gets_in(capsys):
+    plain = announced(capsys)
+    assert not plain["baton"] & COMMON - {"--address"}
+    assert not plain["curl"] & {"--cacert", "--cert"}
+    keys = announced(capsys, **TLS, admin_port=50052, api_keys_file="clients.keys", admin_keys_file="operators.keys")
+    assert {"--tls-ca-file", "ca.pem", "--api-key-file"} <= keys["baton"]
+    assert {"--cacert", "ca.pem"} <= keys["curl"]
+    assert not keys["baton"] & {"--tls-cert-file"} and not keys["curl"] & {"--cert"}
+    for asked in ({}, {"admin_port": 50052, "tls_client_ca_file": "clients.pem"}):  # clients show certificates
+        shown = announced(capsys, **TLS, **asked)
+        assert {"--tls-cert-file", "host.pem", "--tls-key-file", "host.key", "--tls-ca-file"} <= shown["baton"]
+        assert {"--cert", "host.pem", "--key", "host.key"} <= shown["curl"]
+    assert {word for word in keys["baton"] | shown["baton"] if word.startswith("--")} <= set(flags_of("generate"))
