@@ -7,6 +7,7 @@ next one what operators had asked for. Streams that were open end; clients ask a
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -206,4 +207,7 @@ class RouterProcess:
             except MalformedMessage:
                 pass  # it died of something else
         last = "\n".join(lines[-5:]) or "it said nothing"
+        if code < 0:  # what it wrote before has nothing to do with it
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return WorkerStartFailed(f"the router was ended by {name}", exit_code=code, worker_id="router")
         return WorkerStartFailed(f"the router ended with code {code}: {last}", exit_code=code, worker_id="router")

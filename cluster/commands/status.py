@@ -68,7 +68,8 @@ def format_status(data: dict[str, Any]) -> str:
             lines.append(f"{worker['state']['worker_id']} answers no canary, and is avoided while others do: {reason}")
     for pair in data["refused_pairs"]:
         lines.append(f"{pair['prefill_worker']} and {pair['decode_worker']} are not paired: {pair['reason']}")
-    lines += local_lines(data.get("local_prefill"))
+    has_prefill = any(worker["state"]["role"] == "prefill" for worker in data["workers"])
+    lines += local_lines(data.get("local_prefill"), has_prefill=has_prefill)
     for one in data["quarantined"]:
         workers = ", ".join(one["workers"])
         lines.append(f"request {one['fingerprint']} is refused for {one['left_s']:.0f} s: {workers} died of it")
@@ -89,13 +90,18 @@ def ranks_cell(pids: list[int]) -> str:
     return f"{len(pids)} ({', '.join(map(str, pids))})" if len(pids) > 1 else "1"
 
 
-def local_lines(local: dict[str, Any] | None) -> list[str]:
-    """How many prompts went which way and why, once any went to a decode worker; and whether that is the only way."""
+def local_lines(local: dict[str, Any] | None, *, has_prefill: bool) -> list[str]:
+    """How many prompts went which way and why, once any went to a decode worker; and whether that is the only way.
+
+    Args:
+        local: as `Status` says it; None: it does not.
+        has_prefill: whether the deployment has, or had, a prefill worker.
+    """
     choices = {} if local is None else local["num_choices"]
     lines = []
     if any(name.startswith("local") for name in choices):
         counts = ", ".join(f"{name} {count}" for name, count in sorted(choices.items()))
         lines.append(f"prompts by the way they went: {counts}")
-    if local is not None and local["only_way"]:
+    if local is not None and local["only_way"] and has_prefill:  # else it is meant: --prefill 0
         lines.append("no prefill worker is alive: decode workers compute prompts")
     return lines

@@ -98,4 +98,4 @@ def validate_attempt(request: GenerationRequest, limits: RequestLimits) -> None:
 
 def _require_len(length: int, limit: int, what: str, why: str) -> None:
     if length > limit:
-        raise PromptTooLong(f"{what}: {length} positions; that {why} {limit}", length=length, limit=limit)
+        raise PromptTooLong(f"{what} of {length} positions {why} {limit}", length=length, limit=limit)

@@ -69,3 +69,13 @@ def test_the_table_has_a_line_for_each_worker_even_before_any_step():
     text = format_status(as_data(reply) | {"address": "here", "decode": []})
     assert next(row.split()[2] for row in text.splitlines() if row.startswith("d0 ")) == "unfit"
     assert "d0 answers no canary, and is avoided while others do: late" in text
+
+
+def test_status_says_that_prefill_workers_are_gone_only_where_there_were_some():
+    reply = admin_pb2.StatusReply(model="m")
+    reply.local_prefill.only_way = True
+    reply.workers.add(alive=True).state.role = "decode"
+    data = as_data(reply) | {"address": "here", "decode": []}
+    assert "no prefill worker" not in format_status(data), "it was served with --prefill 0"
+    reply.workers.add(alive=False).state.role = "prefill"
+    assert "no prefill worker is alive" in format_status(as_data(reply) | {"address": "here", "decode": []})
