@@ -163,7 +163,7 @@ class WeightSource:
                     continue
                 is_wide = name in self.float8.scales and why is not None
                 scale = self._row_scales(name) if is_wide else None
-                parts.append(TensorRead(stored=stored, target=target, cut=cut, scale=scale))
+                parts.append(TensorRead(stored=stored, name=name, target=target, cut=cut, scale=scale))
         self.reader.fill(parts)
         for name in (name for names, _ in stacks for name in names):
             if name in self.float8.scales and why is not None:

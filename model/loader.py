@@ -71,7 +71,7 @@ def load_model(
 
     Raises:
         ModelMissing: the directory, or a file it must hold, is not there.
-        ModelFileDamaged: a file is truncated or not what its name says, or was changed while it was read.
+        ModelFileDamaged: a file is truncated or not what its name says, was changed while it was read, or holds a NaN.
         ModelUnsupported: config.json asks for something that is not implemented, or a draft head's table is unsound.
         ModelTensorMissing: tensors are not there, among them those of an MTP head that was asked for.
         ModelTensorUnexpected: the checkpoint holds tensors the architecture has no place for, or one twice.
@@ -152,7 +152,7 @@ def load_model(
             implementation=implementation,
             why_no_triton=why_no_triton,
         )
-        reader.require_unchanged()
+        reader.require_sound()
     assert source.num_done == source.num_total
     if group.rank == 0:
         _tell(source, spec)

@@ -3,7 +3,8 @@
 A chunk goes straight into the tensor if it lies there as it is stored. Else it goes through memory that its thread
 keeps, pinned for a GPU, from which it is copied to the device, and there cut, scaled and converted; the copies of one
 thread run beside the reading of the others. So the host needs `NUM_READERS` chunks beside the model's tensors. Files
-are opened once, must be those whose headers were read, and must stay so (`require_unchanged`).
+are opened once, must be those whose headers were read, and must stay so. What was read must be finite: a NaN in one row
+of an output head would be one wrong logit, which no later check sees (`require_sound`).
 """
 
 import os
@@ -16,11 +17,13 @@ from types import TracebackType
 
 import torch
 
+from baton.core.errors import ModelFileDamaged
 from baton.kernels.copies import to_device
 from baton.model.checkpoint.weights import Cut, ReadBuffer, StoredTensor, open_unchanged, read_bytes
 
 NUM_READERS = 4
 CHUNK_BYTES = 16 << 20
+_FLOAT8_NAN = 0x7F  # without the sign
 _SCALED = 8  # bytes that a float8 number takes meanwhile: widened, and its scale
 
 
@@ -30,6 +33,7 @@ class TensorRead:
 
     Attributes:
         stored: the tensor, of at least one dimension.
+        name: of the tensor, for errors.
         target: contiguous memory of the part, of the reader's device and any dtype.
         cut: which part; None: all.
         scale: by which rows of the part are multiplied before they are rounded to the target's dtype, given the
@@ -37,6 +41,7 @@ class TensorRead:
     """
 
     stored: StoredTensor
+    name: str
     target: torch.Tensor
     cut: Cut | None = None
     scale: Callable[[int, int], torch.Tensor] | None = None
@@ -51,6 +56,7 @@ class TensorReader:
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tensor-reader")
         self._of_thread = threading.local()
         self._files: dict[Path, tuple[int, tuple[int, int]]] = {}
+        self._finite: list[tuple[TensorRead, torch.Tensor]] = []  # by chunk: whether it is, on the device
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -78,15 +84,21 @@ class TensorReader:
         for _ in self._pool.map(lambda chunk: self._read(*chunk), chunks):
             pass  # or raise what a thread raised
 
-    def require_unchanged(self) -> None:
-        """Check that files are still those whose headers were read.
+    def require_sound(self) -> None:
+        """Check that files are still those whose headers were read, and that all that was read is finite.
 
         Raises:
-            ModelFileDamaged: one was replaced or written to.
+            ModelFileDamaged: one was replaced or written to, or holds a NaN or an infinity.
             ModelMissing: one is gone.
         """
         for file, (_, stamp) in self._files.items():
             os.close(open_unchanged(file, stamp))
+        if not self._finite:
+            return
+        found = torch.stack([is_finite for _, is_finite in self._finite]).tolist()  # one wait for the device
+        for part in (part for (part, _), is_finite in zip(self._finite, found, strict=True) if not is_finite):
+            message = f"{part.name} holds a NaN or an infinity, in {part.stored.file.name}"
+            raise ModelFileDamaged(message, path=str(part.stored.file), tensor=part.name)
 
     @torch.inference_mode()  # which each thread has its own of, as it has its own stream
     def _read(self, part: TensorRead, first: int, stop: int) -> None:
@@ -98,6 +110,7 @@ class TensorReader:
         begin = stored.start + (before + first) * stored.row_bytes
         if target.device.type == "cpu" and target.dtype is stored.dtype and not is_cut_inside and part.scale is None:
             read_bytes(descriptor, begin, target.view(-1).view(torch.uint8).numpy().data, stored.file)
+            self._finite.append((part, _is_finite(target)))
             return
         assert stored.dtype is not None
         staging = self._staging()
@@ -113,6 +126,7 @@ class TensorReader:
                 scale = part.scale(before + first, before + stop)
                 rows = rows.to(scale.dtype).mul_(scale)
             target.copy_(rows)
+            self._finite.append((part, _is_finite(target)))
 
     def _staging(self) -> "_Staging":
         if not hasattr(self._of_thread, "staging"):
@@ -139,6 +153,13 @@ class _Staging:
         """Have the next `of` wait for copies that have begun."""
         if self._copied is not None:
             self._copied.record(self._stream)
+
+
+def _is_finite(rows: torch.Tensor) -> torch.Tensor:
+    """Whether all of it is: bool [], on its device."""
+    if rows.dtype is torch.float8_e4m3fn:  # it has no infinity
+        return (rows.view(torch.uint8) & _FLOAT8_NAN).max() != _FLOAT8_NAN
+    return torch.isfinite(torch.stack(torch.aminmax(rows))).all()  # both are NaN where one is
 
 
 def _chunks(part: TensorRead) -> Iterator[tuple[int, int]]:

@@ -26,6 +26,6 @@ def test_memory_is_not_written_to_before_the_gpu_has_what_was_in_it(cut, target_
     for _ in range(20):  # copies wait in the stream behind it
         busy = busy @ busy * 1e-3
     with TensorReader(CUDA) as reader:
-        reader.fill([TensorRead(stored=headers[name], target=targets[name], cut=cut) for name in wholes])
+        reader.fill([TensorRead(name="t", stored=headers[name], target=targets[name], cut=cut) for name in wholes])
     for name, one in wanted.items():
         assert torch.equal(targets[name].cpu(), one.to(target_dtype))

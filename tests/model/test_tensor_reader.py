@@ -4,13 +4,14 @@ import gc
 import json
 import os
 import re
+import shutil
 import threading
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from baton.core.errors import ModelFileDamaged
 from baton.core.numerics import Numerics
@@ -72,7 +73,7 @@ def test_every_part_in_chunks_of_any_size_is_that_of_the_whole(dtype, cut, chunk
     for target_dtype in (dtype, torch.float32):
         targets = torch.full((2, *wanted.shape), -9.0, dtype=torch.float32).to(target_dtype)
         with TensorReader(CPU) as reader:
-            reader.fill([TensorRead(stored=tensor, target=targets[1], cut=cut)])
+            reader.fill([TensorRead(name="t", stored=tensor, target=targets[1], cut=cut)])
         assert torch.equal(targets[1].double(), wanted.to(target_dtype).double())
         assert (targets[0].double() == -9).all(), "what is before the target is not written to"
 
@@ -84,7 +85,7 @@ def test_vectors_and_scales_of_rows(cut, tmp_path, monkeypatch):
     wanted = part_of(whole.float() * factors, cut)
     target = torch.empty_like(wanted)
     part = TensorRead(
-        stored=stored(tmp_path, whole), target=target, cut=cut, scale=lambda begin, end: factors[begin:end]
+        name="t", stored=stored(tmp_path, whole), target=target, cut=cut, scale=lambda begin, end: factors[begin:end]
     )
     with TensorReader(CPU) as reader:
         reader.fill([part])
@@ -94,7 +95,7 @@ def test_vectors_and_scales_of_rows(cut, tmp_path, monkeypatch):
 def test_a_target_whose_rows_are_apart_is_no_silent_copy(tmp_path):
     tensor = stored(tmp_path, drawn(torch.float32, *SHAPE))
     with TensorReader(CPU) as reader, pytest.raises(RuntimeError, match="view"):
-        reader.fill([TensorRead(stored=tensor, target=torch.empty(24, 37).T)])
+        reader.fill([TensorRead(name="t", stored=tensor, target=torch.empty(24, 37).T)])
 
 
 def test_chunks_are_read_at_the_same_time(tmp_path, monkeypatch):
@@ -111,7 +112,7 @@ def test_chunks_are_read_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 24)
     target = torch.empty(NUM_READERS, 6)
     with TensorReader(CPU) as reader:
-        reader.fill([TensorRead(stored=stored(tmp_path, whole), target=target)])
+        reader.fill([TensorRead(name="t", stored=stored(tmp_path, whole), target=target)])
     assert torch.equal(target, whole)
 
 
@@ -141,7 +142,7 @@ def test_a_file_that_is_no_more_the_one_whose_header_was_read_is_not_opened(tmp_
     stored(tmp_path, torch.ones(*SHAPE))
     os.utime(tmp_path / "model.safetensors", ns=(0, 0))  # both writes may be within one tick of the file system's clock
     with TensorReader(CPU) as reader, pytest.raises(ModelFileDamaged, match=r"model\.safetensors was changed while"):
-        reader.fill([TensorRead(stored=tensor, target=torch.empty(*SHAPE))])
+        reader.fill([TensorRead(name="t", stored=tensor, target=torch.empty(*SHAPE))])
     with pytest.raises(ModelFileDamaged, match=r"model\.safetensors was changed while"):
         tensor.read()
 
@@ -228,6 +229,48 @@ def test_numbers_that_are_widened_and_scaled_take_no_more_of_the_host(tmp_path, 
         return torch.ones(end - begin, SHAPE[1])
 
     with TensorReader(CPU) as reader:
-        reader.fill([TensorRead(stored=tensor, target=torch.empty(*SHAPE, dtype=torch.bfloat16), scale=scale)])
+        reader.fill(
+            [TensorRead(name="t", stored=tensor, target=torch.empty(*SHAPE, dtype=torch.bfloat16), scale=scale)]
+        )
     assert sum(end - begin for begin, end in read) == SHAPE[0]
     assert max(end - begin for begin, end in read) * SHAPE[1] * 2 * 4 <= 1024
+
+
+WRONG = [float("nan"), -float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_number_that_is_not_finite_is_found_wherever_it_is(dtype, tmp_path, monkeypatch):
+    """In any chunk, as it is stored or converted or scaled; what a rank does not read is not its."""
+    monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 200)
+    for at, (row, column) in enumerate([(0, 0), (11, 8), (20, 23), (36, 0)]):
+        for wrong in WRONG[: 2 if dtype is torch.float8_e4m3fn else 4]:
+            whole = drawn(torch.float64, *SHAPE)
+            whole[row, column] = wrong
+            tensor = stored(tmp_path, whole.to(dtype), name="model.w")
+            for cut in CUTS:
+                for target_dtype in (dtype, torch.bfloat16):
+                    part = part_of(whole, cut)
+                    target = torch.empty(*part.shape, dtype=target_dtype)
+                    scale = (lambda begin, end: torch.full((end - begin, 1), 2.0)) if at == 1 and cut is None else None
+                    with TensorReader(CPU) as reader:
+                        reader.fill([TensorRead(name="model.w", stored=tensor, target=target, cut=cut, scale=scale)])
+                        if torch.isfinite(part).all():
+                            reader.require_sound()
+                            continue
+                        with pytest.raises(ModelFileDamaged, match=r"model\.w holds a NaN or an infinity, in model\."):
+                            reader.require_sound()
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.input_layernorm.weight"])
+def test_a_checkpoint_with_one_nan_is_not_served(name, tiny_checkpoint, tmp_path):
+    """One row of a head makes one logit wrong and no hidden state: nothing behind it would notice."""
+    path = shutil.copytree(tiny_checkpoint(tie=False, kind="qwen3"), tmp_path / "model")
+    arguments = {"dtype": torch.float32, "device": CPU, "numerics": Numerics.DEFAULT, "with_mtp": False}
+    load_model(path, **arguments)
+    file = path / "model.safetensors"
+    tensors = {**load_file(file)}
+    tensors[name].view(-1)[5] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(ModelFileDamaged, match=f"{re.escape(name)} holds a NaN or an infinity, in model.safetensors"):
+        load_model(path, **arguments)
