@@ -454,9 +454,11 @@ class Engine:
     def _launch(self) -> bool:
         self.scheduler.claim_none()
         decode = self._decode_rows()
-        planned = self.speculation.plan(decode.caps, *decode.kept) if decode.slots else None
-        num_drafts = 0 if planned is None else planned.num_drafts
         num_waiting = self.scheduler.num_tokens_to_compute()
+        planned = None
+        if decode.slots:
+            planned = self.speculation.plan(decode.caps, *decode.kept, has_chunks=num_waiting > 0)
+        num_drafts = 0 if planned is None else planned.num_drafts
         chosen: list[tuple[Sequence, Chunk]] = []
         if num_waiting:
             num_waiting += sum(item.num_left for item in self.scheduler.waiting() if not item.is_received)

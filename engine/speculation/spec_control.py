@@ -416,7 +416,12 @@ class SpeculationControl:
         return method * self.max_drafts + num_drafts if num_drafts else 0
 
     def choose(
-        self, batch_size: int, num_capable: Sequence[int] | None = None, allowed: Collection[int] | None = None
+        self,
+        batch_size: int,
+        num_capable: Sequence[int] | None = None,
+        allowed: Collection[int] | None = None,
+        *,
+        tries: bool = True,
     ) -> int:
         """The arm of the next step.
 
@@ -426,6 +431,7 @@ class SpeculationControl:
             batch_size: its sequences.
             num_capable: of those, the ones that may use draft j, for each j that any of them may; all, if None.
             allowed: arms to choose among, 0 always being one of them; all, if None.
+            tries: whether it may be a trial: of a step whose time would say nothing it may not.
         """
         assert batch_size >= 1
         shares = (1.0,) * self.max_drafts
@@ -439,7 +445,7 @@ class SpeculationControl:
             if arm == 0 or (self.drafts_of(arm) <= len(shares) and (allowed is None or arm in allowed))
         ]
         name = bucket_of(batch_size)
-        return self._decide(name, self._bucket(name), shares, arms)
+        return self._decide(name, self._bucket(name), shares, arms, tries=tries)
 
     def in_use(self, batch_size: int) -> int:
         """The arm that steps of so many sequences have, but for trials."""
@@ -514,7 +520,7 @@ class SpeculationControl:
             bucket = self._buckets[name] = _Bucket(in_use, self.num_arms)
         return bucket
 
-    def _decide(self, name: int, bucket: _Bucket, shares: tuple[float, ...], arms: list[int]) -> int:
+    def _decide(self, name: int, bucket: _Bucket, shares: tuple[float, ...], arms: list[int], *, tries: bool) -> int:
         """The arm in use, another one from now on if that is better, or a trial."""
         options = self._options
         in_use = bucket.in_use
@@ -530,7 +536,7 @@ class SpeculationControl:
             if speed[best] > speed[in_use] + options.surprise:
                 self._grant_trials(math.exp(min(outlook.log_s[best], 50.0)))
             bucket.in_use = in_use = best
-        return self._find_trial(name, bucket, in_use, outlook, arms)
+        return self._find_trial(name, bucket, in_use, outlook, arms) if tries else in_use
 
     def _outlook(self, name: int, in_use: int, shares: tuple[float, ...]) -> _Outlook:
         mine = self.method_of(in_use)

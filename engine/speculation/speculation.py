@@ -151,10 +151,16 @@ class Speculation:
         num_drafts = min(control.drafts_of(arm), self.limit if fixed is None else fixed)
         return Kept(self._methods[control.method_of(arm)], min(num_drafts, draft_cap))
 
-    def plan(self, draft_caps: Sequence[int], kept: Sequence[Kept | None] = ()) -> PlannedStep:
-        """The next step, about to be launched, of sequences that may use so many drafts each; at least one of them.
+    def plan(
+        self, draft_caps: Sequence[int], kept: Sequence[Kept | None] = (), *, has_chunks: bool = False
+    ) -> PlannedStep:
+        """The next step, about to be launched.
 
-        `kept` says of each how it drafts if it keeps that; nothing is said where none does.
+        Args:
+            draft_caps: how many drafts each of its sequences may use, of which there is at least one.
+            kept: of each how it drafts, if it keeps that; nothing where none does.
+            has_chunks: whether prompts may be computed in it, too. Its time says nothing of drafts then, so it is no
+                trial, which would only make the gap that all streams wait for longer.
         """
         if draft_caps is not self._draft_caps:
             self._draft_caps = draft_caps
@@ -167,7 +173,7 @@ class Speculation:
         own = [item for item in kept if item is not None]
         arm, control = 0, self._control
         if fixed is None or self._chooses_method:
-            arm = self._arm(size, largest_cap, tries=not own)
+            arm = self._arm(size, largest_cap, keeps=bool(own), tries=not has_chunks)
             num_drafts = control.drafts_of(arm)
             method = self._methods[control.method_of(arm)] if num_drafts else None
         else:
@@ -181,18 +187,18 @@ class Speculation:
         self._last, self._last_method = num_drafts, method
         return PlannedStep(num_drafts, largest_cap > 0, self._clock.now_s(), method, arm, bool(own), teaches)
 
-    def _arm(self, size: int, largest_cap: int, *, tries: bool) -> int:
+    def _arm(self, size: int, largest_cap: int, *, keeps: bool, tries: bool) -> int:
         control, fixed = self._control, self._fixed
         if not largest_cap or fixed == 0:
             return 0
-        if not tries:
+        if keeps:
             arm = control.in_use(size)
             return control.arm_of(control.method_of(arm), min(control.drafts_of(arm), largest_cap, fixed or self.limit))
         allowed = None
         if fixed is not None:
             drafts = range(1, min(fixed, largest_cap) + 1)
             allowed = {control.arm_of(method, k) for method in range(len(self._methods)) for k in drafts}
-        return control.choose(size, self._num_capable, allowed)
+        return control.choose(size, self._num_capable, allowed, tries=tries)
 
     def read(self, step: PlannedStep, proposed_lens: Sequence[int], accepted_lens: Sequence[int]) -> None:
         """Learn from the result of a step, which has just come in.

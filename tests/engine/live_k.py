@@ -16,9 +16,9 @@ class Scripted(Speculation):
         self._ks = itertools.cycle(ks)
         self.steps = []
 
-    def plan(self, draft_caps):
+    def plan(self, draft_caps, **others):
         self.set_mode(next(self._ks))
-        return super().plan(draft_caps)
+        return super().plan(draft_caps, **others)
 
     def read(self, step, proposed_lens, accepted_lens):
         assert all(0 <= accepted <= proposed for accepted, proposed in zip(accepted_lens, proposed_lens, strict=True))
@@ -40,9 +40,9 @@ def script_everywhere(patch, seed, limit):
     """Every `Speculation` changes its k at random from now on; returns the ks of all steps, as they are planned."""
     plan, ks, seen = Speculation.plan, itertools.cycle(random_ks(seed, limit)), []
 
-    def scripted(self, draft_caps):
+    def scripted(self, draft_caps, **others):
         self.set_mode(min(next(ks), self.limit))
-        planned = plan(self, draft_caps)
+        planned = plan(self, draft_caps, **others)
         seen.append(planned.num_drafts)
         return planned
 
@@ -58,7 +58,7 @@ class Methods(Speculation):
         super().__init__(limit, None, VirtualClock(), methods=methods, chooses_method=True, keeps=keeps)
         self._script = itertools.cycle(script)
 
-    def _arm(self, size, largest_cap, *, tries):
+    def _arm(self, size, largest_cap, **_):
         method, k = next(self._script)
         k = min(k, largest_cap)
         return self._control.arm_of(self._methods.index(method), k) if k else 0

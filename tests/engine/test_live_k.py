@@ -338,7 +338,7 @@ class Recorder:
     def method_of(self, arm):
         return 0
 
-    def choose(self, batch_size, num_capable, allowed=None):
+    def choose(self, batch_size, num_capable, allowed=None, *, tries=True):
         self.asked = (batch_size, num_capable)
         return self.k
 
@@ -435,8 +435,8 @@ def test_auto_gives_the_same_tokens(scheduling):
     engine = toy_engine(k=LIMIT, num_blocks=100, speculation=speculation, scheduling=scheduling)
     plan = speculation.plan
 
-    def plan_and_wait(draft_caps):  # steps with more drafts take longer
-        planned = plan(draft_caps)
+    def plan_and_wait(draft_caps, **others):  # steps with more drafts take longer
+        planned = plan(draft_caps, **others)
         chosen.append(planned.num_drafts)
         clock.advance(1.0 + 0.05 * planned.num_drafts)
         return planned
@@ -446,3 +446,38 @@ def test_auto_gives_the_same_tokens(scheduling):
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
     assert speculation.is_auto
     assert len(set(chosen)) > 2
+
+
+class Tried(Speculation):
+    """Whose controller says whether each step might have been a trial."""
+
+    def plan(self, *caps_and_kept, has_chunks=False):
+        self.might_try.append(not has_chunks)
+        return super().plan(*caps_and_kept, has_chunks=has_chunks)
+
+
+@fast
+def test_a_step_with_chunks_is_no_trial(monkeypatch):
+    """Its time says nothing of drafts, and every stream waits for its chunk as it is."""
+    engine = toy_engine(chunk_len=8, num_blocks=60)
+    launched, launch = [], engine.engine.runner.launch
+    engine.engine.speculation.__class__ = Tried
+    engine.engine.speculation.might_try = []
+    engine.engine.speculation.set_mode(None)
+    monkeypatch.setattr(engine.engine.runner, "launch", lambda step: launched.append(step) or launch(step))
+    waiting = [request_of(range(1, 20), max_tokens=25, ignore_eos=True) for _ in range(6)]
+    for at in range(200):
+        if at % 4 == 0 and waiting:
+            engine.submit(waiting.pop())
+        engine.step()
+    steps = [step for step in launched if step.slots]
+    assert len(steps) == len(engine.engine.speculation.might_try)
+    with_chunks = [might for step, might in zip(steps, engine.engine.speculation.might_try, strict=True) if step.chunks]
+    assert len(with_chunks) >= 10 and not any(with_chunks)
+    assert all(might for step, might in zip(steps[-8:], engine.engine.speculation.might_try[-8:], strict=True))
+    said = []
+    control = engine.engine.speculation._control
+    monkeypatch.setattr(control, "choose", lambda *arguments, tries: said.append(tries) or 0)
+    for has_chunks in (True, False):
+        engine.engine.speculation.plan((2,), has_chunks=has_chunks)
+    assert said == [False, True]

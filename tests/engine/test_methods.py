@@ -280,8 +280,8 @@ def test_auto_drives_an_engine(scheduling):
     speculation = Speculation(LIMIT, None, clock, methods=(HEAD, NGRAM), chooses_method=True)
     plan = speculation.plan
 
-    def plan_and_wait(*caps):
-        planned = plan(*caps)
+    def plan_and_wait(*caps, **others):
+        planned = plan(*caps, **others)
         clock.advance(1.0 + 0.01 * planned.num_drafts)
         return planned
 

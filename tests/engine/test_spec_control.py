@@ -163,6 +163,22 @@ def test_a_trial_is_not_repeated_while_its_result_is_outstanding():
 
 
 @pytest.mark.fast
+def test_where_it_may_not_try_it_still_goes_on_with_what_is_better():
+    """Steps that compute prompts, too: their times say nothing, but what is known of others holds in them."""
+    control = SpeculationControl(4)
+    drive(control, 400, CHEAP, GOOD)
+    assert {control.choose(8, tries=False) for _ in range(100)} == {4}
+    for _ in range(200):  # drafts are refused from now on, in steps that are not timed
+        k = control.choose(8, tries=False)
+        assert k == control.in_use(8)
+        tested = [8] * min(k, 1)
+        control.observe(batch_size=8, num_drafts=k, step_s=0.0, tested=tested, accepted=[0] * len(tested))
+    assert control.choose(8, tries=False) == 0
+    tried = {control.choose(8) for _ in range(50)} | set(drive(control, 400, CHEAP, BAD))
+    assert len(tried) > 1, "in other steps it tries"
+
+
+@pytest.mark.fast
 def test_what_few_sequences_may_use_is_worth_little():
     control = SpeculationControl(4)
     times = [1.0, 1.05, 1.1, 1.15, 1.2]
