@@ -56,7 +56,8 @@ class TensorReader:
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tensor-reader")
         self._of_thread = threading.local()
         self._files: dict[Path, tuple[int, tuple[int, int]]] = {}
-        self._finite: list[tuple[TensorRead, torch.Tensor]] = []  # by chunk: whether it is, on the device
+        # Of each chunk whether it is, on the device; not the tensor, which may be there only until it is quantized.
+        self._finite: list[tuple[str, Path, torch.Tensor]] = []
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -95,10 +96,11 @@ class TensorReader:
             os.close(open_unchanged(file, stamp))
         if not self._finite:
             return
-        found = torch.stack([is_finite for _, is_finite in self._finite]).tolist()  # one wait for the device
-        for part in (part for (part, _), is_finite in zip(self._finite, found, strict=True) if not is_finite):
-            message = f"{part.name} holds a NaN or an infinity, in {part.stored.file.name}"
-            raise ModelFileDamaged(message, path=str(part.stored.file), tensor=part.name)
+        found = torch.stack([is_finite for _, _, is_finite in self._finite]).tolist()  # one wait for the device
+        for (name, file, _), is_finite in zip(self._finite, found, strict=True):
+            if not is_finite:
+                message = f"{name} holds a NaN or an infinity, in {file.name}"
+                raise ModelFileDamaged(message, path=str(file), tensor=name)
 
     @torch.inference_mode()  # which each thread has its own of, as it has its own stream
     def _read(self, part: TensorRead, first: int, stop: int) -> None:
@@ -110,7 +112,7 @@ class TensorReader:
         begin = stored.start + (before + first) * stored.row_bytes
         if target.device.type == "cpu" and target.dtype is stored.dtype and not is_cut_inside and part.scale is None:
             read_bytes(descriptor, begin, target.view(-1).view(torch.uint8).numpy().data, stored.file)
-            self._finite.append((part, _is_finite(target)))
+            self._finite.append((part.name, stored.file, _is_finite(target)))
             return
         assert stored.dtype is not None
         staging = self._staging()
@@ -126,7 +128,7 @@ class TensorReader:
                 scale = part.scale(before + first, before + stop)
                 rows = rows.to(scale.dtype).mul_(scale)
             target.copy_(rows)
-            self._finite.append((part, _is_finite(target)))
+            self._finite.append((part.name, stored.file, _is_finite(target)))
 
     def _staging(self) -> "_Staging":
         if not hasattr(self._of_thread, "staging"):

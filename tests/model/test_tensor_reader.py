@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import weakref
 from math import prod
 from pathlib import Path
 
@@ -234,6 +235,19 @@ def test_numbers_that_are_widened_and_scaled_take_no_more_of_the_host(tmp_path, 
         )
     assert sum(end - begin for begin, end in read) == SHAPE[0]
     assert max(end - begin for begin, end in read) * SHAPE[1] * 2 * 4 <= 1024
+
+
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tensor_that_its_caller_drops_is_not_kept(target_dtype, tmp_path):
+    """A weight that is quantized as it is read is wide only meanwhile: kept until the end, all would be."""
+    tensor, target = stored(tmp_path, drawn(torch.float32, *SHAPE)), torch.empty(*SHAPE, dtype=target_dtype)
+    with TensorReader(CPU) as reader:
+        reader.fill([TensorRead(name="t", stored=tensor, target=target)])
+        kept = weakref.ref(target)
+        del target
+        gc.collect()
+        assert kept() is None
+        reader.require_sound()
 
 
 WRONG = [float("nan"), -float("nan"), float("inf"), -float("inf")]
