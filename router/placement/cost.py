@@ -54,7 +54,7 @@ class WorkerLoad:
         heartbeat_s: when it was heard.
         tokens_queued: prompt tokens to compute, then.
         tokens_per_s: that it computes, as it says; 0 not measured.
-        measured_s: when it had last finished a prompt.
+        measured_s: when it had last finished a request.
         num_blocks: of its pool.
         num_blocks_free: then.
         num_blocks_cached: that have names, then.
@@ -107,7 +107,18 @@ class WorkerLoad:
 
         One that got a prompt when it was cold, or its host busy, would get none for ever: nothing else measures it.
         """
-        return self.tokens_per_s if now_s - self.measured_s < STALE_S else 0.0
+        return self.tokens_per_s if self._is_fresh(now_s) else 0.0
+
+    def believed_pace(self, now_s: float) -> Pace | None:
+        """The pace, likewise."""
+        return self.pace if self._is_fresh(now_s) else None
+
+    def believed_step_s(self, now_s: float) -> float:
+        """The time of a decode step, likewise; else 0."""
+        return self.step_s if self._is_fresh(now_s) else 0.0
+
+    def _is_fresh(self, now_s: float) -> bool:
+        return now_s - self.measured_s < STALE_S
 
     def hear(self, member: Member) -> None:
         """Take the member's last heartbeat, if it is a new one."""
@@ -357,14 +368,15 @@ def local_cost(
         cached_len: prompt tokens that it need not compute.
         step_s: of its decode steps, measured or assumed.
         now_s: on the clock of `load.heartbeat_s`.
-        is_must: a decode worker computes it in any case, so one that has measured nothing is taken for one like others.
+        is_must: a decode worker computes it in any case, so one that has measured nothing lately is taken for one like
+            others.
         weights: of what is not measured.
     """
-    pace = load.pace
+    pace = load.believed_pace(now_s) or assumed or load.pace if is_must else load.pace
     own_len = asked.prompt_len - cached_len
     queued = float(load.tokens_queued + load.tokens_sent)
     if pace is None and is_must:
-        pace = assumed or Pace(0.0, 1.0 / weights.tokens_per_s, 0.0)
+        pace = Pace(0.0, 1.0 / weights.tokens_per_s, 0.0)
     elif pace is None:
         if assumed is None or own_len > CAUTIOUS_LEN or queued:
             return None

@@ -100,8 +100,8 @@ class LeastCost:
         able = must or self._local.optional(decode, excluded, request)
         matched = self._match([*prefill, *able], request, now_s)
         at_prefill = self._prefill_costs(prefill, asked, matched, now_s)
-        at_decode = self._decode_costs(decode, asked)
-        paces = self._paces(at_decode, at_prefill)
+        at_decode = self._decode_costs(decode, asked, now_s)
+        paces = self._paces(at_decode, at_prefill, now_s)
         local = self._local_costs(able, at_decode, paces, asked, matched, now_s, is_must=bool(must))
         if must:
             reason = self._local.required_reason(prefill)
@@ -146,11 +146,15 @@ class LeastCost:
         return self._rng.choice([item for item in local if item.cost_s <= least_s + TIE_S])
 
     def _paces(
-        self, at_decode: list[tuple[float, Member]], at_prefill: list[tuple[PrefillCost, Member, WorkerLoad]]
+        self,
+        at_decode: list[tuple[float, Member]],
+        at_prefill: list[tuple[PrefillCost, Member, WorkerLoad]],
+        now_s: float,
     ) -> list[Pace]:
-        """Those that were measured, of decode workers first."""
+        """Those that were measured, lately if any was, of decode workers first."""
         loads = [self._loads.of(member) for _, member in at_decode] + [load for _, _, load in at_prefill]
-        return [load.pace for load in loads if load.pace is not None]
+        lately = [pace for load in loads if (pace := load.believed_pace(now_s)) is not None]
+        return lately or [load.pace for load in loads if load.pace is not None]
 
     def _local_costs(
         self,
@@ -275,10 +279,14 @@ class LeastCost:
             costs.append((cost, member, load))
         return costs
 
-    def _decode_costs(self, members: Sequence[Member], asked: RequestNeeds) -> list[tuple[float, Member]]:
+    def _decode_costs(self, members: Sequence[Member], asked: RequestNeeds, now_s: float) -> list[tuple[float, Member]]:
         loads = [self._loads.of(member) for member in members]
-        assumed = _mean([load.step_s for load in loads]) or self._weights.step_s
-        costs = [decode_cost(load, asked, step_s=load.step_s or assumed, weights=self._weights) for load in loads]
+        times = [load.believed_step_s(now_s) for load in loads]
+        assumed = _mean(times) or _mean([load.step_s for load in loads]) or self._weights.step_s
+        costs = [
+            decode_cost(load, asked, step_s=step_s or assumed, weights=self._weights)
+            for load, step_s in zip(loads, times, strict=True)
+        ]
         return list(zip(costs, members, strict=True))
 
     def _cheapest(

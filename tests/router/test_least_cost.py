@@ -28,6 +28,7 @@ from baton.router.placement.cost import (
     prefill_cost,
 )
 from baton.router.placement.least_cost import LeastCost
+from baton.router.placement.local_prefill import LocalPrefill
 from baton.router.placement.members import Members
 from baton.router.placement.policy import Pair
 from baton.router.placement.prefix_index import FleetPrefixIndex
@@ -180,6 +181,28 @@ def test_a_rate_that_is_not_measured_again_is_forgotten():
     table.beat("p1", prefill_tokens_per_s=500.0, num_requests_finished=2)
     table.beat("p0", prefill_tokens_per_s=1_000.0, num_requests_finished=finished + 1)
     assert table.names()[0] == "p0", "it was measured again, and is as slow as it was"
+
+
+def test_so_are_those_of_decode_workers_where_they_alone_compute_prompts():
+    """As with `--prefill 0`: what one of two was seen to take while it was cold is not held against it for ever."""
+    table, finished, picked = Table(0, 2), 0, Counter()
+    table.policy = make_policy("prefix", table.clock, random.Random(3), table.index, LocalPrefill("auto"))
+
+    def beat(name, factor, count):
+        pace = worker_pb2.PrefillPace(fixed_s=0.01 * factor, per_token_s=1e-4 * factor, draft_s=0.0)
+        inventory = {"prefill_pace": pace, "num_requests_finished": count}
+        table.beat(name, state={"can_prefill": True}, steps=(count, 0.02 * factor * count), **inventory)
+
+    for _ in range(80):
+        finished += 1
+        beat("d0", 1.0, finished)
+        beat("d1", 3.0, 1)
+        for name in ("d0", "d1"):
+            table.policy._loads.of(table.members._members[name]).sent.clear()
+        picked[table.names()[1], table.clock.now_s() < 100.0 + STALE_S] += 1
+        table.clock.advance(1.0)
+    assert picked["d1", True] == 0, "it is believed at first"
+    assert picked["d1", False] > 10, "then they are equals"
 
 
 def test_canaries_see_every_worker_in_turn_whatever_they_cost():

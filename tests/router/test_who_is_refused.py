@@ -206,21 +206,27 @@ async def test_nobody_reaches_another_tenants_request_by_any_call(inside, keys, 
         assert len(attempts) == 1 and not attempts[0].cancelled
 
 
+def end_of(call, given, metadata):
+    """How a call is refused. Not by asyncio's channel: where a refusal comes before the first message has gone, that
+    one says INTERNAL, and not what the server said."""
+    with pytest.raises(grpc.RpcError) as refused:
+        for _ in call(given, metadata=metadata, timeout=60.0):
+            pytest.fail("it was answered")
+    return refused.value
+
+
 async def try_everything(running, client, files, request_id):
-    public = SecureChannels(files).open_aio(running.address)
-    for service, method in methods():
-        path = f"/{service.full_name}/{method.name}"
-        if service.name == "Inference":
-            continue
-        call = public.stream_stream(path) if method.client_streaming else public.unary_stream(path)
-        data = filled(method.input_type, request_id)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+    with SecureChannels(files).open(running.address) as public:
+        for service, method in methods():
+            path = f"/{service.full_name}/{method.name}"
+            if service.name == "Inference":
+                continue
+            call = public.stream_stream(path) if method.client_streaming else public.unary_stream(path)
+            data = filled(method.input_type, request_id)
             given = iter([data]) if method.client_streaming else data
-            async for _ in call(given, metadata=client._metadata, timeout=60.0):
-                pytest.fail(path)
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED, path
-        assert "acme" not in (refused.value.details() or "")
-    await public.close()
+            refused = await asyncio.to_thread(end_of, call, given, client._metadata)
+            assert refused.code() is grpc.StatusCode.UNIMPLEMENTED, path
+            assert "acme" not in (refused.details() or "")
     # The only call that takes an id begins a request of one's own, and to leave it ends no other.
     request = inference_pb2.GenerateRequest(text="hi", request_id=request_id, sampling=wire.sampling_to_proto(GREEDY))
     own = client._inference.Generate(request, metadata=client._metadata)
