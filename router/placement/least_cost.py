@@ -103,11 +103,15 @@ class LeastCost:
         at_decode = self._decode_costs(decode, asked, now_s)
         paces = self._paces(at_decode, at_prefill, now_s)
         local = self._local_costs(able, at_decode, paces, asked, matched, now_s, is_must=bool(must))
+        is_canary = request is not None and request.split_only  # which is to see every worker, the dearest, too
         if must:
             reason = self._local.required_reason(prefill)
+            if is_canary:
+                member = self._in_turn.pick(must, must).decode
+                local = [item for item in local if item.member is member]
             return self._keep(self._least(local), asked, matched, now_s, request, reason)
         try:
-            if request is not None and request.split_only:  # it is to see every worker, the dearest, too
+            if is_canary:
                 pair = dataclasses.replace(self._in_turn.pick(prefill, decode, excluded), routing=self.name)
             else:
                 pair = self._cheapest(at_prefill, at_decode, asked, excluded)

@@ -142,11 +142,18 @@ def test_the_worst_finding_decides_the_exit_code(level, code, capsys, monkeypatc
     assert [finding["level"] for finding in data["findings"]] == ["ok", level]
 
 
-def test_a_deployment_listens_at_its_own_port_and_that_is_no_warning():
+def test_a_deployment_listens_at_its_own_port_and_that_is_no_warning(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert [finding.level for finding in doctor.check_all(port) if finding.name == "grpc port"] == ["warn"]
     assert not [finding for finding in doctor.check_all(None) if finding.name == "grpc port"]
+    asked = []
+    monkeypatch.setattr(doctor, "fetch_status", lambda address: admin_pb2.StatusReply())
+    monkeypatch.setattr(doctor, "wires", lambda *_: ())
+    monkeypatch.setattr(doctor, "check_all", lambda port: asked.append(port) or ())
+    for address in (None, "127.0.0.1:1"):
+        doctor.doctor(Output(as_json=True), grpc_port=50051, selftest=False, address=address)
+    assert asked == [50051, None]
 
 
 def test_every_check_finds_something_here():

@@ -217,6 +217,17 @@ def test_canaries_see_every_worker_in_turn_whatever_they_cost():
     assert {table.names(asked, refused)[0] for _ in range(4)} == {"p1", "p2"}
 
 
+def test_canaries_see_every_decode_worker_in_turn_where_there_are_no_others():
+    table = Table(0, 3)
+    table.policy = make_policy("prefix", table.clock, random.Random(3), table.index, LocalPrefill("auto"))
+    for name, factor in (("d0", 1.0), ("d1", 100.0), ("d2", 3.0)):
+        pace = worker_pb2.PrefillPace(fixed_s=0.01 * factor, per_token_s=1e-4 * factor, draft_s=0.0)
+        table.beat(name, state={"can_prefill": True}, prefill_pace=pace, num_requests_finished=9)
+    assert table.names() == ("d0", "d0"), "it is the cheapest by far"
+    asked = dataclasses.replace(request(), split_only=True)
+    assert {table.names(asked) for _ in range(3)} == {(name, name) for name in ("d0", "d1", "d2")}
+
+
 def test_what_was_sent_wears_off_at_the_workers_rate_and_with_its_next_heartbeat():
     load = WorkerLoad(heartbeat_s=100.0, tokens_queued=1000, tokens_per_s=1000.0)
     load.sent.append(SentRequest(100.1, 500, 32))
