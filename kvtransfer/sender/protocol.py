@@ -348,7 +348,7 @@ class PushPeers:
         for attempt, farewell in tuple(peer.farewells.items()):
             if now_s > farewell.until_s:
                 del peer.farewells[attempt]
-            elif now_s >= farewell.retry_s:
+            elif peer.epoch and now_s >= farewell.retry_s:  # before it has met this rank, it refuses what the rank says
                 farewell.retry_s = now_s + self._config.heartbeat_s * RETRY_HEARTBEATS
                 actions.append(SendControl(address, farewell.control))
         return actions

@@ -229,15 +229,17 @@ class PushRules:
         peer = self.peers[address]
         one_sided = transfer.is_one_sided
         is_known = bool(transfer.data_path or transfer.grant)  # over there
-        if is_known and (one_sided or (tell and peer.epoch == transfer.peer.epoch)):
+        # A rank may give up what rank 0 was granted before it has met the decode worker: it says so when it has.
+        is_met = peer.epoch == transfer.peer.epoch
+        if is_known and (one_sided or (tell and (is_met or not peer.epoch))):
             until_s = now_s + (ONE_SIDED_FAREWELL_S if one_sided else self.config.lease_s)
-            farewell = RepeatedAbort(
-                self.messages.abort(transfer, reason), transfer.is_told, now_s + self._retry_s, until_s
-            )
-            peer.farewells[transfer.attempt] = farewell
+            control, says_now = self.messages.abort(transfer, reason), one_sided or is_met
+            retry_s = now_s + self._retry_s if says_now else now_s
+            peer.farewells[transfer.attempt] = RepeatedAbort(control, transfer.is_told, retry_s, until_s)
             if len(peer.farewells) > MAX_FAREWELLS:
                 peer.farewells.popitem(last=False)
-            actions.append(SendControl(address, farewell.control))
+            if says_now:
+                actions.append(SendControl(address, control))
         return [*actions, *self.drain_if_quiet(transfer)]
 
     def drain_if_quiet(self, transfer: Transfer) -> Actions:

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from baton.core.config import KVTransferConfig
 from baton.core.errors import TransferFailed
 from baton.model.attention import Attention
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.topology import Topology
+from baton.tests.patience import patient
 
 LIMIT_S = 30.0  # how long a layer is held; only a deployment that does not overlap waits for it
 AHEAD = 2  # layers
@@ -82,7 +82,7 @@ def test_a_layer_lands_while_later_ones_compute(data_path, transport, chunk_len,
     prompts = [prompt for prompt in token_prompts(tokenizer, 12) if len(prompt) > 40][:3]
     requests = requests_for(prompts, sampled=False, num_drafts=2, max_tokens=4)
     num_layers, num_steps = model.config.num_layers + 1, sum(-(-len(prompt) // chunk_len) for prompt in prompts)
-    transfer = KVTransferConfig(transport=transport)
+    transfer = patient(transport=transport)
     options = {"num_drafts": 2, "chunk_len": chunk_len, "prefix_cache": False, "transfer": transfer}
     with Topology(model, tokenizer, **options) as topology:
         overlap = overlap_of(topology)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.clock import MonotonicClock
-from baton.core.config import MAX_DRAFTS, KVTransferConfig
+from baton.core.config import MAX_DRAFTS
 from baton.core.errors import BatonError
 from baton.core.requests.request import GenerationRequest, TokenLogprobs
 from baton.decode_worker.worker import DecodeWorker
@@ -24,6 +24,7 @@ from baton.kvtransfer.sender.service import DecodePeer, PushService
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import wire
+from baton.tests.patience import patient
 from baton.worker.loading import num_state_slots_of, request_limits
 
 
@@ -209,7 +210,7 @@ class Topology:
         **decode_options,
     ):
         self.fatal = []
-        transfer = transfer or KVTransferConfig()
+        transfer = transfer or patient()
         common = {
             "num_blocks": num_blocks,
             "block_size": block_size,

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.core.config import KVTransferConfig
 from baton.core.errors import BatonError
 from baton.core.numerics import Numerics
 from baton.kvtransfer.sender.service import DecodePeer
 from baton.tests.e2e.tp_group_process import Job, main
+from baton.tests.patience import patient
 
 START_TIMEOUT_S = 60.0
 TOKEN_TIMEOUT_S = 60.0
@@ -139,7 +139,7 @@ class TPGroupTopology:
         self._processes = processes
         self._data_path = data_path
         self._hands_over = hands_over
-        transfer = KVTransferConfig(transport={"shm": "shm", "raw": "tcp", "inline": "zmq"}[data_path])
+        transfer = patient(transport={"shm": "shm", "raw": "tcp", "inline": "zmq"}[data_path])
         shared = {"path": path, "dtype": dtype, "numerics": numerics, "transfer": transfer, "rows_in": rows_in}
         self._taken = processes.take(tp_prefill + tp_decode)
         self.epochs = {}

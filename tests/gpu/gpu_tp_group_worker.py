@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from baton.bench.actor import SpawnedRemote
-from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO
@@ -14,6 +13,7 @@ from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.gpu.gpu_worker import GpuWorker
 from baton.tests.gpu.rank_holder import RankHolder
 from baton.tests.kvtransfer.kept import blocks_of, num_state_slots_of
+from baton.tests.patience import patient
 
 
 class GpuTPGroupWorker(GpuWorker):
@@ -21,7 +21,7 @@ class GpuTPGroupWorker(GpuWorker):
 
     def __init__(self, layout, *, epoch, tp_size, num_blocks=256, **config):
         self.layout = layout
-        self.config = KVTransferConfig(**config)
+        self.config = patient(**config)
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
         num_gpus = torch.cuda.device_count()

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
 from baton.kvtransfer.pool_io import PoolIO
@@ -12,6 +11,7 @@ from baton.kvtransfer.receiver.service import ReceiverService
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.kvtransfer.kept import blocks_of, num_state_slots_of
 from baton.tests.kvtransfer.receiver_worker import ReceiverWorker
+from baton.tests.patience import patient
 
 
 class GpuWorker(ReceiverWorker):
@@ -19,7 +19,7 @@ class GpuWorker(ReceiverWorker):
 
     def __init__(self, layout, *, epoch, device_index=0, num_blocks=256, **config):
         self.layout = layout
-        self.config = KVTransferConfig(**config)
+        self.config = patient(**config)
         self.device = torch.device("cuda", device_index)
         torch.cuda.set_device(self.device)
         self.pool = KVPool(layout, num_blocks, self.device, num_state_slots=num_state_slots_of(layout, num_blocks))

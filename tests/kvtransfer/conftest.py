@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from baton.core.clock import MonotonicClock
-from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.layout import KVLayout
@@ -28,6 +27,7 @@ from baton.kvtransfer.transports.over_grpc import GrpcTransport
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.kvtransfer.transports.registry import bind_address, connecting_transport
 from baton.proto import kv_pb2
+from baton.tests.patience import patient
 
 P_EPOCH, D_EPOCH = 0xFEDCBA9876543210, 0x8000000000000001
 STEP_S = 0.001
@@ -78,7 +78,7 @@ class Pair:
 
     def __init__(self, kind, layout, num_blocks=64, push_key="", **config):
         self.layout = layout
-        self.config = KVTransferConfig(**config)
+        self.config = patient(**config)
         self.hub = LoopbackHub()
         device = torch.device("cpu")
         if kind.endswith("process"):
@@ -138,7 +138,7 @@ class Pair:
     def find(self, kind, key):
         return next((event for _, event in self.events if isinstance(event, kind) and event.attempt == key), None)
 
-    def wait_for(self, kind, key, timeout_s=15.0):
+    def wait_for(self, kind, key, timeout_s=30.0):
         end_s = time.monotonic() + timeout_s
         while (event := self.find(kind, key)) is None:
             self.turn()
@@ -172,7 +172,7 @@ class Pair:
         self.incoming.release(key)
         self.to_blocks.release(self.landed_tables.pop(key))
 
-    def assert_clean(self, timeout_s=8.0):
+    def assert_clean(self, timeout_s=30.0):
         """Nothing is held on either side."""
         end_s = time.monotonic() + timeout_s
         blocks = (self.from_blocks, self.to_blocks)

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.flag_page import FlagPage
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
@@ -15,6 +14,7 @@ from baton.kvtransfer.shared_region import SharedRegion
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.kept import blocks_of
 from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
+from baton.tests.patience import patient
 
 HANDLE = bytes(range(64))
 
@@ -88,7 +88,7 @@ class DeviceWorker(ReceiverWorker):
     ):
         """`owner`: see `ReceiverWorker`."""
         self.layout = layout or make_layout()
-        self.config = KVTransferConfig(**config)
+        self.config = patient(**config)
         self.setup = ReceiverSetup(
             epoch=D_EPOCH,
             layout=self.layout,

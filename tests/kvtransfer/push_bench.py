@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from baton.core.clock import MonotonicClock
-from baton.core.config import KVTransferConfig
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvcache.pool import KVPool
@@ -18,6 +17,7 @@ from baton.kvtransfer.sender.service import Acked, DecodePeer, Denied, PushDrain
 from baton.kvtransfer.transports.registry import connecting_transport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import D_EPOCH, receiver_in_process
+from baton.tests.patience import patient
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ class Decode:
 
     def __init__(self, layout, num_blocks=40, data_paths=("shm",), kind="zmq", **config):
         self.layout = layout
-        self.config = KVTransferConfig(**config)
+        self.config = patient(**config)
         self.pool, self.incoming = receiver_in_process(
             layout, num_blocks, self.config, data_paths=data_paths, kind=kind
         )
@@ -58,7 +58,7 @@ class Prefill:
     def __init__(self, decode, layout=None, rank=0, size=1, epoch=0, num_blocks=40, openers=None, **config):
         self.decode = decode
         self.layout = layout or decode.layout
-        config = KVTransferConfig(**{"transport": "shm", "digest": decode.config.digest, **config})
+        config = patient(**{"transport": "shm", "digest": decode.config.digest, **config})
         self.pool = KVPool(self.layout, num_blocks, CPU, rank=rank, size=size)
         self.blocks = BlockAllocator(num_blocks, self.layout.block_size)
         self.push = PushService(
@@ -93,7 +93,7 @@ class Prefill:
         side = self.decode if kind in (Completed, IncomingFailed, Drained, ReserveWanted) else self
         return next((event for event in side.events if isinstance(event, kind) and event.attempt == key), None)
 
-    def wait_for(self, kind, key, timeout_s=10.0):
+    def wait_for(self, kind, key, timeout_s=30.0):
         end_s = time.monotonic() + timeout_s
         while (event := self.find(kind, key)) is None:
             self.poll()
@@ -145,7 +145,7 @@ class Prefill:
             there = self.decode.pool.blocks(layer)[list(self.decode.tables[key].blocks)].movedim(0, 2).flatten(2, 3)
             assert torch.equal(there[heads.first : heads.stop, :, :size], sent), f"layer {layer}"
 
-    def assert_clean(self, timeout_s=5.0):
+    def assert_clean(self, timeout_s=30.0):
         end_s = time.monotonic() + timeout_s
         blocks = (self.blocks, self.decode.blocks)
         # An inventory may say "nothing" before the end that it counts has been heard of here.

@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 
-from baton.core.config import KVTransferConfig
 from baton.kvcache.allocator import BlockAllocator
 from baton.kvtransfer.pool_io import PoolIO, RankedPoolIO
 from baton.kvtransfer.receiver.service import (
@@ -18,6 +17,7 @@ from baton.kvtransfer.receiver.service import (
 )
 from baton.kvtransfer.receiver.setup import Listen, ReceiverSetup
 from baton.tests.kvtransfer.conftest import make_layout
+from baton.tests.patience import patient
 
 D_EPOCH = 0x8000000000000001
 
@@ -39,7 +39,7 @@ class ReceiverWorker:
     ):
         """`owner`: the rank that every sequence goes to; None: ranks share each."""
         self.layout = layout or make_layout()
-        self.config = KVTransferConfig(**config)
+        self.config = patient(**config)
         self.setup = ReceiverSetup(
             epoch=D_EPOCH,
             layout=self.layout,
@@ -85,10 +85,10 @@ class ReceiverWorker:
     def find(self, kind, key):
         return next((event for event in self.events if isinstance(event, kind) and event.attempt == key), None)
 
-    def wait_for(self, kind, key, timeout_s=15.0):
+    def wait_for(self, kind, key, timeout_s=30.0):
         return self.wait_until(lambda: self.find(kind, key), f"{kind.__name__} for {key}", timeout_s)
 
-    def wait_until(self, condition, what, timeout_s=15.0):
+    def wait_until(self, condition, what, timeout_s=30.0):
         end_s = time.monotonic() + timeout_s
         while not (found := condition()):
             self.poll()

@@ -278,6 +278,20 @@ def is_for(action, key):
     return isinstance(action, SendControl) and action.control.reserve.attempt.request_id == key.request_id
 
 
+def test_a_rank_that_gives_up_before_it_met_the_decode_worker_says_so_when_it_has():
+    """Nothing else would end the transfer but the lease of the rank that gave up."""
+    push = Pushing(rank=1, size=2)
+    grant = GrantInfo(
+        d_epoch=1, incoming_id=3, credit_bytes=1 << 20, lease_s=2.0, data_path="shm", blocks=(4, 5), block_size=2
+    )
+    asked = push.protocol.adopt(KEY, DecodePeer("d", "d", 1), prompt_len=3, grant=grant, now_s=0.0)
+    assert push.protocol.abort(KEY, "out of memory", 0.0) == [PushDrained(KEY)]
+    assert kinds(push.protocol.tick(2 * CONFIG.heartbeat_s)) == ["hello"], "it would refuse an ABORT of one unknown"
+    push.reply_to(asked, 2 * CONFIG.heartbeat_s)
+    said = [action.control.abort for action in push.protocol.tick(2 * CONFIG.heartbeat_s) if "abort" in kinds([action])]
+    assert [(abort.epoch, abort.incoming_id, abort.reason) for abort in said] == [(1, 3, "out of memory")]
+
+
 def test_other_ranks_ask_for_a_life_that_granted_and_was_not_met_yet():
     push = Pushing(rank=1, size=2)
     grant = GrantInfo(

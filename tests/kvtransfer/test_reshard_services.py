@@ -22,9 +22,10 @@ from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.kept import latent
 from baton.tests.kvtransfer.reshard import Group, layout_of, truth_of
+from baton.tests.patience import patient
 
 P_EPOCH, D_EPOCH = 11, 22
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 DATA_PATHS = {"loopback": "zmq", "inline": "zmq", "raw": "tcp", "shm": "shm"}
 
 
@@ -35,7 +36,7 @@ class HandOver:
         self.source, self.target = source, target
         self.key = AttemptKey("r", 1)
         options |= {"max_frame_bytes": 2000}
-        config = KVTransferConfig(transport=DATA_PATHS[data_path], **options)
+        config = patient(transport=DATA_PATHS[data_path], **options)
         common = {"config": config, "clock": MonotonicClock()}
         hub = LoopbackHub()
         if memory is None:
