@@ -181,6 +181,13 @@ class StepTimeModel:
         var: list[list[float]] = self._var_XX[at:end, at:end].tolist()
         return mean, var
 
+    def guess(self, size: int) -> list[float]:
+        """Logarithms of the times at any size, by number of drafts: of the nearest that is known, or beforehand."""
+        if not self._places:
+            return [self._options.slope * num_drafts for num_drafts in range(self._num_arms)]
+        mean, _ = self.times(self._nearest(size))
+        return mean
+
     def observe(self, size: int, num_drafts: int, step_s: float) -> bool:
         """Learn from a step; returns whether something seems to have jumped."""
         options, log_s = self._options, math.log(step_s)
@@ -231,6 +238,9 @@ class StepTimeModel:
         apart_AA = np.minimum(_apart(self._num_arms, num_drafts), 1.0) * 0.5 + _others(self._num_arms, num_drafts) * 0.5
         self._var_XX += np.tile(min(square * share, self._options.most_jump) * apart_AA, (num_sizes, num_sizes))
 
+    def _nearest(self, size: int) -> int:
+        return min(self._places, key=lambda other: (abs(other - size), other))
+
     def _add(self, size: int, num_drafts: int, log_s: float) -> None:
         """A new size of batch: like the nearest that is known, with doubt; the first by what is known beforehand."""
         options, num_arms = self._options, self._num_arms
@@ -242,7 +252,7 @@ class StepTimeModel:
             self._mean_X = mean_A + (log_s - mean_A[num_drafts])
             self._var_XX = 0.01 + options.slope_var * ramp_AA + options.own_var * np.eye(num_arms)
         else:
-            nearest = min(self._places, key=lambda other: (abs(other - size), other))
+            nearest = self._nearest(size)
             at, distance = self._places[nearest], abs(nearest - size)
             old_mean_A, old_XA = self._mean_X[at : at + num_arms], self._var_XX[:, at : at + num_arms]
             level_var = min(0.05 * (1 + distance), 0.5)  # how long it takes is soon known; the ratios are what matters
@@ -527,20 +537,27 @@ class SpeculationControl:
         if self.drafts_of(in_use) > len(shares):
             in_use = self.arm_of(self.method_of(in_use), len(shares))
         in_use = in_use if in_use in arms else 0
-        if not self._times_M[self.method_of(in_use)].knows(name):
-            return in_use
         outlook = self._outlook(name, in_use, shares)
         speed = outlook.speed
-        best = max((arm for arm in arms if self._may_be_used(in_use, arm)), key=speed.__getitem__)
+        candidates = [arm for arm in arms if self._may_be_used(in_use, arm)]
+        is_timed = self._times_M[self.method_of(in_use)].knows(name)
+        if not is_timed:
+            # All steps of this size had chunks so far. That drafts fall is known all the same: then fewer are better.
+            candidates = [arm for arm in candidates if arm in (0, in_use) or self._is_part_of(arm, in_use)]
+        best = max(candidates, key=speed.__getitem__)
         if best != in_use and speed[best] > speed[in_use] + options.margin:
-            if speed[best] > speed[in_use] + options.surprise:
+            if is_timed and speed[best] > speed[in_use] + options.surprise:
                 self._grant_trials(math.exp(min(outlook.log_s[best], 50.0)))
             bucket.in_use = in_use = best
-        return self._find_trial(name, bucket, in_use, outlook, arms) if tries else in_use
+        return self._find_trial(name, bucket, in_use, outlook, arms) if tries and is_timed else in_use
+
+    def _is_part_of(self, arm: int, other: int) -> bool:
+        """Whether it is fewer drafts of the same method."""
+        return self.method_of(arm) == self.method_of(other) and self.drafts_of(arm) < self.drafts_of(other)
 
     def _outlook(self, name: int, in_use: int, shares: tuple[float, ...]) -> _Outlook:
         mine = self.method_of(in_use)
-        mean, _ = self._times_M[mine].times(name)
+        mean = self._times_M[mine].guess(name)
         # More drafts never take less time; what is in use is known best.
         known = mean[self.drafts_of(in_use)]
         none_s = min(mean[0], known)

@@ -179,6 +179,24 @@ def test_where_it_may_not_try_it_still_goes_on_with_what_is_better():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("accept", "num_drafts"), [([0.0, 0.0, 0.0], 0), ([0.03] * 3, 0), ([0.9] * 3, 1)])
+@pytest.mark.parametrize("timed_size", [None, 8])
+def test_where_every_step_has_chunks_drafts_that_fall_are_given_up_without_a_time(accept, num_drafts, timed_size):
+    control = SpeculationControl(3, first_arm=1)
+    if timed_size:
+        drive(control, 5, [1.0, 1.2, 1.3, 1.4], GOOD, timed_size)
+    size = 64
+    for step in range(60):
+        k = control.choose(size, tries=False)
+        assert k <= 1 or timed_size, "more drafts are not begun with where no time is known"
+        stood = [round(size * accept[0] ** (place + 1)) for place in range(k)]
+        tested = [size, *stood][:k]
+        control.observe(batch_size=size, num_drafts=k, step_s=0.0, tested=tested, accepted=stood)
+        assert step < 20 or k == control.in_use(size)
+    assert min(control.in_use(size), 1) == num_drafts
+
+
+@pytest.mark.fast
 def test_what_few_sequences_may_use_is_worth_little():
     control = SpeculationControl(4)
     times = [1.0, 1.05, 1.1, 1.15, 1.2]
