@@ -14,6 +14,7 @@ import grpc.aio
 
 from baton.client import AsyncBatonClient
 from baton.core.clock import MonotonicClock
+from baton.core.config import KVTransferConfig
 from baton.core.requests.request import TokenLogprobs
 from baton.decode_worker.service import DecodeService, _Attends
 from baton.prefill_worker.service import PrefillService, _Runs
@@ -22,7 +23,6 @@ from baton.proto.stream_mux_wire import End, decode_frame, prefill_frame
 from baton.router.served_model import ServedModel
 from baton.router.server import RouterConfig, RouterServer
 from baton.tests.e2e.topology import DecodeSide, PrefillSide
-from baton.tests.patience import patient
 from baton.worker.stream_mux import StreamMux, WriteCoalescer
 
 MODEL = "tiny"
@@ -276,7 +276,7 @@ async def served(model, tokenizer, num_prefill=2, num_decode=2, *, num_drafts=2,
     values = {"host": "127.0.0.1", "port": 0, "max_queue_len": 256, "request_timeout_s": 60.0, "alive_s": 30.0} | config
     router = RouterServer(RouterConfig(**values), ServedModel(MODEL, tokenizer, model.config.vocab_size))
     await router.start()
-    running = Served(router, model, tokenizer, num_drafts, transfer or patient())
+    running = Served(router, model, tokenizer, num_drafts, transfer or KVTransferConfig())
     try:
         for index in range(num_prefill):
             await running.add("prefill", f"prefill-{index}")
