@@ -1,6 +1,8 @@
-"""Limits of the hand-off for tests that are about something else."""
+"""Limits of the hand-off for tests that are about something else, and what a busy machine adds to a time."""
 
 from baton.core.config import KVTransferConfig
+
+STALLS_S = 20.0  # that a machine which is busy elsewhere may add; laws of time are held under virtual time
 
 
 def patient(**config) -> KVTransferConfig:

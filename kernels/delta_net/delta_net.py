@@ -209,16 +209,13 @@ class _Layer:
         since_BHGC1 = torch.exp(sum_BHGC)[..., None]
         key_BHCK, beta_BHGC1 = tile.key_BHCK, tile.beta_BHGC[..., None]
         met_BHGCC = self._product(key_BHCK, key_BHCK.mT)[:, :, None] * apart_BHGCC * beta_BHGC1
-        met_BHGCC = torch.where(is_below_CC, met_BHGCC, 0)
+        is_old_BHGC1 = tile.is_old_BC[:, None, None, :, None]
+        met_BHGCC = torch.where(is_below_CC & ~is_old_BHGC1, met_BHGCC, 0)
         left_BHGCV = beta_BHGC1 * (tile.value_BHGCV - since_BHGC1 * self._of_state(key_BHCK, state_BHGKV))
-        found = []
-        for row in range(TILE):  # each is taken from those that follow, in the same order everywhere
-            is_old_B = tile.is_old_BC[:, row].view(-1, 1, 1, 1, 1)
-            one = slice(row, row + 1)
-            u_BHG1V = torch.where(is_old_B, tile.old_u_BHGCV[..., one, :], left_BHGCV[..., one, :])
-            left_BHGCV = left_BHGCV - met_BHGCC[..., one] * u_BHG1V
-            found.append(u_BHG1V)
-        u_BHGCV = torch.cat(found, dim=3)
+        u_BHGCV = torch.where(is_old_BHGC1, tile.old_u_BHGCV, left_BHGCV)
+        for row in range(TILE - 1):  # each is taken from those that follow, in the same order everywhere
+            one, below = slice(row, row + 1), slice(row + 1, TILE)
+            u_BHGCV[..., below, :] -= met_BHGCC[..., below, one] * u_BHGCV[..., one, :]
         seen_BHGCC = self._product(tile.query_BHCK, key_BHCK.mT)[:, :, None] * apart_BHGCC
         seen_BHGCC = torch.where(is_below_CC.mT, 0, seen_BHGCC)
         before_BHGCV = since_BHGC1 * self._of_state(tile.query_BHCK, state_BHGKV)
