@@ -185,7 +185,8 @@ class StepTimeModel:
         """Logarithms of the times at any size, by number of drafts: of the nearest that is known, or beforehand."""
         if not self._places:
             return [self._options.slope * num_drafts for num_drafts in range(self._num_arms)]
-        mean, _ = self.times(self._nearest(size))
+        at = self._places[size if size in self._places else self._nearest(size)]
+        mean: list[float] = self._mean_X[at : at + self._num_arms].tolist()
         return mean
 
     def observe(self, size: int, num_drafts: int, step_s: float) -> bool:
@@ -399,6 +400,8 @@ class SpeculationControl:
         assert num_methods >= 1
         self.max_drafts = max_drafts
         self.num_arms = num_methods * max_drafts + 1
+        self._method_A = [max(0, arm - 1) // max(1, max_drafts) for arm in range(self.num_arms)]
+        self._drafts_A = [arm - method * max_drafts for arm, method in enumerate(self._method_A)]
         assert num_methods == 1 or chooses_method
         self._chooses_method = chooses_method
         self._first_arm = min(first_arm, max_drafts)
@@ -415,11 +418,11 @@ class SpeculationControl:
 
     def method_of(self, arm: int) -> int:
         """The method that makes an arm's drafts; 0 of arm 0."""
-        return max(0, arm - 1) // max(1, self.max_drafts)
+        return self._method_A[arm]
 
     def drafts_of(self, arm: int) -> int:
         """Drafts of a step with this arm."""
-        return arm - self.method_of(arm) * self.max_drafts
+        return self._drafts_A[arm]
 
     def arm_of(self, method: int, num_drafts: int) -> int:
         """Of a method and its k."""
@@ -588,6 +591,7 @@ class SpeculationControl:
         budget_s = self._allowed_s + options.trial_share * self._elapsed_s
         part_s = budget_s / (self.num_arms - 1)
         whole_left_s = budget_s - sum(self._spent_s)
+        var_MAA = [times.times(name)[1] if times.knows(name) else None for times in self._times_M]
         # What is in use is measured before it is doubted.
         found, found_score, found_cost_s = in_use, 0.0, 0.0
         for arm in arms:
@@ -603,7 +607,7 @@ class SpeculationControl:
             score = age / (gap + options.patience)
             if left_s <= 0.0 or score <= found_score:
                 continue
-            spread = math.sqrt(max(self._var(name, in_use, arm, outlook.tokens), 0.0))
+            spread = math.sqrt(max(self._var(var_MAA, in_use, arm, outlook.tokens), 0.0))
             hoped = max(0.0, 1.0 - math.exp(speed[arm] + options.hope * spread - speed[in_use]))
             if hoped * arm_s > left_s:
                 continue
@@ -622,17 +626,16 @@ class SpeculationControl:
     def _may_be_used(self, in_use: int, arm: int) -> bool:
         return not self._is_foreign(in_use, arm) or self._num_paid_M[self.method_of(arm)] >= self._options.paid
 
-    def _var(self, name: int, in_use: int, arm: int, tokens: list[float]) -> float:
-        """Variance of how much faster one is than the other, in logarithms."""
+    def _var(self, var_MAA: Sequence[list[list[float]] | None], in_use: int, arm: int, tokens: list[float]) -> float:
+        """Variance of how much faster one is than the other, in logarithms; `var_MAA` of each method's times."""
         total = 0.0
-        for method, (times, acceptance) in enumerate(zip(self._times_M, self._acceptance_M, strict=True)):
+        for method, (var, acceptance) in enumerate(zip(var_MAA, self._acceptance_M, strict=True)):
             # What is between two arms of a method, or between one and arm 0, which is every method's.
             ours, theirs = (item if item == 0 or self.method_of(item) == method else 0 for item in (arm, in_use))
             if ours == theirs:
                 continue
             a, b = self.drafts_of(ours), self.drafts_of(theirs)
-            if times.knows(name):
-                _, var = times.times(name)
+            if var is not None:
                 total += var[a][a] + var[b][b] - 2.0 * var[a][b]
             else:
                 total += self._options.times.slope_var * abs(a - b) + 2.0 * self._options.times.own_var

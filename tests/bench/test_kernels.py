@@ -329,6 +329,7 @@ def test_tasks_are_spread_and_what_is_late_is_not_lost():
     assert do_all(work, [], 4, limit_s=1, end_s=0.0) == []
 
 
+@pytest.mark.long
 def test_real_cases_and_points_can_be_collected():
     found = find_cases()
     assert not found.failures

@@ -27,6 +27,7 @@ def test_the_directory_has_the_size_that_was_asked_for_in_several_shards(shards)
     assert 0 < sum(file.stat().st_size for file in files) - num_bytes < 8192 * len(files)
 
 
+@pytest.mark.long
 def test_each_case_counts_the_bytes_that_it_needs(shards):
     path, num_bytes = shards
     before = torch.get_num_threads()

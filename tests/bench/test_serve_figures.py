@@ -27,6 +27,7 @@ def answered(due_s, *times_s, late_s=0.0, **more):
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 1))
+@pytest.mark.long
 def test_percentiles_are_those_of_numpy(values, share):
     assert percentile(sorted(values), share) == pytest.approx(np.quantile(values, share), rel=1e-9, abs=1e-6)
 

@@ -128,6 +128,7 @@ async def ask(service, is_sync, sampling=None, retry=QUICK, timeout_s=20.0):
 
 @pytest.mark.parametrize("is_sync", [True, False])
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_whoever_dies_at_any_point(is_sync):
     """Before the first token the call is made again; later what has arrived is right, and comes with the error."""
     for after, n in itertools.product(range(len(ANSWER) + 1), (1, 2)):
@@ -152,6 +153,7 @@ async def test_whoever_dies_at_any_point(is_sync):
 
 @pytest.mark.parametrize("is_sync", [True, False])
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_which_errors_are_worth_another_attempt(is_sync):
     again = [Overloaded("x", retry_after_s=0.01), NoWorker("x"), WorkersIncompatible("x"), TransferFailed("x")]
     for how in (*again, grpc.StatusCode.UNAVAILABLE):

@@ -392,6 +392,7 @@ def test_what_it_would_run_as_is_what_the_loader_makes(name, told):
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "a hub id", "a GGUF file"])
+@pytest.mark.long
 def test_the_sentence_that_refuses_it_is_the_loaders(name, told):
     directory = (
         REFUSED.get(name)

@@ -81,6 +81,7 @@ def lines_of(work):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_twice_the_tensors_are_twice_the_work(tmp_path, monkeypatch):
     looked_up, is_file = [], Path.is_file
     monkeypatch.setattr(Path, "is_file", lambda self: looked_up.append(self) or is_file(self))

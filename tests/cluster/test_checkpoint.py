@@ -217,6 +217,7 @@ def test_plain_families_can_be_served(tmp_path, changes, asked):
         (MTP, {"speculative_method": "auto", "num_speculative_tokens": 3}, 3, ""),
     ],
 )
+@pytest.mark.long
 def test_drafts_are_what_the_checkpoint_has(tmp_path, changes, asked, drafts, note):
     found = judged(write_model(tmp_path / "m", **changes), **asked)
     assert not found.errors
@@ -350,6 +351,7 @@ def test_check_prints_all_reasons_and_exits_3(tmp_path, capsys, monkeypatch):
     assert err.count("next: ") == 2
 
 
+@pytest.mark.long
 def test_check_says_that_ranks_hold_whole_experts(capsys, monkeypatch):
     arguments = ["check", "tiny-mla", "--tensor-parallel-size", "2"]
     for more, expected in (
@@ -419,6 +421,7 @@ def test_latents_that_torch_computes_on_a_gpu_are_noted(changes, asked, note, tm
     assert note is None or notes[0].startswith(note)
 
 
+@pytest.mark.long
 def test_a_check_imports_no_torch_and_no_ray():
     """What keeps it within two seconds: both take seconds to import."""
     program = (

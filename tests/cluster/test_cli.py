@@ -56,6 +56,7 @@ def help_of(command):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_the_help_of_serve_is_in_panels_and_says_defaults():
     text = help_of("serve")
     panels = re.findall(r"╭─ (.+?) ─", text)
@@ -103,6 +104,7 @@ def test_generate_has_every_documented_flag():
         "plan",
     ],
 )
+@pytest.mark.long
 def test_every_command_exists_and_has_json(command):
     assert "--json" in flags_of(command)
 
@@ -197,6 +199,7 @@ def test_a_refusal_has_its_code_one_object_and_a_next_step(arguments, code, erro
         (["bench", "kv", "--seed", "-1"], "baton bench kv"),
     ],
 )
+@pytest.mark.long
 def test_a_usage_error_names_the_help_that_there_is(arguments, help_of, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["baton", *arguments])
     with pytest.raises(SystemExit) as exit:

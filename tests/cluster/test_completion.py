@@ -242,6 +242,7 @@ def test_the_demo_fails_for_each_of_its_reasons():
         (["--prompt", "x", "--local", "--timeout", "nan"], "ConfigInvalid", 2),
     ],
 )
+@pytest.mark.long
 def test_what_the_command_line_may_be_given(front, monkeypatch, capsys, arguments, error, code):
     front.delay_s = 0.15
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it when the file descriptor is closed

@@ -456,6 +456,7 @@ def removed(file, path):
 
 @pytest.mark.parametrize("seed", range(NUM_DRAWS))
 @pytest.mark.parametrize("change", [replaced, written_to, cut_short, removed])
+@pytest.mark.long
 def test_a_shard_that_changes_while_it_is_read_ends_the_load(change, seed, sound, tmp_path):
     path = shutil.copytree(sound, tmp_path / "model")
     draw = Draw(path, f"{change.__name__} {seed}")

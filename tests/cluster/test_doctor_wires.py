@@ -58,6 +58,7 @@ def test_grpc_ports(serve, tmp_path):
     assert public.fingerprint != inside.fingerprint and len(inside.fingerprint) == 64
 
 
+@pytest.mark.long
 def test_certificates_that_are_wrong_or_soon_will_be(serve, tmp_path):
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     good = probe_tls("x", serve(authority.files("good", days=100, roles=("router", "decode"))), str(authority.file))

@@ -45,6 +45,7 @@ def test_every_command_has_json_and_a_file(command):
     assert {"--json", "--file"} <= flags_of(f"keys {command}")
 
 
+@pytest.mark.long
 def test_what_is_wrong_changes_nothing(tmp_path):
     file = tmp_path / "keys"
     assert baton("list", "--file", file)[0] == 2

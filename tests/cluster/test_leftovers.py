@@ -163,6 +163,7 @@ def test_memory_that_is_let_go_of_late_is_swept_too(monkeypatch, tmp_path):
     assert len(pauses) == 3
 
 
+@pytest.mark.long
 def test_an_undertaker_that_dies_is_followed_by_another(places):
     undertaker = Undertaker(make_directory(places))
     dead = undertaker.pid

@@ -53,6 +53,7 @@ def test_a_shape_alone_is_served_with_random_weights_and_refused_without(tmp_pat
 
 
 @pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.long
 def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
     values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
     config = ServeConfig.from_mapping(values | {"enable_expert_parallel": asked})
@@ -67,6 +68,7 @@ def test_a_rank_of_a_worker_holds_whole_experts_if_asked(asked):
     assert {experts.held for experts in sparse} == {held}
 
 
+@pytest.mark.long
 def test_a_rank_of_a_worker_has_all_of_attention_if_asked():
     values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
     num_blocks = set()
@@ -86,6 +88,7 @@ def test_a_rank_of_a_worker_has_all_of_attention_if_asked():
     assert len(num_blocks) == 1, "of each rank's pool, which is its sequences' alone or all ranks' alike"
 
 
+@pytest.mark.long
 def test_a_prefill_worker_keeps_all_of_each_sequence_at_every_rank():
     """What decode workers do with sequences is theirs; both have CUDA graphs."""
     config = ServeConfig.from_mapping({"model": "tiny-mla", "device": "cpu", "enable_dp_attention": True})
@@ -104,6 +107,7 @@ def test_a_prefill_worker_whose_ranks_would_have_sequences_of_their_own_does_not
 
 
 @pytest.mark.parametrize(("num_redundant", "num_held"), [(0, 8), (4, 10)])
+@pytest.mark.long
 def test_experts_of_a_worker_may_move_if_asked(num_redundant, num_held):
     values = {"model": "tiny-mla", "device": "cpu", "kv_memory_mib": 16, "tensor_parallel_size": 2}
     values |= {"enable_expert_parallel": True, "num_redundant_experts": num_redundant, "enable_eplb": True}
@@ -187,6 +191,7 @@ def test_a_model_without_state_refuses_an_interval_of_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.long
 def test_kernels_are_compiled_ahead_of_graphs_and_of_the_warm_up(decodes, monkeypatch):
     done = []
 

@@ -35,6 +35,7 @@ def worker_log(tmp_path):
     return logs / "worker-abc-01000000-4321.err"
 
 
+@pytest.mark.long
 def test_errors_with_their_tracebacks_are_shown_once_and_the_file_is_named(tmp_path):
     path = worker_log(tmp_path)
     shown = Shown(tmp_path)

@@ -75,6 +75,7 @@ def test_it_comes_back_on_the_ports_that_it_had(make, caplog):
     assert "the router was ended by SIGKILL" in caplog.text
 
 
+@pytest.mark.long
 def test_it_comes_back_at_once_and_then_ever_later(make):
     process = make(SERVES)
     process.wait_ports(30.0)
@@ -101,6 +102,7 @@ def test_one_that_keeps_dying_is_given_up_with_its_last_words(make):
     assert len(process.told) == 1 + router_process.MAX_STARTS
 
 
+@pytest.mark.long
 def test_one_that_dies_now_and_then_is_never_given_up(make):
     process = make(SERVES)
     process.wait_ports(30.0)
@@ -111,6 +113,7 @@ def test_one_that_dies_now_and_then_is_never_given_up(make):
         process.clock.now_s += router_process.WINDOW_S
 
 
+@pytest.mark.long
 def test_one_that_listens_for_a_while_between_deaths_comes_back_at_once(make):
     process = make(SERVES)
     process.wait_ports(30.0)

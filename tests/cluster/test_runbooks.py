@@ -20,6 +20,7 @@ def baton(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.long
 def test_all_are_listed():
     done = baton("--json")
     assert done.returncode == 0, done.stderr

@@ -39,6 +39,7 @@ def run(block, folder):
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_certificates_are_good_both_ways(tmp_path):
     run(BLOCKS[0], tmp_path)
     host, operator = (
@@ -65,6 +66,7 @@ def test_the_keys_are_made_listed_and_revoked(tmp_path):
     assert [entry.tenant for entry in read_keys(tmp_path / "operators.keys")] == ["operators"]
 
 
+@pytest.mark.long
 def test_every_flag_and_variable_exists():
     flags = set(re.findall(r"--[a-z][a-z-]+[a-z]", TEXT))
     known = {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields} | COMMON

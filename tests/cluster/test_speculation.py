@@ -92,6 +92,7 @@ def test_a_worker_that_was_not_reached_makes_it_partial(admin):
 
 
 @pytest.mark.parametrize(("mode", "num_asked"), [("3", 1), ("many", 0), ("-1", 0), ("1.5", 0), ("", 0)])
+@pytest.mark.long
 def test_what_cannot_be_is_a_usage_error(mode, num_asked, admin):
     code, _ = speculation(admin, "--json", "--", mode)
     assert code == 2

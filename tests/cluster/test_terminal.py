@@ -104,6 +104,7 @@ def test_serve_leaves_no_bar_behind_and_says_where_it_is():
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_generated_text_drives_no_terminal():
     with closing(Terminal(*python(GENERATE))) as terminal:
         assert terminal.wait() == 0
@@ -113,6 +114,7 @@ def test_generated_text_drives_no_terminal():
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_top_redraws_its_own_screen_and_gives_the_terminal_back():
     with closing(Terminal(*python(TOP))) as terminal:
         terminal.read_until(lambda it: it.raw.count("decode-0") >= 3)

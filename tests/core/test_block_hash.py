@@ -42,6 +42,7 @@ def test_nothing_is_shared_across(change):
     block_size=st.integers(1, 4),
     with_mtp=st.booleans(),
 )
+@pytest.mark.long
 def test_names_are_equal_exactly_where_all_tokens_before_are(prompts, block_size, with_mtp):
     covered = {}
     for prompt in prompts:

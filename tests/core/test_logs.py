@@ -152,6 +152,7 @@ os.write(2, b"the last words\\n")
 """
 
 
+@pytest.mark.long
 def test_a_file_of_the_log_is_put_aside_when_it_has_grown(tmp_path):
     path = tmp_path / "router.err"
     with path.open("wb") as err:

@@ -329,6 +329,7 @@ def test_a_sequence_has_all_its_blocks_from_the_start():
     decode.check_nothing_left()
 
 
+@pytest.mark.long
 def test_with_overcommit_it_has_those_of_its_prompt_and_a_step_and_leaves_some_to_those_that_run():
     decode = Decode(num_blocks=9, overcommit=True)
     requests = [decode.attend(prompt_of(at), max_tokens=20) for at in range(3)]
@@ -353,6 +354,7 @@ def test_with_overcommit_it_has_those_of_its_prompt_and_a_step_and_leaves_some_t
 
 
 @pytest.mark.parametrize("local", [False, True])
+@pytest.mark.long
 def test_what_a_step_in_flight_has_stays_its_own_until_it_is_over(local):
     decode = Decode(num_blocks=8)
     if local:
@@ -847,6 +849,7 @@ def test_what_others_computed_of_a_prompt_is_not_computed_again():
 @pytest.mark.parametrize("scheduling", ["async", "sync"])
 @pytest.mark.parametrize("with_mtp", [False, True])
 @pytest.mark.parametrize("prompt_len", [7, 8, 9])
+@pytest.mark.long
 def test_a_preempted_sequence_whose_whole_prompt_is_cached_goes_on(prompt_len, with_mtp, scheduling):
     k = 2 if with_mtp else 0
     decode = Decode(model=PREFILLERS[with_mtp].model, k=k, preempt_at=(1,), scheduling=scheduling)

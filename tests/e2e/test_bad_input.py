@@ -384,6 +384,7 @@ def test_serve_without_ray_or_with_another(monkeypatch, capsys, module, error):
     ],
     ids=range(12),
 )
+@pytest.mark.long
 def test_configuration_files(monkeypatch, capsys, tmp_path, text):
     path = tmp_path / "serve.yaml"
     path.write_text(f"{text}\n", encoding="utf-8")

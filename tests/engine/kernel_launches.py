@@ -227,7 +227,7 @@ def _row_with_workers(table, shape, size, device_index):
 
 
 def stub():
-    """Nothing is compiled; what would be written by kernels is zeros, and torch's products are."""
+    """Nothing is compiled; what would be written by kernels is zeros, and so are products of torch."""
     assert not knobs.runtime.interpret, "nothing is compiled with TRITON_INTERPRET=1"
     driver.set_active(_Hopper())
     JITFunction._do_compile = _compile_nothing
@@ -235,6 +235,7 @@ def stub():
     torch.empty_like = lambda x, **options: torch.zeros_like(x, **options)
     torch.Tensor.new_empty = lambda x, *sizes, **options: x.new_zeros(*sizes, **options)
     functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
+    torch.mm = lambda left, right: left.new_zeros(len(left), right.shape[1])
     attention_prefill_hopper_triton._multiprocessors = lambda index: 132
     slots.fused_copy = kernel_warm_up.fused_copy = _copy
     kv_dequantize.MAX_BYTES = 16 << 20  # two contexts, so that there are steps with more

@@ -96,6 +96,7 @@ def starts_as_wanted(tokens, first_tokens):
 
 @fast
 @pytest.mark.parametrize("k", [0, 1, 3, 6])
+@pytest.mark.long
 def test_many_steps_in_flight_give_what_single_steps_do(k):
     step_by_step, ahead = Side(k), Side(k)
     single = [step_by_step.step(step_by_step.slots) for _ in range(5)]

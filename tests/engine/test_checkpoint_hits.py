@@ -107,6 +107,7 @@ def test_the_third_prompt_of_a_group_finds_what_the_group_shares(order, block_si
 @pytest.mark.parametrize(
     ("num_checkpoints", "hits"), [(24, 48), (16, 48), (15, 48), (12, 48), (8, 36), (6, 24), (4, 18)]
 )
+@pytest.mark.long
 def test_what_a_group_shares_stays_while_ends_of_prompts_come_and_go(num_checkpoints, hits):
     """Groups for which there is no room take none from the others: six of eight find theirs, four, three."""
     worker = Worker(num_checkpoints=num_checkpoints)
@@ -117,6 +118,7 @@ def test_what_a_group_shares_stays_while_ends_of_prompts_come_and_go(num_checkpo
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("interval", "second"), [(256, 1280), (512, 1024), (1024, 1024)])
+@pytest.mark.long
 def test_at_an_interval_the_second_prompt_of_a_group_finds_most_of_it(interval, second, order, block_size):
     worker = Worker(block_size=block_size, interval=interval, num_checkpoints=128)
     found = [worker.found(prompt) for prompt in ORDERS[order](groups(8, 8, 1500, 700))]
@@ -129,6 +131,7 @@ def test_at_an_interval_the_second_prompt_of_a_group_finds_most_of_it(interval, 
 
 
 @pytest.mark.parametrize(("interval", "num_checkpoints", "hits"), [(512, 40, 56), (1024, 32, 56), (1024, 16, 48)])
+@pytest.mark.long
 def test_what_hits_at_an_interval_cost(interval, num_checkpoints, hits):
     """Groups in turn: between two prompts of a group lie those of seven others, with all that they leave."""
     worker = Worker(num_checkpoints=num_checkpoints, interval=interval)

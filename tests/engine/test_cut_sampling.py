@@ -167,6 +167,7 @@ def test_keys_have_the_order_of_numbers(dtype):
 @pytest.mark.fast
 @settings(max_examples=25, deadline=None)
 @given(data=st.integers(0, 10**6), num_top=st.integers(0, 20), size=st.sampled_from(NUM_RANKS))
+@pytest.mark.long
 def test_logprobs_against_reference(data, num_top, size):
     rng = random.Random(data)
     logits_NV = random_logits(6, 13, seed=data)
@@ -275,6 +276,7 @@ def test_every_mode_of_verification(config, size, num_drafts):
         ([{"top_p": 0.5, "top_k": 3}, {"top_p": 0.3}], 2 + 6 + 6),
     ],
 )
+@pytest.mark.long
 def test_how_often_ranks_must_tell_each_other(values, num_operations):
     batch = [SampledSequence(params=SamplingParams(**value), prompt_token_ids=(1,)) for value in values]
     logits_BQV = random_logits(len(batch), 3, VOCAB, seed=1)
@@ -303,6 +305,7 @@ def test_how_often_ranks_must_tell_each_other(values, num_operations):
         ({"min_tokens": 3, "stop_token_ids": tuple(range(1, VOCAB))}, {0}),
     ],
 )
+@pytest.mark.long
 def test_a_mask_is_ignored_only_if_it_leaves_no_token_at_any_rank(asked, left, temperature):
     sequence = SampledSequence(params=SamplingParams(temperature=temperature, seed=4, **asked))
     logits_1QV = random_logits(1, 40, VOCAB, seed=6)

@@ -160,6 +160,7 @@ def deals_of(size, num_sequences, num_each):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_random_deals_come_back_bit_for_bit():
     """Over and over from the same buffers, whose padding is never among what comes back."""
     draw = np.random.default_rng(3)
@@ -215,6 +216,7 @@ def test_what_crosses_between_ranks_counts_as_memory(tiny_checkpoint):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_every_rank_takes_the_same_graph_or_launches(tiny_checkpoint):
     """By the most sequences of any rank, which the plan says to all, not by its own."""
     path = tiny_checkpoint(**CHECKPOINT)

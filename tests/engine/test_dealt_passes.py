@@ -112,6 +112,7 @@ def latents(pool, layer, blocks, length):
     "backend", [pytest.param(None, marks=pytest.mark.fast), CallBackend()], ids=["launched", "replayed"]
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_tokens_are_those_of_one_process_and_latents_are_at_their_owner(size, backend, tiny_checkpoint):
     path = tiny_checkpoint(kind="deepseek_v3", layers=2)
     runner, whole = runner_of(path)

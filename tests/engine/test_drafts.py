@@ -31,6 +31,7 @@ def test_a_perfect_head_is_always_right(k, temperature, chunk_len):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_perfect_head_stays_right_after_drafts_that_a_cap_refused():
     requests = [request_of([3, at], k=at % 5, max_tokens=31, temperature=0.5, ignore_eos=True) for at in range(10)]
     for request, result in zip(requests, toy_engine(PerfectToyModel(), k=4).generate(requests), strict=True):

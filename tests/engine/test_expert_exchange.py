@@ -81,6 +81,7 @@ def test_after_any_moves_the_model_is_the_same(kind, size, num_redundant, tiny_c
         assert all((its - wanted).abs().max() <= 1e-9 for its in logits)
 
 
+@pytest.mark.long
 def test_until_the_last_round_nothing_is_in_force(tiny_checkpoint):
     path = tiny_checkpoint(**FAMILIES["qwen3_moe"])
     wanted, _ = run(load(path))
@@ -208,6 +209,7 @@ def test_float8_experts_move_with_their_scales(tmp_path):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.long
 def test_a_rank_that_fails_in_a_round_ends_what_follows_at_every_rank(failing, tiny_checkpoint, monkeypatch):
     path, plain = tiny_checkpoint(**FAMILIES["qwen3_moe"]), ExpertExchange._cross
 
@@ -234,6 +236,7 @@ def test_a_rank_that_fails_in_a_round_ends_what_follows_at_every_rank(failing, t
 
 
 @pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.long
 def test_a_rank_whose_experts_lie_elsewhere_must_not_go_on(layer, tiny_checkpoint):
     """Sums over the ranks would be the same everywhere, and of other experts."""
     path = tiny_checkpoint(**FAMILIES["qwen3_moe"])

@@ -124,6 +124,7 @@ LANGUAGES = list(languages())
 
 
 @pytest.mark.parametrize(("spec", "language"), LANGUAGES, ids=lambda value: getattr(value, "text", "")[:20])
+@pytest.mark.long
 def test_masks_of_finite_languages_are_exact_after_every_prefix(spec, language, compiler):
     seen, waiting, num_rows = set(), [()], 0
     while waiting:
@@ -208,6 +209,7 @@ def test_a_token_that_cannot_be_ends_the_state_not_the_process(compiler, token):
     assert other.accept([0]) == 0
 
 
+@pytest.mark.long
 def test_every_token_may_be_eos_only_where_the_text_may_end(tiny):
     tokenizer = Tokenizer.from_directory(TINY)
     tokenizer.eos_token_ids = (0, 2)
@@ -252,6 +254,7 @@ def test_random_walks_along_the_masks_end_in_valid_json(tiny):
 
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
+@pytest.mark.long
 def test_no_document_is_forbidden_however_it_is_cut(spaced, indent):
     tokenizer, rng = Tokenizer.from_directory(TINY), random.Random(2)
     documents = [
@@ -269,6 +272,7 @@ def test_no_document_is_forbidden_however_it_is_cut(spaced, indent):
         assert state.is_finished
 
 
+@pytest.mark.long
 def test_json_is_compact_unless_asked_otherwise(tiny, spaced):
     tokenizer = Tokenizer.from_directory(TINY)
     for spec in (GrammarSpec("json_schema", json.dumps(SCHEMA)), GrammarSpec("json_object")):
@@ -334,6 +338,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("spec", BAD.values(), ids=BAD)
+@pytest.mark.long
 def test_bad_grammars_are_refused_by_type_and_soon(tiny, spec):
     start_s = time.monotonic()
     with pytest.raises(InvalidGrammar) as caught:

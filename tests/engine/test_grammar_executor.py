@@ -138,6 +138,7 @@ def test_the_step_waits_for_no_look_that_is_under_way(tokenizer):
     assert looked == [[token_id, token_id]], "what nobody asks for any more is not looked at"
 
 
+@pytest.mark.long
 def test_looks_of_one_sequence_never_overlap(tokenizer):
     compiled = GrammarCompiler(tokenizer, 4096).compile(GrammarSpec("regex", "[ab]+"))
     compiled._executor = GrammarExecutor(4)

@@ -233,6 +233,7 @@ def test_random_tokens_end_in_the_language(compiler, name):
         assert judge(structure, text), text
 
 
+@pytest.mark.long
 def test_a_regex_does_not_hide_the_calls(compiler):
     structure = AnswerStructure(thought=Thought.OPTIONAL, calls=Calls.AUTO, tools=TOOLS, text=("regex", "(?s:.*)"))
     for text, want in (

@@ -41,6 +41,7 @@ def test_every_graph_once_and_the_largest_first(sizes):
 
 
 @given(all_sizes, counts, counts, st.integers(0, 5), st.data())
+@pytest.mark.long
 def test_a_step_takes_the_next_size_and_all_its_graphs_are_captured(sizes, num_sequences, num_blocks, num_drafts, data):
     most_owned = 0
     if sizes.num_owners > 1:

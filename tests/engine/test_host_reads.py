@@ -193,6 +193,7 @@ def test_the_guard_sees(name, read, inference, monkeypatch):
 
 
 @fast
+@pytest.mark.long
 def test_the_guard_lets_pass_what_does_not_wait(monkeypatch):
     with methods_guarded(monkeypatch), torch.inference_mode(), guarded():
         x = torch.arange(12).view(3, 4)

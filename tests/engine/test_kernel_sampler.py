@@ -275,6 +275,7 @@ def test_the_kernels_give_the_same_in_the_interpreter_at_length(edits, mode):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("config", MODES, ids=lambda config: f"{config.mode.value}-{config.block}")
+@pytest.mark.long
 def test_verdicts_are_plain_pythons(config):
     """The same batches as for the verifiers by torch: what must not be read is NaN."""
     verifier = make_kernel_verifier(config, 3, REFERENCE, CPU)

@@ -457,6 +457,7 @@ class Tried(Speculation):
 
 
 @fast
+@pytest.mark.long
 def test_a_step_with_chunks_is_no_trial(monkeypatch):
     """Its time says nothing of drafts, and every stream waits for its chunk as it is."""
     engine = toy_engine(chunk_len=8, num_blocks=60)

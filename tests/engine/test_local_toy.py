@@ -111,6 +111,7 @@ def test_every_k(k, model, temperature):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_steps_are_saved_by_drafts_and_never_more_than_k():
     request = request_of([1, 2, 3], k=4, max_tokens=40, temperature=0.0, ignore_eos=True)
     [result] = toy_engine(k=4).generate([request])
@@ -217,6 +218,7 @@ def test_streaming_yields_what_generate_returns_and_runs_interleave():
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_stream_that_is_dropped_frees_everything():
     engine = toy_engine(num_blocks=10)
     for _ in range(20):

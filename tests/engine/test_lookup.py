@@ -116,6 +116,7 @@ def test_rejection_takes_what_was_looked_up_for_point_masses(monkeypatch):
     assert sum(accepted for mine in steps[1::2] for _, accepted, _ in mine) > 2
 
 
+@pytest.mark.long
 def test_auto_costs_little_where_nothing_comes_true():
     """Time of 3,000 steps of which k drafts make each longer by a thirtieth of k: within a hundredth of none."""
     clock = VirtualClock()

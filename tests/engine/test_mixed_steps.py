@@ -113,6 +113,7 @@ def test_one_step_gives_the_bits_of_two(k, tiny_model_invariant, tiny_prompts):
 
 @fast
 @pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.long
 def test_a_step_is_one_pass_of_the_trunk_and_one_of_the_head(k, tiny_model_invariant, tiny_prompts, monkeypatch):
     seen = watch_passes(monkeypatch)
     driver = driver_of(tiny_model_invariant, k)

@@ -47,6 +47,7 @@ def cached_blocks(worker):
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 @pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.long
 def test_an_answer_from_damaged_kv_breaks_off_and_the_next_is_right(k, scheduling):
     model = ToyModel()
     with Topology(
@@ -71,6 +72,7 @@ def test_an_answer_from_damaged_kv_breaks_off_and_the_next_is_right(k, schedulin
         assert (held.num_not_finite, held.num_requests_failed) == (1, 1)
 
 
+@pytest.mark.long
 def test_a_prefill_worker_hands_nothing_over_that_is_not_finite():
     model = ToyModel()
     with Topology(model, letters_tokenizer(), num_drafts=2, block_size=4, chunk_len=8) as topology:
@@ -84,6 +86,7 @@ def test_a_prefill_worker_hands_nothing_over_that_is_not_finite():
         topology.wait_idle()
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_of_state_is_dropped():
     model = ToyHybrid(config=ToyConfig(max_model_len=512))
     with Topology(model, letters_tokenizer(), num_prefill=0, num_drafts=2, chunk_len=32, max_num_seqs=4) as topology:
@@ -106,6 +109,7 @@ def test_a_damaged_checkpoint_of_state_is_dropped():
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.long
 def test_tokens_before_the_damage_stay(scheduling):
     model = ToyModel()
     engine = toy_engine(model, k=2, scheduling=scheduling)

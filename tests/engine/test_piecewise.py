@@ -229,6 +229,7 @@ def positions_of_the_step_before(patch):
 @pytest.mark.parametrize(
     "plant", [padding_that_is_not_scratch, attention_that_is_not_handed_on, positions_of_the_step_before]
 )
+@pytest.mark.long
 def test_planted_faults_are_caught(plant, tiny_checkpoint, monkeypatch):
     model = load(tiny_checkpoint(**CHECKPOINT))
     split, whole = Setting(model), Setting(model)
@@ -238,6 +239,7 @@ def test_planted_faults_are_caught(plant, tiny_checkpoint, monkeypatch):
         check(got, wanted, 1e-12)
 
 
+@pytest.mark.long
 def test_ranks_compute_their_parts(tiny_checkpoint):
     path = tiny_checkpoint(**CHECKPOINT)
     wanted = hidden_of(Setting(load(path)))

@@ -88,6 +88,7 @@ def test_preempted_at_any_token(at, k, way):
 @pytest.mark.fast
 @pytest.mark.parametrize("way", ["recompute", "offload"])
 @pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.long
 def test_drafts_are_as_good_after_a_preemption(at, way):
     """The head of this model is right whenever its KV, hidden states and positions are."""
     request = request_of([3, 1, 4], k=2, max_tokens=19, temperature=0.0, ignore_eos=True)
@@ -245,6 +246,7 @@ def test_twenty_requests_under_pressure(k, way, scheduling):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_without_overcommit_nobody_is_ever_preempted():
     requests = [request_of([at, 2], k=2, max_tokens=18, temperature=0.0, ignore_eos=True) for at in range(8)]
     engine, _ = run(requests, num_blocks=12, overcommit=False)

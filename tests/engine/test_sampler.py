@@ -49,6 +49,7 @@ def test_against_reference_and_independent_of_neighbours(rows, data):
 @pytest.mark.fast
 @settings(max_examples=100, deadline=None)
 @given(params=any_params.filter(lambda item: not item.greedy), data=st.integers(0, 999))
+@pytest.mark.long
 def test_processed_logits_against_reference(params, data):
     generator = torch.Generator().manual_seed(data)
     logits = ((torch.randn(40, generator=generator, dtype=torch.float64) * 8).round() / 4).tolist()

@@ -59,6 +59,7 @@ def test_the_law_is_the_targets_with_a_pruned_vocabulary(kind, block, head_token
     ("vocab_size", "num_drafts", "head_tokens", "num_ranks"),
     [(8, 1, None, 3), (5, 2, None, 2), (5, 2, [4, 1, 2], 4), (3, 2, None, 8)],
 )
+@pytest.mark.long
 def test_the_law_is_the_targets_where_ranks_share_it(kind, block, vocab_size, num_drafts, head_tokens, num_ranks):
     world = reference.World(vocab_size, "ranks", head_tokens)
     error, mean_len = gap(world, num_drafts, is_point=kind == "point", block=block, num_ranks=num_ranks)
@@ -168,6 +169,7 @@ MUTANTS = [
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("name", "mutant", "block"), MUTANTS)
+@pytest.mark.long
 def test_a_wrong_rule_is_caught(name, mutant, block, monkeypatch):
     world = reference.World(4, "mutant", zeros=0.0)
     options = {"is_point": False, "block": block}

@@ -58,6 +58,7 @@ def open_all(fake, size):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.long
 def test_each_rank_reaches_the_memory_of_all(size, cuda):
     found = open_all(cuda, size)
     memories = [mailbox.memory for mailbox, _ in found]

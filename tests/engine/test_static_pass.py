@@ -47,6 +47,7 @@ def test_replayed_bits_are_those_launched(kind, num_rows, model_of):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("kind", "num_rows"), [(GraphKind.VERIFY, 3), (GraphKind.DRAFT_PREFILL, 2)])
+@pytest.mark.long
 def test_replayed_passes_read_and_write_their_sequences_state(kind, num_rows, model_of):
     """State slots come by the buffers, and padding has scratch's: all state afterwards is that of launched passes."""
     check_kind(model_of("hybrid"), RecorderBackend(), kind, num_rows, num_sequences=(1, 3, 4), prefixes=(0, 15))
@@ -72,6 +73,7 @@ def test_replayed_bits_are_those_launched_everywhere(num_rows, dtype, shape, mod
 
 @pytest.mark.fast
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.long
 def test_default_numerics_agree_in_float64(shape, model_of):
     model = model_of(shape, torch.float64, Numerics.DEFAULT)
     eager, graphed = Side(model), Side(model)

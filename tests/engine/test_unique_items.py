@@ -42,6 +42,7 @@ def takes(compiler, spec, text):
 
 
 @pytest.mark.parametrize("schema", FOLLOWED, ids=json.dumps)
+@pytest.mark.long
 def test_all_arrays_of_different_items_and_no_others(compiler, schema):
     spec, validator = GrammarSpec("json_schema", json.dumps(schema)), jsonschema.Draft202012Validator(schema)
     alphabet = ["a", "b", 1, True, False, None]
@@ -52,6 +53,7 @@ def test_all_arrays_of_different_items_and_no_others(compiler, schema):
     assert any(wanted)
 
 
+@pytest.mark.long
 def test_names_and_data_are_no_keywords(compiler):
     properties = {"uniqueItems": {"const": {"uniqueItems": 7}}, "x": UNIQUE | {"items": {"const": 2}}}
     schema = {"type": "object", "properties": properties, "required": ["uniqueItems", "x"]}
@@ -76,6 +78,7 @@ def test_names_and_data_are_no_keywords(compiler):
         (UNIQUE | {"items": {"$ref": "#/$defs/E"}, "$defs": [1]}, "malformed"),
     ],
 )
+@pytest.mark.long
 def test_what_cannot_be_followed_is_refused_by_its_place(compiler, schema, match):
     with pytest.raises(InvalidGrammar, match=match):
         compiler.compile(GrammarSpec("json_schema", json.dumps(schema)))

@@ -45,6 +45,7 @@ def test_every_accept_pattern_and_cap(num_drafts):
 
 
 @pytest.mark.parametrize("num_drafts", [*range(5), 6])
+@pytest.mark.long
 def test_greedy_and_coupled_against_reference(num_drafts):
     generator = torch.Generator().manual_seed(3)
     params = [

@@ -99,6 +99,7 @@ def placed(numerics, weights, inputs, experts, size, implementation=Implementati
 
 
 @pytest.mark.parametrize(("num_redundant", "size"), [(0, 2), (4, 4), (12, 2)])
+@pytest.mark.long
 def test_the_mixture_does_not_depend_on_where_experts_lie(num_redundant, size, numerics):  # noqa: F811
     for num_tokens in (1, 70):
         inputs, weights = plain_inputs(num_tokens, torch.float64)

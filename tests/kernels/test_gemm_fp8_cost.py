@@ -92,6 +92,7 @@ def test_of_shapes_that_nothing_was_fitted_to_the_faster_of_both_is_chosen():
     groups=st.integers(1, 300),
     machine=st.sampled_from([H100, H200, Machine(78, 2e6)]),
 )
+@pytest.mark.long
 def test_any_shape_gets_a_form_that_computes_it_whole(M, N, groups, machine):
     plan, _ = predicted_plan(size_of(M), N, 128 * groups, machine)
     assert is_form(plan)

@@ -73,6 +73,7 @@ def plain_inputs(num_tokens, dtype):
 
 @pytest.mark.parametrize("size", [1, 2, 4, 12])
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 70])  # of one, most ranks have nothing to compute
+@pytest.mark.long
 def test_ranks_make_the_mixture_together(num_tokens, size, numerics):
     inputs, weights = plain_inputs(num_tokens, torch.float64)
     _, mixtures = over_ranks(numerics, weights, size, inputs)
@@ -83,6 +84,7 @@ def test_ranks_make_the_mixture_together(num_tokens, size, numerics):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 4, 12])
+@pytest.mark.long
 def test_invariant_numerics_have_the_bits_of_one_rank(size, dtype, monkeypatch):
     inputs, weights = plain_inputs(70, dtype)
     for by_tiles in (False, True):

@@ -63,6 +63,7 @@ PARTS = {
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.long
 def test_the_absorbed_form_is_the_expanded_one(sizes, parts, numerics):
     setting, (parts, is_decoded) = Setting(SIZES[sizes], torch.float64), PARTS[parts]
     wanted, found = setting.expanded(parts), setting.absorbed(parts, numerics, is_decoded=is_decoded)

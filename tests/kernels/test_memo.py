@@ -231,6 +231,7 @@ CASES = (rms_norm, silu_mul, gated, shared, qk, decode, prefill, experts, topk, 
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.long
 def test_a_kept_decision_lets_no_wrong_argument_pass(case):
     """Whatever is refused by who has seen nothing is refused, in the same words, by who has seen the right call."""
     function, right, wrong = case()

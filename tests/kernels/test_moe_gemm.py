@@ -151,6 +151,7 @@ def test_slices_of_the_intermediate_size_add_up(implementation):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.long
 def test_it_takes_the_place_of_the_experts_of_a_layer(implementation):
     draw = Draw(10)
     weights = draw.weights(5, 32, 64, "bf16")
@@ -162,6 +163,7 @@ def test_it_takes_the_place_of_the_experts_of_a_layer(implementation):
 @pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy's, under the interpreter
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_a_token_that_is_no_number_stays_none_and_alone(kind):
     draw = Draw(11)
     weights = draw.weights(2, *SIZES[kind], kind)

@@ -46,6 +46,7 @@ def neighbours(x):
 @pytest.mark.fast
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 7, 16])
+@pytest.mark.long
 def test_the_kernel_has_the_references_bits(num_rows, ue8m0):
     x = values(num_rows, 256, num_rows)
     found = assert_deterministic(lambda: quantize_fp8(x, ue8m0=ue8m0, implementation=TRITON), x)
@@ -95,6 +96,7 @@ def test_special_values(implementation):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_the_reference_against_float64_and_its_bound():
     x = values(3, 256, 5)
     q, scales = quantize_fp8(x)

@@ -74,6 +74,7 @@ def test_equal_probabilities_go_to_the_lower_expert(numerics):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.long
 def test_a_row_of_the_mixture_depends_on_itself_alone(dtype):
     ops = Ops(Numerics.INVARIANT)
     weights = ExpertWeights(values(8, 160, 256, dtype=dtype, seed=1) / 16, values(8, 256, 80, dtype=dtype, seed=2) / 9)

@@ -120,6 +120,7 @@ def test_it_checks_the_kernels_where_they_compute(monkeypatch):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_wide_weights_are_checked_in_part():
     assert selftest._MAX_OUTPUTS < 150_000
     check_invariance([(150_000, 16)], torch.float32, CPU)

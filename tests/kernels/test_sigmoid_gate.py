@@ -35,6 +35,7 @@ def shared_case(num_rows, length, dtype):
 
 @DTYPES
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 16), (3, 32), (5, 256)])
+@pytest.mark.long
 def test_outputs_are_gated_as_torch_does_in_float64(num_heads, head_dim, dtype, most):
     gate_TAE = gates_of(5, num_heads, head_dim, dtype)
     mixed_TQ = draw(5, num_heads * head_dim + 8, dtype=dtype)[:, 8:]

@@ -370,6 +370,7 @@ class Dying:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.long
 def test_a_thread_that_dies_fails_its_step_at_once_and_is_replaced(make_writer, num_threads):
     done, ended = [], []
     writer = make_writer(

@@ -45,6 +45,7 @@ def make_header(payload_bytes=64, **changes):
 
 
 @given(U64, U64, U32, U32, U16, U16, U16, U16, U32, U32, U32, st.booleans(), st.none() | U64, st.none() | U32)
+@pytest.mark.long
 def test_a_header_survives_the_wire(
     epoch, incoming_id, attempt, seq, layer, head, heads, order, first, count, size, is_written, digest, crc
 ):
@@ -129,6 +130,7 @@ def test_pieces_cover_a_range_once_and_fit(first, count, max_frame_bytes):
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 11), st.integers(1, 6), st.integers(0, 1)), max_size=8))
+@pytest.mark.long
 def test_coverage_is_a_set(ranges):
     coverage, model = Coverage([Range(0, 17), Range(0, 17)], [2, 2]), set()
     for layer, first, count, head in ranges:
@@ -174,6 +176,7 @@ def row(pool, blocks, layer, head, position):
 
 @given(SIZES, SIZES, st.integers(0, 20), st.integers(1, 20), st.integers(0, 3), st.booleans(), st.data())
 @settings(deadline=None, max_examples=60)
+@pytest.mark.long
 def test_what_is_read_lands_at_the_same_positions(here, there, first, count, head, is_copied, data):
     heads = data.draw(st.integers(1, 4 - head))
     source, source_io = filled(here, 1)

@@ -198,6 +198,7 @@ def broken_header_packet():
         [header_packet(8, b"12345678", is_written=True)],
     ],
 )
+@pytest.mark.long
 def test_a_stream_that_breaks_the_rules_is_ended_and_no_other(ends, make_stranger, packets):
     stranger = make_stranger()
     stranger.say(encode_control_packet(b"hello"))

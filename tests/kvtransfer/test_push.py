@@ -169,6 +169,7 @@ def test_what_is_damaged_twice_is_given_up(make_prefill):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.long
 def test_nothing_drains_while_a_write_is_in_progress_and_nothing_is_written_after(make_prefill, side):
     go_on, inside = threading.Event(), threading.Event()
 
@@ -203,6 +204,7 @@ def test_nothing_drains_while_a_write_is_in_progress_and_nothing_is_written_afte
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_data_path_that_fails_fails_its_transfer_and_neither_the_step_nor_others(make_prefill):
     broken = {}
 

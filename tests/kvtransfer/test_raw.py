@@ -192,6 +192,7 @@ def test_whatever_a_connection_says_nothing_else_happens(ends, connect):
 
 
 @pytest.mark.parametrize("num_sent", [0, 1, 100_000, 300_000])
+@pytest.mark.long
 def test_a_payload_that_stops_blocks_nobody(ends, connect, num_sent):
     connection = welcomed(ends, connect)
     payload = random.Random(1).randbytes(500_000)

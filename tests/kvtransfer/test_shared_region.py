@@ -99,6 +99,7 @@ def test_a_machine_without_shared_memory_says_so(monkeypatch, tmp_path):
         SharedRegion.create(link_bytes=1, pool_bytes=[1])
 
 
+@pytest.mark.long
 def test_what_dead_owners_left_is_swept_and_nothing_else(region):
     epoch = os.getpid() << 32
     owner = subprocess.Popen(

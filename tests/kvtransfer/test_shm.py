@@ -92,6 +92,7 @@ SIZES = [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2), (4, 4)]
 
 @pytest.mark.parametrize(("p_size", "d_size"), SIZES)
 @pytest.mark.parametrize(("p_block", "d_block", "num_kv_heads"), [(16, 16, 4), (16, 64, 2), (64, 16, 4)])
+@pytest.mark.long
 def test_every_row_lands_once_on_every_rank_that_holds_it(make_target, p_size, d_size, p_block, d_block, num_kv_heads):
     layout = make_layout(num_kv_heads=num_kv_heads, block_size=p_block, more=EXTRA, dtype="float16")
     target = make_target(dataclasses.replace(layout, block_size=d_block), size=d_size)

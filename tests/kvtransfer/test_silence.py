@@ -137,6 +137,7 @@ def test_a_incoming_that_is_not_sealed_says_who_gave_it_up(world):
     assert {event.attempt: event.by_peer for event in told} == {one: True, other: False}
 
 
+@pytest.mark.long
 def test_the_lives_of_a_peer_are_not_remembered_for_ever(filling):
     for epoch in range(6, 1000):
         filling.on_control("p", hello(epoch), 0.0)

@@ -31,6 +31,7 @@ def make_ends(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_controls_arrive_in_order_and_can_be_answered(make_ends, kind):
     ends = make_ends(kind)
     messages = [b"x" * size for size in (1, 100, 70_000, 300_000)] * 5
@@ -73,6 +74,7 @@ def test_payloads_go_from_scattered_to_scattered_memory(make_ends, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_nothing_but_the_pieces_is_written(make_ends, kind):
     ends = make_ends(kind).meet()
     source, target = Pool(MIB, 1), Pool(2 * MIB, 2)
@@ -141,6 +143,7 @@ def test_a_frame_that_is_written_already_has_no_payload(make_ends, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_a_discarded_payload_leaves_the_others_alone(make_ends, kind):
     ends = make_ends(kind).meet()
     source = Pool(3 * MIB)
@@ -200,6 +203,7 @@ def test_memory_that_was_unpinned_is_read_no_more(make_ends, kind):
 
 
 @pytest.mark.parametrize("kind", SOCKET_KINDS)
+@pytest.mark.long
 def test_a_peer_that_stops_reading_makes_nobody_wait(make_ends, kind):
     ends = make_ends(kind, window_bytes=8 * MIB).meet()
     pieces = Pool(5 * MIB).pieces([MIB] * 4)
@@ -274,6 +278,7 @@ def test_wakes_come_from_any_thread(make_ends, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_a_dropped_peer_is_met_again_when_it_is_needed(make_ends, kind):
     ends = make_ends(kind).meet()
     pieces = Pool(5 * MIB).pieces([MIB] * 4)

@@ -172,6 +172,7 @@ def test_an_implemented_key_changes_the_configuration(kind, written, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.long
 def test_a_refused_key_is_named(kind, written, tmp_path):
     for key in [key for of, key in cells("refused") if of == kind]:
         with pytest.raises(ModelUnsupported) as refused:
@@ -200,6 +201,7 @@ def logits_of(path):
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.long
 def test_a_key_that_is_absent_is_transformers_default_or_missed(kind, written, tmp_path):
     from transformers import AutoConfig
 
@@ -215,6 +217,7 @@ def test_a_key_that_is_absent_is_transformers_default_or_missed(kind, written, t
         assert found == config_of(rewritten(written[kind], tmp_path, **{key: wanted})), (key, wanted)
 
 
+@pytest.mark.long
 def test_every_key_of_transformers_rope_parameters_is_judged():
     from transformers.modeling_rope_utils import RopeParameters
 
@@ -222,6 +225,7 @@ def test_every_key_of_transformers_rope_parameters_is_judged():
 
 
 @pytest.mark.parametrize("key", ROPE_KEYS)
+@pytest.mark.long
 def test_a_key_of_rope_parameters_does_what_it_does_in_transformers(key, written, tmp_path):
     rope = {"rope_theta": 10000.0, **ROPE_KEYS[key]}
     found = frequencies(rewritten(written["llama"], tmp_path, rope_parameters=rope))
@@ -246,6 +250,7 @@ def test_a_refused_key_of_rope_parameters_is_named(key, written, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
+@pytest.mark.long
 def test_an_original_length_beside_the_rope_parameters_goes_before_theirs(kind, written, tmp_path):
     rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
     rope |= LLAMA3 if kind == "llama3" else {}

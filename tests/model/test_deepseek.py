@@ -266,6 +266,7 @@ def rewritten(path, tensors=None, absent=(), **changes):
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", DEEPSEEKS)
 @pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.long
 def test_a_head_may_store_embedding_and_lm_head_once_more_or_not(kind, tie, tmp_path):
     path = written(tmp_path / "one", kind, layers=2, tie=tie)
     other = written(tmp_path / "other", kind, layers=2, tie=tie, copies=False)
@@ -298,6 +299,7 @@ def test_a_head_with_its_own_embedding_or_lm_head_is_refused(part, tmp_path):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", DEEPSEEKS)
+@pytest.mark.long
 def test_what_a_checkpoint_lacks_or_has_too_much_is_named_as_published(kind, tmp_path):
     path = written(tmp_path / "model", kind, layers=2)
     tensors = load_file(path / "model.safetensors")

@@ -142,6 +142,7 @@ def test_what_is_not_implemented_is_refused(copy, changes, option):
         ("rope_theta", -1.0),
     ],
 )
+@pytest.mark.long
 def test_absurd_sizes_are_refused_by_name(copy, key, value):
     rewrite_config(copy, **{key: value})
     with pytest.raises(ModelUnsupported, match=key) as caught:

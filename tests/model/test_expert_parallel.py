@@ -94,6 +94,7 @@ def test_invariant_numerics_give_the_same_bits(kind, size, dtype, tiny_checkpoin
 
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.long
 def test_one_rank_is_the_same_model(kind, tiny_checkpoint):
     path = tiny_checkpoint(**FAMILIES[kind])
     model = load(path, **EP)

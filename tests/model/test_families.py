@@ -103,6 +103,7 @@ def test_every_rope_type_beyond_the_original_length(kind, name, tmp_path, refere
 
 
 @pytest.mark.parametrize("name", ROPES)
+@pytest.mark.long
 def test_scaled_frequencies_are_transformers(name):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

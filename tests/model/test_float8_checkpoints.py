@@ -350,6 +350,7 @@ def test_a_cut_inside_of_a_block_is_refused_by_name(options, name, tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_kv_scales_beside_projections_are_used(float8, tmp_path):
     path = shutil.copytree(float8("modelopt")[0], tmp_path / "model")
     own = {f"{layer}.self_attn.{part}_proj.{part}_scale": torch.tensor(0.03) for layer in LAYERS for part in "kv"}
@@ -505,6 +506,7 @@ UNSUPPORTED = {
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.long
 def test_other_schemes_are_refused_in_one_sentence(name, copy):
     config, sentence = UNSUPPORTED[name]
     rewrite_config(copy, quantization_config=config)

@@ -260,6 +260,7 @@ def test_every_other_layout_of_float8(kind, layout, tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_scale_that_is_missing_is_named(tmp_path):
     path, _ = write_float8(
         tmp_path,
@@ -301,6 +302,7 @@ def test_float32_tensors_stay_so_in_a_narrow_model(tmp_path):
         ({"attention_bias": True}, "attention_bias"),
     ],
 )  # fmt: skip
+@pytest.mark.long
 def test_what_is_not_implemented_is_refused_by_name(overrides, option, tmp_path):
     path = write_checkpoint(tmp_path / "model", kind="qwen3_5")
     values = json.loads((path / "config.json").read_text()) | overrides
@@ -325,6 +327,7 @@ KEYS = {
 
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.long
 def test_every_key_of_transformers_class_is_implemented_refused_or_harmless(kind, tmp_path):
     from transformers import AutoConfig
 
@@ -385,6 +388,7 @@ def test_a_shared_tensor_without_its_rows_is_named(tmp_path):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.long
 def test_rings_hold_as_many_drafts_as_a_step_may_have(kind, tmp_path):
     layout = load(write_checkpoint(tmp_path / "model", kind=kind)).kv_layout(16)
     limits = [layer.max_drafts for layer in layout.layers if layer.max_drafts is not None]

@@ -87,6 +87,7 @@ def test_chunks_and_neighbours_in_prefill(name, dtype, num_threads, alone):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.long
 def test_decode_equals_prefill(name, dtype, num_threads, alone):
     model, ids, _, logits, drafts = alone(name, dtype)
     vocab_size = model.config.vocab_size

@@ -70,6 +70,7 @@ def test_invariant_numerics_give_the_same_bits(kind, size, num_redundant, tiny_c
 
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.long
 def test_tokens_of_sequences_are_counted_and_rows_of_padding_are_not(kind, tiny_checkpoint, monkeypatch):
     """In every layer and the MTP head's, of prompts and decode rows: what a router chose for rows of sequences."""
     path, name = tiny_checkpoint(**FAMILIES[kind]), "route_by_sigmoid" if kind == "deepseek_v3" else "route"
@@ -108,6 +109,7 @@ def test_tokens_of_sequences_are_counted_and_rows_of_padding_are_not(kind, tiny_
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_experts_stay_where_nothing_is_said_or_one_rank_has_all(tiny_checkpoint):
     path = tiny_checkpoint(**SPARSE)
     for model in (load(path, **moving(4)), load(path, Rank(0, 2), **EP), load(path, Rank(0, 2))):
@@ -119,6 +121,7 @@ def test_experts_stay_where_nothing_is_said_or_one_rank_has_all(tiny_checkpoint)
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_experts_of_no_rank_alone_are_dealt_with_copies_of_some(tiny_checkpoint):
     """Six over four ranks: two copies make them even."""
     path = tiny_checkpoint(**SPARSE | {"overrides": {"num_experts": 6}})

@@ -59,6 +59,7 @@ def test_a_model_loaded_without_its_head_has_none(tiny_checkpoint, load):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.long
 def test_chained_drafts_of_each_family(kind, tiny_checkpoint, load, reference, check_logits):
     """The families whose checkpoints may have a head."""
     path = tiny_checkpoint(kind=kind)

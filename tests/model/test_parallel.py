@@ -69,6 +69,7 @@ def run(model, group=None):
 
 
 @pytest.mark.parametrize(("kind", "size"), CASES)
+@pytest.mark.long
 def test_logits_and_kv_of_any_number_of_ranks(kind, size, tiny_checkpoint):
     path = tiny_checkpoint(**KINDS[kind])
     wanted, whole = run(load(path))
@@ -150,6 +151,7 @@ def test_columns_of_no_token_are_never_likely(tie, numerics, tiny_checkpoint):
 @pytest.mark.fast
 @pytest.mark.parametrize("tokens", [[1, 5, 17, 40, 70], [70, 5, 40, 1, 17], [2, 3]], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.long
 def test_a_pruned_draft_head_is_cut_by_token(size, tokens, tiny_checkpoint, tmp_path):
     path = shutil.copytree(tiny_checkpoint(**DENSE), tmp_path / "pruned")
     tensors = load_file(path / "model.safetensors")
@@ -181,6 +183,7 @@ def test_weights_without_a_checkpoint_are_cut_alike(tiny_checkpoint):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_every_weight_is_at_some_rank_in_order(tiny_checkpoint):
     """What the ranks read of a tensor, side by side, is the tensor; replicated KV heads once each."""
     path = tiny_checkpoint(**DENSE)

@@ -238,6 +238,7 @@ def test_numbers_that_are_widened_and_scaled_take_no_more_of_the_host(tmp_path, 
 
 
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.long
 def test_a_tensor_that_its_caller_drops_is_not_kept(target_dtype, tmp_path):
     """A weight that is quantized as it is read is wide only meanwhile: kept until the end, all would be."""
     tensor, target = stored(tmp_path, drawn(torch.float32, *SHAPE)), torch.empty(*SHAPE, dtype=target_dtype)
@@ -254,6 +255,7 @@ WRONG = [float("nan"), -float("nan"), float("inf"), -float("inf")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.long
 def test_a_number_that_is_not_finite_is_found_wherever_it_is(dtype, tmp_path, monkeypatch):
     """In any chunk, as it is stored or converted or scaled; what a rank does not read is not its."""
     monkeypatch.setattr(tensor_reader, "CHUNK_BYTES", 200)

@@ -39,6 +39,7 @@ def test_ranks_hold_every_token_once_in_order(size, vocab_size, multiple):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("size", "vocab_size", "multiple"), SIZES)
+@pytest.mark.long
 def test_what_is_chosen_among_ranks_is_what_torch_chooses(size, vocab_size, multiple, dtype):
     x_NV = rows_with_ties(vocab_size).to(dtype)
     ids_NK = torch.randint(0, vocab_size, (len(x_NV), 3), generator=torch.Generator().manual_seed(1))

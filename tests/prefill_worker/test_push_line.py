@@ -234,6 +234,7 @@ def test_whichever_stalls_every_other_one_is_served_in_order(prompts, stalled, n
     chunk_len=st.sampled_from([16, 24, 48, 1000]),
     num_blocks=st.integers(6, 40),
 )
+@pytest.mark.long
 def test_every_prompt_is_computed_once_in_order(prompt_lens, chunk_len, num_blocks):
     line = Line(num_blocks, chunk_len)
     for index, prompt_len in enumerate(prompt_lens):

@@ -46,6 +46,7 @@ def pairs_of(prefill):
 @pytest.mark.fast
 @pytest.mark.parametrize("after_first", [False, True])
 @pytest.mark.parametrize("num_failures", [1, 2])
+@pytest.mark.long
 async def test_a_failed_hand_off_is_tried_again_and_the_client_sees_nothing_of_it(after_first, num_failures):
     async with cluster(2, 2) as running:
         running.script.attempt_errors = dict.fromkeys(range(1, num_failures + 1), CORRUPT)

@@ -69,6 +69,7 @@ async def test_who_may_call_what_of_a_router(inside, holders):
         assert refused > 0
 
 
+@pytest.mark.long
 async def test_workers_and_operators_are_no_clients(inside, holders):
     security = RouterSecurity(tls=inside.files("host"), client_ca_file=str(inside.file), admin_port=0)
     async with cluster(security=security) as running:

@@ -64,6 +64,7 @@ def test_tenants_have_equal_shares_however_much_they_ask(weights, seed):
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_a_tenant_that_comes_later_has_its_share_soon():
     simulation = Simulation(seed=3)
     simulation.arrivals(3.0, 10.0, tenants={"a": 1})
@@ -79,6 +80,7 @@ def test_a_tenant_that_comes_later_has_its_share_soon():
 
 
 @pytest.mark.fast
+@pytest.mark.long
 def test_higher_priorities_find_room_and_nobody_accepted_is_late():
     simulation = Simulation(seed=2)
     simulation.arrivals(3.0, SECONDS, tenants={"a": 1, "b": 1}, priorities=(LOW, NORMAL, HIGH))

@@ -94,6 +94,7 @@ async def one(injection, point):
     return None
 
 
+@pytest.mark.long
 async def test_no_place_stays_taken():
     injection = Injection(MODULES)
     try:

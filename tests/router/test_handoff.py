@@ -61,6 +61,7 @@ async def path_of(running, text):
 
 
 @pytest.mark.parametrize("routing", [ROUND_ROBIN, LEAST_COST, PREFIX])
+@pytest.mark.long
 async def test_what_no_hand_off_can_carry_is_computed_by_the_decode_worker(routing):
     async with Pair(routing) as running:
         assert await path_of(running, LONG) == "local"
@@ -69,6 +70,7 @@ async def test_what_no_hand_off_can_carry_is_computed_by_the_decode_worker(routi
 
 
 @pytest.mark.parametrize(("data_path", "path"), [("raw", "local"), ("inline", "local"), ("nvlink", "split")])
+@pytest.mark.long
 async def test_a_data_path_that_needs_no_staging_carries_anything(data_path, path):
     async with Pair(data_path=data_path) as running:
         running.silent.update(("prefill-0", "decode-0"))

@@ -54,6 +54,7 @@ def test_the_first_request_after_a_second_of_idleness_is_admitted(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.long
 def test_a_while_after_an_overload_several_at_once_are_admitted_as_on_the_first_day(seed):
     """Estimates have faded; what workers report of their rate is true here."""
     simulation, rng = overload(seed)

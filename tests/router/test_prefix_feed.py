@@ -72,6 +72,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.long
 async def test_what_is_missed_is_asked_for_from_where_the_router_is(role):
     async with cluster(routing="prefix", local_prefill=AUTO) as running:
         worker = running.of(role)[0]
@@ -103,6 +104,7 @@ async def test_a_stream_that_breaks_is_opened_again_and_what_is_forgotten_comes_
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.long
 async def test_another_life_begins_with_nothing(role):
     async with cluster(routing="prefix", local_prefill=AUTO) as running:
         worker = running.of(role)[0]
@@ -155,6 +157,7 @@ async def test_a_worker_that_cannot_say_it_is_left_alone_and_still_served(wrong)
 
 
 @pytest.mark.parametrize("mode", [NEVER, AUTO])
+@pytest.mark.long
 async def test_decode_workers_are_watched_where_they_may_compute_prompts(mode):
     async with cluster(routing="prefix", local_prefill=mode) as running:
         caches = [Cache(worker) for worker in running.workers]

@@ -29,6 +29,7 @@ async def test_it_is_over_when_everything_is_known_or_the_time_is():
             await settling.wait()
 
 
+@pytest.mark.long
 async def test_a_request_that_comes_before_the_workers_waits_for_all_of_them(monkeypatch):
     monkeypatch.setattr(server, "SETTLE_S", 60.0)
     async with cluster(1, 0, follows_workers=3) as running, AsyncBatonClient(running.address, timeout_s=30.0) as client:

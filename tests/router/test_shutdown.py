@@ -116,6 +116,7 @@ async def test_what_runs_finishes_and_what_is_new_is_refused():
             await drain
 
 
+@pytest.mark.long
 async def test_what_does_not_finish_ends_with_a_typed_error_and_what_it_had():
     async with served() as (running, client):
         streams = Streams(hanging(running), client)

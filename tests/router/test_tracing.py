@@ -126,6 +126,7 @@ async def test_without_a_tracer_workers_are_told_nothing():
     assert [seen.request.traceparent for seen in (*prefill, *decode)] == ["", ""]
 
 
+@pytest.mark.long
 async def test_a_trace_goes_on_over_http_and_ends_with_its_request(kept):
     trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     async with served() as (running, client):

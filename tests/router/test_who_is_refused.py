@@ -177,6 +177,7 @@ def filled(descriptor, request_id):
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_nobody_reaches_another_tenants_request_by_any_call(inside, keys, tmp_path):
     """While one tenant's answer streams, another with a key and a certificate of its own tries everything there is."""
     ada, bob = keys.add("ada", "acme"), keys.add("bob", "bolts")

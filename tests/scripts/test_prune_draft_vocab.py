@@ -37,6 +37,7 @@ def run(model, out, *flags):
 
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("kind", ["list", "mapping", "npy", "text"])
+@pytest.mark.long
 def test_the_most_counted_tokens_are_kept(model, tmp_path, kind, link, capsys):
     counts = [0] * 30
     for token, count in ((7, 5), (29, 9), (3, 5), (12, 1)):
@@ -103,6 +104,7 @@ def test_a_model_is_pruned_once_and_needs_an_mtp_head(model, tmp_path, capsys):
     assert "no MTP head" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_bundled_variant_is_the_bundled_model_with_a_smaller_draft_head():
     pruned, whole = load(SHIPPED), load(ROOT / "assets" / "tiny")
     assert len(pruned.d2t_C) == 1024

@@ -12,6 +12,7 @@ PATH = "/v1/chat/completions/batch"
 ASKED = {"messages": [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]}
 
 
+@pytest.mark.long
 async def test_choices_are_in_the_order_of_conversations():
     async with served() as (running, _):
         running.script.logprobs = report

@@ -263,6 +263,7 @@ async def test_the_first_body_finds_a_process(monkeypatch):
         assert reader._idle == [process]
 
 
+@pytest.mark.long
 async def test_a_router_that_has_started_has_a_process():
     async with served() as (running, _):
         reader = running.router._reader
@@ -341,6 +342,7 @@ async def test_who_waits_too_long_for_a_process_is_refused():
         assert await ask() == (200, None)
 
 
+@pytest.mark.long
 async def test_a_request_that_is_given_up_gives_its_place_back(monkeypatch):
     monkeypatch.setattr(body_reader, "_COMMAND", ("sleep", "1000"))
     async with reading() as (reader, _):

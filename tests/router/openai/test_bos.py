@@ -68,6 +68,7 @@ async def test_bos_is_there_once(family):
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_a_template_that_writes_no_bos_gets_none():
     async with served("{{ messages[0].content }}", tokenizer=llama()) as (running, client):
         await client.chat.completions.create(model=MODEL, messages=HI, max_tokens=4)

@@ -305,6 +305,7 @@ def test_a_thought_comes_first(name, form, kind):
         assert takes(name, structure, "so") == (is_free and thought is Thought.OPTIONAL)
 
 
+@pytest.mark.long
 def test_a_regex_does_not_hide_the_calls():
     for name in ("llama", "llama, no tag", "mistral", "mistral, text"):
         structure = structure_of(name, calls=Calls.AUTO, text=("regex", "(?s:.*)"))
@@ -366,6 +367,7 @@ def spelled(tokenizer, text):
 @pytest.mark.parametrize(
     "name", ["hermes", "hermes, special", "llama", "mistral", "mistral args", "deepseek v3", "kimi"]
 )
+@pytest.mark.long
 def test_no_text_spells_a_tag_that_is_a_token(name):
     """It would be read as a call, or as the end of a thought."""
     form, make, (*_, write) = FORMS[name]

@@ -196,6 +196,7 @@ async def test_a_turn_ends_at_either_token_and_its_text_is_not_shown():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("template", [MISTRAL, MISTRAL_ARGS])
+@pytest.mark.long
 async def test_a_conversation_goes_on_with_the_ids_that_were_made(template):
     async with served(template, tokenizer=mistral()) as (running, client):
         running.script.answer = mistral_of(ROME)
@@ -212,6 +213,7 @@ async def test_a_conversation_goes_on_with_the_ids_that_were_made(template):
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_calls_of_kimi_keep_the_ids_that_the_model_wrote():
     async with served(KIMI, tokenizer=kimi()) as (running, client):
         running.script.answer = kimi_of(ROME, OSLO, index=3)

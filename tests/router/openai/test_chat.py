@@ -92,6 +92,7 @@ async def test_a_stream_with_its_usage():
         assert all(chunk.usage is None for chunk in await streamed(client))
 
 
+@pytest.mark.long
 async def test_sampling_values_reach_the_workers():
     values = {"temperature": 0.5, "top_p": 0.25, "presence_penalty": 1.0, "frequency_penalty": -1.0, "seed": 7}
     more = {"top_k": 5, "min_p": 0.125, "repetition_penalty": 1.5, "stop_token_ids": [3], "min_tokens": 2}
@@ -336,6 +337,7 @@ OPEN_OR_NOT = (
         ({"over": True}, "none", "{}", (None, "{}")),
     ],
 )
+@pytest.mark.long
 async def test_a_thought_comes_before_a_format(variables, thought, text, parts):
     async with served(OPEN_OR_NOT) as (running, client):
         running.script.answer, running.script.events = text, None
@@ -380,6 +382,7 @@ async def test_thinking_is_split_off():
         )
 
 
+@pytest.mark.long
 async def test_formats_of_an_answer():
     schema = {"type": "object", "properties": {"é": {"type": "integer"}}}
     forms = [

@@ -113,6 +113,7 @@ def test_the_built_in_template(tmp_path):
 
 @given(st.text(max_size=40))
 @pytest.mark.fast
+@pytest.mark.long
 def test_text_of_a_message_is_never_read_as_a_template(text):
     assert (
         ChatTemplate({"default": "[{{ messages[0].content }}]"}).render([{"role": "user", "content": text}])

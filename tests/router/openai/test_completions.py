@@ -18,6 +18,7 @@ async def streamed(client, prompt="say", **more):
     return [chunk async for chunk in await complete(client, prompt, stream=True, **more)]
 
 
+@pytest.mark.long
 async def test_an_answer():
     async with served() as (running, client):
         answer = await complete(client)
@@ -38,6 +39,7 @@ async def test_a_stream():
 
 
 @pytest.mark.parametrize("prompts", [["a", "bc"], [[97], [98, 99]]])
+@pytest.mark.long
 async def test_several_prompts_and_answers(prompts):
     async with served() as (running, client):
         answer = await complete(client, prompts, n=2, echo=True)

@@ -155,6 +155,7 @@ async def early(scope, receive, send):
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
     ],
 )
+@pytest.mark.long
 async def test_a_reply_reaches_a_client_that_sends_all_before_it_reads(head, status):
     async with listening(early) as (dial, connections):
         reader, writer = await dial(head)
@@ -170,6 +171,7 @@ async def test_a_reply_reaches_a_client_that_sends_all_before_it_reads(head, sta
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 async def test_one_that_goes_on_sending_behind_its_reply_makes_room_and_is_closed_in_time():
     request = b"POST / HTTP/1.1\r\nconnection: close\r\ncontent-length: 8000000\r\n\r\n"
     async with listening(early, max_connections=1) as (dial, connections):

@@ -257,6 +257,7 @@ OTHERS: dict[str, tuple[dict, ...]] = {
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", OTHERS)
+@pytest.mark.long
 async def test_replies_in_other_words_are_those_of_the_document(path):
     document = openapi_document(MODEL)
     base, *others = OTHERS[path]

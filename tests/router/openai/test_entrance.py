@@ -54,6 +54,7 @@ async def guarded(inside, keys, admin_keys_file="", **limits):
             yield running, client
 
 
+@pytest.mark.long
 async def test_a_key_gets_an_answer_of_its_own_tenant(inside, keys):
     key = keys.add("ada", "acme")
     async with guarded(inside, keys) as (running, client):

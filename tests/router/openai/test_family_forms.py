@@ -268,6 +268,7 @@ def test_a_call_is_told_before_it_is_complete():
         ("unknown", "[" * 100_000, "[" * 100_000),
     ],
 )
+@pytest.mark.long
 def test_bare_values_have_the_types_of_the_schema(form, key, text, value):
     write = pairs_of if form is GLM45 else params_of
     _, [(_, name, arguments)] = split(form, write("f", (key, text)))
@@ -405,6 +406,7 @@ def test_calls_of_glm_are_bound(make, text, want):
 
 
 @pytest.mark.parametrize("make", [glm, qwen])
+@pytest.mark.long
 def test_random_tokens_of_glm_read_back(make):
     draw, num_ended = random.Random(make.__name__), 0
     hints = [text for text in (pairs_of("f", ("s", "a"), ("n", "[1]")), pairs_of("free", ("k", '"v"'), ("l", "w")))]

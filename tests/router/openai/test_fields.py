@@ -31,6 +31,7 @@ pytestmark = pytest.mark.fast
         ({}, None, ("hello world", "hello world")),
     ],
 )
+@pytest.mark.long
 async def test_what_ended_an_answer(stop, reason, texts):
     async with served() as (running, client):
         for include, text in zip((False, True), texts, strict=True):
@@ -64,6 +65,7 @@ async def test_keys_that_nobody_asked_for_are_null():
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_tokens_of_thoughts_are_counted():
     async with served(THINKING) as (running, client):
         running.script.answer = "so\nso\n</think>\n\nyes"
@@ -229,6 +231,7 @@ def test_the_page_names_every_path_and_parameter_and_loads_nothing():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("allowed", "is_allowed"), [((), False), (("https://a.example",), True), (("*",), True)])
+@pytest.mark.long
 async def test_web_pages_may_call_if_their_origin_is_allowed(allowed, is_allowed):
     asks = ["Origin: https://a.example", "Access-Control-Request-Method: POST"]
     more = ["Access-Control-Request-Headers: authorization,content-type"]

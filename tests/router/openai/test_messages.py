@@ -154,6 +154,7 @@ async def test_what_ended_a_message():
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("step", [1, 7, 500])
+@pytest.mark.long
 async def test_calls_are_blocks(step):
     async with served() as (running, _):
         running.script.step = step

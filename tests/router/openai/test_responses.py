@@ -92,6 +92,7 @@ async def test_a_response_and_its_stream():
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_a_response_that_is_complete():
     async with served() as (running, client):
         ids = TOKENIZER.encode("hello")
@@ -120,6 +121,7 @@ async def test_calls_are_items(step):
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_thoughts_are_items():
     async with served(THINKING) as (running, client):
         running.script.answer, running.script.logprobs = "so\nso\n</think>\n\nyes", report
@@ -133,6 +135,7 @@ async def test_thoughts_are_items():
 
 
 @pytest.mark.asyncio
+@pytest.mark.long
 async def test_log_probabilities_stand_beside_their_text():
     async with served() as (running, client):
         running.script.logprobs = report
