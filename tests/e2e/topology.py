@@ -24,7 +24,7 @@ from baton.kvtransfer.sender.service import DecodePeer, PushService
 from baton.kvtransfer.transports.over_zmq import ZmqTransport
 from baton.prefill_worker.worker import PrefillWorker
 from baton.proto import wire
-from baton.tests.patience import patient
+from baton.tests.patience import STALLS_S, patient
 from baton.worker.loading import num_state_slots_of, request_limits
 
 
@@ -368,8 +368,8 @@ class Topology:
             for inventory in self.inventories()
         )
 
-    def wait_idle(self, timeout_s=4.0) -> float:
-        """Seconds until everything is released: at most two leases, whatever happened."""
+    def wait_idle(self, timeout_s=STALLS_S) -> float:
+        """Seconds until everything is released; by default sooner than a lease could end."""
         start_s = time.monotonic()
         while not self.idle():
             assert time.monotonic() - start_s < timeout_s, self.inventories()
