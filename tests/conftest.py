@@ -1,6 +1,7 @@
 """Fixtures that several rooms' tests share."""
 
 import gc
+import inspect
 import os
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def pytest_ignore_collect(collection_path, config):
     wants_fast = config.option.markexpr.startswith("fast and")
     is_file = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
     return True if wants_fast and is_file and not _names_fast(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, obj):
+    """Of `make check`, tests that it leaves out are not laid out case by case, which takes seconds in every process."""
+    if not collector.config.option.markexpr.startswith("fast and") or not inspect.isfunction(obj):
+        return None
+    return [] if {"long", "slow", "gpu"} & {mark.name for mark in getattr(obj, "pytestmark", ())} else None
 
 
 def _names_fast(path):
