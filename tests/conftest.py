@@ -48,9 +48,11 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector, obj):
     """Of `make check`, tests that it leaves out are not laid out case by case, which takes seconds in every process."""
-    if not collector.config.option.markexpr.startswith("fast and") or not inspect.isfunction(obj):
+    expression = collector.config.option.markexpr
+    if not expression.startswith("fast and") or not inspect.isfunction(obj):
         return None
-    return [] if {"long", "slow", "gpu"} & {mark.name for mark in getattr(obj, "pytestmark", ())} else None
+    left_out = {name for name in ("long", "slow", "gpu") if f"and not {name}" in expression}
+    return [] if left_out & {mark.name for mark in getattr(obj, "pytestmark", ())} else None
 
 
 def _names_fast(path):

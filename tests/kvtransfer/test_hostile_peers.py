@@ -247,16 +247,18 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._live = []  # (near, far, forgotten)
         self._all = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def _accept(self):
         try:
             while True:
                 near, _ = self._listener.accept()
+                self._all.append(near)
                 far = socket.create_connection(self._target)
+                self._all.append(far)
                 link = (near, far, threading.Event())
                 self._live.append(link)
-                self._all += [near, far]
                 for one, other in ((near, far), (far, near)):
                     threading.Thread(target=self._pipe, args=(one, other, link[2]), daemon=True).start()
         except OSError:
@@ -280,6 +282,8 @@ class Proxy:
                 near.close()
 
     def close(self):
+        self._listener.shutdown(socket.SHUT_RDWR)  # whoever waits in `accept` goes on
+        self._thread.join()
         for one in (self._listener, *self._all):
             one.close()
 
