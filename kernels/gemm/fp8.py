@@ -24,6 +24,7 @@ import torch
 from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.gemm import fp8_hopper_triton as gemm_fp8_hopper_triton
 from baton.kernels.gemm import fp8_triton as gemm_fp8_triton
+from baton.kernels.gemm import linear_vector_triton, vector_plan
 from baton.kernels.gemm.fp8_plan import (
     FEW_ROWS,
     GemmPlan,
@@ -159,6 +160,9 @@ def linear_fp8(
         return product_MN if out_MN is None else out_MN.copy_(product_MN)
     if plan is not None and plan.fused:
         out_MN = _out(out_MN, num_rows, weight)
+        if plan.vector:
+            linear_vector_triton.launch(x_MK, weight, out_MN, ue8m0=ue8m0)
+            return out_MN
         counters = (workspace or default_workspace(x_MK.device)).counters
         gemm_fp8_triton.launch(x_MK, None, weight, out_MN, plan, counters, ue8m0=ue8m0, num_sms=num_sms)
         return out_MN
@@ -219,6 +223,9 @@ def _way(
         _check_plan(plan, weight)
         is_able = not plan.workers or _is_warp_specialized(plan, num_rows, weight, num_sms, can_tma)
         require(is_able, "plan", "has workers: on sm_90 only, of aligned rows, without num_sms, splits of few rows")
+        is_few = table == "linear_fp8" and plan.fused and num_rows <= vector_plan.MAX_TOKENS and num_sms is None
+        is_vector = is_few and weight.num_inputs <= vector_plan.MAX_INPUTS
+        require(is_vector or not plan.vector, "plan", "is of vectors: of one or two rows that are not quantized yet")
     else:
         plan = _chosen(table, num_rows, weight, swap_ab, num_sms, invariant, can_tma)
     return _Way(False, True, plan)
@@ -305,6 +312,8 @@ def _chosen(
             _tell_of_rule(num_outputs, num_inputs)
         is_swapped = can_swap and num_rows <= FEW_ROWS and SwapAB(swap_ab) is not SwapAB.OFF
         return rule(num_rows, num_outputs, num_inputs, swap=is_swapped)
+    if plan is not None and plan.vector and num_sms is not None:
+        return rule(num_rows, num_outputs, num_inputs, swap=True)
     if plan is None and (num_sms is not None or device.type != "cuda"):
         return rule(num_rows, num_outputs, num_inputs, swap=False)
     return plan

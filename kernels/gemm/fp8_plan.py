@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from baton.kernels.arguments import require
-from baton.kernels.gemm import fp8_cost
+from baton.kernels.gemm import fp8_cost, vector_plan
 from baton.kernels.gemm.fp8_cost import Machine
 from baton.kernels.tuning import find
 
@@ -76,6 +76,8 @@ class GemmPlan:
         workers: warpgroups that multiply while other warps copy (`kernels.gemm.fp8_hopper_triton`), 1 or 2; 0: all
             warps do everything.
         depth: groups whose products a worker has in the tensor cores at once.
+        vector: one or two rows, quantized as they are loaded, without tensor cores (`kernels.gemm.linear_vector`);
+            the other fields say nothing.
     """
 
     swap: bool = True
@@ -91,6 +93,7 @@ class GemmPlan:
     pdl: bool = True
     workers: int = 0
     depth: int = 2
+    vector: bool = False
 
     def row(self) -> dict[str, Any]:
         """As it stands in a table."""
@@ -191,6 +194,9 @@ def plan_of(
         KernelArgumentInvalid: it shall be swapped and cannot.
     """
     require(can_swap or swap_ab is not SwapAB.ON, "swap_ab", "is on, but the device has no instructions for it (sm_90)")
+    if swap_ab is SwapAB.AUTO and can_swap and table == "linear_fp8":
+        if vector_plan.is_quicker(num_rows, num_outputs, num_inputs, is_fp8=True):
+            return GemmPlan(vector=True, fused=True)
     row = _row(table, num_rows, f"{num_outputs}x{num_inputs}", device_index)
     if swap_ab is SwapAB.AUTO and can_swap:
         if row is None:

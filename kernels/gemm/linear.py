@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from baton.kernels.arguments import require, require_rows, require_tensor
-from baton.kernels.gemm import linear_ordered_triton, linear_split_triton
+from baton.kernels.gemm import linear_ordered_triton, linear_split_triton, linear_vector_triton, vector_plan
 from baton.kernels.gemm.inner_sum import tree_sum
 from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
@@ -103,16 +103,43 @@ def linear_split(
     return out_TN
 
 
+def linear_vector(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation = Implementation.AUTO
+) -> torch.Tensor:
+    """The product x W^T of one or two rows, [T, N] in the dtype of both: added in float32, rounded once.
+
+    For products that take as long as reading the weight: it is read row by row, and multiplied without tensor cores.
+
+    Args:
+        x_TK: bfloat16 or float16, T at most 2; rows may be strided. The reference takes any T, float32 and float64.
+        weight_NK: of the same dtype, K a multiple of 128 and at most 8,192; rows contiguous, on multiples of 16 bytes.
+        implementation: which form computes.
+
+    Raises:
+        KernelArgumentInvalid: an argument does not fit; nothing was launched.
+    """
+    with_triton, num_inputs = _require_operands(x_TK, weight_NK, implementation), x_TK.shape[1]
+    if not with_triton:
+        return (x_TK.to(wide_dtype(x_TK.dtype)) @ weight_NK.to(wide_dtype(x_TK.dtype)).t()).to(x_TK.dtype)
+    require(len(x_TK) <= vector_plan.MAX_TOKENS, "x_TK", f"has {len(x_TK)} rows")
+    fits = 0 < num_inputs <= vector_plan.MAX_INPUTS and num_inputs % vector_plan.GROUP_LEN == 0
+    require(fits, "x_TK", f"has {num_inputs} columns: more than {vector_plan.MAX_INPUTS}, or no multiple of 128")
+    require(_is_aligned(weight_NK), "weight_NK", "has rows that are not on multiples of 16 bytes")
+    out_TN = torch.empty(len(x_TK), len(weight_NK), dtype=x_TK.dtype, device=x_TK.device)
+    if out_TN.numel():
+        linear_vector_triton.launch(x_TK, weight_NK, out_TN)
+    return out_TN
+
+
 def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation) -> torch.Tensor:
-    """`linear_split` wherever it can be had, since it takes less than the library's product there; else that."""
-    is_split = (
-        len(x_TK) <= linear_split_triton.MAX_TOKENS
-        and len(weight_NK) <= linear_split_triton.MAX_OUTPUTS
-        and x_TK.shape[1] % linear_split_triton.STEP == 0
-        and x_TK.dtype in _KERNEL_DTYPES
-        and _is_aligned(weight_NK)
-    )
-    return linear_split(x_TK, weight_NK, implementation=implementation) if is_split else linear(x_TK, weight_NK)
+    """`linear_vector` or `linear_split` wherever it can be had and takes less than the library's product; else that."""
+    (num_tokens, num_inputs), num_outputs = x_TK.shape, len(weight_NK)
+    if x_TK.dtype in _KERNEL_DTYPES and num_inputs % linear_split_triton.STEP == 0 and _is_aligned(weight_NK):
+        if vector_plan.is_quicker(num_tokens, num_outputs, num_inputs, is_fp8=False):
+            return linear_vector(x_TK, weight_NK, implementation=implementation)
+        if num_tokens <= linear_split_triton.MAX_TOKENS and num_outputs <= linear_split_triton.MAX_OUTPUTS:
+            return linear_split(x_TK, weight_NK, implementation=implementation)
+    return linear(x_TK, weight_NK)
 
 
 def _require_operands(x_TK: torch.Tensor, weight_NK: torch.Tensor, implementation: Implementation) -> bool:

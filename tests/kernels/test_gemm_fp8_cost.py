@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import baton
 from baton.bench.kernel_cases.gemm_fp8 import tuning as tuning_points
-from baton.kernels.gemm import fp8_cost
+from baton.engine.graphs.kernel_warm_up import classes
+from baton.kernels.gemm import fp8_cost, vector_plan
 from baton.kernels.gemm.fp8_cost import H100, H200, Machine
 from baton.kernels.gemm.fp8_hopper_triton import is_form, programs_at_once, turns_of, variants
 from baton.kernels.gemm.fp8_plan import SIZES, TABLES, GemmPlan, SwapAB, plan_of, predicted_plan, size_of
@@ -126,12 +127,14 @@ def test_more_bandwidth_helps_and_more_work_costs():
 
 def test_plans_change_at_powers_of_two_of_the_rows_only():
     """The warm-up meets each of them (`engine.graphs.kernel_warm_up.classes`), so no step compiles one."""
-    for N, K in ((5120, 5120), (4096, 4096), (1152, 640)):
+    for N, K in ((5120, 5120), (4096, 4096), (1152, 640), (2048, 4096)):
         for table_name in TABLES:
             by_size = {}
             for M in range(1, 3000):
                 plan = plan_of(table_name, M, N, K, SwapAB.AUTO, can_swap=True, device_index=None)
-                assert by_size.setdefault(size_of(M), plan) == plan, (M, N, K)
+                kind = M if M <= vector_plan.MAX_TOKENS else size_of(M)
+                assert by_size.setdefault(kind, plan) == plan, (M, N, K)
+    assert {*range(1, vector_plan.MAX_TOKENS + 1), 3} <= {*classes(8)}, "the warm-up meets these, too"
     assert [size_of(M) for M in (1, 8, 9, 16, 17, 4096, 4097)] == [8, 8, 16, 16, 32, 4096, 8192]
     assert all(size == size_of(size) for size in SIZES)
 

@@ -98,10 +98,10 @@ def test_splits_give_programs_something_to_read():
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs", "dtype", "is_split"),
     [
-        (1, 256, 2048, torch.bfloat16, True),
+        (3, 256, 2048, torch.bfloat16, True),
         (MAX_TOKENS, MAX_OUTPUTS, 256, torch.bfloat16, True),
         (MAX_TOKENS + 1, 256, 256, torch.bfloat16, False),
-        (2, MAX_OUTPUTS + 1, 256, torch.bfloat16, False),
+        (3, MAX_OUTPUTS + 1, 256, torch.bfloat16, False),
         (2, 64, 192, torch.bfloat16, False),
         (2, 64, 256, torch.float32, False),
     ],

@@ -1,0 +1,56 @@
+"""Rows of `baton bench kernels` for `linear_vector`, beside the library's product: what serving launches, and drawn."""
+
+import random
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from baton.bench.decode_bench.cell import kept
+from baton.bench.kernel_bench.case import KernelCase, Systems
+from baton.kernels.gemm.linear import linear_vector
+
+# Outputs and inputs: of an 8B, of a mixture with delta nets, and of a 32B.
+SHAPES = (
+    (6144, 4096), (4096, 4096), (28_672, 4096), (12_352, 2048), (2048, 4096), (1280, 2048), (2048, 512), (10_240, 5120),
+)  # fmt: skip
+_NUM_DRAWN = 16
+
+
+def _drawn() -> list[tuple[int, int, int]]:
+    """Rows, outputs and inputs that nothing was tuned on, the small as often as the large."""
+    draw = random.Random(31)
+    return [
+        (draw.choice((1, 1, 2)), 16 * round(2 ** draw.uniform(3, 11)), 128 * round(2 ** draw.uniform(1, 5)))
+        for _ in range(_NUM_DRAWN)
+    ]
+
+
+def _prepare(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
+    def draw(rows: int) -> torch.Tensor:
+        return torch.randn(rows, K, device=device).bfloat16()
+
+    sets = [(draw(M), draw(N)) for _ in range(num_sets)]
+    return {
+        "ours": [kept(partial(linear_vector, *one)) for one in sets],
+        "torch": [kept(partial(functional.linear, *one)) for one in sets],
+    }
+
+
+def cases() -> list[KernelCase]:
+    """Each shape at one row, then the drawn ones; one tiny one for CPUs."""
+    sizes = [(1, *shape, "", True) for shape in SHAPES]
+    sizes += [(*size, " drawn", True) for size in _drawn()]
+    return [
+        KernelCase(
+            kernel="linear_vector",
+            shape=f"M={M} N={N} K={K}{mark}",
+            num_bytes=2 * (N * K + M * K + M * N),
+            num_flops=2 * M * N * K,
+            is_read=True,
+            set_bytes=2 * N * K,
+            prepare=partial(_prepare, M, N, K),
+            only_gpu=only_gpu,
+        )
+        for M, N, K, mark, only_gpu in [*sizes, (1, 80, 256, "", False)]
+    ]
