@@ -33,6 +33,7 @@ from baton.engine.step.passes import EagerPasses, Hidden, ignore_layer
 from baton.engine.step.slots import DecodeState
 from baton.engine.step.step import DecodeInputs, extend, sample
 from baton.kernels.fused_copy import fused_copy
+from baton.kernels.gemm.linear import MAX_OWN_ROWS
 from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
@@ -205,10 +206,9 @@ def is_needed(model: Model) -> bool:
 
 @torch.inference_mode()
 def warm_up_heads(model: Model, num_rows: int) -> None:
-    """Logits of up to so many rows, where kernels compute them: in invariant numerics; else the library does."""
-    if model.numerics is not Numerics.INVARIANT:
-        return
-    for count in classes(min(num_rows, _MAX_HEAD_ROWS)):
+    """Logits of up to so many rows, where kernels compute them: those of many rows in invariant numerics alone."""
+    most = _MAX_HEAD_ROWS if model.numerics is Numerics.INVARIANT else MAX_OWN_ROWS
+    for count in classes(min(num_rows, most)):
         model.logits(_hidden(model, count))
         if model.with_mtp:
             model.draft_logits(_hidden(model, count))

@@ -14,6 +14,7 @@ from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.tiles import product_rows, product_slices, wide_dtype
 
+MAX_OWN_ROWS = linear_split_triton.MAX_TOKENS  # of `linear_fast`: the library has those with more
 _OWN_SLICES = 2  # of a product whose inner dimension no ranks share: so that few outputs occupy a GPU
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _REFERENCE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)

@@ -30,6 +30,7 @@ from baton.kernels.arguments import require, require_tensor
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.moe import gemm_triton as moe_gemm_triton
+from baton.kernels.moe import vector_plan, vector_triton
 from baton.kernels.moe.align import GROUP, moe_align, moe_align_quantize, quantize_reference
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.moe.moe import ExpertWeights, held_ids
@@ -127,6 +128,14 @@ def experts_grouped(
         return torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
     is_fp8 = isinstance(weights, Fp8ExpertWeights)
     num_experts, hidden, inner_size = weights.down_EDI.shape
+    num_all = num_experts if weights.held is None else weights.held.num_all
+    is_free = tiles is None and not invariant
+    num_tokens, num_chosen = expert_TK.shape
+    if is_free and vector_plan.is_quicker(num_tokens, num_chosen, num_all, inner_size, hidden, is_fp8=is_fp8):
+        out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
+        choice = expert_TK.contiguous(), weight_TK.contiguous()
+        vector_triton.launch(x_TD if x_TD.stride(1) == 1 else x_TD.contiguous(), *choice, weights, out_TD)
+        return out_TD
     if tiles is None:
         rows = None if invariant else _own_rows(expert_TK.numel(), weights.held)
         device_index = x_TD.device.index if x_TD.device.type == "cuda" else None

@@ -329,6 +329,8 @@ class Server(Driver):
         for num_drafts in range(k, -1, -1):
             self.step(slots, num_drafts=num_drafts)
             self.step(slots[: draw.randint(1, len(slots))], num_drafts=num_drafts)
+            self.step(slots[:1], num_drafts=num_drafts)  # for which there are forms of their own
+            self.step(slots[:2], num_drafts=num_drafts)
             free = range(len(slots), self.limits.seqs)
             left = self.limits.chunk_len - len(slots) * (num_drafts + 1)
             if free and left > 0:
