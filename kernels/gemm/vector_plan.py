@@ -1,7 +1,7 @@
 """Which products are computed row by row of the weight, without tensor cores, and by what tiles. Pure.
 
 Measured on an H200, behind a norm, on shapes of models and drawn ones (`benchmarks/results/linear-vector-h200.json`):
-one token with a weight in bfloat16 takes 0.41 to 1.03 of the time of what was there before. Where the weight is
+one token with a weight in bfloat16 takes 0.43 to 1.03 of the time of what was there before. Where the weight is
 float8, each program makes float8 of the token, which pays for small weights only.
 """
 
