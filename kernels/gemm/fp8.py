@@ -5,7 +5,8 @@
 each group's product in the tensor cores, scaled and added in float32. `gemm_fp8` takes activations that are quantized,
 `linear_fp8` takes them in bfloat16 and quantizes in the same call, to the same bits. For few rows the operands change
 sides (`swap_ab`); where the table or the rule says so, many rows go to the library's product
-(`kernels.gemm.scaled_mm`). On Hopper few rows may take a form of their own (`kernels.gemm.fp8_hopper_triton`).
+(`kernels.gemm.scaled_mm`). On Hopper few rows may take a form of their own (`kernels.gemm.fp8_hopper_triton`), and one
+or two rows that of `linear_vector`, which makes float8 of them in each program.
 
 With `invariant` a row's result depends on that row alone, bit for bit: tile, splits and order are the weight's.
 

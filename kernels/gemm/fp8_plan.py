@@ -2,8 +2,9 @@
 
 Two tables of `kernels.tuning`: "gemm_fp8" for quantized activations and "linear_fp8" for those that are quantized in
 the same call. A row is the fields of a `GemmPlan`, or `{"library": true}` where cuBLASLt is faster. Shapes and sizes
-that no table has are planned on Hopper by `kernels.gemm.fp8_cost`, elsewhere by `rule`. Plans change at powers of two
-of the rows only, so that a warm-up that meets each of these meets all plans.
+that no table has are planned on Hopper by `kernels.gemm.fp8_cost`, elsewhere by `rule`. Before all that, one or two
+rows and a small weight are a product of vectors (`kernels.gemm.vector_plan`). Plans change at powers of two of the rows
+only, so that a warm-up that meets each of these meets all plans.
 """
 
 import functools

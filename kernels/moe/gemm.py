@@ -4,7 +4,8 @@ Four launches without a host sync: choices are sorted into blocks (and x is quan
 and up projections with silu(gate) * up, quantized again; the down projection times the choice's weight; the sum over a
 token's choices in the order they were chosen. No float is added atomically, a row is computed with one expert's
 weights and zeros beside it: what a token becomes depends on it alone for one set of tiles, and `invariant` fixes the
-set.
+set. A few tokens, whose experts seldom meet, are computed row by row instead, in two launches
+(`kernels.moe.vector_triton`).
 
 Unlike `kernels.moe.moe`, which rounds the gate's and the up projection's results to the dtype of x, what lies between
 the products is float32 until it is stored: silu(gate) * up once, rounded to the dtype of x or to float8. The order of
