@@ -10,7 +10,7 @@ from torch.nn import functional
 from baton.bench.decode_bench.cell import kept
 from baton.bench.kernel_bench.baselines import torch_compiled
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels.gemm.fp8_plan import GROUP_LEN, quantize_groups
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_fp8_reference
 from baton.kernels.pointwise import rms_norm_triton
 from baton.kernels.pointwise.rms_norm import rms_norm_fused
 
@@ -52,7 +52,7 @@ def _by_torch(form: str, x_TD: torch.Tensor, other_TD: torch.Tensor, weight_D: t
     rows_TD = functional.rms_norm(sum_TD, weight_D.shape, weight_D, _EPS)
     if form == "gated":
         rows_TD = rows_TD * functional.silu(other_TD)
-    return sum_TD, quantize_groups(rows_TD) if "fp8" in form else rows_TD
+    return sum_TD, quantize_fp8_reference(rows_TD) if "fp8" in form else rows_TD
 
 
 def _prepare(form: str, num_rows: int, length: int, device: torch.device, num_sets: int) -> Systems:

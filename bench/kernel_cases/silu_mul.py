@@ -9,7 +9,7 @@ from torch.nn import functional
 from baton.bench.decode_bench.cell import kept
 from baton.bench.kernel_bench.baselines import torch_compiled
 from baton.bench.kernel_bench.case import Call, KernelCase, Systems, TuningPoint
-from baton.kernels.gemm.fp8_plan import GROUP_LEN, quantize_groups
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_fp8_reference
 from baton.kernels.pointwise import silu_mul_triton
 from baton.kernels.pointwise.silu_mul import silu_mul_fused
 
@@ -24,7 +24,7 @@ def _num_bytes(num_rows: int, length: int, quantize: bool) -> int:
 def _by_torch(gate_up_TJ: torch.Tensor, quantize: bool) -> object:
     gate_TI, up_TI = gate_up_TJ.chunk(2, dim=1)
     rows_TI = functional.silu(gate_TI) * up_TI
-    return quantize_groups(rows_TI) if quantize else rows_TI
+    return quantize_fp8_reference(rows_TI) if quantize else rows_TI
 
 
 def _inputs(device: torch.device, num_rows: int, length: int) -> torch.Tensor:

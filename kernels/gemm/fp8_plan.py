@@ -21,27 +21,6 @@ from baton.kernels.gemm.fp8_cost import Machine
 from baton.kernels.tuning import find
 
 GROUP_LEN = 128
-LARGEST = 448.0
-SMALLEST = 1e-10
-DTYPE = torch.float8_e4m3fn
-
-
-def quantize_groups(x_TK: torch.Tensor, num_rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference: float8 [R, K] and scales float32 [K / 128, R], where R is `num_rows`, or T if None."""
-    wide_TGC = x_TK.float().unflatten(1, (-1, GROUP_LEN))
-    largest_TG = torch.where(wide_TGC.isnan(), 0.0, wide_TGC.abs()).amax(dim=2)
-    scale_TG = largest_TG.clamp(min=SMALLEST) * (1 / LARGEST)
-    scaled_TGC = (wide_TGC * scale_TG.reciprocal()[..., None]).clamp(-LARGEST, LARGEST)
-    rows_TK = scaled_TGC.flatten(1).to(DTYPE)
-    if num_rows is None or num_rows == len(x_TK):
-        return rows_TK, scale_TG.T.contiguous()
-    padded_RK = torch.zeros(num_rows, x_TK.shape[1], dtype=DTYPE, device=x_TK.device)
-    padded_RK[: len(x_TK)] = rows_TK
-    scale_GR = torch.ones(scale_TG.shape[1], num_rows, dtype=torch.float32, device=x_TK.device)
-    scale_GR[:, : len(x_TK)] = scale_TG.T
-    return padded_RK, scale_GR
-
-
 TABLES = ("gemm_fp8", "linear_fp8")
 SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
 FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the product

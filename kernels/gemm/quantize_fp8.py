@@ -16,6 +16,7 @@ from baton.kernels.arguments import require, require_rows, require_tensor
 from baton.kernels.gemm import quantize_fp8_triton
 from baton.kernels.implementation import Implementation, uses_triton
 
+DTYPE = torch.float8_e4m3fn
 GROUP_LEN = 128
 LARGEST = 448.0
 TINIEST = 1e-10  # of a group's largest element
@@ -45,7 +46,7 @@ def quantize_fp8(
     require(x_TK.shape[1] % GROUP_LEN == 0, "x_TK", f"its {x_TK.shape[1]} columns are no multiple of {GROUP_LEN}")
     require(pad_to >= 1, "pad_to", f"is {pad_to}, not positive")
     if not uses_triton(x_TK.device, implementation):
-        return quantize_fp8_reference(x_TK, ue8m0=ue8m0, pad_to=pad_to)
+        return quantize_fp8_reference(x_TK, ue8m0=ue8m0, num_padded=-(-len(x_TK) // pad_to) * pad_to)
     return quantize_unchecked(x_TK, ue8m0=ue8m0, pad_to=pad_to)
 
 
@@ -53,7 +54,7 @@ def quantize_unchecked(x_TK: torch.Tensor, *, ue8m0: bool, pad_to: int) -> tuple
     """By Triton, for callers that have checked the arguments."""
     num_rows, K = x_TK.shape
     num_padded = -(-num_rows // pad_to) * pad_to
-    q_TK = torch.empty(num_padded, K, dtype=torch.float8_e4m3fn, device=x_TK.device)
+    q_TK = torch.empty(num_padded, K, dtype=DTYPE, device=x_TK.device)
     scales_GT = torch.empty(K // GROUP_LEN, num_padded, dtype=torch.float32, device=x_TK.device)
     if num_padded and K:
         quantize_fp8_triton.launch(x_TK, q_TK, scales_GT, ue8m0=ue8m0)
@@ -61,14 +62,14 @@ def quantize_unchecked(x_TK: torch.Tensor, *, ue8m0: bool, pad_to: int) -> tuple
 
 
 def quantize_fp8_reference(
-    x_TK: torch.Tensor, *, ue8m0: bool = False, pad_to: int = 1
+    x_TK: torch.Tensor, *, ue8m0: bool = False, num_padded: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `quantize_fp8` computes, in torch."""
+    """What `quantize_fp8` computes, in torch; rows beyond those of `x_TK`, up to `num_padded`, only pad."""
     num_rows, K = x_TK.shape
     x_TGL = x_TK.to(torch.float32).reshape(num_rows, K // GROUP_LEN, GROUP_LEN)
     q_TGL, scales_TG = quantize_groups(x_TGL, (2,), ue8m0=ue8m0)
-    num_padded = -(-num_rows // pad_to) * pad_to
-    q_TK = torch.zeros(num_padded, K, dtype=torch.float8_e4m3fn, device=x_TK.device)
+    num_padded = num_rows if num_padded is None else num_padded
+    q_TK = torch.zeros(num_padded, K, dtype=DTYPE, device=x_TK.device)
     q_TK[:num_rows] = q_TGL.reshape(num_rows, K)
     scales_GT = torch.ones(K // GROUP_LEN, num_padded, dtype=torch.float32, device=x_TK.device)
     scales_GT[:, :num_rows] = scales_TG.t()
@@ -85,7 +86,7 @@ def quantize_groups(
         scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     scaled = x * (1.0 / scales)
     # Not every version of torch saturates.
-    q = torch.where(scaled.isnan(), scaled, scaled.clamp(-LARGEST, LARGEST)).to(torch.float8_e4m3fn)
+    q = torch.where(scaled.isnan(), scaled, scaled.clamp(-LARGEST, LARGEST)).to(DTYPE)
     return q, scales.squeeze(dims)
 
 

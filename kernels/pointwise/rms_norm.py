@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from baton.kernels.arguments import require, require_rows, require_tensor
-from baton.kernels.gemm import fp8_plan
+from baton.kernels.gemm.quantize_fp8 import GROUP_LEN, quantize_fp8_reference
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.pointwise import rms_norm_triton
@@ -114,7 +114,7 @@ def rms_norm_fused(
         rows_TD = (rows_TD.float() * functional.silu(gate_TD.float())).to(x_TD.dtype)
     if not quantize:
         return NormedRows(rows_TD, sum_TD, None)
-    rows_RD, scale_GR = fp8_plan.quantize_groups(rows_TD, num_rows)
+    rows_RD, scale_GR = quantize_fp8_reference(rows_TD, num_padded=num_rows)
     return NormedRows(rows_RD, sum_TD, scale_GR)
 
 
@@ -136,7 +136,6 @@ def _check(
         if tensor is not None:
             require_tensor(name, tensor, [num_rows, length], [x_TD.dtype], x_TD.device)
             require_rows(name, tensor)
-    group = fp8_plan.GROUP_LEN
-    require(not quantize or length % group == 0, "quantize", f"rows of {length} are no multiple of {group}")
+    require(not quantize or length % GROUP_LEN == 0, "quantize", f"rows of {length} are no multiple of {GROUP_LEN}")
     require(num_padded is None or quantize, "num_padded", "is of use with quantize alone")
     require(num_padded is None or num_padded >= num_rows, "num_padded", f"is below the {num_rows} rows there are")

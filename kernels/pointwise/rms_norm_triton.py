@@ -18,13 +18,13 @@ import triton.language as tl
 
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
-from baton.kernels.gemm.fp8_plan import DTYPE, GROUP_LEN, LARGEST, SMALLEST
+from baton.kernels.gemm.quantize_fp8 import DTYPE, GROUP_LEN, LARGEST, TINIEST
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.prefetch_triton import prefetch_vector
 from baton.kernels.variant import Variant
 
 _LARGEST = tl.constexpr(LARGEST)
-_SMALLEST = tl.constexpr(SMALLEST)
+_SMALLEST = tl.constexpr(TINIEST)
 _PROGRAM_LEN = 1024  # values that make a program worth its launch
 _THREAD_LEN = 8  # 16 bytes of bfloat16
 _MAX_WARPS = 16

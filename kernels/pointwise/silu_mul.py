@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from baton.kernels.arguments import require, require_rows, require_tensor
-from baton.kernels.gemm import fp8_plan
+from baton.kernels.gemm.quantize_fp8 import DTYPE, GROUP_LEN, quantize_fp8_reference
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
 from baton.kernels.pointwise import silu_mul_triton
@@ -76,21 +76,21 @@ def silu_mul_fused(
         return GatedRows(*silu_mul_triton.launch(gate_up, num_rows_E, num_padded, quantize=quantize))
     if num_rows_E is None:
         rows = silu_mul(gate_up)
-        return GatedRows(*fp8_plan.quantize_groups(rows, num_padded)) if quantize else GatedRows(rows, None)
+        return GatedRows(*quantize_fp8_reference(rows, num_padded=num_padded)) if quantize else GatedRows(rows, None)
     return _masked(gate_up, num_rows_E, quantize)
 
 
 def _masked(gate_up_EMJ: torch.Tensor, num_rows_E: torch.Tensor, quantize: bool) -> GatedRows:
     """The reference with a mask; may wait for the device."""
     num_experts, num_rows, double = gate_up_EMJ.shape
-    dtype = fp8_plan.DTYPE if quantize else gate_up_EMJ.dtype
+    dtype = DTYPE if quantize else gate_up_EMJ.dtype
     rows_EMI = torch.empty(num_experts, num_rows, double // 2, dtype=dtype, device=gate_up_EMJ.device)
-    shape = (num_experts, double // 2 // fp8_plan.GROUP_LEN, num_rows)
+    shape = (num_experts, double // 2 // GROUP_LEN, num_rows)
     scale_EGM = torch.empty(shape, dtype=torch.float32, device=gate_up_EMJ.device) if quantize else None
     for expert, count in enumerate(num_rows_E.clamp(0, num_rows).tolist()):
         rows_MI = silu_mul(gate_up_EMJ[expert, :count])
         if scale_EGM is not None:
-            rows_MI, scale_EGM[expert, :, :count] = fp8_plan.quantize_groups(rows_MI)
+            rows_MI, scale_EGM[expert, :, :count] = quantize_fp8_reference(rows_MI)
         rows_EMI[expert, :count] = rows_MI
     return GatedRows(rows_EMI, scale_EGM)
 
@@ -104,8 +104,11 @@ def _check(gate_up: torch.Tensor, num_rows_E: torch.Tensor | None, quantize: boo
         require_tensor("num_rows_E", num_rows_E, [gate_up.shape[0]], [torch.int32, torch.int64], gate_up.device)
         require_rows("num_rows_E", num_rows_E)
         require(num_padded is None, "num_padded", "is of no use with num_rows_E")
-    group = fp8_plan.GROUP_LEN
-    require(not quantize or double // 2 % group == 0, "quantize", f"rows of {double // 2} are no multiple of {group}")
+    require(
+        not quantize or double // 2 % GROUP_LEN == 0,
+        "quantize",
+        f"rows of {double // 2} are no multiple of {GROUP_LEN}",
+    )
     require(num_padded is None or quantize, "num_padded", "is of use with quantize alone")
     enough = num_padded is None or num_padded >= len(gate_up)
     require(enough, "num_padded", f"is below the {len(gate_up)} rows there are")

@@ -20,7 +20,7 @@ from triton import knobs
 
 from baton.kernels import tuning
 from baton.kernels.dependent_launch import dependent_launch
-from baton.kernels.gemm.fp8_plan import DTYPE, GROUP_LEN
+from baton.kernels.gemm.quantize_fp8 import DTYPE, GROUP_LEN
 from baton.kernels.launcher import Constants, Launcher
 from baton.kernels.pointwise.rms_norm_triton import store_groups
 from baton.kernels.variant import Variant

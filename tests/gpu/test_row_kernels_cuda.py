@@ -5,7 +5,7 @@ import torch
 
 from baton.kernels import fused_copy_triton
 from baton.kernels.fused_copy import fused_copy
-from baton.kernels.gemm.fp8_plan import quantize_groups
+from baton.kernels.gemm.quantize_fp8 import quantize_fp8_reference
 from baton.kernels.implementation import Implementation
 from baton.kernels.pointwise import qk_norm_rope_write_triton, rms_norm_triton, silu_mul_triton
 from baton.kernels.pointwise.qk_norm_rope_write import HeadNorms, LayerPool, Rotation, qk_norm_rope_write
@@ -117,7 +117,7 @@ def test_float8_norms_are_as_if_quantized_afterwards():
     x_TD, other_TD, weight_D = values(65, 4096), values(65, 4096), values(4096)
     found = rms_norm_fused(x_TD, weight_D, EPS, residual_TD=other_TD, quantize=True, num_padded=68)
     plain = rms_norm_fused(x_TD, weight_D, EPS, residual_TD=other_TD)
-    wanted_RD, scale_GR = quantize_groups(plain.rows, 68)
+    wanted_RD, scale_GR = quantize_fp8_reference(plain.rows, num_padded=68)
     assert_close(found.rows, wanted_RD, 1e-3)
     assert torch.allclose(found.scale_GR, scale_GR, rtol=2**-6)
     assert found.rows[65:].float().eq(0).all()

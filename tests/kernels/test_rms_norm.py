@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels.gemm.fp8_plan import quantize_groups
+from baton.kernels.gemm.quantize_fp8 import quantize_fp8_reference
 from baton.kernels.implementation import Implementation
 from baton.kernels.pointwise import rms_norm_triton
 from baton.kernels.pointwise.rms_norm import rms_norm, rms_norm_fused, rms_norm_invariant
@@ -115,7 +115,7 @@ def test_float8_is_as_if_made_afterwards():
         found = rms_norm_fused(x_TD, weight_D, eps, **named, implementation=Implementation.TRITON)
         plain = {"residual_TD": named["residual_TD"]}
         rows_TD = rms_norm_fused(x_TD, weight_D, eps, **plain, implementation=Implementation.TRITON).rows
-        wanted_RD, scale_GR = quantize_groups(rows_TD, num_padded)
+        wanted_RD, scale_GR = quantize_fp8_reference(rows_TD, num_padded=num_padded)
         assert same_bits(found.rows, wanted_RD)
         assert same_bits(found.scale_GR, scale_GR)
         assert found.rows[num_rows:].float().eq(0).all()
@@ -126,7 +126,7 @@ def test_float8_is_as_if_made_afterwards():
 @pytest.mark.fast
 def test_float8_groups_against_their_definition():
     x_TK = values(7, 384) * torch.logspace(-12, 4, 7)[:, None].bfloat16()
-    rows_TK, scale_GT = quantize_groups(x_TK)
+    rows_TK, scale_GT = quantize_fp8_reference(x_TK)
     assert scale_GT.shape == (3, 7)
     wide_TGC, found_TGC = x_TK.double().unflatten(1, (3, 128)), rows_TK.double().unflatten(1, (3, 128))
     largest_TG = wide_TGC.abs().amax(dim=2).clamp(min=1e-10)
@@ -134,11 +134,11 @@ def test_float8_groups_against_their_definition():
     error_TGC = (found_TGC * scale_GT.T.double()[..., None] - wide_TGC).abs()
     step_TGC = torch.maximum(wide_TGC.abs() * 2**-4, (largest_TG / 448 * 2**-10)[..., None])
     assert (error_TGC <= step_TGC * 1.001).all()
-    doubled_TK, doubled_GT = quantize_groups(x_TK[3:] * 2)
+    doubled_TK, doubled_GT = quantize_fp8_reference(x_TK[3:] * 2)
     assert same_bits(doubled_TK, rows_TK[3:])
     assert torch.equal(doubled_GT, scale_GT[:, 3:] * 2)
     x_TK[4, 7] = float("nan")
-    found_TK, _ = quantize_groups(x_TK)
+    found_TK, _ = quantize_fp8_reference(x_TK)
     assert found_TK[4, 7].float().isnan()
     assert found_TK.float().isnan().sum() == 1
 

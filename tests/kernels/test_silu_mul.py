@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.errors import KernelArgumentInvalid
-from baton.kernels.gemm.fp8_plan import quantize_groups
+from baton.kernels.gemm.quantize_fp8 import quantize_fp8_reference
 from baton.kernels.implementation import Implementation
 from baton.kernels.pointwise import silu_mul_triton
 from baton.kernels.pointwise.silu_mul import silu_mul, silu_mul_fused
@@ -71,7 +71,7 @@ def test_float8_is_as_if_made_afterwards():
         gate_up_TJ[0, :128] = 0
         found = silu_mul_fused(gate_up_TJ, quantize=True, num_padded=num_padded, implementation=TRITON)
         rows_TI = silu_mul_fused(gate_up_TJ, implementation=TRITON).rows
-        wanted_RI, scale_GR = quantize_groups(rows_TI, num_padded)
+        wanted_RI, scale_GR = quantize_fp8_reference(rows_TI, num_padded=num_padded)
         assert same_bits(found.rows, wanted_RI)
         assert same_bits(found.scale, scale_GR)
         assert found.rows[0, :128].float().eq(0).all()
