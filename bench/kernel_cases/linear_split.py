@@ -1,6 +1,7 @@
 """Rows of `baton bench kernels` for `linear_split`, beside the library's product: what serving launches, and drawn."""
 
 import random
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,13 +27,22 @@ def _drawn() -> list[tuple[int, int, int]]:
     return found
 
 
-def _prepare(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
+def beside_library(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    M: int,
+    N: int,
+    K: int,
+    device: torch.device,
+    num_sets: int,
+) -> Systems:
+    """A product [M, N] of bfloat16, and the library's."""
+
     def draw(rows: int) -> torch.Tensor:
         return torch.randn(rows, K, device=device).bfloat16()
 
     sets = [(draw(M), draw(N)) for _ in range(num_sets)]
     return {
-        "ours": [kept(partial(linear_split, *one)) for one in sets],
+        "ours": [kept(partial(product, *one)) for one in sets],
         "torch": [kept(partial(functional.linear, *one)) for one in sets],
     }
 
@@ -49,7 +59,7 @@ def cases() -> list[KernelCase]:
             num_flops=2 * M * N * K,
             is_read=True,
             set_bytes=2 * N * K,
-            prepare=partial(_prepare, M, N, K),
+            prepare=partial(beside_library, linear_split, M, N, K),
             only_gpu=only_gpu,
         )
         for M, N, K, mark, only_gpu in [*sizes, (3, 80, 256, "", False)]

@@ -3,11 +3,8 @@
 import random
 from functools import partial
 
-import torch
-from torch.nn import functional
-
-from baton.bench.decode_bench.cell import kept
-from baton.bench.kernel_bench.case import KernelCase, Systems
+from baton.bench.kernel_bench.case import KernelCase
+from baton.bench.kernel_cases.linear_split import beside_library
 from baton.kernels.gemm.linear import linear_vector
 
 # Outputs and inputs: of an 8B, of a mixture with delta nets, and of a 32B.
@@ -26,17 +23,6 @@ def _drawn() -> list[tuple[int, int, int]]:
     ]
 
 
-def _prepare(M: int, N: int, K: int, device: torch.device, num_sets: int) -> Systems:
-    def draw(rows: int) -> torch.Tensor:
-        return torch.randn(rows, K, device=device).bfloat16()
-
-    sets = [(draw(M), draw(N)) for _ in range(num_sets)]
-    return {
-        "ours": [kept(partial(linear_vector, *one)) for one in sets],
-        "torch": [kept(partial(functional.linear, *one)) for one in sets],
-    }
-
-
 def cases() -> list[KernelCase]:
     """Each shape at one row, then the drawn ones; one tiny one for CPUs."""
     sizes = [(1, *shape, "", True) for shape in SHAPES]
@@ -49,7 +35,7 @@ def cases() -> list[KernelCase]:
             num_flops=2 * M * N * K,
             is_read=True,
             set_bytes=2 * N * K,
-            prepare=partial(_prepare, M, N, K),
+            prepare=partial(beside_library, linear_vector, M, N, K),
             only_gpu=only_gpu,
         )
         for M, N, K, mark, only_gpu in [*sizes, (1, 80, 256, "", False)]

@@ -282,7 +282,7 @@ class Proxy:
                 near.close()
 
     def close(self):
-        self._listener.shutdown(socket.SHUT_RDWR)  # whoever waits in `accept` goes on
+        self._listener.shutdown(socket.SHUT_RDWR)  # what waits in `accept` goes on
         self._thread.join()
         for one in (self._listener, *self._all):
             one.close()
