@@ -36,7 +36,6 @@ def test_rows(N, K, dtype):
         found = linear_vector(x, weight)
         assert relative_error(found, x.double() @ weight.double().T) < CLOSE, num_rows
         assert same_bits(linear_vector(strided(x), weight), found), num_rows
-        assert same_bits(linear_vector(x[:1], weight), found[:1]) or num_rows == 2
 
 
 @pytest.mark.parametrize(("N", "K"), SHAPES)
