@@ -26,9 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What tests start in processes of its own is one deployment with what they run here (`baton.tests.inside`).
 os.environ.setdefault("BATON_SECRET", "5e" * 32)
 
-from baton.kvtransfer import shared_region
-from baton.kvtransfer.protocol import incarnation_file
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.shared_memory import owned_by
 
 GARBAGE_BYTES = 512 << 20
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "PYTHONBREAKPOINT", "RAY_", "TORCHINDUCTOR_")  # the second by Ray
@@ -137,7 +136,4 @@ def tiny_checkpoint(tmp_path_factory):
 def no_shared_memory_is_left():
     """Whatever this process put into /dev/shm is gone at the end."""
     yield
-    left = list(shared_region.DIRECTORY.glob(f"{shared_region.PREFIX}{os.getpid()}-*"))
-    for path in incarnation_file.DIRECTORY.glob(f"{incarnation_file.PREFIX}*"):
-        left += [path] if path.read_text().split()[0] == str(os.getpid()) else []
-    assert not left
+    assert not owned_by({os.getpid()})

@@ -168,3 +168,12 @@ def test_tests_marked_gpu_are_where_test_gpu_looks():
     for path in (ROOT / "tests").rglob("test_*.py"):
         if "gpu" not in path.relative_to(ROOT / "tests").parts and path != Path(__file__):
             assert "mark.gpu" not in path.read_text(), path
+
+
+def test_shared_memory_is_asked_by_owner():
+    """Files of tests that run at the same time come and go there."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(tree_of(path)) if path.name != "shared_memory.py" else ():
+            if isinstance(node, ast.Attribute) and node.attr in ("glob", "rglob", "iterdir"):
+                place = ast.unparse(node.value)
+                assert "/dev/shm" not in place and "DIRECTORY" not in place, f"{path}:{node.lineno}: use shared_memory"

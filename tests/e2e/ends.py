@@ -33,6 +33,7 @@ from baton.model.loader import load_model
 from baton.tests.e2e.checker import Ask, Clients, Delivery, Replay
 from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import token_prompts
+from baton.tests.shared_memory import owned_by
 
 NUM_STREAMS = 16
 NUM_TOKENS = 160
@@ -103,13 +104,12 @@ class Serve:
     def remember(self):
         """Where its files are: in directories and shared memory that name one of its processes."""
         pids = {self.process.pid, *(one.pid for one in self.tree)}
-        memory = [path for path in Path("/dev/shm").glob("baton-*") if _owner(path) in pids]
         homes = {
             Path(found)
             for one in _live(self.tree)
             for found in re.findall("/tmp/baton-[^/ ]+", " ".join(_command(one)))
         }
-        self.known = [*memory, *homes]
+        self.known = [*owned_by(pids), *homes]
 
     def end(self):
         if self.process.poll() is None:
@@ -118,14 +118,6 @@ class Serve:
         self.process.stdout.close()
         for one in _live(self.tree):
             one.kill()
-
-
-def _owner(path):
-    try:
-        text = path.read_text().split()[0] if "-life-" in path.name else path.name.split("-")[2]
-        return int(text)
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _command(process):

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +15,7 @@ from baton.core.config import ServeConfig
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_deployment import NEXT_INCARNATION_S, Reader, generate, wait_idle, wait_new_epoch
 from baton.tests.e2e.test_same_tokens import local_tokens
+from baton.tests.shared_memory import owned_by
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 CONFIG = {
@@ -29,6 +29,7 @@ CONFIG = {
     "migration_wait_s": 2 * NEXT_INCARNATION_S,
 }
 MAX_TOKENS = 16
+SEEN: set[int] = set()  # processes that lived before a rank was lost
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,9 @@ def rank_pids(client):
     return {worker.state.worker_id: list(worker.state.rank_pids) for worker in client.status().workers}
 
 
-def in_shared_memory():
-    return {path.name for path in Path("/dev/shm").glob("baton-*")}
+def all_pids():
+    """Of the deployment's processes that live now, and of whatever else this one has started."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def test_tokens_equal_one_process_and_status_shows_the_ranks(deployment, client, requests, wanted):
@@ -93,6 +95,7 @@ def test_a_tp_group_that_loses_a_rank_comes_back_whole(
     del deployment
     before = {worker.state.worker_id: worker.state.epoch for worker in client.status().workers}
     old = rank_pids(client)[worker_id]
+    SEEN.update(all_pids())
     long = requests_for(
         token_prompts(tokenizer, 1, max_len=64), sampled=False, num_drafts=2, max_tokens=300, tag=f"{rank}{number}"
     )[0]
@@ -118,12 +121,10 @@ def test_a_tp_group_that_loses_a_rank_comes_back_whole(
     wait_idle(client, 5.0)
 
 
-def test_nothing_of_any_life_is_left():
+def test_nothing_of_any_incarnation_is_left(deployment):
     """Runs last: the deployment's own memory is there, that of incarnations that ended is not."""
-    incarnations = [name for name in in_shared_memory() if name.startswith("baton-life-")]
-    regions = [name for name in in_shared_memory() if name.startswith("baton-kv-")]
-    dead = [name for name in regions if not psutil.pid_exists(int(name.split("-")[2]))]
-    assert not dead
-    for name in incarnations:
-        pid = int((Path("/dev/shm") / name).read_text().split()[0])
-        assert psutil.pid_exists(pid), f"{name} is of a process that is gone"
+    del deployment
+    dead = {pid for pid in SEEN if not psutil.pid_exists(pid)}
+    assert len(dead) >= 2, "groups have lost their ranks"
+    assert owned_by(all_pids()), "its own"
+    assert not owned_by(dead)

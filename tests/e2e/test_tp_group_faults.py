@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +16,7 @@ from baton.tests.e2e.conftest import TINY
 from baton.tests.e2e.prompts import requests_for, token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.tp_groups import TPGroupTopology
+from baton.tests.shared_memory import regions_of
 
 DEATH_S = 1.0
 HANG_S = 2.0
@@ -35,11 +35,6 @@ def requests(tokenizer):
 @pytest.fixture(scope="module")
 def wanted(requests, tokenizer, load_tiny):
     return local_tokens(load_tiny(), tokenizer, requests)
-
-
-def left_in_shared_memory(pids):
-    regions = Path("/dev/shm").glob("baton-kv-*")
-    return [path.name for path in regions if int(path.name.split("-")[2]) in pids]
 
 
 def tagged(requests, tag):
@@ -95,7 +90,7 @@ def run_faults(processes, requests, wanted, faults, margin_s):
             took.setdefault(what, []).append(took_s)
             old = [process.process.pid for process in topology.prefill + topology.decode]
             topology.abandon()
-            assert not left_in_shared_memory(old)
+            assert not regions_of(old)
             topology = TPGroupTopology(processes, TINY, 2, 2, data_path="raw")
             assert topology.epochs[role] not in epochs
             outcomes = topology.generate(tagged(requests[:1], f"after{turn}"))

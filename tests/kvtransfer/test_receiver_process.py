@@ -29,6 +29,7 @@ from baton.tests.kvtransfer.conftest import make_layout, rows
 from baton.tests.kvtransfer.kept import latent, state, tail
 from baton.tests.kvtransfer.receiver_worker import D_EPOCH, ReceiverWorker
 from baton.tests.kvtransfer.scripted_prefill import BULK, ScriptedPrefill
+from baton.tests.shared_memory import owned_by
 
 SHORT = {"heartbeat_s": 0.05, "lease_s": 0.6}
 
@@ -349,10 +350,10 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(make_worker):
 
 def test_a_port_that_is_taken_is_a_typed_error_and_leaves_nothing():
     taker = ZmqTransport("tcp://127.0.0.1:0")
-    before = set(Path("/dev/shm").glob(f"baton-kv-{os.getpid()}-*"))
+    before = owned_by({os.getpid()})
     with pytest.raises(PortInUse):
         ReceiverWorker(bind=taker.address)
-    assert set(Path("/dev/shm").glob(f"baton-kv-{os.getpid()}-*")) <= before
+    assert owned_by({os.getpid()}) <= before
     taker.close()
 
 

@@ -12,6 +12,7 @@ from baton.kvtransfer import shared_region
 from baton.kvtransfer.protocol.incarnation_file import IncarnationFile, incarnation_path, is_over, sweep_incarnations
 from baton.kvtransfer.receiver.link import ReceiverLink
 from baton.kvtransfer.shared_region import NONCE_AT, NONCE_BYTES, PAGE_BYTES, SharedRegion, sweep
+from baton.tests.shared_memory import owned_by
 
 pytestmark = pytest.mark.fast
 
@@ -86,11 +87,11 @@ def test_another_file_is_refused(region, tmp_path):
 
 
 def test_more_than_there_is_names_the_key():
-    before = set(shared_region.DIRECTORY.glob(f"{shared_region.PREFIX}*"))
+    before = owned_by({os.getpid()})
     with pytest.raises(ConfigInvalid, match=r"^some_key: \d+ MiB of shared memory are wanted") as refused:
         SharedRegion.create(link_bytes=1, pool_bytes=[1 << 50], key="some_key")
     assert refused.value.fields["keys"] == ["some_key"]
-    assert set(shared_region.DIRECTORY.glob(f"{shared_region.PREFIX}*")) == before
+    assert owned_by({os.getpid()}) == before
 
 
 def test_a_machine_without_shared_memory_says_so(monkeypatch, tmp_path):
