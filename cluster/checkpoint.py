@@ -329,7 +329,7 @@ def _judge_float8(
 def _judge_quantization(config: ServeConfig, sizes: "ModelConfig", dtype: str, device: str, found: Judgement) -> None:
     """How weights are quantized, and what is not computed as the checkpoint's scheme would have it."""
     from baton.model.checkpoint.fp8_scheme import invariant_refusal, made_refusal
-    from baton.model.checkpoint.fp8_tensors import PRODUCT_DTYPES
+    from baton.model.checkpoint.fp8_tensors import GEMM_DTYPES
 
     scheme, asked = sizes.fp8, config.quantization.value
     found.facts["weights"] = str(scheme) if scheme else None if asked == "none" else f"{asked}, made at load"
@@ -338,7 +338,7 @@ def _judge_quantization(config: ServeConfig, sizes: "ModelConfig", dtype: str, d
     if scheme is None and asked != "none":
         refusal = made_refusal(dtype, is_ordered=is_ordered)
         found.errors += [] if refusal is None else [refusal]
-    if scheme is None or not scheme.may_stay_float8 or dtype not in PRODUCT_DTYPES:
+    if scheme is None or not scheme.may_stay_float8 or dtype not in GEMM_DTYPES:
         return
     if scheme.is_static:
         found.notes.append("its input_scale is not used: 128 activations are scaled together, as they come")

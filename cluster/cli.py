@@ -33,12 +33,12 @@ def refuse_command(name: str) -> None:
     raise FeatureNotBuilt(COMMANDS[name], command=name)
 
 
-ROOM = Path(baton.__file__).resolve().parent / "runbook"
+RUNBOOKS = Path(baton.__file__).resolve().parent / "runbook"
 
 
 def runbook_names() -> list[str]:
     """What can be run."""
-    return sorted(path.stem.replace("_", "-") for path in ROOM.glob("*.py") if path.name != "__init__.py")
+    return sorted(path.stem.replace("_", "-") for path in RUNBOOKS.glob("*.py") if path.name != "__init__.py")
 
 
 def run_runbook(name: str | None, arguments: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def run_runbook(name: str | None, arguments: Sequence[str]) -> int:
             raise ConfigInvalid(f"no runbook {name!r}; there are {', '.join(runbook_names())}", keys=["name"])
 
         return run_command("--json" in arguments, refuse)
-    script = ROOM / f"{name.replace('-', '_')}.py"
+    script = RUNBOOKS / f"{name.replace('-', '_')}.py"
     os.execv(sys.executable, [sys.executable, "-P", str(script), *arguments])
 
 
@@ -72,7 +72,7 @@ HEADER = ("runbook", "what for")
 
 def about(name: str) -> str:
     """The sentence its file opens with."""
-    source = (ROOM / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
+    source = (RUNBOOKS / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
     return source.split('"""')[1].strip().splitlines()[0]
 
 

@@ -1,1 +1,1 @@
-"""Types, config, errors, clock and metrics that every room shares; imports no other room."""
+"""Types, config, errors, clock and metrics that every package shares; imports no other package."""

@@ -10,7 +10,7 @@ NAME_LEN = 12
 
 @functools.cache
 def build_id() -> str:
-    """Hexadecimal, of all Python files of all rooms, read when it is first asked for.
+    """Hexadecimal, of all Python files of all packages, read when it is first asked for.
 
     A worker asks at its start, so this names what it loaded even when the files change under it.
     """
@@ -20,8 +20,8 @@ def build_id() -> str:
 def name_of(root: Path) -> str:
     """The same of another directory that holds the package."""
     digest = hashlib.sha256()
-    rooms = sorted(path.parent for path in root.glob("*/__init__.py"))
-    for path in sorted(path for room in rooms for path in room.rglob("*.py")):
+    packages = sorted(path.parent for path in root.glob("*/__init__.py"))
+    for path in sorted(path for package in packages for path in package.rglob("*.py")):
         data = path.read_bytes()
         digest.update(f"{path.relative_to(root)} {len(data)}\n".encode() + data)
     return digest.hexdigest()[:NAME_LEN]

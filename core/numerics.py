@@ -20,7 +20,7 @@ class KVDtype(Enum):
 
 
 class Quantization(Enum):
-    """What a product with a weight is computed from.
+    """What a GEMM with a weight is computed from.
 
     NONE: the weight in the model's dtype.
     FP8: e4m3 with a scale for each 128 x 128 block of the weight and each 128 inputs of a row (DeepSeek-V3's recipe),

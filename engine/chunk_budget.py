@@ -4,7 +4,7 @@ Where nothing decodes, a step takes as many as it may. Where sequences decode, e
 gap between two of its tokens grows by what the chunk adds. So a step with both may take about `DECODE_STEPS` times as
 long as one that only decodes; or, where the host needs longer than that to launch its kernels, a little longer than the
 host does: up to there the device would wait for the host anyway, and prompt tokens cost nothing. And where a step with
-the shortest chunk takes long, as in a mixture, of which any chunk reads nearly all experts, it may take `FLOORS` times
+the shortest chunk takes long, as in an MoE model, where any chunk reads nearly all experts, it may take `FLOORS` times
 that: shorter chunks would read the same weights more often. The length that fits follows from the steps before: each
 makes it a little longer or shorter. A long queue of prompts gets larger chunks: all that wait are computed within
 `DRAIN_STEPS` steps, because there the rate of prompts decides when sequences start.

@@ -1,4 +1,4 @@
-"""What public functions of this room say of arguments that do not fit: before anything is allocated or launched.
+"""What public functions of this package say of arguments that do not fit: before anything is allocated or launched.
 
 Messages are made for arguments that do not fit alone: a step checks some hundred tensors that do.
 """

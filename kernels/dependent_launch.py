@@ -10,8 +10,8 @@ Where programs are many, what is won is little, and each of them pays for its wa
 
 Verification goes further: its scan begins when all before it is over and lets the next in at once; and these look, even
 before they wait, at what the scan does not write. Two may stand waiting there. The last of them waits for the one
-before it alone; so each program of that one must wait before it ends, also if it has nothing to do. Float8 products for
-Hopper, and products of one or two rows, read the weight before they wait: a kernel that writes one must not let the
+before it alone; so each program of that one must wait before it ends, also if it has nothing to do. Float8 GEMMs for
+Hopper, and GEMMs of one or two rows, read the weight before they wait: a kernel that writes one must not let the
 next one in early.
 """
 

@@ -6,7 +6,7 @@ import torch
 
 
 class Implementation(Enum):
-    """What a public function of this room may be asked for."""
+    """What a public function of this package may be asked for."""
 
     AUTO = "auto"  # Triton on GPUs, the reference on CPUs
     TRITON = "triton"  # on a CPU only in Triton's interpreter, for tests

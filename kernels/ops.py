@@ -113,7 +113,7 @@ class Ops:
         return self._is_invariant
 
     def linear(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """The product x W^T, [T, N]."""
+        """X W^T, [T, N]."""
         if isinstance(weight, Fp8Weight):
             return self._linear_fp8(x_TK, weight)
         return self._linear(x_TK, weight)
@@ -186,7 +186,7 @@ class Ops:
             angles: cosines and sines of each token, [T, F]; the first 2 F columns of heads are turned.
             slots_T: of each token; rows that pad a batch share the scratch block's.
             pool: of the layer.
-            bias_X: added to the product's rows first.
+            bias_X: added to the GEMM's rows first.
             gated: each query head is followed by its gate, which is left where it is.
         """
         _, num_kv, _, head_dim = pool.key_NHSD.shape
@@ -381,7 +381,7 @@ class Ops:
         weights: Experts,
         may_wait: bool,
     ) -> torch.Tensor:
-        """The mixture, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
+        """The MoE output, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
         if not self._is_fused and not isinstance(weights, Fp8ExpertWeights):
             return self._experts(x_TD, weight_TK, expert_TK, weights, may_wait)
         out_dtype = x_TD.dtype if self._inner.num_ranks == 1 else torch.float32

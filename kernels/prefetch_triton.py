@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Have memory on its way to the L2 cache: what a kernel does while it waits for the one before it.
 
-Weights depend on nothing, so a product that is there early (`kernels.dependent_launch`) asks for the first of them. It
+Weights depend on nothing, so a GEMM that is launched early (`kernels.dependent_launch`) asks for the first of them. It
 is one instruction of Hopper's for each row, takes no registers, and holds nothing up. A norm asks for its few lines,
 which a step has long driven out of the cache, while the one before it still writes what is normalised.
 """

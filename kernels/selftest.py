@@ -46,9 +46,9 @@ def check_invariance(
     quantization: Quantization = Quantization.NONE,
     delta_net: tuple[int, int, int] | None = None,
 ) -> None:
-    """Compare rows across batch shapes, positions and threads for products of these (outputs, inputs).
+    """Compare rows across batch shapes, positions and threads for GEMMs of these (outputs, inputs).
 
-    With several ranks, which share the outputs of most products, every rank's outputs are compared with those of all.
+    With several ranks, which share the outputs of most GEMMs, every rank's outputs are compared with those of all.
     `attention` is how many query and KV heads, and their size, it is tried with; `implementation` is what computes the
     model, Triton or the reference, and `quantization` its weights'. `delta_net` is the sizes of a key and of a value
     head of its gated delta nets, and how many value heads a key head has; None: it has none.
@@ -111,7 +111,7 @@ def _check_rows(
 
 
 def _check_outputs(ops: Ops, weight_NK: torch.Tensor, num_ranks: int) -> None:
-    """What a rank computes of a product whose outputs are cut is what one process computes of it."""
+    """What a rank computes of a GEMM whose outputs are cut is what one process computes of it."""
     num_outputs, num_inputs = weight_NK.shape
     dtype, device = weight_NK.dtype, weight_NK.device
     x_TK = _values((_MAX_ROWS_OF_OUTPUTS, num_inputs), dtype, device)

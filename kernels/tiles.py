@@ -1,27 +1,27 @@
 """Arithmetic whose result for a row depends on that row alone, bit for bit: the ground invariant numerics stand on.
 
-Libraries choose how to split a product from its shape and the number of threads, so the same row may be rounded
+Libraries choose how to split a matmul from its shape and the number of threads, so the same row may be rounded
 differently beside other rows. What was measured to hold, and is checked again by `kernels.selftest` at every start:
 
 CPU (MKL, torch 2.13, 1 to 4 threads, up to 1024 rows): rows padded to a multiple of 16 and K cut into pieces added in
 order. MKL splits longer inner sizes between threads: seen from K = 1024 on in float32, from K = 256 on in float64,
 where one thread changes kernels at 192 rows too. Without AVX-512 it rounds fewer than 12 outputs otherwise than more,
 and in float64 the last ones beyond a multiple of 12; so outputs are at least 48, in float64 in multiples of it.
-oneDNN's bfloat16 products depend on M from K = 512 on, and with two threads on a row's place in its tile; bfloat16 is
+oneDNN's bfloat16 matmuls depend on M from K = 512 on, and with two threads on a row's place in its tile; bfloat16 is
 therefore computed in float32.
-CUDA (cuBLAS): products of one fixed shape and layout, because the kernel is picked by them: tiles of 64 rows, pieces of
+CUDA (cuBLAS): matmuls of one fixed shape and layout, because the kernel is picked by them: tiles of 64 rows, pieces of
 1024 outputs, 8 groups at a time, what is missing filled up with zeros. So a result does not depend on how many rows,
 outputs or groups are computed beside it either, and ranks that hold parts of a weight round as one that holds it all.
 `torch.sum` and `mean` promise no order that ignores the shape, so `ordered_sum` adds halves instead.
 `silu`, `sigmoid` and `exp2` differ between vector body and scalar tail on a CPU; `exp` and the basic operations do not.
 
-Legend: T rows, K inner size, N outputs, G groups of one batched product.
+Legend: T rows, K inner size, N outputs, G groups of one batched matmul.
 """
 
 import torch
 from torch.nn import functional
 
-# Outputs of a product that ranks share are cut at multiples of it: at others, products are slow on a GPU.
+# Outputs of a matmul that ranks share are cut at multiples of it: at others, matmuls are slow on a GPU.
 OUTPUT_TILE = 16
 # Longest inner size of one library call on a CPU.
 _PIECE_LEN = {torch.float32: 256, torch.float64: 64}
@@ -39,7 +39,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def has_cpu_rules(device: torch.device) -> bool:
-    """Whether products are cut as CPUs need it, not as CUDA does; in one place, so that tests try CUDA's on a CPU."""
+    """Whether matmuls are cut as CPUs need it, not as CUDA does; in one place, so that tests try CUDA's on a CPU."""
     return device.type == "cpu"
 
 
@@ -67,32 +67,32 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def product_rows(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+def matmul_rows(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` -> [T, N] in the dtype of `x`; a row depends on itself alone."""
-    return product_rows_wide(x_TK, weight_NK).to(x_TK.dtype)
+    return matmul_rows_wide(x_TK, weight_NK).to(x_TK.dtype)
 
 
-def product_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+def matmul_rows_wide(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """The same in the wide dtype; on a CPU not rounded before."""
     num_rows = x_TK.shape[0]
     tile = row_tile(x_TK.device)
     padded_TK = pad_rows(x_TK, tile)
     wide = wide_dtype(x_TK.dtype)
     if not has_cpu_rules(x_TK.device):
-        return product_fixed(padded_TK, weight_NK, tile)[:num_rows].to(wide)
+        return matmul_fixed(padded_TK, weight_NK, tile)[:num_rows].to(wide)
     padded_TK = padded_TK.to(wide)
     num_outputs = weight_NK.shape[0]
     if num_outputs < _LEAST_OUTPUTS:
-        return _product_pieces(padded_TK, pad_rows(weight_NK, _LEAST_OUTPUTS))[:num_rows, :num_outputs]
+        return _matmul_pieces(padded_TK, pad_rows(weight_NK, _LEAST_OUTPUTS))[:num_rows, :num_outputs]
     rest = num_outputs % _OUTPUTS_MULTIPLE[wide]
-    out_TN = _product_pieces(padded_TK, weight_NK[: num_outputs - rest])
+    out_TN = _matmul_pieces(padded_TK, weight_NK[: num_outputs - rest])
     if rest > 0:  # with those before them, which are there already
-        last_TN = _product_pieces(padded_TK, weight_NK[-_LEAST_OUTPUTS:])
+        last_TN = _matmul_pieces(padded_TK, weight_NK[-_LEAST_OUTPUTS:])
         out_TN = torch.cat([out_TN, last_TN[:, -rest:]], dim=1)
     return out_TN[:num_rows]
 
 
-def _product_pieces(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+def _matmul_pieces(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` -> [T, N] on a CPU, in the wide dtype of `x`, K in pieces that are added in order."""
     piece = _PIECE_LEN[x_TK.dtype]
     out_TN = functional.linear(x_TK[:, :piece], weight_NK[:, :piece].to(x_TK.dtype))
@@ -102,10 +102,10 @@ def _product_pieces(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor
     return out_TN
 
 
-def product_fixed(
+def matmul_fixed(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, tile: int, num_outputs: int = _NUM_OUTPUTS
 ) -> torch.Tensor:
-    """`x @ weight.T` -> [T, N] by products [tile, K] x [K, num_outputs] alone; T is a multiple of the tile."""
+    """`x @ weight.T` -> [T, N] by matmuls [tile, K] x [K, num_outputs] alone; T is a multiple of the tile."""
     if x_TK.shape[0] == 0:
         return x_TK.new_empty(0, weight_NK.shape[0])
     # Contiguous: a slice of the inner dimension would bring the whole one's stride along.
@@ -115,24 +115,24 @@ def product_fixed(
     return torch.cat(rows)[:, : weight_NK.shape[0]]
 
 
-def product_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int) -> torch.Tensor:
-    """Products of equal slices of K, [num_slices, T, N] in the wide dtype; a row and a slice depend on nothing else."""
+def matmul_slices(x_TK: torch.Tensor, weight_NK: torch.Tensor, num_slices: int) -> torch.Tensor:
+    """Matmuls of equal slices of K, [num_slices, T, N] in the wide dtype; a row and a slice depend on nothing else."""
     length = x_TK.shape[1] // num_slices
     if not has_cpu_rules(x_TK.device):
         cuts = [slice(start, start + length) for start in range(0, x_TK.shape[1], length)]
-        return torch.stack([product_rows_wide(x_TK[:, cut], weight_NK[:, cut]) for cut in cuts])
+        return torch.stack([matmul_rows_wide(x_TK[:, cut], weight_NK[:, cut]) for cut in cuts])
     wide = wide_dtype(x_TK.dtype)
     left_CTK = pad_rows(x_TK, row_tile(x_TK.device)).to(wide).unflatten(1, (num_slices, length)).transpose(0, 1)
     num_outputs = weight_NK.shape[0]
     padded_NK = pad_rows(weight_NK, _LEAST_OUTPUTS) if num_outputs < _LEAST_OUTPUTS else weight_NK
     right_CKN = padded_NK.to(wide).unflatten(1, (num_slices, length)).permute(1, 2, 0)
-    return product_groups(left_CTK, right_CKN, num_slices)[:, : x_TK.shape[0], :num_outputs]
+    return matmul_groups(left_CTK, right_CKN, num_slices)[:, : x_TK.shape[0], :num_outputs]
 
 
-def product_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:
-    """Batched product [G, T, N]; T is a multiple of the tile, G of `num_fixed_groups`, both operands wide.
+def matmul_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_groups: int) -> torch.Tensor:
+    """Batched matmul [G, T, N]; T is a multiple of the tile, G of `num_fixed_groups`, both operands wide.
 
-    On CUDA `product_groups_fixed`.
+    On CUDA `matmul_groups_fixed`.
     """
     tile = row_tile(left_GTK.device)
     assert left_GTK.shape[1] % tile == 0
@@ -144,13 +144,13 @@ def product_groups(left_GTK: torch.Tensor, right_GKN: torch.Tensor, num_fixed_gr
             cut = slice(start, start + piece)
             out_GTN += torch.bmm(left_GTK[:, :, cut], right_GKN[:, cut])
         return out_GTN
-    return product_groups_fixed(left_GTK, right_GKN, tile)
+    return matmul_groups_fixed(left_GTK, right_GKN, tile)
 
 
-def product_groups_fixed(
+def matmul_groups_fixed(
     left_GTK: torch.Tensor, right_GKN: torch.Tensor, tile: int, num_groups: int = _NUM_GROUPS
 ) -> torch.Tensor:
-    """Batched product [G, T, N] by calls [num_groups, tile, K] x [num_groups, K, N] alone."""
+    """Batched matmul [G, T, N] by calls [num_groups, tile, K] x [num_groups, K, N] alone."""
     missing = -left_GTK.shape[0] % num_groups
     padded_GTK = functional.pad(left_GTK, [0, 0, 0, 0, 0, missing]) if missing else left_GTK
     padded_GKN = functional.pad(right_GKN, [0, 0, 0, 0, 0, missing]) if missing else right_GKN

@@ -19,7 +19,7 @@ class Variant:
         num_stages: of its pipelined loops.
         contains: instructions of Hopper that it was designed to have, e.g. ("HGMMA", "LDGSTS").
         lacks: instructions that it must not have, e.g. ("HMMA",); spills are not allowed, either.
-        shapes: of its products in the tensor cores, e.g. ("64x16x16",), if no other may be there; all of them, then.
+        shapes: of its matmuls in the tensor cores, e.g. ("64x16x16",), if no other may be there; all of them, then.
         may_spill: whether spills are allowed after all.
         max_registers: of a thread.
         max_shared_bytes: of a program.

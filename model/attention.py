@@ -58,8 +58,8 @@ class Attention:
     """One layer's attention: project, attend, join. Its KV is layer `layer` of the pool."""
 
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
-        self.qkv_QD = source.take_product(*(f"{prefix}.{name}_proj.weight" for name in "qkv"))
-        self.out_DQ = source.take_product(f"{prefix}.o_proj.weight")
+        self.qkv_QD = source.take_linear(*(f"{prefix}.{name}_proj.weight" for name in "qkv"))
+        self.out_DQ = source.take_linear(f"{prefix}.o_proj.weight")
         names = [f"{prefix}.{name}_proj.bias" for name in "qkv"]
         self.bias_Q = source.take(*names) if config.has_qkv_bias else None
         self.norms: HeadNorms | None = None

@@ -20,7 +20,7 @@ from baton.model.config import ModelConfig
 from baton.model.delta_sizes import POOL_LAYERS
 from baton.model.inputs import AttentionBatch, DecodeBatch, MixedBatch, PrefillBatch
 from baton.model.layers import WeightSource, joined
-from baton.model.tensor_spec import delta_products
+from baton.model.tensor_spec import delta_linears
 
 
 def state_rows(batch: AttentionBatch, pool: KVPool) -> tuple[StateRows, ...]:
@@ -80,9 +80,9 @@ class DeltaNet:
         assert sizes is not None
         self._sizes = sizes
         self._is_interleaved = config.has_interleaved_delta_net
-        mixed, out = delta_products(config, prefix)
+        mixed, out = delta_linears(config, prefix)
         gates = ("ba",) if self._is_interleaved else ("b", "a")
-        self.mixed_XD = source.take_product(*mixed)
+        self.mixed_XD = source.take_linear(*mixed)
         self.gates_XD = source.take(*(f"{prefix}.in_proj_{part}.weight" for part in gates))
         self.both_XD = joined(self.mixed_XD, self.gates_XD)
         if self.both_XD is not None:
@@ -97,7 +97,7 @@ class DeltaNet:
             norm_V=source.take_wide(f"{prefix}.norm.weight"),
             eps=config.rms_norm_eps,
         )
-        self.out_DX = source.take_product(*out)
+        self.out_DX = source.take_linear(*out)
         self._ops = ops
         self.layer = layer
 
@@ -142,7 +142,7 @@ class DeltaNet:
         return self._ops.linear_inner(out_TX, self.out_DX)
 
     def _projected(self, mixed_TX: torch.Tensor, gates_TX: torch.Tensor) -> DeltaProjected:
-        """Views of the products' rows."""
+        """Views of the GEMM outputs' rows."""
         sizes, num_heads = self._sizes, len(self.weights.a_log_HG)
         lengths = [sizes.key_dim, sizes.key_dim, sizes.values_len, sizes.values_len]
         if self._is_interleaved:

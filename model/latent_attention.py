@@ -20,7 +20,7 @@ from baton.model.config import ModelConfig
 from baton.model.inputs import DecodeBatch, PrefillBatch
 from baton.model.latent_sizes import NORM_EPS
 from baton.model.layers import RMSNorm, WeightSource
-from baton.model.tensor_spec import latent_products
+from baton.model.tensor_spec import latent_linears
 
 
 class LatentAttention(Attention):
@@ -29,15 +29,15 @@ class LatentAttention(Attention):
     def __init__(self, source: WeightSource, prefix: str, layer: int, config: ModelConfig, ops: Ops) -> None:
         assert config.latent is not None
         self._sizes = sizes = config.latent
-        down, up, out = latent_products(config, prefix)
-        self.down_XD = source.take_product(*down)
+        down, up, out = latent_linears(config, prefix)
+        self.down_XD = source.take_linear(*down)
         self.query_norm = RMSNorm(source, f"{prefix}.q_a_layernorm", NORM_EPS, ops) if up else None
-        self.query_up_QX = source.take_product(*up) if up else None
+        self.query_up_QX = source.take_linear(*up) if up else None
         self.latent_norm = RMSNorm(source, f"{prefix}.kv_a_layernorm", NORM_EPS, ops)
         # Of a float8 checkpoint, too, it is wide: the absorbed form multiplies with it from its other side.
         expand_QC = source.take(f"{prefix}.kv_b_proj.weight")
         self.expand_AYC = expand_QC.unflatten(0, (-1, sizes.nope_dim + sizes.value_dim))
-        self.out_DQ = source.take_product(*out)
+        self.out_DQ = source.take_linear(*out)
         self.layer = layer
         self._scale = sizes.query_dim**-0.5 * config.rope.score_factor
         self._ops = ops

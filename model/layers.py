@@ -21,7 +21,7 @@ from baton.kernels.moe.moe import ExpertWeights
 from baton.kernels.ops import Experts, Ops, Weight
 from baton.kernels.tiles import wide_dtype
 from baton.model.checkpoint.fp8_scheme import BLOCK_LEN, Fp8Scheme, ScaleKind
-from baton.model.checkpoint.fp8_tensors import NO_FLOAT8, NO_PRODUCT, Fp8Tensors, why_wide
+from baton.model.checkpoint.fp8_tensors import NO_FLOAT8, NO_GEMM, Fp8Tensors, why_wide
 from baton.model.checkpoint.random_weights import RandomTensor
 from baton.model.checkpoint.tensor_reader import TensorRead, TensorReader
 from baton.model.checkpoint.weights import Cut, StoredTensor
@@ -66,13 +66,13 @@ class WeightSource:
 
     def take(self, *names: str) -> torch.Tensor:
         """One tensor, or several one above the other (fused projections)."""
-        return self._take(names, NO_PRODUCT)
+        return self._take(names, NO_GEMM)
 
     def take_wide(self, *names: str) -> torch.Tensor:
         """The same in the wide dtype, whatever the model's: what a narrower one would round away."""
-        return self._take(names, NO_PRODUCT, wide_dtype(self.dtype))
+        return self._take(names, NO_GEMM, wide_dtype(self.dtype))
 
-    def take_product(self, *names: str) -> Weight:
+    def take_linear(self, *names: str) -> Weight:
         """The same of a weight that rows are multiplied with: in float8 if it is stored so, or the model is quantized.
 
         Raises:
@@ -183,7 +183,7 @@ class WeightSource:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _why_wide(self, names: Sequence[str], *, whole: bool) -> str:
-        """Why a product's weights do not stay in float8; "" if they do. `whole`: the last one has whole blocks, too."""
+        """Why a GEMM's weights do not stay in float8; "" if they do. `whole`: the last one has whole blocks, too."""
         assert self.scheme is not None
         shapes = {name: self._shape(name) for name in names}
         dtype = str(self.dtype).removeprefix("torch.")
@@ -276,12 +276,12 @@ class RMSNorm:
 
 
 class MLP:
-    """SwiGLU with gate and up projections in one product."""
+    """SwiGLU with gate and up projections in one GEMM."""
 
     def __init__(self, source: WeightSource, prefix: str, ops: Ops) -> None:
         gate, up, down = mlp_names(prefix)
-        self.gate_up_JD = source.take_product(gate, up)
-        self.down_DI = source.take_product(down)
+        self.gate_up_JD = source.take_linear(gate, up)
+        self.down_DI = source.take_linear(down)
         self._ops = ops
 
     def __call__(self, x_TD: torch.Tensor, *, may_wait: bool, routed: RoutedRows | None = None) -> torch.Tensor:
@@ -289,7 +289,7 @@ class MLP:
         return self.go_on(self._ops.linear(x_TD, self.gate_up_JD))
 
     def go_on(self, gate_up_TJ: torch.Tensor) -> torch.Tensor:
-        """From the first product on, [T, J] -> [T, D]."""
+        """From the first GEMM on, [T, J] -> [T, D]."""
         return self._ops.linear_inner(self._ops.silu_mul(gate_up_TJ), self.down_DI)
 
 

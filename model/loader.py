@@ -16,7 +16,7 @@ from baton.kernels.implementation import Implementation
 from baton.kernels.mla.sizes import unfit_latent_sizes
 from baton.kernels.ops import TRITON_DTYPES, has_triton_form, unfit_sizes
 from baton.model.checkpoint.fp8_scheme import invariant_refusal, kv_refusal, made_refusal
-from baton.model.checkpoint.fp8_tensors import NO_FLOAT8, PRODUCT_DTYPES
+from baton.model.checkpoint.fp8_tensors import GEMM_DTYPES, NO_FLOAT8
 from baton.model.checkpoint.mtp_fit import require_copies, require_mtp
 from baton.model.checkpoint.published_names import by_published_names
 from baton.model.checkpoint.random_weights import RandomTensor, random_identity, random_tensors
@@ -63,7 +63,7 @@ def load_model(
     alone, unless `cut_vocab` is False. With `expert_parallel` ranks hold different experts, whole, and not a part of
     each; alone, a rank holds all; with `num_redundant_experts` they may move between slots, of which there are so many
     more than experts. With `dp_attention` ranks attend for different sequences, with whole weights, and not with a part
-    of the heads for all. With a `quantization`, weights of products are quantized as they are read; the
+    of the heads for all. With a `quantization`, weights of GEMMs are quantized as they are read; the
     KV is another model's then, and so it is with another `kv_dtype`. Weights that are float8 already are multiplied
     with as they are stored, whatever `quantization` says; those that cannot be are dequantized, and that is logged.
     `implementation` says what computes; left open, device, dtype and numerics do. An EAGLE-3 drafter is read from
@@ -226,7 +226,7 @@ def _identified(
     `is_ordered` says that it is computed by the kernels of invariant numerics.
     """
     holds = numerics is Numerics.DEFAULT or (is_ordered and num_ranks == 1)
-    if config.fp8 is not None and config.fp8.may_stay_float8 and _named(dtype) in PRODUCT_DTYPES and not holds:
+    if config.fp8 is not None and config.fp8.may_stay_float8 and _named(dtype) in GEMM_DTYPES and not holds:
         raise invariant_refusal()
     config = _quantized(config, quantization, dtype, is_ordered=holds)
     config = _with_kv(config, kv_dtype, dtype)

@@ -227,7 +227,7 @@ class Model:
         return with_delta_nets(layout, config.delta_net, config.delta_layers, dtype=DTYPE_NAMES[self.dtype])
 
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of every kind of product, for `kernels.selftest.check_invariance`."""
+        """(outputs, inputs) of every kind of GEMM, for `kernels.selftest.check_invariance`."""
         config = self.config
         hidden, queries = config.hidden_size, config.num_heads * config.value_dim
         num_each = 2 if config.has_output_gate else 1

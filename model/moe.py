@@ -20,7 +20,7 @@ class SparseMLP:
     Attributes:
         experts: that this rank holds.
         slots: where all of them lie, and what they got; None where they do not move.
-        both_ND: the shared expert's first product and the router's as one, J + E outputs, of which the two are views:
+        both_ND: the shared expert's first GEMM and the router's as one, J + E outputs, of which the two are views:
             few outputs take as long as a launch. None: there is no shared expert, or they are not of one dtype.
     """
 
@@ -81,7 +81,7 @@ class _SharedExpert:
         Args:
             mixed_TD: the experts'.
             x_TD: the tokens.
-            gate_up_TJ: this one's first product, if it is there already.
+            gate_up_TJ: this one's first GEMM, if it is there already.
         """
         shared_TD = self.mlp(x_TD, may_wait=False) if gate_up_TJ is None else self.mlp.go_on(gate_up_TJ)
         return self._ops.add_shared(mixed_TD, shared_TD, x_TD, self.gate_1D)

@@ -123,7 +123,7 @@ class ShardPlan:
         dp_attention: ranks attend for different sequences, with all heads, and not with a part of these for all.
 
     Attributes:
-        inner: how parts of products are added.
+        inner: how parts of GEMMs are added.
         held: which experts are this rank's; None: all, or a part of each.
         vocab: which tokens are this rank's.
         deal: how rows are dealt to ranks that attend; None: each attends for all rows.

@@ -203,7 +203,7 @@ def _latent_attention(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]
     def of_heads(group_len: int, columns: int) -> WeightSpec:
         return matrix(config.num_heads * group_len, columns, cut_dim=0, group_len=group_len)
 
-    down, up, out = latent_products(config, prefix)
+    down, up, out = latent_linears(config, prefix)
     weights = {down[1]: matrix(sizes.row_len, hidden)}
     if sizes.query_rank:
         weights |= {down[0]: matrix(sizes.query_rank, hidden), up[0]: of_heads(sizes.query_dim, sizes.query_rank)}
@@ -217,8 +217,8 @@ def _latent_attention(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]
     return weights
 
 
-def latent_products(config: ModelConfig, prefix: str) -> tuple[tuple[str, str], tuple[str, ...], tuple[str]]:
-    """Weights of its products: of hidden states, of the queries' latent if there is one, and of outputs.
+def latent_linears(config: ModelConfig, prefix: str) -> tuple[tuple[str, str], tuple[str, ...], tuple[str]]:
+    """Weights of its GEMMs: of hidden states, of the queries' latent if there is one, and of outputs.
 
     The one that makes keys and values of latents is not among them: it is multiplied with head by head.
     """
@@ -263,8 +263,8 @@ def _delta_net(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
     return weights
 
 
-def delta_products(config: ModelConfig, prefix: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Weights of a gated delta net's two products: of its inputs, but for those that gate them, and of its outputs."""
+def delta_linears(config: ModelConfig, prefix: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Weights of a gated delta net's two GEMMs: of its inputs, but for those that gate them, and of its outputs."""
     if config.has_interleaved_delta_net:
         names: tuple[str, ...] = (f"{prefix}.in_proj_qkvz.weight",)
     else:

@@ -96,7 +96,7 @@ def _whole_experts_hint(num_experts: int, size: int) -> str:
 
 
 def require_cut_float8(spec: TensorSpec, float8: Fp8Tensors, size: int) -> None:
-    """Check that `size` ranks can have whole blocks of the float8 weights of products.
+    """Check that `size` ranks can have whole blocks of the float8 weights of GEMMs.
 
     Raises:
         ModelUnsupported: they cannot; the message names a weight.

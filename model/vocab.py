@@ -3,7 +3,7 @@
 Rows of the LM head are cut over the ranks of a group in order of their ids, so a row of logits [V] lies at R ranks, W
 columns each; the last columns of the last ranks may belong to no token and are -inf. No row is ever put together:
 what crosses is a few numbers of each row and rank, each operation at most one `all_gather`. All ranks get the same
-bits. A logit is one product of a row with a row of the head, so cutting the head moves no bit of it where products do
+bits. A logit is the dot product of a row with a row of the head, so cutting the head moves no bit of it where GEMMs do
 not depend on the number of outputs (`--batch-invariant`).
 
 Among equals the lowest id wins, as with `torch.argmax` of the whole row: columns are in order of ids, within a rank

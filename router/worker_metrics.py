@@ -322,7 +322,7 @@ WORKER_METRICS: Final = (
     WorkerMetric(
         _Counter,
         "kernel_library_refused",
-        "Float8 products that a slower kernel had to compute",
+        "Float8 GEMMs that a slower kernel had to compute",
         _of_compute(lambda its: its.num_library_refused),
     ),
     WorkerMetric(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fits the costs by which float8 products are planned (`kernels.gemm.fp8_cost`) to times of drawn shapes.
+"""Fits the costs by which float8 GEMMs are planned (`kernels.gemm.fp8_cost`) to times of drawn shapes.
 
     python3 scripts/fit_gemm_cost.py measure --seed 11 --shapes 26 --out OUT/times.json   on a Hopper GPU
     python3 scripts/fit_gemm_cost.py fit benchmarks/results/gemm-fp8-drawn-h100.json      writes the committed costs
@@ -195,8 +195,8 @@ def measure(seed: int, num_shapes: int) -> tuple[str, list[Row]]:
                 times[name_of(tile, plan.splits)] = us_of(
                     [partial(gemm_fp8, a[:M], scales[:, :M], weight, plan=plan) for weight in weights]
                 )
-            if library.product(a, scales, weights[0]) is not None:
-                times["library"] = us_of([partial(library.product, a, scales, weight) for weight in weights])
+            if library.gemm(a, scales, weights[0]) is not None:
+                times["library"] = us_of([partial(library.gemm, a, scales, weight) for weight in weights])
             rows.append((M, N, K, {name: round(us, 2) for name, us in times.items()}))
             torch.cuda.empty_cache()
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", rows

@@ -4,7 +4,7 @@
     python scripts/kernel_host_time.py --json                    # this tree; the `baton` that is imported
     python scripts/kernel_host_time.py --json --against FOLDER   # and that of another tree, whose namespace is FOLDER
 
-Without a GPU, tensors are small ones of the CPU, launches end where the driver would begin, and the library's product
+Without a GPU, tensors are small ones of the CPU, launches end where the driver would begin, and the library's GEMM
 is one that does nothing: what is left is Python's part, that of Triton included. On a GPU calls are real, of shapes so
 small that the device keeps up; then the library's own part, `scaled_mm alone`, is a row as well. With `--against` both
 trees are measured in turns, in processes of their own, and each row has `before_us`, `after_us` and their ratio.
@@ -68,11 +68,11 @@ def _stub_library() -> None:
     from baton.kernels.gemm import fp8 as gemm_fp8
     from baton.kernels.gemm import scaled_mm
 
-    def product(a: torch.Tensor, b: torch.Tensor, *scales: Any, output_dtype: torch.dtype) -> torch.Tensor:
+    def gemm(a: torch.Tensor, b: torch.Tensor, *scales: Any, output_dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(len(a), b.shape[1], dtype=output_dtype)
 
     stubs: list[tuple[Any, str, Any]] = [
-        (torch.nn.functional, "scaled_mm", product),
+        (torch.nn.functional, "scaled_mm", gemm),
         (scaled_mm, "_has_blockwise", lambda device: True),
         (gemm_fp8, "rule", lambda *sizes, swap: None),  # on a CPU it would stand in for the library
     ]
@@ -84,7 +84,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     """Function, what it is called with, and a call of it."""
     yield from _rows(device)
     yield from _attention(device)
-    yield from _products(device)
+    yield from _gemms(device)
     yield from _experts(device)
     yield from _delta_nets(device)
 
@@ -156,7 +156,7 @@ def _attention(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     )
 
 
-def _products(device: torch.device) -> Iterator[tuple[str, str, Call]]:
+def _gemms(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     from baton.kernels.gemm import scaled_mm
     from baton.kernels.gemm.fp8 import linear_fp8
     from baton.kernels.gemm.fp8_plan import GemmPlan
@@ -176,7 +176,7 @@ def _products(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     )
     yield (
         "linear_fp8",
-        "16 rows, quantized in the product",
+        "16 rows, quantized in the GEMM",
         lambda: linear_fp8(few_MK, weight, plan=GemmPlan(fused=True), implementation=how),
     )
     if device.type == "cpu":
@@ -184,7 +184,7 @@ def _products(device: torch.device) -> Iterator[tuple[str, str, Call]]:
     yield "linear_fp8", "256 rows, the library", lambda: linear_fp8(many_MK, narrow, implementation=how)
     if device.type == "cuda":
         q_MK, scales_GM = quantize_fp8(many_MK)
-        yield "scaled_mm alone", "256 rows", lambda: scaled_mm._product(q_MK, scales_GM, narrow)
+        yield "scaled_mm alone", "256 rows", lambda: scaled_mm._gemm(q_MK, scales_GM, narrow)
 
 
 def _experts(device: torch.device) -> Iterator[tuple[str, str, Call]]:

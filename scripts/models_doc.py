@@ -55,7 +55,7 @@ class Feature:
 
 
 _LOGITS = "tests/model/test_families.py::test_logits_are_transformers_at_any_number_of_ranks"
-_FP8 = "tests/model/test_float8_checkpoints.py::test_weights_are_values_times_scales_and_products_round_activations"
+_FP8 = "tests/model/test_float8_checkpoints.py::test_weights_are_values_times_scales_and_gemms_round_activations"
 _HYBRID = "tests/model/test_hybrid.py::"
 _DEEPSEEK = "tests/model/test_deepseek.py::"
 _EXPERTS = "tests/model/test_expert_parallel.py::test_logits_are_those_of_one_process_and_of_cut_experts"

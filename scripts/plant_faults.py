@@ -2,9 +2,9 @@
 
     python scripts/plant_faults.py [--only PART] [--out FILE]
 
-A fault is a place in the product where the text `old` is replaced by `new`. The tests named beside it are run, up to
+A fault is a place in the code where the text `old` is replaced by `new`. The tests named beside it are run, up to
 the first that fails. A fault that none notices fails the command, as does a text that is not there exactly once: then
-the product has moved on, and the fault is to be written anew.
+the code has moved on, and the fault is to be written anew.
 """
 
 import argparse

@@ -154,7 +154,7 @@ class SharedMlp(Mlp):
         self.shared_expert_gate = nn.Linear(shape.hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixture and the balance loss."""
+        """Return the output of the experts and the balance loss."""
         mixed, balance = super().forward(x)
         weight = linear(x, self.shared_expert_gate.weight).float().sigmoid()
         return (mixed.float() + weight * self.shared_expert(x).float()).to(x.dtype), balance
@@ -301,7 +301,7 @@ class HybridBlock(nn.Module):
         self.dropout = 0.0
 
     def joined(self, x: Tensor, mixed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the mixer's output, multiplied by its output projection, and the mixture of experts."""
+        """Add the mixer's output, multiplied by its output projection, and the MoE layer."""
         drop = self.dropout if self.training else 0.0
         x = x + functional.dropout(linear(mixed, weight), drop)
         out, balance = self.mlp(self.post_attention_layernorm(x))

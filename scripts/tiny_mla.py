@@ -153,7 +153,7 @@ class SigmoidMlp(nn.Module):
         self.load: Tensor | None = None  # of the last step
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mixture, the balance loss, which is 1 when routing is even, and the experts' loads."""
+        """Return the output of the experts, the balance loss (1 when routing is even) and the experts' loads."""
         shape = self.shape
         odds = functional.linear(x.float(), self.gate.weight.float()).sigmoid()
         choice = odds.detach() + self.gate.e_score_correction_bias

@@ -178,7 +178,7 @@ class Mlp(nn.Module):
         self.experts = TinyExperts(shape)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixture and the balance loss, which is 1 when routing is even."""
+        """Return the output of the experts and the balance loss, which is 1 when routing is even."""
         odds = linear(x, self.gate.weight).float().softmax(-1)
         order = torch.arange(odds.shape[-1], device=x.device)
         first = order[:, None] > order  # among equals the lower index wins
@@ -207,7 +207,7 @@ class TinyBlock(nn.Module):
         return self.self_attn.project(self.input_layernorm(x), rope)
 
     def after(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Add attention's output and the mixture of experts."""
+        """Add attention's output and the MoE layer."""
         drop = self.dropout if self.training else 0.0
         x = x + functional.dropout(linear(mixed, self.self_attn.o_proj.weight), drop)
         out, balance = self.mlp(self.post_attention_layernorm(x))

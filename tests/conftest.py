@@ -20,7 +20,7 @@ else:  # an example that takes long says that the machine is busy, not that the 
 if not Path("/dev/nvidiactl").exists():
     # Before anything imports Triton: without a GPU its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Before anything imports torch, and for every process that tests start: threads of one product that wait for each other
+# Before anything imports torch, and for every process that tests start: threads of one GEMM that wait for each other
 # sleep. With more processes than cores they would spin for what the others need the cores for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What tests start in processes of its own is one deployment with what they run here (`baton.tests.inside`).

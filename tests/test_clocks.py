@@ -39,10 +39,10 @@ def wall_clock_uses(path):
             yield from (f"time.{one.name}" for one in node.names if f"time.{one.name}" in WALL)
 
 
-@pytest.mark.parametrize("room", SERVING)
-def test_the_wall_clock_is_read_for_dates_alone(room):
+@pytest.mark.parametrize("package", SERVING)
+def test_the_wall_clock_is_read_for_dates_alone(package):
     found = {}
-    for path in sorted((ROOT / room).rglob("*.py")):
+    for path in sorted((ROOT / package).rglob("*.py")):
         if uses := sorted(wall_clock_uses(path)):
             found[path.relative_to(ROOT).as_posix()] = uses
     assert found.keys() <= ABOUT_DATES, found

@@ -1,4 +1,4 @@
-"""Every unary call of the product has a deadline: the other end may never answer."""
+"""Every unary call of Baton has a deadline: the other end may never answer."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ from baton.proto import admin_pb2, inference_pb2, worker_pb2
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parents[1]
-ROOMS = ("bench", "client", "cluster", "decode_worker", "prefill_worker", "proto", "router", "runbook", "worker")
+PACKAGES = ("bench", "client", "cluster", "decode_worker", "prefill_worker", "proto", "router", "runbook", "worker")
 UNARY = {
     method.name
     for module in (admin_pb2, inference_pb2, worker_pb2)
@@ -44,8 +44,8 @@ def without_deadline(source):
 @pytest.mark.long
 def test_every_unary_call_has_a_deadline():
     num_calls = 0
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
             if "_pb2" not in path.name:
                 source = path.read_text()
                 assert not without_deadline(source), path

@@ -9,7 +9,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).parents[1]
-ROOMS = (
+PACKAGES = (
     "client",
     "core",
     "proto",
@@ -35,7 +35,7 @@ def options_of(path):
 @pytest.mark.long
 def test_grpc_knows_every_option():
     library = Path(cygrpc.__file__).read_bytes()
-    names = {name for room in ROOMS for path in (ROOT / room).rglob("*.py") for name in options_of(path)}
+    names = {name for package in PACKAGES for path in (ROOT / package).rglob("*.py") for name in options_of(path)}
     assert "grpc.keepalive_time_ms" in names, "none were found"
     assert b"grpc.nothing_of_this_name" not in library
     assert [name for name in sorted(names) if name.encode() + b"\0" not in library] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
 FOREIGN = ("kernels", "proto")
 
 PROBE = """
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory):
     # setuptools writes beside its sources; a copy keeps the checkout clean and other tests undisturbed.
     source.mkdir()
     for path in ROOT.iterdir():
-        if path.is_file() or path.name in ROOMS:
+        if path.is_file() or path.name in PACKAGES:
             (source / path.name).symlink_to(path)
     build = [sys.executable, "-c", "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])", str(scratch)]
     done = subprocess.run(build, cwd=source, capture_output=True, text=True)
@@ -62,7 +62,7 @@ def test_the_wheel_holds_the_rooms_and_their_data_only(wheel):
     metadata = {name for name in names if ".dist-info/" in name}
     code = set(names) - metadata
     assert {Path(name).parts[0] for name in code} == {"baton"}
-    assert {Path(name).parts[1] for name in code if len(Path(name).parts) > 2} == ROOMS
+    assert {Path(name).parts[1] for name in code if len(Path(name).parts) > 2} == PACKAGES
     beside = {Path(name).name for name in code if len(Path(name).parts) == 2}
     assert beside == {"__init__.py", "cluster.yaml", "cluster.local.yaml", "py.typed"}
     assert {Path(name).suffix for name in code if not name.startswith("baton/assets/tiny")} == {

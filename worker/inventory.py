@@ -20,7 +20,7 @@ from baton.kvcache.state_checkpoints import StateCheckpoints
 from baton.kvtransfer.protocol.transfer_times import EXPOSED, TRANSFER, distribution_of
 from baton.kvtransfer.sender.data_path_choice import DataPathChoice
 from baton.kvtransfer.sender.table import PathCounts
-from baton.model.checkpoint.fp8_tensors import PRODUCT_DTYPES
+from baton.model.checkpoint.fp8_tensors import GEMM_DTYPES
 from baton.model.model import Model
 from baton.proto import worker_pb2
 from baton.proto.wire import distribution_to_proto, waiting_to_proto
@@ -38,9 +38,7 @@ def form_of(model: Model) -> str:
 def compute_report(model: Model, quantization: Quantization, chosen: Sequence[str] = ()) -> worker_pb2.Compute:
     """For a heartbeat; `chosen` says what was chosen at start, and why. Any thread."""
     device, scheme = model.device, model.config.fp8
-    is_stored = (
-        scheme is not None and scheme.may_stay_float8 and str(model.dtype).removeprefix("torch.") in PRODUCT_DTYPES
-    )
+    is_stored = scheme is not None and scheme.may_stay_float8 and str(model.dtype).removeprefix("torch.") in GEMM_DTYPES
     return worker_pb2.Compute(
         form=form_of(model),
         why=model.why_no_triton,

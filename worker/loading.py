@@ -69,7 +69,7 @@ GPU_NUM_SEQS = 256  # a decode step of so many is bound by reading KV, no longer
 GPU_NUM_TOKENS = 4096  # measured: 8B prompts beside 64 streams, first token and tok/s as with 2048 or better
 # Where those would give an expert fewer rows than `EXPERT_ROWS`, a step takes twice as many, for it reads each expert's
 # weights once: 12 layers of a 35B with 8 of 256 experts compute 8,192 tokens in 36 ms that way, and in 40 in two steps.
-MIXTURE_GPU_NUM_TOKENS = 8192
+MOE_GPU_NUM_TOKENS = 8192
 EXPERT_ROWS = 256
 MIN_GPU_NUM_SEQS = 8
 MIN_MODEL_LEN = 2  # a prompt, and a token that follows
@@ -143,7 +143,7 @@ def choose(
         device: of the worker.
         vocab_size: of the model.
         num_rows_per_seq: whose logits a step computes, of each sequence.
-        expert_share: of a step's rows, for each expert of a mixture, on average.
+        expert_share: of a step's rows, for each expert of an MoE layer, on average.
     """
     seqs, why_seqs = _num_seqs(asked_seqs, device, vocab_size * num_rows_per_seq * _LOGIT_BYTES)
     tokens, why_tokens = _num_tokens(asked_tokens, device, expert_share)
@@ -174,7 +174,7 @@ def _num_tokens(asked: int, device: DeviceFacts, expert_share: float) -> tuple[i
     if GPU_NUM_TOKENS * expert_share >= EXPERT_ROWS:
         return GPU_NUM_TOKENS, "the default of a GPU"
     rows = int(GPU_NUM_TOKENS * expert_share)
-    return MIXTURE_GPU_NUM_TOKENS, f"of {GPU_NUM_TOKENS}, the default of a GPU, an expert would have {rows}"
+    return MOE_GPU_NUM_TOKENS, f"of {GPU_NUM_TOKENS}, the default of a GPU, an expert would have {rows}"
 
 
 log = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ def _usable(device: torch.device) -> torch.device:
 
 
 def _check_invariance(model: Model, config: WorkerConfig, group: Communicator) -> None:
-    """Of what will serve: products of these shapes, and attention with as many query heads to a KV head."""
+    """Of what will serve: GEMMs of these shapes, and attention with as many query heads to a KV head."""
     heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
     delta = model.config.delta_net
     check_invariance(

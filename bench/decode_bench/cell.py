@@ -1,6 +1,6 @@
 """One cell of `baton bench decode`: sequences that stand at the end of their prompt are decoded for some steps.
 
-The runner is the product's (`engine.step.runner.Runner`), driven as the engine drives it: with `sync` each step is read
+The runner is Baton's (`engine.step.runner.Runner`), driven as the engine drives it: with `sync` each step is read
 before the next is launched, with `async` the next is launched first. There is no scheduler, no stream and no end
 of a sequence, so that what is measured is the step. KV is random numbers in scattered blocks.
 """

@@ -235,7 +235,7 @@ def _fill(blocks_NHPSD: torch.Tensor) -> None:
 def make_runner(
     options: DecodeOptions, model: Model, pool: KVPool, group: Communicator | None = None, *, has_graphs: bool
 ) -> Runner:
-    """The product's, for every cell; a TP group's ranks make theirs at the same time.
+    """Baton's, for every cell; a TP group's ranks make theirs at the same time.
 
     Raises:
         StartupError: graphs could not be captured.

@@ -1,7 +1,7 @@
 """The least time a decode step can take on a device: what it must read, at the rate the device was measured to copy.
 
 Weights are counted once for every pass that needs them (the caches are smaller), the KV of each sequence once for each
-pass, its state once, activations not at all. Of a mixture of experts, those that uniform routing is expected to touch,
+pass, its state once, activations not at all. Of experts, those that uniform routing is expected to touch,
 or those that balanced routing does.
 """
 
@@ -73,7 +73,7 @@ def step_bytes(
         batch: sequences.
         context_len: positions of each, on average.
         num_ranks: that share it all, but for rows of the embedding, which count for nothing.
-        quantization: of the weights of products.
+        quantization: of the weights of GEMMs.
         layout: of the pool. Of a state all is counted that a step may read, once.
         drafter: of EAGLE-3, in place of the MTP head.
         is_balanced: no expert is chosen again before all are.

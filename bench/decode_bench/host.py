@@ -2,7 +2,7 @@
 
 `python -m baton.bench.decode_bench.host --json` runs the loop of a decode worker (plan, launch, read one step late,
 finish checks, counts, one event a sequence) over a batch that stays, with a step that answers at once with fixed
-accepted lengths. Everything else is the product's. Counted is CPU time of the whole process, so that no thread hides
+accepted lengths. Everything else is Baton's. Counted is CPU time of the whole process, so that no thread hides
 any of it. A calibration loop in plain Python says how fast the machine was. The sockets that the events go to are not
 part of it.
 """

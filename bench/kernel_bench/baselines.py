@@ -309,7 +309,7 @@ _MAX_FP8 = 448.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockScaled:
-    """One set of buffers of a product: [M, K] x [N, K]^T, or of each expert, with masked rows.
+    """One set of buffers of a GEMM: [M, K] x [N, K]^T, or of each expert, with masked rows.
 
     Attributes:
         rows_MK: float8_e4m3fn; [E, M, K] if masked.
@@ -372,7 +372,7 @@ def scaled_mm_blocks(sets: Sequence[BlockScaled]) -> Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineExperts:
-    """One set of buffers of a mixture of experts.
+    """One set of buffers of an MoE layer.
 
     Attributes:
         rows_MK: bfloat16.

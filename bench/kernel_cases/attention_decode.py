@@ -74,7 +74,7 @@ class AttentionDecodeShape:
 
     @property
     def num_flops(self) -> int:
-        """Of both products."""
+        """Of both matmuls."""
         return 4 * sum(self.lengths) * self.num_queries * self.num_heads * self.head_dim
 
 

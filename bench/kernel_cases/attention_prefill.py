@@ -44,7 +44,7 @@ class PrefillWork:
 
     @property
     def num_flops(self) -> int:
-        """Of both products, for what the rows see."""
+        """Of both matmuls, for what the rows see."""
         seen = sum(rows * (2 * prefix + rows + 1) // 2 for rows, prefix in self.chunks)
         return 4 * self.num_heads * self.head_dim * seen
 

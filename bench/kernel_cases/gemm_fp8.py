@@ -1,6 +1,6 @@
 """Rows of `baton bench kernels` for `gemm_fp8` and `linear_fp8`, and the candidates of their tuned tables.
 
-"gemm_fp8" rows begin with quantized activations; "linear_fp8" rows with bfloat16, beside the product alone, so that the
+"gemm_fp8" rows begin with quantized activations; "linear_fp8" rows with bfloat16, beside the GEMM alone, so that the
 price of the quantization is the difference. "torch" is `torch._scaled_mm`, which scales per tensor and so does less.
 """
 
@@ -73,14 +73,14 @@ def _for_others(data: _Set) -> BlockScaled:
 
 
 def _library(sets: Sequence[_Set]) -> dict[str, list[Call]]:
-    """The library's products, as far as this device and version have them."""
+    """The library's GEMMs, as far as this device and version have them."""
     if sets[0].a_MK.device.type != "cuda":
         return {}
     one = torch.ones((), device=sets[0].a_MK.device)
     found: dict[str, list[Call]] = {"torch": [partial(_per_tensor, data, one) for data in sets]}
     library = Library()
-    if library.product(sets[0].a_MK, sets[0].scales_GM, sets[0].weight) is not None:
-        found["torch_blockwise"] = [partial(library.product, data.a_MK, data.scales_GM, data.weight) for data in sets]
+    if library.gemm(sets[0].a_MK, sets[0].scales_GM, sets[0].weight) is not None:
+        found["torch_blockwise"] = [partial(library.gemm, data.a_MK, data.scales_GM, data.weight) for data in sets]
     return found
 
 
@@ -119,7 +119,7 @@ def _prepare_linear(M: int, N: int, K: int, device: torch.device, num_sets: int)
     sets = _sets(device, num_sets, M, N, K)
     return {
         "ours": [partial(linear_fp8, data.x_MK, data.weight) for data in sets],
-        "product_alone": [partial(gemm_fp8, data.a_MK, data.scales_GM, data.weight) for data in sets],
+        "gemm_alone": [partial(gemm_fp8, data.a_MK, data.scales_GM, data.weight) for data in sets],
         "invariant": [partial(linear_fp8, data.x_MK, data.weight, invariant=True) for data in sets],
     }
 
@@ -216,13 +216,13 @@ def _with_splits(tile: GemmPlan, size: int, N: int, K: int) -> list[GemmPlan]:
 
 
 def _candidates(kernel: str, size: int, N: int, K: int) -> list[Mapping[str, object]]:
-    """For few rows `linear_fp8` has its own plan of before, and that of the product: tune the product first."""
+    """For few rows `linear_fp8` has its own plan of before, and that of the GEMM: tune the GEMM first."""
     if size > FEW_ROWS:
         return [_LIBRARY, *[tile.row() for tile in _LARGE_TILES]]
     before = _row_of(kernel, size, N, K)
     if kernel == "linear_fp8":
-        product = _row_of("gemm_fp8", size, N, K)
-        found = [before, product if product.get("library") else {**product, "fused": False}]
+        gemm = _row_of("gemm_fp8", size, N, K)
+        found = [before, gemm if gemm.get("library") else {**gemm, "fused": False}]
         return found[:1] if found[0] == found[1] else found
     plans = [plan for tile in _TILES[size] for plan in _with_splits(tile, size, N, K)]
     plans.sort(key=lambda plan: plan.splits == 4)  # the least likely are left out
@@ -256,7 +256,7 @@ def _library_or_reference(kernel: str, data: _Set) -> torch.Tensor:
     a_MK, scales_GM = data.a_MK, data.scales_GM
     if kernel == "linear_fp8":
         a_MK, scales_GM = quantize_fp8(data.x_MK, pad_to=4)
-    found = _LIBRARY_HERE.product(a_MK, scales_GM, data.weight)
+    found = _LIBRARY_HERE.gemm(a_MK, scales_GM, data.weight)
     return gemm_fp8_reference(a_MK, scales_GM, data.weight) if found is None else found
 
 

@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `linear_ordered`: bfloat16 products of numerics `invariant` beside the library's.
+"""Rows of `baton bench kernels` for `linear_ordered`: bfloat16 GEMMs of numerics `invariant` beside the library's.
 
 "torch" is what default numerics compute, so `vs_torch` is the price. Output and down projections add eight slices of
 their inner dimension, as ranks would share them; the others two.

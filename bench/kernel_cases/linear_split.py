@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `linear_split`, beside the library's product: what serving launches, and drawn."""
+"""Rows of `baton bench kernels` for `linear_split`, beside the library's GEMM: what serving launches, and drawn."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from baton.bench.decode_bench.cell import kept
 from baton.bench.kernel_bench.case import KernelCase, Systems
 from baton.kernels.gemm.linear import linear_split
 
-# Outputs and inputs: of a mixture with delta nets its router, gates, shared expert and outputs; of an 8B its outputs.
+# Outputs and inputs: of a hybrid MoE model its router, gates, shared expert and outputs; of an 8B its outputs.
 SHAPES = ((256, 2048), (64, 2048), (1024, 2048), (2048, 512), (2048, 4096), (4096, 4096), (4096, 12_288))
 _ROWS = (1, 16, 32)
 _NUM_DRAWN = 24
@@ -28,21 +28,21 @@ def _drawn() -> list[tuple[int, int, int]]:
 
 
 def beside_library(
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     M: int,
     N: int,
     K: int,
     device: torch.device,
     num_sets: int,
 ) -> Systems:
-    """A product [M, N] of bfloat16, and the library's."""
+    """A GEMM [M, N] of bfloat16, and the library's."""
 
     def draw(rows: int) -> torch.Tensor:
         return torch.randn(rows, K, device=device).bfloat16()
 
     sets = [(draw(M), draw(N)) for _ in range(num_sets)]
     return {
-        "ours": [kept(partial(product, *one)) for one in sets],
+        "ours": [kept(partial(gemm, *one)) for one in sets],
         "torch": [kept(partial(functional.linear, *one)) for one in sets],
     }
 

@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `linear_vector`, beside the library's product: what serving launches, and drawn."""
+"""Rows of `baton bench kernels` for `linear_vector`, beside the library's GEMM: what serving launches, and drawn."""
 
 import random
 from functools import partial
@@ -7,7 +7,7 @@ from baton.bench.kernel_bench.case import KernelCase
 from baton.bench.kernel_cases.linear_split import beside_library
 from baton.kernels.gemm.linear import linear_vector
 
-# Outputs and inputs: of an 8B, of a mixture with delta nets, and of a 32B.
+# Outputs and inputs: of an 8B, of a hybrid MoE model, and of a 32B.
 SHAPES = (
     (6144, 4096), (4096, 4096), (28_672, 4096), (12_352, 2048), (2048, 4096), (1280, 2048), (2048, 512), (10_240, 5120),
 )  # fmt: skip

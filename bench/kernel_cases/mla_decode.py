@@ -59,7 +59,7 @@ class MLADecodeShape:
 
     @property
     def num_flops(self) -> int:
-        """Of both products."""
+        """Of both matmuls."""
         columns = 2 * self.latent_dim + self.turned_dim
         return 2 * sum(self.lengths) * self.num_queries * self.num_heads * columns
 

@@ -1,6 +1,6 @@
 """Rows of `baton bench kernels` for `mla_prefill`, at DeepSeek-V3's sizes: whole (128 heads), and cut over 8 ranks.
 
-"torch" is the expanded form by torch: one product, keys with the turned columns beside them, and its own attention.
+"torch" is the expanded form by torch: one GEMM, keys with the turned columns beside them, and its own attention.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class MLAPrefillShape:
 
     @property
     def num_flops(self) -> int:
-        """Of the expansion, and of both products over what rows see."""
+        """Of the expansion, and of both matmuls over what rows see."""
         seen = self.query_len * self.context_len - self.query_len * (self.query_len - 1) // 2
         expanded = self.context_len * self.num_columns * self.latent_dim
         attended = seen * (self.nope_dim + self.turned_dim + self.value_dim)

@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for mixtures of experts: the gathered form, the masked products, and what is tuned.
+"""Rows of `baton bench kernels` for MoE layers: the gathered form, the masked GEMMs, and what is tuned.
 
 Choices are uniform, a token's experts distinct; a row's name says how many experts were hit, since their weights are
 the bytes. The masked form's rows hold the same batch as [E, M, D] buffers, without the exchange that would fill them.
@@ -69,7 +69,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
 
 
 def _scale(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Of float8 values from a normal law, so that products have the size of their inputs."""
+    """Of float8 values from a normal law, so that results have the size of their inputs."""
     num_experts, num_outputs, num_inputs = shape
     groups = (num_experts, -(-num_outputs // 128), num_inputs // 128)
     return torch.full(groups, 1 / math.sqrt(num_inputs), device=device)
@@ -93,7 +93,7 @@ def _inputs(
     return x_TD, weight_TK, _experts(shape, num_tokens, device, seed)
 
 
-def _masked_mixture(
+def _masked_moe(
     weights: Fp8ExpertWeights, x_EMD: torch.Tensor, masked_m_E: torch.Tensor, inner_EMI: torch.Tensor
 ) -> None:
     """The masked form's two calls, each with its quantization; the activation between them is left out."""
@@ -121,7 +121,7 @@ def _prepare(shape: MoEShape, num_tokens: int, is_fp8: bool, device: torch.devic
             num_rows = max(16, int(count_E.max()))
             x_EMD = torch.randn(shape.num_experts, num_rows, shape.hidden, device=device).bfloat16()
             inner_EMI = torch.randn(shape.num_experts, num_rows, shape.inner_size, device=device).bfloat16()
-            systems["masked"].append(partial(_masked_mixture, weights, x_EMD, count_E.int(), inner_EMI))
+            systems["masked"].append(partial(_masked_moe, weights, x_EMD, count_E.int(), inner_EMI))
         else:
             # What a captured step computes without these kernels: every expert on every row.
             systems["torch"].append(partial(experts, x_TD, weight_TK, expert_TK, weights, False, ALONE))
@@ -189,12 +189,12 @@ def _prepare_masked(
     for _ in range(num_sets):
         a_EMK, masked_m_E, b_ENK, b_scale = _masked_inputs(shape_ENK, num_rows, device)
         values, a_scale = _quantized(a_EMK)
-        product = partial(moe_gemm_masked.moe_gemm_masked, masked_m_E=masked_m_E, b_ENK=b_ENK, b_scale=b_scale)
-        systems["with_quantization"].append(partial(product, a_EMK))
-        product = partial(product, values, a_scale_EGM=a_scale)
-        systems["ours"].append(product)
-        systems["swap_off"].append(partial(product, swap_ab=False))
-        systems["invariant"].append(partial(product, invariant=True))
+        gemm = partial(moe_gemm_masked.moe_gemm_masked, masked_m_E=masked_m_E, b_ENK=b_ENK, b_scale=b_scale)
+        systems["with_quantization"].append(partial(gemm, a_EMK))
+        gemm = partial(gemm, values, a_scale_EGM=a_scale)
+        systems["ours"].append(gemm)
+        systems["swap_off"].append(partial(gemm, swap_ab=False))
+        systems["invariant"].append(partial(gemm, invariant=True))
         others.append(_masked_for_others(values, a_scale.transpose(1, 2), b_ENK, b_scale, masked_m_E))
     return systems | deep_gemm_masked(others, num_rows)
 
@@ -236,7 +236,7 @@ def _masked_case(shape_ENK: tuple[int, int, int], num_rows: int, only_gpu: bool 
 
 
 def cases() -> list[KernelCase]:
-    """Decode batches and chunks of prompts of both models in both dtypes, and the anchors' masked products."""
+    """Decode batches and chunks of prompts of both models in both dtypes, and the anchors' masked GEMMs."""
     found = [_case(TINY, 3, True), _case(TINY, 3, False), _masked_case((2, 128, 128), 4, only_gpu=False)]
     found += [_case(shape, batch, True) for shape in SHAPES for batch in BATCHES]
     found += [_case(shape, batch, False) for shape in SHAPES for batch in (1, 16, 64)]
@@ -246,7 +246,7 @@ def cases() -> list[KernelCase]:
 
 
 def _candidates(num_tokens: int, is_fp8: bool) -> list[dict[str, object]]:
-    """Rows of a block by how many an expert gets; then the depth of both products, and warps."""
+    """Rows of a block by how many an expert gets; then the depth of both GEMMs, and warps."""
     lengths = (16,) if num_tokens <= 64 else (16, 32)
     if is_fp8:  # a program holds a whole group of 128 columns of the intermediate size
         gated = [(128, 4, 3), (128, 8, 3), (128, 4, 5), (128, 8, 5), (128, 4, 2)]
@@ -289,9 +289,9 @@ def _prepare_masked_point(
     for _ in range(num_sets):
         a_EMK, masked_m_E, b_ENK, b_scale = _masked_inputs(shape_ENK, num_rows, device)
         values, a_scale = _quantized(a_EMK)
-        product = partial(moe_gemm_masked.moe_gemm_masked, values, masked_m_E, b_ENK, swap_ab=True)
+        gemm = partial(moe_gemm_masked.moe_gemm_masked, values, masked_m_E, b_ENK, swap_ab=True)
         tiles = moe_gemm_masked.tiles_of(options)
-        calls.append(partial(product, a_scale_EGM=a_scale, b_scale=b_scale, tiles=tiles))
+        calls.append(partial(gemm, a_scale_EGM=a_scale, b_scale=b_scale, tiles=tiles))
     return calls
 
 

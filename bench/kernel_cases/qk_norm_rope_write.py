@@ -1,4 +1,4 @@
-"""Rows of `baton bench kernels` for `qk_norm_rope_write`: from a layer's product to its queries and its pool."""
+"""Rows of `baton bench kernels` for `qk_norm_rope_write`: from a layer's GEMM to its queries and its pool."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ SET_BYTES = 4 << 20
 
 
 def _route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, implementation: Implementation) -> torch.Tensor:
-    """As a layer does before its products; the weights, for what they must agree in."""
+    """As a layer does before its expert GEMMs; the weights, for what they must agree in."""
     if bias_E is None:
         weight_TK, expert_TK = select_topk(logits_TE, NUM_CHOSEN, renormalise=True, implementation=implementation)
     else:

@@ -1,6 +1,6 @@
 """What a prefill step pays for its writer: the same step with and without pushes, in turns, in one process.
 
-A step is a stand-in for a forward: in each layer many small matrix products, as long together as `layer_s` on one
+A step is a stand-in for a forward: in each layer many small matmuls, as long together as `layer_s` on one
 thread, so that the interpreter is needed between them as a model's layers need it. Whatever the writer's threads take
 of the interpreter, the memory or the processors shows as a longer step.
 
@@ -48,12 +48,12 @@ class StepLoad:
         torch.set_num_threads(1)
         self._hidden_TD = torch.randn(_HIDDEN_TD)
         self._weight_DD = torch.randn(_HIDDEN_TD[1], _HIDDEN_TD[1]) / _HIDDEN_TD[1] ** 0.5
-        self._num_products = 1
+        self._num_matmuls = 1
         self._layer(_CALIBRATION_OPS)
         start_s = time.perf_counter()
         self._layer(_CALIBRATION_OPS)
-        product_s = (time.perf_counter() - start_s) / _CALIBRATION_OPS
-        self._num_products = max(1, round(layer_s / OPS_PER_LAYER / product_s))
+        matmul_s = (time.perf_counter() - start_s) / _CALIBRATION_OPS
+        self._num_matmuls = max(1, round(layer_s / OPS_PER_LAYER / matmul_s))
 
     def layer(self) -> None:
         """Compute one."""
@@ -62,7 +62,7 @@ class StepLoad:
     def _layer(self, num_ops: int) -> None:
         hidden_TD = self._hidden_TD
         for _ in range(num_ops):
-            for _ in range(self._num_products):
+            for _ in range(self._num_matmuls):
                 hidden_TD = hidden_TD @ self._weight_DD
             hidden_TD = torch.nn.functional.rms_norm(hidden_TD, hidden_TD.shape[-1:])
 

@@ -100,7 +100,7 @@ def compute_problems(reply: admin_pb2.StatusReply) -> Iterator[tuple[str, str, s
             next_step = "docs/operations.md, *What computes*: test the device, and the checkpoint on another"
             yield f"output of {worker.state.worker_id}", detail, next_step
         if compute.num_library_refused:
-            detail = f"the library refused {compute.num_library_refused} float8 products, {_named(compute)}"
+            detail = f"the library refused {compute.num_library_refused} float8 GEMMs, {_named(compute)}"
             yield name, detail, "its log says why; torch for CUDA 12.9 or later has them"
         if compute.num_kernels_serving:
             detail = f"{compute.num_kernels_serving} compiled while streams waited: {_some(compute.late_kernels)}"
@@ -114,7 +114,7 @@ def _named(compute: worker_pb2.Compute) -> str:
 def _fallbacks(worker: dict[str, Any]) -> str:
     parts = []
     if worker["num_library_refused"]:
-        parts.append(f"{worker['num_library_refused']} products refused ({_some(worker['library_refused'])})")
+        parts.append(f"{worker['num_library_refused']} GEMMs refused ({_some(worker['library_refused'])})")
     if worker["num_kernels_serving"]:
         parts.append(f"{worker['num_kernels_serving']} kernels compiled late ({_some(worker['late_kernels'])})")
     if worker["num_graphs_failed"]:

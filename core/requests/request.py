@@ -1,4 +1,4 @@
-"""The identities and records of a request that every room shares.
+"""The identities and records of a request that every package shares.
 
 A *request* is what a client sends; an *attempt* is one try at it (the router counts up); the pair names everything
 either worker holds for it.

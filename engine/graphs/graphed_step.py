@@ -543,7 +543,7 @@ def graph_sizes(
     max_entries = _ENTRIES_PER_BLOCK * pool.num_blocks
     rows = row_sizes(max_num_tokens, config) if model.deal is None else ()
     if model.numerics is Numerics.INVARIANT and model.implementation is Implementation.REFERENCE:
-        rows = ()  # a product has a launch for each few rows
+        rows = ()  # a GEMM has a launch for each few rows
         max_entries = min(max_entries, max_invariant_entries(layout.num_layers, layout.block_size))
     return GraphSizes(
         sizes=(tuple(sizes) or default_sizes(max_num_sequences)) if decodes else (),

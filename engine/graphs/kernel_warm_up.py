@@ -155,7 +155,7 @@ _ASKED: tuple[dict[str, Any], ...] = (
 )
 _GREEDY: dict[str, Any] = {"temperature": 0.0}
 _COPY_LIMIT_S = 60.0
-_MAX_HEAD_ROWS = 512  # beyond, no product is another form, and logits of more rows take much memory
+_MAX_HEAD_ROWS = 512  # beyond, no GEMM takes another form, and logits of more rows take much memory
 
 
 def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:

@@ -98,7 +98,7 @@ class PlanOptions:
         slots: programs that the GPU holds at once.
         max_part_len: positions of a part, at most.
         pdl: programmatic dependent launch of the second kernel.
-        direct: float8 is widened in the registers of the products: 1 by conversion, 2 by moving bits; 0: it passes
+        direct: float8 is widened in the registers of the matmuls: 1 by conversion, 2 by moving bits; 0: it passes
             through shared memory.
         apart: each warp has its own sums over its share of a tile's keys; with `direct` alone.
         registers: of a thread, at most; 0: as the compiler likes.
@@ -175,7 +175,7 @@ def default_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanOpt
 
 
 def _float8_options(rows: int, head_dim: int) -> PlanOptions:
-    """Float8 goes straight to the products' registers, but for many rows, and for heads too small for pairs."""
+    """Float8 goes straight to the matmuls' registers, but for many rows, and for heads too small for pairs."""
     if rows > 32:
         tile, warps = (32, 8) if head_dim > 128 else (64, 4)
         return PlanOptions(tile=tile, rows=64, swap=False, stages=3, warps=warps, slots=132 if head_dim > 128 else 264)
@@ -190,7 +190,7 @@ def _float8_options(rows: int, head_dim: int) -> PlanOptions:
 def invariant_options(num_rows: int, head_dim: int, kv_item_bytes: int) -> PlanOptions:
     """Of one arithmetic whatever the number of rows: none of a table, and operands on the same sides.
 
-    What a product gives in one column does not depend on how many columns there are, so more rows may be padded to
+    What a matmul gives in one column does not depend on how many columns there are, so more rows may be padded to
     more columns.
     """
     if kv_item_bytes != 2:

@@ -6,10 +6,10 @@ the sequence's positions. How many parts there are is the host's choice, from bo
 sequence's own length, on the device. So a graph may replay it for any lengths, and a part that a short sequence does
 not need ends at once.
 
-Swapped, K and V are the left operands of both products and the rows the right ones: Hopper's wgmma takes 64 of the
+Swapped, K and V are the left operands of both matmuls and the rows the right ones: Hopper's wgmma takes 64 of the
 former and as few as 16 of the latter. Plain, 16 or 32 rows are the left operands of mma.sync, and 64 those of wgmma.
 Float8 is widened to float16, which holds every value of it, in half the instructions that bfloat16 takes: on its way
-through shared memory, or directly, in the registers of the products (`attention_float8_triton`).
+through shared memory, or directly, in the registers of the matmuls (`attention_float8_triton`).
 
 Slots past a sequence's last position may hold NaN: their scores are replaced, and their values are not loaded.
 
@@ -42,9 +42,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _dequantized(kv_TD, DTYPE: tl.constexpr, THROUGH_SHARED: tl.constexpr):
-    """K or V in the type of the products.
+    """K or V in the type of the matmuls.
 
-    Float8 is widened as it was loaded, 16 bytes of a row by each thread, and reaches the layout of a product through
+    Float8 is widened as it was loaded, 16 bytes of a row by each thread, and reaches the layout of a matmul through
     shared memory. The compiler would rather bring float8 into that layout, byte by byte; it does not move what it does
     not understand.
     """

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Float8 K and V in decode attention, widened where a product wants them: no shared memory in between.
+"""Float8 K and V in decode attention, widened where a matmul wants them: no shared memory in between.
 
-A product of 16-bit operands takes two neighbours of the dimension that it sums over in one register. Keys lie so;
+A matmul of 16-bit operands takes two neighbours of the dimension that it sums over in one register. Keys lie so;
 values do not: their neighbours are columns. So two columns are loaded as one 16-bit integer, which the hardware's
 transposing load understands, and each half is widened: a tile becomes that of its even columns and that of its odd
-ones, with a product each.
+ones, with a matmul each.
 
 Widening to float16 is exact either way: by the conversion of the hardware, or by moving bits (float8's exponent and
 mantissa are the lower bits of float16's, whose exponent is worth 2 ** -8 less: `BITS_SCALE` undoes that). Moved bits
@@ -78,7 +78,7 @@ def attend_together(
     D: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     MOVE: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`attend_tiles` of float8 that is widened in the registers of the products; everything by pairs of columns."""
+    """`attend_tiles` of float8 that is widened in the registers of the matmuls; everything by pairs of columns."""
     SPREAD: tl.constexpr = ROWS < 64
     C: tl.constexpr = D // 2
     most_R = tl.full([ROWS], float("-inf"), tl.float32)

@@ -3,10 +3,10 @@
 Keys are taken 64 at a time from position 0 on. Each step rescales what was summed and adds the block's share, in
 float32 (float64 for float64). A block past a row's position changes nothing, exactly: its weights are 0, its maximum is
 -inf and the scale is 1, so prefill, which stops at the last row, and decode, which runs to a bound, agree bit for bit.
-Query heads that share a KV head are rows of one product; rows are padded to a tile (`kernels.tiles`).
+Query heads that share a KV head are rows of one matmul; rows are padded to a tile (`kernels.tiles`).
 
 Source: Milakov and Gimelshein 2018 (online softmax). Legend as in `kernels.attention.paged`; further R rows of one KV
-head (queries times G, padded), P = B * H products side by side, C = 64 keys of a step.
+head (queries times G, padded), P = B * H matmuls side by side, C = 64 keys of a step.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.kernels.attention.paged import gather_blocks
-from baton.kernels.tiles import ordered_sum, pad_rows, product_groups, row_tile, wide_dtype
+from baton.kernels.tiles import matmul_groups, ordered_sum, pad_rows, row_tile, wide_dtype
 
 KEYS_PER_STEP = 64
 
@@ -67,7 +67,7 @@ def _add_step(
     new_PR1 = torch.maximum(old_PR1, score_PRC.amax(dim=-1, keepdim=True))
     scale_PR1 = torch.exp(old_PR1 - new_PR1)
     weight_PRC = torch.exp(score_PRC - new_PR1)
-    share_PRD = product_groups(weight_PRC, value_PCD, num_kv_heads)
+    share_PRD = matmul_groups(weight_PRC, value_PCD, num_kv_heads)
     state.maximum_PR1[:, rows] = new_PR1
     state.total_PR1[:, rows] = state.total_PR1[:, rows] * scale_PR1 + ordered_sum(weight_PRC)
     state.mixed_PRD[:, rows] = state.mixed_PRD[:, rows] * scale_PR1 + share_PRD
@@ -107,7 +107,7 @@ def _attend(
         # Whole tiles of rows that see nothing of these keys are skipped; the step would leave them as they are.
         first_row = ascent.first_row(start, tile) if ascent else 0
         key_PDC, value_PCD = keys.step(start, query_PRD.dtype)
-        score_PRC = product_groups(scaled_PRD[:, first_row:], key_PDC, num_kv_heads)
+        score_PRC = matmul_groups(scaled_PRD[:, first_row:], key_PDC, num_kv_heads)
         position_C = torch.arange(start, start + KEYS_PER_STEP, device=query_PRD.device)
         score_PRC.masked_fill_(position_C > position_PR[:, first_row:, None], float("-inf"))
         _add_step(state, score_PRC, value_PCD, first_row, num_kv_heads)

@@ -7,8 +7,8 @@ position. Either a program walks over all parts and adds them as it goes, or eac
 second launch adds them: by the same function, so with the same bits. A tile or a part of which a row sees nothing
 changes nothing of that row, not by a bit, so a row's result follows from that row and the keys that it sees.
 
-That holds as long as both ways are compiled to the same arithmetic. Tiles, warps and sides of the products are
-constants of the head size, so that the instructions are the same; products and sums are not fused (`FIXED`), and
+That holds as long as both ways are compiled to the same arithmetic. Tiles, warps and sides of the matmuls are
+constants of the head size, so that the instructions are the same; matmuls and sums are not fused (`FIXED`), and
 quotients are rounded correctly, so that no compiler has a choice.
 
 Positions past the last that a program's rows see are read at that place instead: nothing beyond is touched.
@@ -325,7 +325,7 @@ def _launch_decode(
 
 @functools.cache
 def options_of(head_dim: int) -> dict[str, int]:
-    """Warps and stages, by the head size alone: warps decide how the products are cut into instructions."""
+    """Warps and stages, by the head size alone: warps decide how the matmuls are cut into instructions."""
     return {"num_warps": 8, "num_stages": 2} if head_dim > 128 else {"num_warps": 4, "num_stages": 3}
 
 
@@ -364,7 +364,7 @@ def _variant(num_heads: int, num_kv_heads: int, head_dim: int, *, decode: bool, 
         num_stages=options["num_stages"],
         contains=("HGMMA", "LDGSTS"),
         lacks=("HMMA",),
-        # Of both products, the same for prompts and for decode steps; two halves of the warps share wide heads.
+        # Of both matmuls, the same for prompts and for decode steps; two halves of the warps share wide heads.
         shapes=("64x64x16", "64x128x16") if head_dim == 128 else ("64x32x16", "64x128x16"),
         options=FIXED,
     )

@@ -7,7 +7,7 @@ found faster), for few short chunks over long prefixes those of `kernels.attenti
 reference, which is `kernels.attention.paged` and `kernels.attention.invariant`. Long chunks over float8 have their KV
 widened first where that pays (`kernels.kv.dequantize`). It refuses to write KV, and to wait for the device.
 
-Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: products and softmax overlapped); blocks: Kwon
+Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3: matmuls and softmax overlapped); blocks: Kwon
 et al. 2023. Legend: T tokens, B sequences, E = B + 1, A query heads, H KV heads, G = A / H, D head size, N blocks,
 S positions per block, M entries of a block table.
 """

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """Causal attention of chunks of prompts over paged KV: the form of `kernels.attention.prefill` for Hopper alone.
 
-What is computed, and over which tiles, is as `kernels.attention.prefill_triton` says. Here the warps of a program have
-trades: one warp copies blocks of K and V to shared memory by TMA, two or three warpgroups of 64 rows each multiply and
-weigh. While one weighs, the tensor cores work for another; and in each the product of a tile's weights runs while the
-next tile is weighed (PIN: see `_pin`). With TURNS they issue their products strictly by turns, so that they do not fall
+What is computed, and over which tiles, is as `kernels.attention.prefill_triton` says. Here the warps of a program are
+specialized: one warp copies blocks of K and V to shared memory by TMA, two or three warpgroups of 64 rows each compute.
+While one computes a softmax, the tensor cores work for another; and in each the P V matmul of a tile overlaps the next
+tile's softmax (PIN: see `_pin`). With TURNS they issue their matmuls strictly by turns, so that they do not fall
 into step. PERSISTENT programs are as many as multiprocessors and do one tile of rows after another; of a single chunk
 alone, whose tiles grow evenly: those of several are better given to whichever is free.
 
@@ -248,7 +248,7 @@ def _variant(
         contains=("HGMMA", "UTMALDG", "USETMAXREG"),
         lacks=("HMMA",),
         max_registers=168,
-        may_spill=True,  # what the trades have in common, where they begin; the walk has all its tiles in registers
+        may_spill=True,  # what all warps share, where they branch; the walk has all its tiles in registers
         on_amd=False,
     )
 

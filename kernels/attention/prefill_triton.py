@@ -81,7 +81,7 @@ def _load_tile(pool, block_N, index_N, block_stride, ROW: tl.constexpr, S: tl.co
 def _scale(score_RN, factor, PLAIN: tl.constexpr):
     """Scores times the factor, rounded: not to be folded into what is subtracted next.
 
-    The overlapped form needs values of its own here: the registers of the scores are the target of the next product.
+    The overlapped form needs values of its own here: the registers of the scores are the target of the next matmul.
     """
     if PLAIN:
         return score_RN * factor
@@ -113,7 +113,7 @@ def _walk(
     BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `high` down to `low`, one product after the other."""
+    """Tiles `high` down to `low`, one matmul after the other."""
     kind = query_RD.dtype
     index_N = tl.arange(0, BN)
     for step in tl.range(0, high - low + 1):
@@ -136,7 +136,7 @@ def _walk_overlapped(
     BM: tl.constexpr, BN: tl.constexpr, ROW: tl.constexpr, S: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
     AHEAD: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `high` down to 0, all seen by all rows; the product of a tile's weights comes one step late.
+    """Tiles `high` down to 0, all seen by all rows; the P V matmul of a tile comes one step late.
 
     In a step: V of the tile before (waited for, so that the scores of this tile, issued in the last step, are there
     too), the scores of the next tile (not waited for), the weights of this one. The compiler leaves the scores under

@@ -41,7 +41,7 @@ def _weigh(score_RN, maximum_R, total_R, factor, MASKED: gl.constexpr):
 def _pin(total_R):
     """The same totals, and a store that depends on them but never happens, as no total is below zero.
 
-    Without it the assembler moves the wait for a product before the weights that were to be made beside it.
+    Without it the assembler moves the wait for a matmul before the weights that were to be made beside it.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -73,9 +73,9 @@ def _step(
     BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, PIN: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """The scores of a tile and, while they are weighed, the product of the weights of the tile before."""
+    """The scores of a tile and, while they are weighed, the P V matmul of the tile before."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    mixture: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     stage = count % STAGES
     before = (count + STAGES - 1) % STAGES
     mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)
@@ -97,8 +97,8 @@ def _step(
     # The weights go through the wait, so that they are not made after it.
     mixed_RD, wide_RN = warpgroup_mma_wait(0, deps=[mixed_RD, wide_RN])
     mbarrier.arrive(value_empty.index(before), count=1)
-    mixed_RD = mixed_RD * gl.convert_layout(shrink_R, gl.SliceLayout(1, mixture))[:, None]
-    weight_RN = gl.convert_layout(wide_RN.to(query.dtype), gl.DotOperandLayout(0, mixture, 2))
+    mixed_RD = mixed_RD * gl.convert_layout(shrink_R, gl.SliceLayout(1, acc_layout))[:, None]
+    weight_RN = gl.convert_layout(wide_RN.to(query.dtype), gl.DotOperandLayout(0, acc_layout, 2))
     return weight_RN, mixed_RD, maximum_R, total_R
 
 
@@ -109,7 +109,7 @@ def _begin(
 ):  # fmt: skip
     """The weights of the first tile."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    mixture: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     stage = count % STAGES
     mbarrier.wait(key_full.index(stage), (count // STAGES) & 1)
     if TURNS:
@@ -122,13 +122,13 @@ def _begin(
     mbarrier.arrive(key_empty.index(stage), count=1)
     score_RN = _mask(score_RN, position_R, first, BN, scores)
     wide_RN, maximum_R, total_R, _ = _weigh(score_RN, maximum_R, total_R, factor, True)
-    weight_RN = gl.convert_layout(wide_RN.to(query.dtype), gl.DotOperandLayout(0, mixture, 2))
+    weight_RN = gl.convert_layout(wide_RN.to(query.dtype), gl.DotOperandLayout(0, acc_layout, 2))
     return weight_RN, maximum_R, total_R
 
 
 @gluon.jit
 def _end(value_tiles, value_full, value_empty, weight_RN, mixed_RD, count, STAGES: gl.constexpr):
-    """With the product of the last tile's weights."""
+    """With the P V matmul of the last tile."""
     before = (count + STAGES - 1) % STAGES
     mbarrier.wait(value_full.index(before), ((count - 1) // STAGES) & 1)
     mixed_RD = warpgroup_mma(weight_RN, value_tiles.index(before), mixed_RD, is_async=True)
@@ -149,7 +149,7 @@ def _attend(
     Last, how many tiles were taken before and now.
     """
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    mixture: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     # Tiles that all rows of both warpgroups see to their ends; the first is masked even if it is one.
     num_masked = gl.maximum(high - gl.maximum((first_position + first_row // G + 1) // BN, low), 1)
@@ -164,7 +164,7 @@ def _attend(
     position_R = first_position + own_R // G
     maximum_R = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     total_R = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
-    mixed_RD = gl.zeros([64, D], gl.float32, mixture)
+    mixed_RD = gl.zeros([64, D], gl.float32, acc_layout)
     weight_RN, maximum_R, total_R = _begin(
         query_tile, key_tiles, key_full, key_empty, turns, maximum_R, total_R, position_R,
         (high - 1) * BN, factor, count, WHICH, BN, D, STAGES, TURNS,
@@ -224,7 +224,7 @@ def _consume(
 ):  # fmt: skip
     """A warpgroup that has 64 rows of every tile of the program."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    mixture: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     query_tile = query_tiles.index(WHICH)
     count = 0
     if PLANNED:
@@ -244,7 +244,7 @@ def _consume(
                     )  # fmt: skip
                     is_seen_R = total_R > 0
                     total_R = gl.where(is_seen_R, total_R, 1.0)
-                    mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, mixture))[:, None]
+                    mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, acc_layout))[:, None]
                     # Loaded again, for registers are short.
                     _, low, end, start, query_len, context_len, first_row = find_piece(piece, plan, starts, BM, H)
                     if (low == 0) & (end * BN >= context_len):
@@ -257,8 +257,8 @@ def _consume(
                         _store_logs(
                             part_logs, log_R, piece, num_queries, query_len, first_row, head, WHICH, H, G, BN
                         )  # fmt: skip
-                        row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, mixture))
-                        column_D = gl.arange(0, D, gl.SliceLayout(0, mixture))
+                        row_R = first_row + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
+                        column_D = gl.arange(0, D, gl.SliceLayout(0, acc_layout))
                         at_R = (piece * num_queries + row_R // G) * (H * G) + head * G + row_R % G
                         is_row_R1 = (row_R < query_len * G)[:, None]
                         gl.store(parts + at_R.to(gl.int64)[:, None] * D + column_D[None, :], mixed_RD, mask=is_row_R1)
@@ -278,7 +278,7 @@ def _consume(
                         start, query_len, first_position, first_row, 0, last // BN + 1, head, query_stride,
                         query_head_stride, factor, count, WHICH, G, D, BN, STAGES, TURNS, PIN,
                     )  # fmt: skip
-                    mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, mixture))[:, None]
+                    mixed_RD = mixed_RD / gl.convert_layout(total_R, gl.SliceLayout(1, acc_layout))[:, None]
                     _store(
                         mixed_RD, output, query_tile, start, query_len, first_row, head, output_stride,
                         output_head_stride, WHICH, G, D,

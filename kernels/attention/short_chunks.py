@@ -2,7 +2,7 @@
 
 A chunk of 16 rows over 8,192 positions is one tile of rows for each KV head, and one program would walk over all
 positions. Here the positions are divided, too (`attention_split_kv`), at the price of two more small launches: by the
-loops of decode steps, or where the table says so by the form for Hopper, whose products are faster. It refuses to
+loops of decode steps, or where the table says so by the form for Hopper, whose matmuls are faster. It refuses to
 divide where a row's result must not depend on the batch: shares follow from the lengths of all sequences.
 
 Legend: as in `attention_prefill`.
@@ -27,7 +27,7 @@ _FP8 = torch.float8_e4m3fn
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", _FP8: "fp8"}
 _TILE_ROWS = 128  # of the forms that do not divide positions
 _MAX_PROGRAMS = 96  # of those, up to which most multiprocessors stand idle or wait for memory that others could ask for
-_MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose products are not as fast as theirs
+_MAX_WIDE_PROGRAMS = 33  # the same for chunks of several tiles of ours, whose matmuls are not as fast as theirs
 _MAX_HOPPER_PROGRAMS = 66  # the same where the form for Hopper divides: two shares for each of them
 _OUR_ROWS = 64
 _MIN_BLOCK_SIZE = 16  # of decode steps, whose loops these are

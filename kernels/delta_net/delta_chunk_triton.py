@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""The gated delta net over chunks of prompts, by blocks of 64 positions and products of matrices.
+"""The gated delta net over chunks of prompts, by blocks of 64 positions, in matmuls.
 
 Four launches. The first convolves the rows and sums the gates. The second makes of each block, for each value head, all
 that needs no state: with A = tril(beta k k^T e^(s_i - s_j)), s the sums of g, and T the inverse of I + A, what u is
 without a state, T (beta v), what a state takes away from it, w = T (beta e^s k), and how much of each u a row sees,
 tril(q k^T e^(s_i - s_j)). The third walks over the blocks with BV columns of a value head's state in registers, two
-products each that wait for one another: u = T (beta v) - w S, and S = e^(s_last) S + k^T (e^(s_last - s) u). It leaves
+matmuls each that wait for one another: u = T (beta v) - w S, and S = e^(s_last) S + k^T (e^(s_last - s) u). It leaves
 each block's u and the state before it, of which the fourth makes outputs, e^s q S and what is seen of u, and their
-gated norm. The walk holds the state transposed, so that state and u go from registers into products.
+gated norm. The walk holds the state transposed, so that state and u go from registers into matmuls.
 
 T is that of single rows at first, the identity, and blocks on its diagonal are merged by twos: T - T A T, where A has
 what is between two. All of these are bounded as the state's own transitions are, where the powers of A may be large
@@ -424,7 +424,7 @@ def constants_of(
     early: bool, dtype: torch.dtype,
 ) -> tuple[dict[str, Any], ...]:  # fmt: skip
     """The constants of the four launches, but what tells of an early start."""
-    # of products whose operands are float32: what a model's dtype is worth
+    # of matmuls whose operands are float32: what a model's dtype is worth
     precision = "ieee" if torch.version.hip is not None else "tf32x3" if dtype == torch.float32 else "tf32"
     sizes = {"H": num_heads, "K": key_dim, "V": value_dim, "G": num_values, "C": BLOCK}
     rings = {"W": num_taps, "TILE": TILE, "CONV_RING": conv_ring, "RING": ring, "Y": row}

@@ -87,7 +87,7 @@ def delta_net(x: DeltaRows, kept: DeltaState, rows: StateRows, *, invariant: boo
         x: of the rows.
         kept: read and written.
         rows: where they stand.
-        invariant: on CUDA, by products of one fixed shape; on a CPU they always are.
+        invariant: on CUDA, by matmuls of one fixed shape; on a CPU they always are.
 
     Raises:
         KernelArgumentInvalid: decode rows are more than a tile: more than one may end before the next step.
@@ -208,7 +208,7 @@ class _Layer:
         apart_BHGCC = torch.exp((sum_BHGC[..., :, None] - sum_BHGC[..., None, :]).clamp(max=0))
         since_BHGC1 = torch.exp(sum_BHGC)[..., None]
         key_BHCK, beta_BHGC1 = tile.key_BHCK, tile.beta_BHGC[..., None]
-        met_BHGCC = self._product(key_BHCK, key_BHCK.mT)[:, :, None] * apart_BHGCC * beta_BHGC1
+        met_BHGCC = self._matmul(key_BHCK, key_BHCK.mT)[:, :, None] * apart_BHGCC * beta_BHGC1
         is_old_BHGC1 = tile.is_old_BC[:, None, None, :, None]
         met_BHGCC = torch.where(is_below_CC & ~is_old_BHGC1, met_BHGCC, 0)
         left_BHGCV = beta_BHGC1 * (tile.value_BHGCV - since_BHGC1 * self._of_state(key_BHCK, state_BHGKV))
@@ -216,10 +216,10 @@ class _Layer:
         for row in range(TILE - 1):  # each is taken from those that follow, in the same order everywhere
             one, below = slice(row, row + 1), slice(row + 1, TILE)
             u_BHGCV[..., below, :] -= met_BHGCC[..., below, one] * u_BHGCV[..., one, :]
-        seen_BHGCC = self._product(tile.query_BHCK, key_BHCK.mT)[:, :, None] * apart_BHGCC
+        seen_BHGCC = self._matmul(tile.query_BHCK, key_BHCK.mT)[:, :, None] * apart_BHGCC
         seen_BHGCC = torch.where(is_below_CC.mT, 0, seen_BHGCC)
         before_BHGCV = since_BHGC1 * self._of_state(tile.query_BHCK, state_BHGKV)
-        return before_BHGCV + self._product(seen_BHGCC, u_BHGCV), u_BHGCV
+        return before_BHGCV + self._matmul(seen_BHGCC, u_BHGCV), u_BHGCV
 
     def fold(
         self, state_BHGKV: torch.Tensor, key_BHCK: torch.Tensor, u_BHGCV: torch.Tensor, decay_BHGC: torch.Tensor
@@ -228,7 +228,7 @@ class _Layer:
         sum_BHGC = _running_sum(decay_BHGC)
         last_BHG1 = sum_BHGC[..., -1:]
         weight_BHGC1 = torch.exp((last_BHG1 - sum_BHGC).clamp(max=0))[..., None]
-        added_BHGKV = self._product((key_BHCK[:, :, None] * weight_BHGC1).mT, u_BHGCV)
+        added_BHGKV = self._matmul((key_BHCK[:, :, None] * weight_BHGC1).mT, u_BHGCV)
         return torch.exp(last_BHG1)[..., None] * state_BHGKV + added_BHGKV
 
     def put(self, tile: _Tile, u_BHGCV: torch.Tensor) -> None:
@@ -252,13 +252,13 @@ class _Layer:
 
     def _of_state(self, x_BHCK: torch.Tensor, state_BHGKV: torch.Tensor) -> torch.Tensor:
         """What each value head's state makes of its key head's rows, [B, H, G, C, V]."""
-        return self._product(x_BHCK[:, :, None].expand(-1, -1, self._shape[1], -1, -1), state_BHGKV)
+        return self._matmul(x_BHCK[:, :, None].expand(-1, -1, self._shape[1], -1, -1), state_BHGKV)
 
-    def _product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def _matmul(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Batched, [..., M, N]; each of one shape, so that it depends on its own operands alone."""
         left_XMK, right_XKN = left.flatten(0, -3).contiguous(), right.flatten(0, -3).contiguous()
         if self._is_fixed:
-            found_XMN = tiles.product_groups_fixed(left_XMK, right_XKN, left.shape[-2])
+            found_XMN = tiles.matmul_groups_fixed(left_XMK, right_XKN, left.shape[-2])
         else:
             found_XMN = torch.bmm(left_XMK, right_XKN)
         return found_XMN.view(*left.shape[:-1], right.shape[-1])

@@ -1,6 +1,6 @@
 """What a gated delta net computes between its projections: convolution, recurrence, gated norm.
 
-The reference is the three rooms beside this one, and torch's operations; the Triton form is a launch of each, or four
+The reference is the three modules beside this one, and torch's operations; the Triton form is a launch of each, or four
 that take a chunk by blocks. Those launches read and write the same pool in the same form, so a sequence may go from one
 to the other.
 
@@ -33,7 +33,7 @@ _FORMS: Memo[bool] = Memo()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaProjected:
-    """What a layer's projections made of a pass's rows, views of the products, in the model's dtype."""
+    """What a layer's projections made of a pass's rows, views of the GEMM outputs, in the model's dtype."""
 
     query_THK: torch.Tensor
     key_THK: torch.Tensor
@@ -83,8 +83,8 @@ def delta_layer(
         weights: of the layer.
         kept: read and written.
         rows: where they stand; all rows of the pass, in their order.
-        invariant: the reference's products are of one fixed shape on CUDA; the Triton form goes through a chunk row by
-            row, so that bits do not depend on where a prompt is cut. Otherwise by blocks, whose products have operands
+        invariant: the reference's matmuls are of one fixed shape on CUDA; the Triton form goes through a chunk row by
+            row, so that bits do not depend on where a prompt is cut. Otherwise by blocks, whose matmuls have operands
             of half precision where the model's dtype is narrower than float32.
         implementation: see there. Triton's is in float32, and gives 0 for rows that are not real.
 

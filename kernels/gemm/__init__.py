@@ -1,1 +1,1 @@
-"""Products with a weight, and what makes their operands float8."""
+"""GEMMs, and the quantization of their operands to float8."""

@@ -1,12 +1,12 @@
-"""Products with a float8 weight: C = A W^T in bfloat16, with 1 x 128 scales of A and 128 x 128 scales of W.
+"""GEMMs with a float8 weight: C = A W^T in bfloat16, with 1 x 128 scales of A and 128 x 128 scales of W.
 
     C[m, n] = sum over groups g of  scale_A[g, m] * scale_W[n / 128, g] * (A[m, g] . W[n, g])
 
-each group's product in the tensor cores, scaled and added in float32. `gemm_fp8` takes activations that are quantized,
-`linear_fp8` takes them in bfloat16 and quantizes in the same call, to the same bits. For few rows the operands change
-sides (`swap_ab`); where the table or the rule says so, many rows go to the library's product
+The tensor cores compute each group's dot product, which is scaled and added in float32. `gemm_fp8` takes quantized
+activations; `linear_fp8` takes bfloat16 and quantizes in the same call, to the same bits. For few rows the operands
+change sides (`swap_ab`); where the table or the rule says so, many rows go to the library's GEMM
 (`kernels.gemm.scaled_mm`). On Hopper few rows may take a form of their own (`kernels.gemm.fp8_hopper_triton`), and one
-or two rows that of `linear_vector`, which makes float8 of them in each program.
+or two rows that of `linear_vector`, in which each program quantizes them for itself.
 
 With `invariant` a row's result depends on that row alone, bit for bit: tile, splits and order are the weight's.
 
@@ -43,7 +43,7 @@ from baton.kernels.gemm.scaled_mm import LIBRARY, ROWS_MULTIPLE
 from baton.kernels.gemm.workspace import MAX_TILES, GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
 from baton.kernels.memo import Memo, signature
-from baton.kernels.tiles import product_rows
+from baton.kernels.tiles import matmul_rows
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def gemm_fp8(
         signature(a_MK), signature(scales_GM), signature(weight.values_NK), signature(out_MN), swap_ab, num_sms,
         invariant, plan, implementation,
     )  # fmt: skip
-    way = _PRODUCTS.find(key)
+    way = _GEMMS.find(key)
     if way is None:
         require_tensor("a_MK", a_MK, [None, weight.num_inputs], [torch.float8_e4m3fn], weight.values_NK.device)
         require_rows("a_MK", a_MK)
@@ -96,7 +96,7 @@ def gemm_fp8(
         _check_others(out_MN, len(a_MK), weight, num_sms, swap_ab)
         can_tma = gemm_fp8_hopper_triton.fits(weight, a_MK)
         way = _way("gemm_fp8", len(a_MK), weight, swap_ab, num_sms, invariant, plan, implementation, can_tma)
-        _PRODUCTS.keep(key, way)
+        _GEMMS.keep(key, way)
     if way.is_empty:
         return _out(out_MN, 0, weight)
     if not way.in_triton:
@@ -126,7 +126,7 @@ def linear_fp8(
         out_MN: where the result is put.
         ue8m0: activations' scales are powers of two.
         swap_ab: whether operands change sides.
-        num_sms: programs at most, of the product.
+        num_sms: programs at most, of the GEMM.
         invariant: a row's result is independent of the other rows.
         workspace: of the current stream.
         plan: how to compute, for tuning.
@@ -157,8 +157,8 @@ def linear_fp8(
     num_rows, plan = len(x_MK), way.plan
     if not way.in_triton:
         a_MK, scales_GM = quantize_fp8_reference(x_MK, ue8m0=ue8m0)
-        product_MN = gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant, out_dtype=x_MK.dtype)
-        return product_MN if out_MN is None else out_MN.copy_(product_MN)
+        gemm_MN = gemm_fp8_reference(a_MK, scales_GM, weight, invariant=invariant, out_dtype=x_MK.dtype)
+        return gemm_MN if out_MN is None else out_MN.copy_(gemm_MN)
     if plan is not None and plan.fused:
         out_MN = _out(out_MN, num_rows, weight)
         if plan.vector:
@@ -182,18 +182,18 @@ def gemm_fp8_reference(
 ) -> torch.Tensor:
     """What `gemm_fp8` computes, in torch: the product of what the values stand for, in float32, then rounded."""
     wide_MK, weight_NK = dequantize_fp8(a_MK, scales_GM), weight.dequantize()
-    product = product_rows(wide_MK, weight_NK) if invariant else wide_MK @ weight_NK.t()
-    return product.to(out_dtype)
+    out_MN = matmul_rows(wide_MK, weight_NK) if invariant else wide_MK @ weight_NK.t()
+    return out_MN.to(out_dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a product that was checked is computed.
+    """How a GEMM that was checked is computed.
 
     Attributes:
         is_empty: nothing is.
         in_triton: not by torch's reference.
-        plan: of the launch; None: the library's product.
+        plan: of the launch; None: the library's GEMM.
     """
 
     is_empty: bool
@@ -201,7 +201,7 @@ class _Way:
     plan: GemmPlan | None
 
 
-_PRODUCTS: Memo[_Way] = Memo()
+_GEMMS: Memo[_Way] = Memo()
 _LINEARS: Memo[_Way] = Memo()
 
 
@@ -241,7 +241,7 @@ def _is_warp_specialized(plan: GemmPlan, num_rows: int, weight: Fp8Weight, num_s
 def _check_others(
     out_MN: torch.Tensor | None, num_rows: int, weight: Fp8Weight, num_sms: int | None, swap_ab: SwapAB | str
 ) -> None:
-    """What both products take beside activations."""
+    """What both functions take beside activations."""
     require(num_sms is None or num_sms > 0, "num_sms", f"is {num_sms}, not positive")
     names = [item.value for item in SwapAB]
     is_known = isinstance(swap_ab, SwapAB) or swap_ab in names
@@ -293,7 +293,7 @@ def _chosen(
     invariant: bool,
     can_tma: bool,
 ) -> GemmPlan | None:
-    """The plan; None: the library's product, which can be neither capped nor invariant."""
+    """The plan; None: the library's GEMM, which can be neither capped nor invariant."""
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     device = weight.values_NK.device
     can_swap = _capability(device)[0] == _HOPPER[0]
@@ -323,7 +323,7 @@ def _chosen(
 @functools.cache
 def _tell_of_rule(num_outputs: int, num_inputs: int) -> None:
     log.warning(
-        "a float8 product of %d outputs and %d inputs is computed by rule, not as tuned: its rows do not begin at "
+        "a float8 GEMM of %d outputs and %d inputs is computed by rule, not as tuned: its rows do not begin at "
         "multiples of 16 bytes, or it has more tiles than counters",
         num_outputs,
         num_inputs,
@@ -353,11 +353,11 @@ def _multiplied(
 ) -> torch.Tensor:
     """Of quantized rows, which may be more than those wanted: what is padded is not stored, or cut off."""
     if plan is None:
-        product_MN = LIBRARY.product(a_MK, scales_GM, weight)
-        if product_MN is not None:
-            if len(product_MN) != num_rows:
-                product_MN = product_MN[:num_rows]
-            return product_MN if out_MN is None else out_MN.copy_(product_MN)
+        gemm_MN = LIBRARY.gemm(a_MK, scales_GM, weight)
+        if gemm_MN is not None:
+            if len(gemm_MN) != num_rows:
+                gemm_MN = gemm_MN[:num_rows]
+            return gemm_MN if out_MN is None else out_MN.copy_(gemm_MN)
         plan = _own(a_MK, num_rows, weight)
     if len(a_MK) != num_rows:
         a_MK, scales_GM = a_MK[:num_rows], scales_GM[:, :num_rows]

@@ -1,4 +1,4 @@
-"""What a float8 product takes on Hopper, predicted: a model of the machine that plans shapes which no table has.
+"""What a float8 GEMM takes on Hopper, predicted: a model of the machine that plans shapes which no table has.
 
 The time of a launch is a sum of what it does, each times a cost of its tile that was measured once
 (`kernels/tuned/gemm_fp8_cost.json`, from `scripts/fit_gemm_cost.py`):
@@ -12,7 +12,7 @@ The time of a launch is a sum of what it does, each times a cost of its tile tha
     split    1 if columns are split
     joined   time to write the sums of splits
 
-The library's products are predicted alike, from tiles of 128 x 128. Pure: no tensors, no GPU. Legend: M rows, N
+The library's GEMMs are predicted alike, from tiles of 128 x 128. Pure: no tensors, no GPU. Legend: M rows, N
 outputs, K inputs.
 """
 
@@ -25,7 +25,7 @@ from importlib import resources
 GROUP_LEN = 128
 SPLITS = (1, 2, 3, 4, 6, 8, 12)
 _MIN_GROUPS = 3  # of a split
-_MAX_PROGRAMS = 300  # of a product that is split
+_MAX_PROGRAMS = 300  # of a GEMM that is split
 _FEW_ROWS = 16  # up to here only the smallest tile is worth a thought
 _MID_ROWS = 64  # from more than a few rows on, tiles of as many are
 
@@ -111,7 +111,7 @@ def work_of(tile: Tile, num_at_once: int, splits: int, M: int, N: int, K: int, m
 
 
 def library_work_of(M: int, N: int, K: int, machine: Machine) -> tuple[float, ...]:
-    """What the library does: start, groups of rounds, rounds, bytes, and groups of the whole product."""
+    """What the library does: start, groups of rounds, rounds, bytes, and groups of the whole GEMM."""
     tiles_high = -(-M // 128)
     rounds = -(-tiles_high * -(-N // 128) // machine.num_sms)
     num_groups = K // GROUP_LEN
@@ -151,7 +151,7 @@ class Prediction:
 
 
 def library_us(M: int, N: int, K: int, machine: Machine) -> float:
-    """Time of the library's product in microseconds."""
+    """Time of the library's GEMM in microseconds."""
     return _sum(fitted().library, library_work_of(M, N, K, machine))
 
 

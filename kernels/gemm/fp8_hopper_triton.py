@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Products of float8 matrices with scales: the form of `kernels.gemm.fp8_triton` for Hopper alone.
+"""Float8 GEMMs with scales: the form of `kernels.gemm.fp8_triton` for Hopper alone.
 
-Here the warps of a program have trades: one warp copies tiles to shared memory by TMA, another brings scales, and one
+Here warps are specialized: one warp copies tiles to shared memory by TMA, another brings scales, and one
 or two warpgroups do nothing but multiply and add. So a tile of few rows of the weight needs no more than a tile's
 warps, all that a multiprocessor has of shared memory is stages on their way, and where the weight has rows enough for
 every multiprocessor nothing need be split. Tokens past the last are zeros, filled in by TMA and never read.

@@ -1,9 +1,9 @@
-"""How a float8 product is computed at a shape: which operand is which side, tiles, splits. Tuned, else predicted; pure.
+"""How a float8 GEMM is computed at a shape: which operand is which side, tiles, splits. Tuned, else predicted; pure.
 
 Two tables of `kernels.tuning`: "gemm_fp8" for quantized activations and "linear_fp8" for those that are quantized in
 the same call. A row is the fields of a `GemmPlan`, or `{"library": true}` where cuBLASLt is faster. Shapes and sizes
 that no table has are planned on Hopper by `kernels.gemm.fp8_cost`, elsewhere by `rule`. Before all that, one or two
-rows and a small weight are a product of vectors (`kernels.gemm.vector_plan`). Plans change at powers of two of the rows
+rows and a small weight are computed by vectors (`kernels.gemm.vector_plan`). Plans change at powers of two of the rows
 only, so that a warm-up that meets each of these meets all plans.
 """
 
@@ -23,7 +23,7 @@ from baton.kernels.tuning import find
 GROUP_LEN = 128
 TABLES = ("gemm_fp8", "linear_fp8")
 SIZES = (8, 16, 32, 64, 128, 1024, 4096)  # rows that are tuned for
-FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the product
+FEW_ROWS = 128  # up to here both tables are tuned, beyond it only that of the GEMM
 _NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
 _MIN_STEPS = 4  # groups of 128 columns of a split
 _MAX_SPLITS = 16
@@ -52,10 +52,10 @@ class GemmPlan:
         splits: parts that the columns are cut into.
         tma: whether the weight is read by the copy engine of a multiprocessor (descriptors).
         fused: whether activations in bfloat16 are quantized as they are loaded, not by a launch of its own.
-        pdl: whether the product's programs start before the launch before it has ended.
+        pdl: whether the GEMM's programs start before the launch before it has ended.
         workers: warpgroups that multiply while other warps copy (`kernels.gemm.fp8_hopper_triton`), 1 or 2; 0: all
             warps do everything.
-        depth: groups whose products a worker has in the tensor cores at once.
+        depth: groups that a worker has in the tensor cores at once.
         vector: one or two rows, quantized as they are loaded, without tensor cores (`kernels.gemm.linear_vector`);
             the other fields say nothing.
     """
@@ -136,7 +136,7 @@ def machine_of(device_index: int | None) -> Machine:
 
 @functools.lru_cache(maxsize=4096)
 def predicted_plan(size: int, num_outputs: int, num_inputs: int, machine: Machine) -> tuple[GemmPlan, bool]:
-    """The best plan of Baton's own on Hopper by prediction, and whether the library's product takes less.
+    """The best plan of Baton's own on Hopper by prediction, and whether the library's GEMM takes less.
 
     Args:
         size: as `size_of` gives it.
@@ -159,7 +159,7 @@ def plan_of(
     can_swap: bool,
     device_index: int | None,
 ) -> GemmPlan | None:
-    """The plan for a shape; None: the library's product.
+    """The plan for a shape; None: the library's GEMM.
 
     Args:
         table: "gemm_fp8" or "linear_fp8".

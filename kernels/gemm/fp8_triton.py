@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Product of float8 matrices with scales, as a Triton kernel: C = A W^T, with 1 x 128 scales of A and 128 x 128 of W.
+"""The float8 GEMM with scales as a Triton kernel: C = A W^T, with 1 x 128 scales of A and 128 x 128 of W.
 
 Hopper's tensor cores take 64 rows at least. With few tokens the operands change sides: rows of the weight are the 64
 or 128 rows of an instruction and tokens are its 16 to 64 columns, so nothing is computed for rows that do not exist.
@@ -8,10 +8,10 @@ where the weight has too few rows to occupy all multiprocessors. Splits are adde
 their own order, so the sum has one value. Tiles of 16 or 32 rows need no splits where 64 do; Hopper has no float8
 instruction of that height, so they are multiplied in float16, which every float8 value is, at half the rate.
 
-The tensor cores add with fewer bits than float32, therefore each product over 128 columns is scaled and added in
+The tensor cores add with fewer bits than float32, therefore each partial sum over 128 columns is scaled and added in
 float32 registers. Activations come quantized, or in bfloat16 and are quantized as they are loaded, to the same bits.
 Programs may be there before the activations are (`kernels.dependent_launch`), and begin with the weight, which waits
-for nothing: so the memory is busy between products, too.
+for nothing: so the memory is busy between GEMMs, too.
 
 Shapes: M tokens, N rows of the weight, K columns of both, I and J rows and columns of a tile.
 """
@@ -73,7 +73,7 @@ def _scales(a_scales, w_scales, group, a_scale_stride, m, is_row, QUANTIZE: tl.c
 def _add_group(
     acc, x, weight, scale, BM: tl.constexpr, SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr
 ):
-    """The sum with the product of 128 columns added; in float32, which the tensor cores' own sums are not."""
+    """The sum with that of 128 more columns added; in float32, which the tensor cores' own sums are not."""
     if QUANTIZE:
         x, scale_m1 = quantize_tile(x.to(tl.float32), 1, UE8M0)
         scale = tl.reshape(scale_m1, [BM]) * scale
@@ -85,7 +85,7 @@ def _add_group(
 
 
 @triton.jit
-def _product(
+def _partial_sum(
     a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, COPIED: tl.constexpr,
     SWAP: tl.constexpr, QUANTIZE: tl.constexpr, UE8M0: tl.constexpr, TMA: tl.constexpr,
@@ -163,7 +163,7 @@ def _tile(
 ):  # fmt: skip
     """One split of one tile."""
     pm, pn, split, first, last = _place(work, num_rows, K, num_splits, BM, STEP)
-    acc = _product(
+    acc = _partial_sum(
         a, a_scales, w, w_scales, num_rows, N, K, a_stride, a_scale_stride, w_scale_stride, pm, pn, first, last,
         BM, BN, STEP, STAGES, COPIED, SWAP, QUANTIZE, UE8M0, TMA,
     )  # fmt: skip

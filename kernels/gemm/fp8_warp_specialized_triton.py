@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Product of float8 matrices with scales on Hopper: the device code of `kernels.gemm.fp8_hopper_triton`.
+"""The float8 GEMM with scales on Hopper: the device code of `kernels.gemm.fp8_hopper_triton`.
 
 What it computes and how is said there. It refuses to know plans, launches and tensors.
 """
@@ -137,7 +137,7 @@ def _scale(
 
 @gluon.jit
 def _multiply(x_pieces, y_pieces, full, stage, parity, HALF: gl.constexpr, HALVES: gl.constexpr, WIDE: gl.constexpr):
-    """A group's product begun, once its tiles are there; not waited for."""
+    """A group's wgmma begun, once its tiles are there; not waited for."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     mbarrier.wait(full.index(stage), parity)
     zero = gl.zeros([64, WIDE], gl.float32, layout)
@@ -149,7 +149,7 @@ def _multiply(x_pieces, y_pieces, full, stage, parity, HALF: gl.constexpr, HALVE
 def _promote(
     acc, part, scales, empty, stage, SWAP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, HALVES: gl.constexpr
 ):
-    """The sum with a group's product added, in float32, which the tensor cores' own sums are not."""
+    """The sum with a group's added, in float32, which the tensor cores' own sums are not."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     if SWAP:
         acc += part * scales.index(stage).load(gl.SliceLayout(0, layout))[None, :]

@@ -25,7 +25,7 @@ class Fp8Weight:
     Attributes:
         values_NK: float8, contiguous.
         scales_BG: float32 [ceil(N / 128), K / 128], a view of rows whose length is a multiple of four.
-        prepared: what products made of it once, views and descriptors, by their own names.
+        prepared: what GEMMs made of it once, views and descriptors, by their own names.
     """
 
     values_NK: torch.Tensor

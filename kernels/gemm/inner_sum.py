@@ -1,8 +1,8 @@
-"""How the parts of a product are added whose inner dimension a group of ranks may share.
+"""How the parts of a GEMM are added whose inner dimension a group of ranks may share.
 
-In default numerics a rank's part is one product of the library, and the ranks' parts are added in rank order. In
+In default numerics a rank's part is one GEMM of the library, and the ranks' parts are added in rank order. In
 invariant numerics the whole inner dimension is cut into the same slices however many ranks there are, and the slices'
-products are added as one balanced tree: a rank adds the subtree it holds, the ranks together add the levels above it.
+GEMMs are added as one balanced tree: a rank adds the subtree it holds, the ranks together add the levels above it.
 So 1, 2, 4 or 8 ranks round alike, bit for bit, and what ranks exchange is one tensor each all the same.
 
 Legend: T rows, K inner size (of this rank), N outputs, C slices (of this rank).
@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from baton.kernels.gemm.slices import num_slices
-from baton.kernels.tiles import product_slices
+from baton.kernels.tiles import matmul_slices
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -50,12 +50,12 @@ class InnerSum:
         return count
 
     def linear(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """The product x W^T over the inner dimension of all ranks, [T, N]."""
+        """X W^T over the inner dimension of all ranks, [T, N]."""
         return self.add_ranks(functional.linear(x_TK, weight_NK))
 
     def linear_invariant(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """The same, each row independent of the rows beside it and of the number of ranks; rounded once."""
-        parts_CTN = product_slices(x_TK, weight_NK, self.num_slices(x_TK.shape[1]))
+        parts_CTN = matmul_slices(x_TK, weight_NK, self.num_slices(x_TK.shape[1]))
         return self.add_ranks(tree_sum(parts_CTN.unbind())).to(x_TK.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Products with a weight: y = x W^T, no bias. Legend: T rows, K inputs, N outputs."""
+"""Linear layers: y = x W^T, no bias. Legend: T rows, K inputs, N outputs."""
 
 import math
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from baton.kernels.gemm import linear_ordered_triton, linear_split_triton, linea
 from baton.kernels.gemm.inner_sum import tree_sum
 from baton.kernels.gemm.workspace import GemmWorkspace, default_workspace
 from baton.kernels.implementation import Implementation, uses_triton
-from baton.kernels.tiles import product_rows, product_slices, wide_dtype
+from baton.kernels.tiles import matmul_rows, matmul_slices, wide_dtype
 
 MAX_OWN_ROWS = linear_split_triton.MAX_TOKENS  # of `linear_fast`: the library has those with more
-_OWN_SLICES = 2  # of a product whose inner dimension no ranks share: so that few outputs occupy a GPU
+_OWN_SLICES = 2  # of a GEMM whose inner dimension no ranks share: so that few outputs occupy a GPU
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _REFERENCE_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
 _WARP_OUTPUTS = 16
@@ -31,7 +31,7 @@ def linear_ordered(
     options: Mapping[str, Any] | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """The product x W^T, [T, N]; a row and an output depend on themselves alone, bit for bit.
+    """X W^T, [T, N]: a row and an output depend on themselves alone, bit for bit.
 
     Args:
         x_TK: bfloat16 or float16 (the reference takes float32 and float64, too); rows may be strided.
@@ -52,7 +52,7 @@ def linear_ordered(
     dtype = out_dtype or x_TK.dtype
     require(dtype in (x_TK.dtype, wide_dtype(x_TK.dtype)), "out_dtype", f"is {dtype}")
     if not with_triton:
-        return tree_sum(product_slices(x_TK, weight_NK, num_slices).unbind()).to(dtype)
+        return tree_sum(matmul_slices(x_TK, weight_NK, num_slices).unbind()).to(dtype)
     out_TN = torch.empty(len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)
     if out_TN.numel():
         if options is None:
@@ -64,7 +64,7 @@ def linear_ordered(
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """The library's product, [T, N] in the dtype of both operands."""
+    """The library's GEMM, [T, N] in the dtype of both operands."""
     return functional.linear(x_TK, weight_NK)
 
 
@@ -75,10 +75,10 @@ def linear_split(
     workspace: GemmWorkspace | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """The product x W^T of few rows with a weight of few outputs, [T, N] in the dtype of both.
+    """X W^T of few rows with a weight of few outputs, [T, N] in the dtype of both.
 
     The inner dimension is split among programs of one launch; parts are added in float32, in one order, and rounded
-    once. For products that take as long as reading the weight, and whose weight is too small for the library's tiles.
+    once. For GEMMs that take as long as reading the weight, and whose weight is too small for the library's tiles.
 
     Args:
         x_TK: bfloat16 or float16, T at most 32; rows may be strided. The reference takes any T, float32 and float64.
@@ -107,9 +107,9 @@ def linear_split(
 def linear_vector(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation = Implementation.AUTO
 ) -> torch.Tensor:
-    """The product x W^T of one or two rows, [T, N] in the dtype of both: added in float32, rounded once.
+    """X W^T of one or two rows, [T, N] in the dtype of both: added in float32, rounded once.
 
-    For products that take as long as reading the weight: it is read row by row, and multiplied without tensor cores.
+    For GEMMs that take as long as reading the weight: it is read row by row, and multiplied without tensor cores.
 
     Args:
         x_TK: bfloat16 or float16, T at most 2; rows may be strided. The reference takes any T, float32 and float64.
@@ -133,7 +133,7 @@ def linear_vector(
 
 
 def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: Implementation) -> torch.Tensor:
-    """`linear_vector` or `linear_split` wherever it can be had and takes less than the library's product; else that."""
+    """`linear_vector` or `linear_split` wherever it can be had and takes less than the library's GEMM; else that."""
     (num_tokens, num_inputs), num_outputs = x_TK.shape, len(weight_NK)
     if x_TK.dtype in _KERNEL_DTYPES and num_inputs % linear_split_triton.STEP == 0 and _is_aligned(weight_NK):
         if vector_plan.is_quicker(num_tokens, num_outputs, num_inputs, is_fp8=False):
@@ -144,7 +144,7 @@ def linear_fast(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, implementation: 
 
 
 def _require_operands(x_TK: torch.Tensor, weight_NK: torch.Tensor, implementation: Implementation) -> bool:
-    """Whether Triton computes their product."""
+    """Whether Triton computes their GEMM."""
     with_triton = uses_triton(x_TK.device, implementation)
     require_tensor("x_TK", x_TK, (None, None), _KERNEL_DTYPES if with_triton else _REFERENCE_DTYPES)
     require_rows("x_TK", x_TK)
@@ -160,4 +160,4 @@ def _is_aligned(weight_NK: torch.Tensor) -> bool:
 
 def linear_invariant(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """The same, each row independent of the rows beside it (`kernels.tiles`)."""
-    return product_rows(x_TK, weight_NK)
+    return matmul_rows(x_TK, weight_NK)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernel of `kernels.gemm.linear_ordered`: the inner dimension of a product is added in one order at every size.
+"""The kernel of `kernels.gemm.linear_ordered`: the inner dimension of a GEMM is added in one order at every size.
 
 The inner dimension is cut into 1, 2, 4 or 8 equal slices. A slice is added step by step in the tensor cores, the slices
 as a balanced tree in float32. How many neighbouring slices a program adds, and how many are left to a second launch,
@@ -30,7 +30,7 @@ NAME = "linear_ordered"  # in the table of tuned configurations
 TOKENS = 64  # of a tile
 MAX_SLICES = 8
 _PROGRAMS = 264  # two for each multiprocessor of an H200
-_MANY = 256  # tokens from which on tiles are larger, since products take longer than reading
+_MANY = 256  # tokens from which on tiles are larger, since GEMMs take longer than reading
 _SUM_LEN = 1024
 
 _TOKENS = tl.constexpr(TOKENS)
@@ -40,7 +40,7 @@ _TILES_TOGETHER = tl.constexpr(16)  # of tokens, that pass over the weight side 
 
 @triton.jit
 def _slice(x_at_TK, w_at_NK, is_token_T1, length, BN: tl.constexpr, WHOLE: tl.constexpr):
-    """The product over one slice, [N, T]."""
+    """The GEMM over one slice, [N, T]."""
     sum_NT = tl.zeros([BN, _TOKENS], tl.float32)
     index_1K = tl.arange(0, _STEP)[None, :]
     for step in tl.range(0, tl.cdiv(length, _STEP)):
@@ -242,7 +242,7 @@ def _variant(
     )
 
 
-# Outputs and slices of the products of an 8B model: with Q, K and V; output and down; gate and up, and the head.
+# Outputs and slices of the GEMMs of an 8B model: with Q, K and V; output and down; gate and up, and the head.
 _SERVED = ((6144, 2), (4096, 8), (24_576, 2))
 
 

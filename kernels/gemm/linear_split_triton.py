@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""The kernel of `kernels.gemm.linear_split`: a product of few tokens with a weight of few rows.
+"""The kernel of `kernels.gemm.linear_split`: a GEMM of few tokens and few outputs.
 
-Such a product takes as long as reading the weight, if there are enough programs to read it; tiles of 64 rows are too
+Such a GEMM takes as long as reading the weight, if there are enough programs to read it; tiles of 64 rows are too
 few. So the inner dimension is split among programs, and whichever of a tile comes last adds the parts, in the order of
 the splits: the sum has one value, and there is no second launch. The weight's rows are the 64 rows of an instruction,
 tokens its columns. A program asks for its part of the weight while the launch before still runs.

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""The kernel of `kernels.gemm.linear_vector`: a product of one or two tokens with a weight, without tensor cores.
+"""The kernel of `kernels.gemm.linear_vector`: a GEMM of one or two tokens, without tensor cores.
 
-Such a product takes as long as reading the weight. A program has all columns of a few rows of it, so there are no parts
+Such a GEMM takes as long as reading the weight. A program has all columns of a few rows of it, so there are no parts
 to add, and asks for them before it waits for the launch before: they are in its registers, or on their way there, when
 the tokens come. Where the weight is float8, a program makes float8 of the tokens, as `quantize_fp8` does, and
 multiplies them with the scales of both.

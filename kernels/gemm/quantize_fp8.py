@@ -2,7 +2,7 @@
 
 A group's scale is max(|x|, 1e-10) / 448, so that its largest element becomes the largest float8; elements are divided
 by it (multiplied by its reciprocal), rounded to nearest even and saturated. Scales lie K-major, [K / 128, T], as the
-products that read them want. A NaN stays one and does not scale its neighbours; an infinity makes its group NaN once
+GEMMs that read them want. A NaN stays one and does not scale its neighbours; an infinity makes its group NaN once
 it is scaled back; a group of zeros gets a tiny scale. Rows that only pad are zeros with scale 1: 0 times it is 0.
 
 It refuses a K that is no multiple of 128. Legend: T rows, K columns, G groups.

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Quantization to float8 per group of 128 in Triton: a kernel, and the formula for kernels that quantize as they load.
 
-Every group's arithmetic is its own: one multiplication by 1/448, one correctly rounded division, one product for each
-element and one conversion that rounds to even and saturates. So the bits are those of `quantize_fp8_reference`,
-whatever tile a group is in. Shapes: T rows, K columns, G groups of 128 columns.
+Every group is computed by itself: one multiplication by 1/448, one correctly rounded division, then for each element
+one multiplication and one conversion that rounds to even and saturates. So the bits are those of
+`quantize_fp8_reference`, whatever tile a group is in. Shapes: T rows, K columns, G groups of 128 columns.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""The library's float8 product with 1 x 128 by 128 x 128 scales: cuBLASLt through torch, for many rows.
+"""The library's float8 GEMM with 1 x 128 by 128 x 128 scales: cuBLASLt through torch, for many rows.
 
 Not every version of torch and CUDA has it, and it refuses some shapes. What refuses once is not asked again for that
-shape; each product that was computed otherwise is counted, and the first is logged. Legend: M rows, N, K, G groups.
+shape; each GEMM that was computed otherwise is counted, and the first is logged. Legend: M rows, N, K, G groups.
 """
 
 import functools
@@ -22,7 +22,7 @@ class Library:
     """What the library has refused so far.
 
     Attributes:
-        num_refused: products that something else had to compute.
+        num_refused: GEMMs that something else had to compute.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Library:
         """Outputs and inputs of the weights that it cannot multiply with."""
         return frozenset(self._refused)
 
-    def product(self, q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> torch.Tensor | None:
+    def gemm(self, q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> torch.Tensor | None:
         """[M, N] bfloat16; None if the library cannot. M is padded here if it is no multiple of four."""
         shape = (weight.num_outputs, weight.num_inputs)
         if not _has_blockwise(q_MK.device):
@@ -44,7 +44,7 @@ class Library:
             self.num_refused += 1
             return None
         try:
-            return _product(q_MK, scales_GM, weight)
+            return _gemm(q_MK, scales_GM, weight)
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the device, not of the shape
             raise
         except (RuntimeError, ValueError) as error:  # what torch and cuBLASLt say of shapes they do not take
@@ -53,7 +53,7 @@ class Library:
 
     def _refuse(self, shape: tuple[int, int], reason: str) -> None:
         if not self._refused:
-            log.warning("float8 products of the library are replaced by Baton's own, first at %s: %s", shape, reason)
+            log.warning("float8 GEMMs of the library are replaced by Baton's own, first at %s: %s", shape, reason)
         self._refused.add(shape)
         self.num_refused += 1
 
@@ -69,7 +69,7 @@ def _has_blockwise(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0) and (int(major), int(minor)) >= _MIN_CUDA
 
 
-def _product(q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+def _gemm(q_MK: torch.Tensor, scales_GM: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     num_rows = len(q_MK)
     missing = -num_rows % ROWS_MULTIPLE
     if missing:

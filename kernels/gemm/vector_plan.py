@@ -1,4 +1,4 @@
-"""Which products are computed row by row of the weight, without tensor cores, and by what tiles. Pure.
+"""Which GEMMs are computed row by row of the weight, without tensor cores, and by what tiles. Pure.
 
 Measured on an H200, behind a norm, on shapes of models and drawn ones (`benchmarks/results/linear-vector-h200.json`):
 one token with a weight in bfloat16 takes 0.43 to 1.03 of the time of what was there before. Where the weight is
@@ -48,7 +48,7 @@ def tile_of(num_inputs: int, *, is_fp8: bool) -> VectorTile:
 
 
 def is_quicker(num_tokens: int, num_outputs: int, num_inputs: int, *, is_fp8: bool) -> bool:
-    """Whether such a product takes less in this form than in the others, by what was measured."""
+    """Whether such a GEMM takes less in this form than in the others, by what was measured."""
     if not 0 < num_tokens <= MAX_TOKENS or num_inputs % GROUP_LEN or not 0 < num_inputs <= MAX_INPUTS:
         return False
     columns = columns_of(num_inputs)

@@ -1,4 +1,4 @@
-"""What products that are split among programs of a launch need beside their operands: counters of splits that are done.
+"""What GEMMs that are split among programs of a launch need beside their operands: counters of splits that are done.
 
 Launches that share it must come one after the other: it belongs to a stream.
 """

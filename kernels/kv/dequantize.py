@@ -1,6 +1,6 @@
 """KV of a batch that lies in float8, widened to the queries' dtype in blocks of its own: for attention of long chunks.
 
-Chunks of many rows read K and V once for each tile of rows, and widening a tile costs a good part of what its products
+Chunks of many rows read K and V once for each tile of rows, and widening a tile costs a good part of what its GEMMs
 do. Widened once, it is read at the speed of 16-bit KV, by the form that is fastest there; a pass over memory is little
 beside that. It refuses what would take more memory than `MAX_BYTES`: there the attention kernel widens as it reads.
 

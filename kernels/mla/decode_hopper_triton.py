@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """Attention of 64 rows of queries over latents: the form of `mla_decode` for Hopper alone.
 
-What is computed, and how it is divided, is as `kernels.mla.decode_triton` says. Here the warps of a program have
-trades: one warp copies blocks of the pool to shared memory by TMA, two warpgroups multiply and weigh. Each has half of
-a tile's positions in the scores, and half of the columns in the sums; what they weigh they tell each other through
-shared memory. Triton would have both compute all scores.
+What is computed, and how it is divided, is as `kernels.mla.decode_triton` says. Here the warps of a program are
+specialized: one warp copies blocks of the pool to shared memory by TMA, two warpgroups compute. Each has half of a
+tile's positions in the scores, and half of the columns in the sums; they exchange softmax weights through shared
+memory. Triton would have both compute all scores.
 
 A box of TMA takes 64 columns of a block, a swizzle's width, and is put where a tile of 64 positions has them: a tile
 lies as pieces of [64, 64], so the boxes of its blocks lie one after the other. Of the tile that reaches past the
@@ -96,7 +96,7 @@ def _consume(
 ):  # fmt: skip
     """The two warpgroups that multiply and weigh."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
-    mixture: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     kind: gl.constexpr = query_latent.dtype
@@ -117,7 +117,7 @@ def _consume(
     place_T = gl.arange(0, TILE, gl.SliceLayout(0, scores))
     most_R = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
     total_RT = gl.zeros([ROWS, TILE], gl.float32, scores)
-    mixed_RC = gl.zeros([ROWS, C], gl.float32, mixture)
+    mixed_RC = gl.zeros([ROWS, C], gl.float32, acc_layout)
     for at in range(first, end):
         count = at - first
         stage = count % STAGES
@@ -139,7 +139,7 @@ def _consume(
         most_R = new_R
         total_RT = total_RT * fade_R[:, None] + weight_RT
         weights.store(weight_RT.to(kind))
-        mixed_RC = mixed_RC * gl.convert_layout(fade_R, gl.SliceLayout(1, mixture))[:, None]
+        mixed_RC = mixed_RC * gl.convert_layout(fade_R, gl.SliceLayout(1, acc_layout))[:, None]
         fence_async_shared()
         _barrier()
         mixed_RC = warpgroup_mma(weights, latent_tiles.index(stage), mixed_RC, is_async=True)
@@ -149,7 +149,7 @@ def _consume(
     total_R = gl.sum(total_RT, axis=1)
     is_seen_R = total_R > 0
     total_R = gl.where(is_seen_R, total_R, 1.0)
-    mixed_RC = mixed_RC * (1.0 / gl.convert_layout(total_R, gl.SliceLayout(1, mixture)))[:, None]
+    mixed_RC = mixed_RC * (1.0 / gl.convert_layout(total_R, gl.SliceLayout(1, acc_layout)))[:, None]
     if num_parts == 1:
         _barrier()
         query_latent.store(mixed_RC.to(kind))  # through the place of the queries, to rows of whole sectors
@@ -161,8 +161,8 @@ def _consume(
     else:
         log_R = gl.where(is_seen_R, most_R * factor + gl.log2(total_R), float("-inf"))
         gl.store(part_logs + (first_out + row_R) * num_parts + part, log_R, mask=row_R < num_rows)
-        mixed_R = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, mixture))
-        mixed_C = gl.arange(0, C, gl.SliceLayout(0, mixture))
+        mixed_R = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+        mixed_C = gl.arange(0, C, gl.SliceLayout(0, acc_layout))
         part_R = ((first_out + mixed_R) * num_parts + part).to(gl.int64) * C
         gl.store(parts + part_R[:, None] + mixed_C[None, :], mixed_RC, mask=(mixed_R < num_rows)[:, None])
 
@@ -343,7 +343,7 @@ def variants() -> list[Variant]:
             contains=("HGMMA", "UTMALDG", "USETMAXREG"),
             lacks=("HMMA",),
             max_registers=168,
-            may_spill=True,  # where the trades begin; the walk has all its tiles in registers
+            may_spill=True,  # where the warps branch; the walk has all its tiles in registers
             on_amd=False,
         )
         for block_size in (16, 64)

@@ -6,8 +6,8 @@ one part of the sequence's positions. A tile of latents is loaded once and used 
 columns as values. How many parts there are is the host's choice, from bounds; where they begin follows from the
 sequence's own length, on the device. The parts are added up by `kernels.attention.merge_triton`.
 
-Swapped, latents are the left operands of both products and queries the right ones: Hopper's wgmma takes 64 of the
-former and as few as 16 of the latter, so few heads cost few products. Plain, 64 queries are on the left.
+Swapped, latents are the left operands of both matmuls and queries the right ones: Hopper's wgmma takes 64 of the
+former and as few as 16 of the latter, so few heads cost few matmuls. Plain, 64 queries are on the left.
 
 Slots past a sequence's last position may hold NaN: they are not loaded.
 
@@ -227,7 +227,7 @@ def _variant(options: MLAPlanOptions) -> Variant:
         num_stages=options.stages,
         contains=("LDGSTS", "HGMMA"),
         lacks=("HMMA",),
-        may_spill=True,  # what is kept of addresses between tiles; products wait for memory, not for these
+        may_spill=True,  # what is kept of addresses between tiles; matmuls wait for memory, not for these
         max_registers=min(255, 65_536 // (options.warps * 32)),
         on_amd=False,  # whose multiprocessors do not hold a tile of such rows twice
     )  # fmt: skip

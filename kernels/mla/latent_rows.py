@@ -7,12 +7,12 @@ heads attend to the rows as they lie (`kernels.attention`, with one KV head that
 
 The torch reference absorbs for chunks and decode rows alike. A step mixes both, and a row's bits must not depend on
 which of them it is; one form has that for nothing, from the attention that other models use. The Triton kernels absorb
-for decode rows alone (`kernels.mla.decode`): a prompt would cost up to 3.4 times the products in attention, so chunks
+for decode rows alone (`kernels.mla.decode`): a prompt would cost up to 3.4 times the FLOPs in attention, so chunks
 have the expanded form (`kernels.mla.prefill`).
 
 Source: DeepSeek-V2 (2024), section 2.1; transformers `DeepseekV3Attention`.
 Legend: T tokens, A query heads (of this rank), N columns of a query that no position turns, R that are turned,
-C length of a latent, V columns of a value, X = C + R elements of a row, J and K outputs and inputs of a product,
+C length of a latent, V columns of a value, X = C + R elements of a row, J and K outputs and inputs of a matmul,
 L rows of a context, M blocks of a table, S positions per block.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from baton.kernels.tiles import product_rows
+from baton.kernels.tiles import matmul_rows
 
 
 def write_rows(row_TX: torch.Tensor, slots_T: torch.Tensor, rows_NSX: torch.Tensor) -> None:
@@ -30,14 +30,14 @@ def write_rows(row_TX: torch.Tensor, slots_T: torch.Tensor, rows_NSX: torch.Tens
     rows_NSX[slots_T // block_size, slots_T % block_size] = row_TX.to(rows_NSX.dtype)
 
 
-def product_by_head(x_TAK: torch.Tensor, weight_AJK: torch.Tensor, *, invariant: bool) -> torch.Tensor:
+def matmul_by_head(x_TAK: torch.Tensor, weight_AJK: torch.Tensor, *, invariant: bool) -> torch.Tensor:
     """Each head's columns times its own matrix, x W^T, [T, A, J] in the dtype of x.
 
     If `invariant`, a row depends on itself alone, bit for bit, whatever rows and heads are computed beside it.
     """
     if not invariant:
         return torch.bmm(x_TAK.transpose(0, 1), weight_AJK.transpose(1, 2)).transpose(0, 1)
-    heads = [product_rows(x_TK, weight_JK) for x_TK, weight_JK in zip(x_TAK.unbind(1), weight_AJK, strict=True)]
+    heads = [matmul_rows(x_TK, weight_JK) for x_TK, weight_JK in zip(x_TAK.unbind(1), weight_AJK, strict=True)]
     return torch.stack(heads, dim=1)
 
 
@@ -45,14 +45,14 @@ def absorbed_queries(
     nope_TAN: torch.Tensor, turned_TAR: torch.Tensor, key_ANC: torch.Tensor, *, invariant: bool
 ) -> torch.Tensor:
     """Queries of rows, [T, A, X]."""
-    latent_TAC = product_by_head(nope_TAN, key_ANC.transpose(1, 2), invariant=invariant)
+    latent_TAC = matmul_by_head(nope_TAN, key_ANC.transpose(1, 2), invariant=invariant)
     return torch.cat([latent_TAC, turned_TAR], dim=-1)
 
 
 def absorbed_values(mixed_TAX: torch.Tensor, value_AVC: torch.Tensor, *, invariant: bool) -> torch.Tensor:
     """Values of what heads saw of rows, [T, A, V]."""
     latent_TAC = mixed_TAX[..., : value_AVC.shape[2]]
-    return product_by_head(latent_TAC, value_AVC, invariant=invariant)
+    return matmul_by_head(latent_TAC, value_AVC, invariant=invariant)
 
 
 def attend_expanded(

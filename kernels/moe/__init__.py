@@ -1,1 +1,1 @@
-"""A mixture of experts: who computes which rows, and the grouped products."""
+"""MoE layers: routing, which rank computes which rows, grouped GEMMs."""

@@ -1,7 +1,7 @@
 """Which rows each expert computes: a batch's choices sorted by expert into blocks of one expert each, on the device.
 
 A row is a choice, numbered token * K + choice. Every expert's rows keep their order and are padded to whole blocks, so
-that a program of a product has one expert's weights and a fixed number of rows. The number of blocks is a bound from
+that a program of a GEMM has one expert's weights and a fixed number of rows. The number of blocks is a bound from
 the lengths alone: nothing waits for the device, and a captured graph serves any choice. Ids of no expert (negative, or
 too large) have no row: that is how padded tokens are left out, and experts that other ranks hold, whose numbers are
 below the first of this rank or behind its last.

@@ -1,4 +1,4 @@
-"""A mixture of experts in three products' launches: rows gathered by expert, so that only chosen experts are read.
+"""The experts of an MoE layer by grouped GEMMs: rows gathered by expert, so that only chosen experts are read.
 
 Four launches without a host sync: choices are sorted into blocks (and x is quantized, where weights are float8); gate
 and up projections with silu(gate) * up, quantized again; the down projection times the choice's weight; the sum over a
@@ -8,11 +8,11 @@ set. A few tokens, whose experts seldom meet, are computed row by row instead, i
 (`kernels.moe.vector_triton`).
 
 Unlike `kernels.moe.moe`, which rounds the gate's and the up projection's results to the dtype of x, what lies between
-the products is float32 until it is stored: silu(gate) * up once, rounded to the dtype of x or to float8. The order of
+the GEMMs is float32 until it is stored: silu(gate) * up once, rounded to the dtype of x or to float8. The order of
 the sum over choices is that of `kernels.moe.moe.experts`.
 
 Weights in float8_e4m3fn have a scale for each 128 x 128 of them, activations one for each 128 columns of a row
-(DeepSeek-V3, section 3.3.2); products are added to float32 every 128.
+(DeepSeek-V3, section 3.3.2); partial sums are added to float32 every 128.
 
 It refuses to know who else holds experts, or a part of them: ask for float32 and add the ranks' results. Rows of
 experts that other ranks hold have no block, so that nothing is read or computed for them. Legend: T tokens, K choices
@@ -61,7 +61,7 @@ class Fp8ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the two products are cut and spread; `block_len` and the `outputs` only can change a result's bits.
+    """How the two GEMMs are cut and spread; `block_len` and the `outputs` only can change a result's bits.
 
     Attributes:
         block_len: rows of one expert that are computed together, 16 or more.
@@ -93,7 +93,7 @@ def experts_grouped(
     tiles: Tiles | None = None,
     implementation: Implementation = Implementation.AUTO,
 ) -> torch.Tensor:
-    """The mixture [T, D]; never waits for the host, so it may be captured.
+    """The MoE output [T, D]; never waits for the host, so it may be captured.
 
     Args:
         x_TD: bfloat16 or float16; the reference takes float32 and float64, too.
@@ -154,11 +154,11 @@ def experts_grouped(
         alignment = moe_align(
             expert_TK, num_experts, tiles.block_len, first_expert=first, implementation=implementation
         )
-    product = moe_gemm_triton.Product(
+    gemm = moe_gemm_triton.GroupedGemm(
         alignment, weights, tiles, expert_TK.contiguous(), weight_TK.contiguous(), x_TD.dtype
     )
     out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
-    moe_gemm_triton.launch(product, values_TD.contiguous(), scale_TG, out_TD)
+    moe_gemm_triton.launch(gemm, values_TD.contiguous(), scale_TG, out_TD)
     return out_TD
 
 
@@ -280,7 +280,7 @@ def experts_grouped_reference(
 
 
 def _rounded(x: torch.Tensor, weights: ExpertWeights | Fp8ExpertWeights) -> torch.Tensor:
-    """What a product with these weights sees of x."""
+    """What a GEMM with these weights sees of x."""
     if not isinstance(weights, Fp8ExpertWeights):
         return x
     values, scale = quantize_reference(x)

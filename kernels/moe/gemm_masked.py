@@ -1,4 +1,4 @@
-"""The masked grouped product: every expert's own rows, as many as it says on the device, times its own weights.
+"""The masked grouped GEMM: every expert's own rows, as many as it says on the device, times its own weights.
 
 The form that an exchange between expert-parallel ranks leaves behind: a buffer [E, M, K] of which only the first
 masked_m[e] rows of each expert are filled. Rows beyond are neither read nor written, experts without rows cost
@@ -34,7 +34,7 @@ _SHARED_BYTES = 227 << 10
 
 @dataclass(frozen=True, slots=True)
 class MaskedTiles:
-    """How the product is cut and spread; rows and outputs only can change a result's bits.
+    """How the GEMM is cut and spread; rows and outputs only can change a result's bits.
 
     Attributes:
         rows: of one tile.

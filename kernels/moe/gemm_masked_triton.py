@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The masked grouped product as a Triton kernel: persistent programs over the tiles that have rows.
+"""The masked grouped GEMM as a Triton kernel: persistent programs over the tiles that have rows.
 
 The number of rows of each expert lies on the device. Every program adds up all experts' tiles once, and then finds the
 expert of each of its tiles by comparing with their ends: no list is made by another launch, and experts without rows

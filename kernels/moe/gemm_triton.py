@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The products of a mixture of experts as Triton kernels, rows gathered by expert.
+"""The GEMMs of an MoE layer as Triton kernels, rows gathered by expert.
 
 Few rows reach an expert in a decode step, so its weights decide: their rows are the wgmma's M side (64 at a time), up
 to 16 rows its N side, and several programs on each multiprocessor keep 100 KB and more of weights on the way. Of chunks
@@ -7,7 +7,7 @@ of prompts, blocks are of up to 128 rows, so that weights are read few times. Pr
 neighbouring weights. The tiles and the order of every sum are constants of a launch: what a row becomes does not depend
 on the rows beside it.
 
-The first product reads the gate's rows and the up projection's in one program, so that silu(gate) * up, and where
+The first GEMM reads the gate's rows and the up projection's in one program, so that silu(gate) * up, and where
 weights are FP8 its quantization (one group of 128 columns is one program's), never leave it.
 
 Shapes: T tokens, R rows of a block (of one expert), J weight rows of a tile, K of their columns in one step, INNER the
@@ -211,16 +211,16 @@ def _sum_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """What the launches of a mixture share.
+class GroupedGemm:
+    """What the launches of an MoE layer share.
 
     Attributes:
         alignment: rows by expert.
         weights: of the experts, of one of the two kinds of `kernels.moe.gemm`.
-        tiles: how the products are cut, `kernels.moe.gemm.Tiles`.
+        tiles: how the GEMMs are cut, `kernels.moe.gemm.Tiles`.
         expert_TK: the choice, contiguous.
         weight_TK: of the choice, float32, contiguous.
-        part_dtype: of a choice's result, and of what lies between the products unless weights are float8.
+        part_dtype: of a choice's result, and of what lies between the GEMMs unless weights are float8.
     """
 
     alignment: Alignment
@@ -231,19 +231,19 @@ class Product:
     part_dtype: torch.dtype
 
 
-def launch(product: Product, x_TD: torch.Tensor, x_scale: torch.Tensor | None, out_TD: torch.Tensor) -> None:
+def launch(gemm: GroupedGemm, x_TD: torch.Tensor, x_scale: torch.Tensor | None, out_TD: torch.Tensor) -> None:
     """Three launches, of x in float8 where it has scales, contiguous. Scales that are none are never read."""
-    weights, tiles, weight_TK, is_fp8 = product.weights, product.tiles, product.weight_TK, x_scale is not None
+    weights, tiles, weight_TK, is_fp8 = gemm.weights, gemm.tiles, gemm.weight_TK, x_scale is not None
     num_experts, hidden, inner_size = weights.down_EDI.shape
     num_tokens, num_chosen = weight_TK.shape
     num_rows, device = weight_TK.numel(), x_TD.device
     inner = torch.empty(num_rows, inner_size, dtype=x_TD.dtype, device=device)
-    part = torch.empty(num_rows, hidden, dtype=product.part_dtype, device=device)
+    part = torch.empty(num_rows, hidden, dtype=gemm.part_dtype, device=device)
     gate_up_scale = down_scale = inner_scale = weight_TK
     if is_fp8:
         inner_scale = torch.empty(num_rows, inner_size // GROUP, dtype=torch.float32, device=device)
         gate_up_scale, down_scale = weights.gate_up_scale, weights.down_scale
-    rows, block_expert = product.alignment.rows, product.alignment.block_expert
+    rows, block_expert = gemm.alignment.rows, gemm.alignment.block_expert
     gated, down, total = _constants(inner_size, hidden, num_experts, num_chosen, tiles, is_fp8, weights.held, device)
     num_blocks = len(block_expert)
     to_inner = (
@@ -254,7 +254,7 @@ def launch(product: Product, x_TD: torch.Tensor, x_scale: torch.Tensor | None, o
     with torch.cuda.device_of(x_TD):
         _launch_gated((num_blocks * -(-inner_size // tiles.gated_outputs),), to_inner, gated)
         _launch_down((num_blocks * -(-hidden // tiles.down_outputs),), to_part, down)
-        _launch_sum((num_tokens, -(-hidden // SUM_COLUMNS)), (part, product.expert_TK, out_TD), total)
+        _launch_sum((num_tokens, -(-hidden // SUM_COLUMNS)), (part, gemm.expert_TK, out_TD), total)
 
 
 @functools.lru_cache(maxsize=256)
@@ -282,7 +282,7 @@ _launch_sum = Launcher(_sum_kernel)
 
 
 def gated_constants(inner_size: int, hidden: int, num_chosen: int, tiles: Any, is_fp8: bool) -> dict[str, Any]:
-    """The constants of the first product; steps are 128 bytes of a weight's row."""
+    """The constants of the first GEMM; steps are 128 bytes of a weight's row."""
     return {
         "CHOSEN": num_chosen,
         "INNER": inner_size,
@@ -296,7 +296,7 @@ def gated_constants(inner_size: int, hidden: int, num_chosen: int, tiles: Any, i
 
 
 def down_constants(inner_size: int, hidden: int, tiles: Any, is_fp8: bool) -> dict[str, Any]:
-    """The constants of the second product."""
+    """The constants of the second GEMM."""
     return {
         "INNER": inner_size,
         "D": hidden,
@@ -321,7 +321,7 @@ def sum_constants(num_experts: int, num_chosen: int, hidden: int, held: HeldExpe
 
 
 def variants() -> list[Variant]:
-    """Both products, in float8 and bfloat16, at the tiles for few rows and for many, and the sums."""
+    """Both GEMMs, in float8 and bfloat16, at the tiles for few rows and for many, and the sums."""
     # Here, since that module imports this one.
     from baton.kernels.moe.gemm import choose_tiles
 
@@ -356,14 +356,14 @@ def variants() -> list[Variant]:
         name = f"{kind} {num_experts}x{inner_size}x2048 {size}{' late' * is_late}"
         gated = gated_constants(inner_size, 2048, 8, tiles, is_fp8) | {"EARLY": early}
         down = down_constants(inner_size, 2048, tiles, is_fp8) | {"EARLY": early}
-        for product, kernel, constants, warps in (
+        for gemm, kernel, constants, warps in (
             ("gated", _gated_kernel, gated, tiles.gated_warps),
             ("down", _down_kernel, down, tiles.down_warps),
         ):
             aligned = tuple(argument for argument in kernel.arg_names if argument not in constants)
             found.append(
                 Variant(
-                    name=f"moe_gemm {product} {name}",
+                    name=f"moe_gemm {gemm} {name}",
                     kernel=kernel,
                     constants=constants,
                     aligned=aligned,

@@ -5,7 +5,7 @@ float64). Among equal probabilities the lower expert wins. A token's experts are
 probability, in the wide dtype, whatever rows are computed beside it.
 
 Ranks that share the experts hold a part of every expert's intermediate dimension each, or different experts, whole.
-What is added over ranks is the mixture, once a layer (`kernels.gemm.inner_sum`); in invariant numerics, where they hold
+Ranks add their MoE outputs once a layer (`kernels.gemm.inner_sum`); in invariant numerics, where they hold
 different experts, what each choice made of a token, so that choices are added in one order on any number of ranks.
 
 Legend: T tokens, E experts (of this rank), K experts of a token, D hidden size, I intermediate size of an expert (of
@@ -24,7 +24,7 @@ from baton.kernels.gemm.inner_sum import InnerSum, tree_sum
 from baton.kernels.gemm.slices import num_slices as slices_of
 from baton.kernels.moe.held_experts import HeldExperts
 from baton.kernels.pointwise.silu_mul import silu_mul, silu_mul_invariant
-from baton.kernels.tiles import pad_rows, product_rows, product_slices, row_tile, wide_dtype
+from baton.kernels.tiles import matmul_rows, matmul_slices, pad_rows, row_tile, wide_dtype
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GateUp = Callable[[torch.Tensor], torch.Tensor]
@@ -152,7 +152,7 @@ def _run_dense_sliced(
 ) -> torch.Tensor:
     """The same by slices of the intermediate dimension -> [C, T, K, D].
 
-    Every product has the shape and the layout it has at any other number of ranks, so that it is rounded alike.
+    Every GEMM has the shape and the layout it has at any other number of ranks, so that it is rounded alike.
     """
     num_experts = weights.down_EDI.shape[0]
     x_ETD = x_TD.expand(num_experts, -1, -1).contiguous()
@@ -177,7 +177,7 @@ def experts(
     may_wait: bool,
     inner: InnerSum,
 ) -> torch.Tensor:
-    """The mixture, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
+    """The MoE output, [T, D]. Only where `may_wait` may the host wait for a CUDA device."""
     expert_TK = held_ids(expert_TK, weights.held)
     may_sort = x_TD.device.type == "cpu" or may_wait
     if may_sort and x_TD.shape[0] * weights.down_EDI.shape[0] > _MAX_DENSE_WORK:
@@ -200,8 +200,8 @@ def experts_invariant(
     expert_TK, inner_size = held_ids(expert_TK, weights.held), weights.down_EDI.shape[2]
     num_slices = inner.num_slices(inner_size) if weights.held is None else slices_of(inner_size)
     if tiles.has_cpu_rules(x_TD.device):
-        down = partial(product_slices, num_slices=num_slices)
-        output_CTKD = _run_sorted(x_TD, expert_TK, weights, product_rows, silu_mul_invariant, down, num_slices)
+        down = partial(matmul_slices, num_slices=num_slices)
+        output_CTKD = _run_sorted(x_TD, expert_TK, weights, matmul_rows, silu_mul_invariant, down, num_slices)
         return _add_invariant(output_CTKD, weight_TK, weights.held, inner).to(x_TD.dtype)
     tile = row_tile(x_TD.device)
     padded_TD, padded_TK = pad_rows(x_TD, tile), pad_rows(expert_TK, tile)
@@ -216,7 +216,7 @@ def experts_invariant(
 def _add_invariant(
     output_CTKD: torch.Tensor, weight_TK: torch.Tensor, held: HeldExperts | None, inner: InnerSum
 ) -> torch.Tensor:
-    """The mixture of all ranks, [T, D] in the wide dtype, added in one order however experts lie over them."""
+    """The MoE output of all ranks, [T, D] in the wide dtype, added in one order however experts lie over them."""
     if held is None:
         return inner.add_ranks(_combine(output_CTKD, weight_TK))
     # One rank has a choice's result and the others 0, which moves no bit.

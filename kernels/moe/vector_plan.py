@@ -1,9 +1,9 @@
-"""Which mixtures are computed row by row of the experts' weights, without tensor cores, and by what tiles. Pure.
+"""Which MoE layers are computed row by row of the experts' weights, without tensor cores, and by what tiles. Pure.
 
 Measured on an H200 with routing, experts out of the cache, on sizes of models and drawn ones
 (`benchmarks/results/moe-vector-h200.json`): one token takes 0.38 to 0.89 of the time of the grouped form. Each of
 several reads its own experts, so these must seldom meet. Where weights are float8, each program makes float8 of what
-lies between the products, which pays for small ones only.
+lies between the GEMMs, which pays for small ones only.
 """
 
 import functools
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 MAX_TOKENS = 4
 _APART = 8  # times as many experts as choices, so that tokens seldom have one in common
-_MAX_HIDDEN = 4096  # a program of the first product has all columns of its rows at once
+_MAX_HIDDEN = 4096  # a program of the first GEMM has all columns of its rows at once
 _MAX_INNER = 16_384  # one of the second those of all choices of a single token
 _MAX_INNER_OF_SEVERAL = 8192  # the same, of each of several
 _MAX_INNER_FP8 = 8192  # the same where weights are float8, of all tokens together
@@ -20,7 +20,7 @@ _LEAST_COLUMNS = 128
 
 @dataclass(frozen=True, slots=True)
 class VectorTiles:
-    """What programs of both products have.
+    """What programs of both GEMMs have.
 
     Attributes:
         gated_rows: columns of the intermediate size, for which it reads a row of the gate and one of the up projection.
@@ -47,7 +47,7 @@ def _padded(size: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def tiles_of(num_chosen: int, inner_size: int, hidden: int, *, is_fp8: bool) -> VectorTiles:
-    """Of a mixture of that size. Where float8 is made, more rows share that."""
+    """Of an MoE layer of that size. Where float8 is made, more rows share that."""
     columns, inner, choices = _padded(hidden), _padded(inner_size), 1 << (num_chosen - 1).bit_length()
     if is_fp8:
         return VectorTiles(max(1, min(8, 16_384 // columns)), columns, 8, choices, 8, inner, 8)
@@ -59,7 +59,7 @@ def tiles_of(num_chosen: int, inner_size: int, hidden: int, *, is_fp8: bool) -> 
 def is_quicker(
     num_tokens: int, num_chosen: int, num_experts: int, inner_size: int, hidden: int, *, is_fp8: bool
 ) -> bool:
-    """Whether a mixture takes less in this form than in the grouped one, by what was measured.
+    """Whether an MoE layer takes less in this form than in the grouped one, by what was measured.
 
     Args:
         num_tokens: of the step.

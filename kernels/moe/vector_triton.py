@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""The products of a mixture of experts for a few tokens, without tensor cores: two launches, and no rows to sort.
+"""The GEMMs of an MoE layer for a few tokens, without tensor cores: two launches, and no rows to sort.
 
 A few tokens choose experts of their own, each of which is read once, row by row. So a program needs no more than the
 choice: one has some rows of the gate and of the up projection of one choice; one has the same rows of the down
 projection of all experts of a token, whose results it weighs and adds. It has asked for these before it waits for the
 launch before, since the choice was known before that began.
 
-Float8 is made of tokens, and of what lies between the products, as in `kernels.moe.gemm`.
+Float8 is made of tokens, and of what lies between the GEMMs, as in `kernels.moe.gemm`.
 
 Shapes: C choices of a token, padded to a power of two, N rows of a weight, K columns, G groups of 128 of them.
 """
@@ -145,7 +145,7 @@ def launch(
         expert_TK: the choice, contiguous.
         weight_TK: float32, contiguous.
         weights: of the experts, of one of the two kinds of `kernels.moe.gemm`.
-        out_TD: the mixture.
+        out_TD: the MoE output.
     """
     num_experts, hidden, inner_size = weights.down_EDI.shape
     num_tokens, num_chosen = expert_TK.shape
@@ -213,7 +213,7 @@ _launch_down = Launcher(_down_vector_kernel)
 
 
 def variants() -> list[Variant]:
-    """Of mixtures as they are published, of all experts and of those that a rank holds."""
+    """Of MoE layers as they are published, of all experts and of those that a rank holds."""
     found = []
     for num_experts, num_chosen, inner_size, hidden, is_fp8, has_all in (
         (256, 8, 512, 2048, False, True),

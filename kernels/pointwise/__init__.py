@@ -1,1 +1,1 @@
-"""What is computed of each row by itself between products: norms, rotation, gates."""
+"""What is computed of each row by itself between GEMMs: norms, rotation, gates."""

@@ -1,17 +1,17 @@
-"""From the product of a layer's input with its Q, K and V weights to what attention reads, in one launch for a layer.
+"""From the output of a layer's QKV GEMM to what attention reads, in one launch for a layer.
 
 Queries and keys are normalised head by head, where the model has norms, and turned by their positions; queries come out
 in a tensor of their own, keys and values in their slots of the pool. Sources: transformers `LlamaAttention` (no norms),
 `Qwen2Attention` (biases), `Qwen3Attention`, `Qwen3NextAttention` (gated queries, partial rotation, 1 + w),
 `Qwen2VLModel` and `Qwen3VLModel` (three positions a token).
 
-Rounding, as in `model.attention` and bit for bit but for the order of sums: a bias is added to the rounded product, and
-the sum rounded; the norm rounds to the dtype of the product
-before and after the weight (with 1 + w once, after it); the rotation is float32 and rounds once; float8 is made of
-values so rounded, times 1 / scale, saturating. A row's result depends on that row alone.
+Rounding is that of `model.attention`, bit for bit but for the order of sums. A bias is added to the rounded output of
+the GEMM, and the sum rounded. The norm rounds to that dtype before and after the weight (with 1 + w once, after it).
+The rotation is float32 and rounds once. Float8 is made of these values times 1 / scale, saturating. A row's result
+depends on that row alone.
 
-Legend: T tokens, X columns of the product, Q query heads, H KV heads, D head size, F = rotary size / 2, P positions of
-a table, N blocks, S positions of a block.
+Legend: T tokens, X columns of the GEMM's output, Q query heads, H KV heads, D head size, F = rotary size / 2, P
+positions of a table, N blocks, S positions of a block.
 """
 
 from collections.abc import Hashable
@@ -57,7 +57,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """Norms of query and key heads: weights [D] in the dtype of the product, multiplied as they are or as 1 + w."""
+    """Norms of query and key heads: weights [D] in the dtype of the GEMM output, multiplied as they are or as 1 + w."""
 
     query_D: torch.Tensor
     key_D: torch.Tensor
@@ -105,9 +105,9 @@ def qk_norm_rope_write(
         norms: of queries and keys; None: they are turned as they are.
         rotation: of queries and keys.
         slots_T: int32 or int64, block * S + offset of each token; -1 writes nothing. No two may be the same.
-        pool: where keys and values go: the dtype of the product, or float8 (e4m3) with scales.
+        pool: where keys and values go: the dtype of the GEMM output, or float8 (e4m3) with scales.
         num_query: query heads.
-        bias_X: in the dtype of the product, added to every row of it; None: nothing is.
+        bias_X: in the dtype of the GEMM output, added to every row of it; None: nothing is.
         positions: int32 or int64 [T], or [3, T] with sections; None if the tables are for each token.
         gated: each query head is followed by its gate, [D] as well, which is left where it is.
         implementation: see there.
@@ -118,7 +118,7 @@ def qk_norm_rope_write(
     key = _key(qkv_TX, bias_X, norms, rotation, slots_T, pool, positions), num_query, gated, implementation
     uses = _FORMS.find(key)
     if uses is None:
-        _check_product(qkv_TX, bias_X, norms, pool, num_query, gated)
+        _check_gemm(qkv_TX, bias_X, norms, pool, num_query, gated)
         _check_pool(pool, qkv_TX, slots_T)
         _check_rotation(rotation, positions, len(qkv_TX), pool.key_NHSD.shape[3], qkv_TX.device)
         uses = _FORMS.keep(key, uses_triton(qkv_TX.device, implementation))
@@ -169,7 +169,7 @@ def _key(
     )  # fmt: skip
 
 
-def _check_product(
+def _check_gemm(
     qkv_TX: torch.Tensor,
     bias_X: torch.Tensor | None,
     norms: HeadNorms | None,

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`qk_norm_rope_write` in Triton: a program takes a few heads of one kind from the product to where attention reads.
+"""`qk_norm_rope_write` in Triton: a program takes a few heads of one kind from the GEMM to where attention reads.
 
 A head is held as two halves, side by side in one thread: the value that a rotation pairs with another is that thread's
 own, so nothing is loaded or normalised twice, and one cosine serves both. Tiles of heads are loaded before any is
@@ -211,7 +211,7 @@ def _take_tiles(  # noqa: C901
     ALTERNATING: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
     PLUS_ONE: tl.constexpr, SCALES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of one kind of heads, that lie in the product from column FROM on, one every SPAN columns."""
+    """TILES tiles of one kind of heads, that lie in the GEMM output from column FROM on, one every SPAN columns."""
     PER: tl.constexpr = (HEADS + A - 1) // A  # tiles of a token
     SHARED: tl.constexpr = PER % TILES == 0  # all tiles are of one token
     pair_1J = tl.arange(0, J)[None, :]

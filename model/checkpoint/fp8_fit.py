@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from baton.model.checkpoint.fp8_tensors import NO_PRODUCT, Fp8Tensors, why_wide
+from baton.model.checkpoint.fp8_tensors import NO_GEMM, Fp8Tensors, why_wide
 from baton.model.config import ModelConfig
-from baton.model.tensor_spec import TensorSpec, delta_products, latent_products, mlp_names
+from baton.model.tensor_spec import TensorSpec, delta_linears, latent_linears, mlp_names
 
 
 def dequantized_weights(
@@ -20,8 +20,8 @@ def dequantized_weights(
         size: ranks; each has parts of the same shapes.
     """
     assert config.fp8 is not None
-    found = {name: NO_PRODUCT for name in float8.scales if name in spec.weights}
-    for stacks, whole in _products(config, spec):
+    found = {name: NO_GEMM for name in float8.scales if name in spec.weights}
+    for stacks, whole in _gemms(config, spec):
         whys = []
         for stack in stacks:
             parts = {name: spec.weights[name].part_shape(0, size) for name in stack}
@@ -35,16 +35,16 @@ def dequantized_weights(
     return found
 
 
-def _products(config: ModelConfig, spec: TensorSpec) -> Iterator[tuple[list[tuple[str, ...]], bool]]:
+def _gemms(config: ModelConfig, spec: TensorSpec) -> Iterator[tuple[list[tuple[str, ...]], bool]]:
     """Weights that are multiplied with in one call: stacks of them, and whether each weight must be whole blocks."""
     prefixes = [*(f"model.layers.{layer}" for layer in range(config.num_layers)), config.mtp_names.layer]
     for layer, prefix in enumerate(prefixes):
         if f"{prefix}.input_layernorm.weight" not in spec.weights:  # the MTP head, and it is not loaded
             continue
         if layer in config.delta_layers:
-            projections = list(delta_products(config, f"{prefix}.linear_attn"))
+            projections = list(delta_linears(config, f"{prefix}.linear_attn"))
         elif config.latent is not None:
-            projections = [names for names in latent_products(config, f"{prefix}.self_attn") if names]
+            projections = [names for names in latent_linears(config, f"{prefix}.self_attn") if names]
         else:
             projections = [tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv")]
             projections.append((f"{prefix}.self_attn.o_proj.weight",))

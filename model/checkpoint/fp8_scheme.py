@@ -84,7 +84,7 @@ def read_scheme(values: dict[str, Any], path: Path) -> Fp8Scheme | None:
 
 
 def invariant_refusal() -> ModelUnsupported:
-    """Of float8 products in invariant numerics, where nothing computes them so."""
+    """Of float8 GEMMs in invariant numerics, where nothing computes them so."""
     message = "a float8 checkpoint goes with no --batch-invariant, or with --kernels triton on one rank"
     return ModelUnsupported(message, option="numerics", value="invariant")
 
@@ -94,7 +94,7 @@ def made_refusal(dtype: str, *, is_ordered: bool) -> ModelUnsupported | None:
 
     Args:
         dtype: of the model, by torch's name.
-        is_ordered: products are as the numerics want them, which ranks that share them are not in invariant ones.
+        is_ordered: GEMMs are as the numerics want them, which ranks that share them are not in invariant ones.
     """
     problem = "" if is_ordered else "no --batch-invariant, or with --kernels triton on one rank"
     problem = problem if dtype == "bfloat16" else f"--dtype bfloat16, not {dtype}"

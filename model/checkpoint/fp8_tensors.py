@@ -43,8 +43,8 @@ class Fp8Tensors:
 
 
 NO_FLOAT8 = Fp8Tensors({})
-NO_PRODUCT = "it is of no float8 product"
-PRODUCT_DTYPES = ("bfloat16", "float32")  # of activations that float8 products take
+NO_GEMM = "no float8 GEMM reads it"
+GEMM_DTYPES = ("bfloat16", "float32")  # of activations that float8 GEMMs take
 
 
 def match_scales(scheme: Fp8Scheme, wanted: Iterable[str], stored: Mapping[str, StoredTensor]) -> Fp8Tensors:
@@ -113,7 +113,7 @@ def _kind_of(name: str, scale: StoredTensor, shapes: Mapping[ScaleKind, tuple[Sh
 def require_whole_blocks(
     name: str, scale: StoredScale, shape: Shape, cut: Cut | None, size: int, hint: str = ""
 ) -> None:
-    """Check that one of `size` ranks has whole blocks of scales of a product's weight; a `hint` ends the error.
+    """Check that one of `size` ranks has whole blocks of scales of a GEMM's weight; a `hint` ends the error.
 
     Raises:
         ModelUnsupported: its part begins or ends inside of a block.
@@ -133,7 +133,7 @@ def require_whole_blocks(
 def why_wide(
     scheme: Fp8Scheme, scales: Mapping[str, StoredScale], parts: Mapping[str, Shape], dtype: str, *, whole: bool
 ) -> str:
-    """Why a product's weight cannot stay as it is stored, in words; "" if it can.
+    """Why a GEMM's weight cannot stay as it is stored, in words; "" if it can.
 
     Args:
         scheme: the checkpoint's.
@@ -142,8 +142,8 @@ def why_wide(
         dtype: of activations, by torch's name.
         whole: the last one must be whole blocks, too, as experts must.
     """
-    if dtype not in PRODUCT_DTYPES:
-        return f"float8 products are made for {' and '.join(PRODUCT_DTYPES)}"
+    if dtype not in GEMM_DTYPES:
+        return f"float8 GEMMs are made for {' and '.join(GEMM_DTYPES)}"
     if not scheme.quantizes_inputs:
         return "activations are not to be quantized"
     if any(name not in scales for name in parts):

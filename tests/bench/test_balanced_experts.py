@@ -29,7 +29,7 @@ MLA = {
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Weights and experts of every mixture, and which of these are held, by the operations of its model."""
+    """Weights and experts of every MoE layer, and which of these are held, by the operations of its model."""
     monkeypatch.setitem(decode_floor._COPY_BYTES, "cpu", 1 << 20)
     found, experts = defaultdict(list), Ops.experts
 

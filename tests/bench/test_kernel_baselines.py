@@ -62,7 +62,7 @@ def latents():
     return PagedLatents(query_BQAX=torch.randn(2, 3, 4, 48).bfloat16(), latent_dim=32, kv_lens=[70, 20], scale=0.5)
 
 
-def product(*lead, num_rows=None):
+def gemm_operands(*lead, num_rows=None):
     M, N, K = 5, 256, 384
     return BlockScaled(
         rows_MK=torch.randn(*lead, M, K).to(torch.float8_e4m3fn),
@@ -90,8 +90,8 @@ def test_what_is_absent_is_no_system(monkeypatch):
         monkeypatch.setitem(kernel_baselines._MODULES, name, "baton_has_no_such_module")
     assert fa3([attention()]) == vllm_attention([attention()]) == {}
     assert fa3_latents([latents()]) == flash_mla([latents()]) == {}
-    assert kernel_baselines_gemm.deep_gemm([product()]) == kernel_baselines_gemm.vllm_moe([experts()]) == {}
-    assert kernel_baselines_gemm.deep_gemm_masked([product(2)], 4) == {}
+    assert kernel_baselines_gemm.deep_gemm([gemm_operands()]) == kernel_baselines_gemm.vllm_moe([experts()]) == {}
+    assert kernel_baselines_gemm.deep_gemm_masked([gemm_operands(2)], 4) == {}
     assert all("ModuleNotFoundError" in why for why in kernel_baselines.availability().values())
 
 
@@ -181,13 +181,13 @@ def test_deep_gemm_is_given_scales_as_it_wants_them(put):
         fp8_gemm_nt=gemm,
         fp8_m_grouped_gemm_nt_masked=gemm,
     )
-    one = product()
+    one = gemm_operands()
     (call,) = kernel_baselines_gemm.deep_gemm([one])["deep_gemm"]
     assert call() is asked[0][2]
     assert asked[0][2].shape == (5, 256)
     assert asked[0][0][1].stride(0) == 1
     num_rows = torch.tensor([4, 2], dtype=torch.int32)
-    (call,) = kernel_baselines_gemm.deep_gemm_masked([product(2, num_rows=num_rows)], 3)["deep_gemm"]
+    (call,) = kernel_baselines_gemm.deep_gemm_masked([gemm_operands(2, num_rows=num_rows)], 3)["deep_gemm"]
     call()
     assert asked[1][2].shape == (2, 5, 256)
     assert asked[1][3] is num_rows
@@ -204,7 +204,7 @@ def test_torchs_block_scaling_gets_padded_rows_and_aligned_scales(monkeypatch):
             ScalingType=SimpleNamespace(BlockWise1x128="1x128", BlockWise128x128="128x128"),
         ),
     )
-    one = product()
+    one = gemm_operands()
     kernel_baselines_gemm.scaled_mm_blocks([one])["scaled_mm_blocks"][0]()
     rows, weights, row_scales, row_kind, weight_scales, weight_kind = asked[0]
     assert (rows.shape, weights.shape) == ((8, 384), (384, 256))
@@ -228,7 +228,7 @@ def test_rows_are_sorted_so_that_no_block_has_two_experts(block, num_rows, num_e
     assert sorted(place for place in places.tolist() if place < num_pairs) == list(range(num_pairs))
 
 
-def test_a_mixture_is_two_products_between_what_is_fused(put, monkeypatch):
+def test_an_moe_layer_is_two_gemms_between_what_is_fused(put, monkeypatch):
     calls = []
 
     def gemm(rows, weights, out, row_scales, weight_scales, chosen, *placed, mul_routed_weight, top_k, config, **more):
@@ -249,7 +249,7 @@ def test_a_mixture_is_two_products_between_what_is_fused(put, monkeypatch):
     assert torch.equal(out, torch.full((5, 256), 2.0, dtype=torch.bfloat16))
 
 
-def test_a_mixture_in_bfloat16_has_no_scales(put, monkeypatch):
+def test_an_moe_layer_in_bfloat16_has_no_scales(put, monkeypatch):
     asked = []
     put(
         "vllm_moe",

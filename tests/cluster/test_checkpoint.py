@@ -264,9 +264,9 @@ def test_float8_checkpoints_are_weighed_as_they_are_served(tmp_path):
         "14 of 14 float8 weights are computed as bfloat16: 14 because kernels have no scale per channel" in note
         for note in channels.notes
     )
-    products = 2 * (256 * 512 * 2 + 256 * 256 * 2 + 3 * 256 * 256)
+    gemms = 2 * (256 * 512 * 2 + 256 * 256 * 2 + 3 * 256 * 256)
     gib = channels.facts["weight_gib"] - blocks.facts["weight_gib"]
-    assert gib == pytest.approx(products / 2**30, abs=2e-3)
+    assert gib == pytest.approx(gemms / 2**30, abs=2e-3)
 
 
 def test_float8_checkpoints_that_cannot_be_served_so_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""The demo is the product's first promise: it runs, and it fails when the hand-off does."""
+"""The demo is Baton's first promise: it runs, and it fails when the hand-off does."""
 
 import json
 import os

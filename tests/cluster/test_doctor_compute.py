@@ -53,12 +53,12 @@ def test_output_that_was_not_finite_is_told():
     assert "NaN or an infinity 2 times" in found.detail
 
 
-def test_products_that_the_library_refused_are_told():
+def test_gemms_that_the_library_refused_are_told():
     shapes = ["1x2", "3x4", "5x6", "7x8"]
     status = reply(worker("d0", form="triton", device=GPU, num_library_refused=9, library_refused=shapes))
     [found] = doctor.check_compute(status)
     assert found.level == "warn"
-    assert "refused 9 float8 products" in found.detail
+    assert "refused 9 float8 GEMMs" in found.detail
     assert "1x2, 3x4, 5x6 and 1 more" in found.detail
 
 
@@ -84,7 +84,7 @@ def test_the_table_has_a_line_for_each_worker_and_all_that_fell_back():
     assert data[0]["num_graphs_failed"] == 1
     assert data[0]["untuned"] == ["a 1", "b 2"]
     lines = format_compute(data).splitlines()
-    assert "2 products refused (1x2); 1 graphs failed; 2 shapes untuned (a 1, b 2)" in lines[1]
+    assert "2 GEMMs refused (1x2); 1 graphs failed; 2 shapes untuned (a 1, b 2)" in lines[1]
     assert "torch reference" in lines[2]
     assert "device cpu" in lines[2]
     assert format_compute([]) == "no live worker says how it computes"

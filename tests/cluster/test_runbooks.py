@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.cli import ROOM, runbook_names
+from baton.cluster.cli import RUNBOOKS, runbook_names
 
 pytestmark = pytest.mark.fast
 
@@ -31,7 +31,7 @@ def test_all_are_listed():
 
 @pytest.mark.parametrize("name", runbook_names())
 def test_each_is_executable_and_has_a_page_that_the_docs_name(name):
-    script = ROOM / f"{name.replace('-', '_')}.py"
+    script = RUNBOOKS / f"{name.replace('-', '_')}.py"
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env -S python3 -P\n")
     page = script.with_suffix(".md").read_text()
@@ -43,7 +43,7 @@ def test_each_is_executable_and_has_a_page_that_the_docs_name(name):
 
 
 def test_no_page_is_without_its_runbook():
-    assert {path.stem for path in ROOM.glob("*.md")} == {name.replace("-", "_") for name in runbook_names()}
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} == {name.replace("-", "_") for name in runbook_names()}
 
 
 @pytest.mark.long

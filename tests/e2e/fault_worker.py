@@ -1,6 +1,6 @@
 """`python -m baton.tests.e2e.fault_worker SETUP`: one worker, as a process that can be hit at a chosen state.
 
-The node is the product's own. Around it: its ports are chosen beforehand, so that its incarnations follow each other at
+The node is Baton's own. Around it: its ports are chosen beforehand, so that its incarnations follow each other at
 one
 address and a proxy can stand on every way to it; each busy turn of its loop takes a little longer, so that states last;
 and stdin takes orders, one JSON line each, that are answered on stdout. The worker ends when stdin closes, and on

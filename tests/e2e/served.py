@@ -1,4 +1,4 @@
-"""A whole deployment on one event loop: the product's router over real gRPC, real workers, deaths on demand.
+"""A whole deployment on one event loop: Baton's router over real gRPC, real workers, deaths on demand.
 
 No Ray and no processes: a worker dies by losing its connections, its threads and its heartbeats at once, without a
 word. `hold` keeps what workers say from the router, so that a death comes at a chosen token.

@@ -1,7 +1,7 @@
 """The whole soak and its report: `python -m baton.tests.e2e.soak_run [--requests 10000] [--seed 1] [--out FILE]`.
 
 Cells differ in transport, data path, place of the transfer and prefix caching; the last ones measure, with the times of
-a product and no other faults, how long blocks stay taken after a client went away.
+the product and no other faults, how long blocks stay taken after a client went away.
 """
 
 import argparse

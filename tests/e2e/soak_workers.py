@@ -1,4 +1,4 @@
-"""The workers of a soak: the product's own, with faults at their prefill side and a watch at their transfer."""
+"""The workers of a soak: Baton's own, with faults at their prefill side and a watch at their transfer."""
 
 import threading
 import time

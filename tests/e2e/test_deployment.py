@@ -1,4 +1,4 @@
-"""The whole product on real Ray: actors, router process, gRPC; one cell of the flagship test, and every kind of end.
+"""All of Baton on real Ray: actors, router process, gRPC; one cell of the flagship test, and every kind of end.
 
 Faults here are real ones: signals to real processes, clients that vanish. What a fault may leave behind is nothing.
 """

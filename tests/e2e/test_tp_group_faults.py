@@ -1,7 +1,7 @@
 """A rank of a decode or prefill group is killed, stopped or corrupted at a random step: named in time, served again.
 
-Every rank is a process. What the product leaves to Ray, starting the group again under a new epoch, the test does; who
-ends the old one, and how soon, is the product's. Nothing of an old incarnation may be left.
+Every rank is a process. What Baton leaves to Ray, starting the group again under a new epoch, the test does; who
+ends the old one, and how soon, is Baton's. Nothing of an old incarnation may be left.
 """
 
 import itertools

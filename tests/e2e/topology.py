@@ -1,6 +1,6 @@
 """A whole deployment in one process: the plain worker classes over real ZMQ, and a minimal router.
 
-Everything is the product's own but the front door: no Ray, no gRPC. The model is loaded once and shared, pools are
+Everything is Baton's own but the front door: no Ray, no gRPC. The model is loaded once and shared, pools are
 each worker's own.
 """
 

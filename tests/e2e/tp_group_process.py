@@ -1,4 +1,4 @@
-"""One rank of a prefill or decode worker as a process: the product's classes, driven over a pipe by the tests.
+"""One rank of a prefill or decode worker as a process: Baton's classes, driven over a pipe by the tests.
 
 Ranks of one worker meet over gloo; rank 0 runs the worker, the others follow its plan. A process takes one job after
 the other, so that torch is imported once.

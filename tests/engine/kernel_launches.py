@@ -103,7 +103,7 @@ MODELS = {
     "hybrid": ("qwen3.5-35b-a3b", HYBRID, {}, 2, None),
     "latent": ("deepseek-v3", LATENT, {}, 2, None),
     "not warmed": ("qwen3-8b", {}, FP8, 1, None),
-    "ordered": ("qwen3-8b", {"vocab_size": 40_000}, INVARIANT, 1, None),  # of a head that is like no other product
+    "ordered": ("qwen3-8b", {"vocab_size": 40_000}, INVARIANT, 1, None),  # of a head unlike any other GEMM
     "held": ("qwen3-30b-a3b", EXPERTS, HELD, 1, None),
     "held float8": ("qwen3-30b-a3b", EXPERTS, FP8 | HELD, 1, None),
     "ordered pruned": ("qwen3-8b", {"draft_vocab_size": 300}, INVARIANT | FP8, 2, REJECTION),
@@ -217,7 +217,7 @@ def _copy(pairs, device):
 
 
 def _row_with_workers(table, shape, size, device_index):
-    """For the products that give as much as they take, which no table has, and at most 128 rows."""
+    """For the GEMMs that give as much as they take, which no table has, and at most 128 rows."""
     outputs, inputs = shape.split("x")
     if outputs != inputs or size > gemm_fp8_plan.FEW_ROWS:
         return find(table, shape, size, device_index)
@@ -227,7 +227,7 @@ def _row_with_workers(table, shape, size, device_index):
 
 
 def stub():
-    """Nothing is compiled; what would be written by kernels is zeros, and so are products of torch."""
+    """Nothing is compiled; what would be written by kernels is zeros, and so are GEMMs of torch."""
     assert not knobs.runtime.interpret, "nothing is compiled with TRITON_INTERPRET=1"
     driver.set_active(_Hopper())
     JITFunction._do_compile = _compile_nothing

@@ -152,7 +152,7 @@ def test_a_queue_is_computed_within_so_many_steps(num_waiting):
 
 
 def test_where_any_chunk_takes_long_it_is_worth_that():
-    """In a mixture a few tokens choose nearly all experts. Shorter chunks would read them more often."""
+    """In an MoE layer a few tokens choose nearly all experts. Shorter chunks would read them more often."""
     device = Device(0.003, 14.5e-6, floor_s=0.0155)
     worth = (FLOORS - 1) * 0.0185 / 14.5e-6
     device.run(100)
@@ -220,7 +220,7 @@ FLOAT8_32B = Costs(7.6e-3, 62e-6, 70e-6, 2e-3)
 PROMPT_LEN, ANSWER_LEN, MOST = 1024, 128, 4096
 
 
-class Mixture:
+class MoeLoad:
     """About Qwen3.5-35B-A3B on an H200: some rows read some experts, any chunk reads nearly all."""
 
     MEASURED = ((0, 3.2e-3), (1, 3.2e-3), (16, 8.8e-3), (64, 16.6e-3), (256, 26.2e-3))  # rows and seconds
@@ -274,11 +274,11 @@ def test_clients_that_wait_for_each_other_get_the_rate_of_prompts_first(num_clie
 
 
 @pytest.mark.parametrize("num_clients", [1, 4, 8, 16, 64, 256])
-def test_clients_of_a_mixture_get_most_of_the_rate_of_prompts_first(num_clients):
+def test_clients_of_an_moe_layer_get_most_of_the_rate_of_prompts_first(num_clients):
     """With chunks that read all weights for a few tokens eight clients got a third of it, and sixteen two thirds."""
     budget, num_turns = ChunkBudget(MOST), 12 if num_clients <= 16 else 3
-    rate, gap = closed_loop(budget.length, Mixture(), num_clients, budget, num_turns)
-    rate_first, _ = closed_loop(lambda num_rows, _: 2 * MOST - num_rows, Mixture(), num_clients, None, num_turns)
+    rate, gap = closed_loop(budget.length, MoeLoad(), num_clients, budget, num_turns)
+    rate_first, _ = closed_loop(lambda num_rows, _: 2 * MOST - num_rows, MoeLoad(), num_clients, None, num_turns)
     assert rate > (0.9 if num_clients >= 64 else 0.7) * rate_first
     assert gap < (0.030 if num_clients <= 16 else 0.090)
 

@@ -216,7 +216,7 @@ def test_a_rank_of_some_rows_or_none_gets_a_batch_of_those(chunk_owners, owners,
 @pytest.mark.fast
 @pytest.mark.parametrize("rank", range(2))
 def test_whether_the_host_may_wait_is_the_same_at_every_rank(rank):
-    """It chooses the form of experts' products, whose rows are those of all ranks."""
+    """It chooses the form of experts' GEMMs, whose rows are those of all ranks."""
     for owners in ((1,), ()):
         batches, _ = passes_of(rank, 2, chunk_owners=(0,), owners=owners)
         batch = batches[0][1]

@@ -72,10 +72,10 @@ def require_named(found):
     unnamed = [*found.values()][-1]["unnamed"]  # of all models so far
     assert len(unnamed["choices"]) >= 30
     assert not {kernel: choices for kernel, choices in unnamed["choices"].items() if choices}
-    # Elsewhere variants stand for others; what ranks, float8 and many tokens make of a mixture is there whole.
-    mixture = {kernel: forms for kernel, forms in unnamed["forms"].items() if kernel.startswith("moe.")}
-    assert len(mixture) == 7
-    assert not any(mixture.values()), mixture
+    # Elsewhere variants stand for others; what ranks, float8 and many tokens change in an MoE layer is there whole.
+    moe_forms = {kernel: forms for kernel, forms in unnamed["forms"].items() if kernel.startswith("moe.")}
+    assert len(moe_forms) == 7
+    assert not any(moe_forms.values()), moe_forms
 
 
 def require_ahead(found):
@@ -98,13 +98,13 @@ def test_no_step_launches_what_the_warm_up_did_not():
     for name in ("dense", "moe", "hybrid", "latent"):
         assert sum(found[name]["warm"].values()) > 80
         assert not found[name]["late"], name
-    assert found["dense"]["warm"]["gemm_kernel"] >= 3, "products in the form for Hopper, which the stub says there is"
+    assert found["dense"]["warm"]["gemm_kernel"] >= 3, "GEMMs in the form for Hopper, which the stub says there is"
     assert not found["not warmed"]["warm"]
     assert len(found["not warmed"]["late"]) >= 15, "what the others are spared"
 
 
 @pytest.mark.long
-def test_products_in_order_have_no_form_between_the_sizes_that_are_warmed_up():
+def test_gemms_in_order_have_no_form_between_the_sizes_that_are_warmed_up():
     """A worker of one sequence has passes of these sizes alone, and chunks of any."""
     met = classes(600)
     for num_outputs in range(64, 12_000, 64):

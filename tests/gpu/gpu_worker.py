@@ -1,4 +1,4 @@
-"""The decode side of a hand-off without a model: a GPU pool, and the product's KV receiver process before it."""
+"""The decode side of a hand-off without a model: a GPU pool, and Baton's KV receiver process before it."""
 
 import numpy as np
 import torch

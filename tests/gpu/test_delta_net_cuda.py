@@ -51,7 +51,7 @@ class Layer:
         self.kept = DeltaKept(conv, DeltaState(tail, state))
 
     def inputs(self, num_rows, seed):
-        """Views of one product, [T, H, ...]."""
+        """Views of one GEMM output, [T, H, ...]."""
         generator = torch.Generator(CUDA).manual_seed(seed)
         heads, values = self.heads, self.num_values
         shapes = [(heads, DIM)] * 2 + [(heads, values * DIM), (heads, values, DIM)] + [(heads, values)] * 2
@@ -141,7 +141,7 @@ def test_chunks_are_the_reference(length, num_values, invariant):
 
 @pytest.mark.parametrize("length", [15, 16, 100, 2048])
 def test_bfloat16_chunks_by_blocks_are_the_reference(length):
-    """Products of half precision; with decode steps between that leave a tile behind."""
+    """GEMMs of half precision; with decode steps between that leave a tile behind."""
     layers = [Layer(form, 2, torch.bfloat16, invariant=False) for form in (REFERENCE, TRITON)]
     at = 0
     for index, size in enumerate((length, 7, length)):

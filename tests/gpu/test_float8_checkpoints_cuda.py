@@ -21,7 +21,7 @@ def load(path, device):
 
 
 def prefilled(model, num_tokens):
-    """Logits of a prompt of many rows, whose products are those of a prefill."""
+    """Logits of a prompt of many rows, whose GEMMs are those of a prefill."""
     paged = Paged(model)
     return paged.logits(paged.prefill(prompt(num_tokens).to(model.device), chunk_len=96)).cpu()
 

@@ -1,4 +1,4 @@
-"""On a GPU: float8 quantization and products in every form, eager and in graphs, against torch in float32."""
+"""On a GPU: float8 quantization and GEMMs in every form, eager and in graphs, against torch in float32."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_quantization_has_the_references_bits(num_rows, ue8m0):
 
 @pytest.mark.parametrize("swap_ab", ["auto", "on", "off"])
 @pytest.mark.parametrize(("N", "K"), SHAPES)
-def test_products_of_all_numbers_of_rows(N, K, swap_ab):
+def test_gemms_of_all_numbers_of_rows(N, K, swap_ab):
     x, weight = data(max(ROWS), N, K)
     wanted = gemm_fp8_reference(*quantize_fp8(x), weight)
     for num_rows in ROWS:
@@ -140,7 +140,7 @@ def test_the_library_where_there_is_one_computes_the_same():
     for num_rows in (3, 256):
         x, weight = data(num_rows, 4096, 4096)
         a, scales = quantize_fp8(x)
-        found = library.product(a, scales, weight)
+        found = library.gemm(a, scales, weight)
         if found is not None:
             assert relative_error(found, gemm_fp8_reference(a, scales, weight)) < CLOSE
     x, weight = data(1024, 4096, 1536)

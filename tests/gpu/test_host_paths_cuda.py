@@ -1,4 +1,4 @@
-"""On a GPU: launches by a form found before, places of rows, slots filled in one launch, and the library's product."""
+"""On a GPU: launches by a form found before, places of rows, slots filled in one launch, and the library's GEMM."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_a_slot_is_filled_without_waiting(hidden_on):
 
 
 @pytest.mark.parametrize("num_rows", [129, 1023, 1024])
-def test_the_librarys_product_is_the_same_with_an_output_of_ones_own(num_rows):
+def test_the_librarys_gemm_is_the_same_with_an_output_of_ones_own(num_rows):
     default_workspace(CUDA)
     x_MK = torch.randn(num_rows, 4096, device=CUDA).to(torch.bfloat16)
     weight = quantize_weight(torch.randn(6144, 4096, device=CUDA))

@@ -114,7 +114,7 @@ def test_ranks_round_as_one(size):
 
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(6144, 4096), (4096, 12_288), (1024, 2048)])
-def test_float8_products(num_outputs, num_inputs):
+def test_float8_gemms(num_outputs, num_inputs):
     """For many rows, too, where default numerics ask the library."""
     weight = quantize_weight(weights(num_outputs, num_inputs))
     x_TK = values(MOST, num_inputs)
@@ -136,11 +136,11 @@ def test_experts(is_fp8):
     ops = Ops(Numerics.INVARIANT, implementation=TRITON)
     x_TD, logits_TE = values(MOST, hidden), values(MOST, num_experts)
 
-    def mixture(x_TD, logits_TE):
+    def moe_layer(x_TD, logits_TE):
         weight_TK, expert_TK = ops.route(logits_TE, chosen, True)
         return weight_TK, expert_TK, ops.experts(x_TD, weight_TK, expert_TK, made, False)
 
-    assert_rows_are_alone(mixture, x_TD, logits_TE)
+    assert_rows_are_alone(moe_layer, x_TD, logits_TE)
 
 
 @pytest.mark.parametrize("length", [128, 1024, 2048, 4096, 5120])

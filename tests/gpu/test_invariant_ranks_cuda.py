@@ -1,4 +1,4 @@
-"""Invariant numerics on a GPU with weights of published sizes: a rank's part of a product has the bits of the whole."""
+"""Invariant numerics on a GPU with weights of published sizes: a rank's part of a GEMM has the bits of the whole."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from baton.kernels.attention.invariant import attention_decode_invariant
 from baton.kernels.gemm.inner_sum import InnerSum
 from baton.kernels.moe.moe import ExpertWeights, experts_invariant
-from baton.kernels.tiles import product_rows, product_slices
+from baton.kernels.tiles import matmul_rows, matmul_slices
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -23,23 +23,23 @@ def values(*shape, dtype, seed=0):
 @pytest.mark.parametrize("num_rows", [1, 3, 64, 70])
 def test_outputs_of_a_rank(num_outputs, num_inputs, num_rows, dtype):
     x_TK, weight_NK = values(num_rows, num_inputs, dtype=dtype), values(num_outputs, num_inputs, dtype=dtype, seed=1)
-    whole_TN = product_rows(x_TK, weight_NK)
+    whole_TN = matmul_rows(x_TK, weight_NK)
     for size in (2, 4, 8):
         length = num_outputs // size
         for rank in (0, size - 1):
             rows = slice(rank * length, (rank + 1) * length)
-            assert torch.equal(product_rows(x_TK, weight_NK[rows].contiguous()), whole_TN[:, rows]), (size, rank)
+            assert torch.equal(matmul_rows(x_TK, weight_NK[rows].contiguous()), whole_TN[:, rows]), (size, rank)
 
 
 @DTYPES
 @pytest.mark.parametrize("num_rows", [1, 64, 130])
 def test_inner_slices_of_a_rank(num_rows, dtype):
     x_TK, weight_NK = values(num_rows, 12288, dtype=dtype), values(4096, 12288, dtype=dtype, seed=1)
-    whole_CTN = product_slices(x_TK, weight_NK, 8)
+    whole_CTN = matmul_slices(x_TK, weight_NK, 8)
     for size in (2, 4, 8):
         length, count = 12288 // size, 8 // size
         own = slice(length, 2 * length)
-        part = product_slices(x_TK[:, own].contiguous(), weight_NK[:, own].contiguous(), count)
+        part = matmul_slices(x_TK[:, own].contiguous(), weight_NK[:, own].contiguous(), count)
         assert torch.equal(part, whole_CTN[count : 2 * count]), size
 
 

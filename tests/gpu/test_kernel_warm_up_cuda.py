@@ -15,7 +15,7 @@ from baton.tests.engine.toy_engine import letters_tokenizer, request_of
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 VOCAB = 4096
-WIDE_VOCAB = 40_000  # a head that is like no other product
+WIDE_VOCAB = 40_000  # a head unlike any other GEMM
 LENGTHS = (1, 17, 64, 300, 1030, 1500)
 
 

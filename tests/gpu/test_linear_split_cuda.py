@@ -1,4 +1,4 @@
-"""On a GPU: products split among programs, of which any may be the last, which adds: eager, in graphs, in chains."""
+"""On a GPU: GEMMs split among programs, of which any may be the last, which adds: eager, in graphs, in chains."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_many_launches_close_together_have_the_bits_of_one(num_rows):
 
 
 def test_a_chain_in_a_graph_has_the_bits_of_eager_launches():
-    """Each product is of the one before; one weight is long enough that all programs are there at once, one is not."""
+    """Each GEMM is of the one before; one weight is long enough that all programs are there at once, one is not."""
     workspace = GemmWorkspace(CUDA)
     x = torch.randn(16, 2048, device=CUDA).bfloat16()
     weights = [torch.randn(2048, 2048, device=CUDA).bfloat16() / 45 for _ in range(6)]
@@ -59,7 +59,7 @@ def test_a_chain_in_a_graph_has_the_bits_of_eager_launches():
             found.append(linear_split(found[-1], weight, workspace=workspace))
         return found[1:]
 
-    wanted = [product.clone() for product in chain()]
+    wanted = [gemm.clone() for gemm in chain()]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = chain()

@@ -1,4 +1,4 @@
-"""On a GPU: products of one or two tokens, whose weights are read before the launch before has ended."""
+"""On a GPU: GEMMs of one or two tokens, whose weights are read before the launch before has ended."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_float8(N, K, ue8m0):
 
 
 def test_a_chain_in_a_graph_has_the_bits_of_eager_launches():
-    """Each product is of the one before; some weights have more programs than there is room for at once."""
+    """Each GEMM is of the one before; some weights have more programs than there is room for at once."""
     x = torch.randn(1, 2048, device=CUDA).bfloat16()
     sizes = (2048, 4096, 512, 8192, 640, 2048)
     pairs = zip((2048, *sizes), sizes, strict=False)
@@ -64,7 +64,7 @@ def test_a_chain_in_a_graph_has_the_bits_of_eager_launches():
             found.append(linear_fp8(found[-1], weight, plan=VECTOR) if is_fp8 else linear_vector(found[-1], weight))
         return found[1:]
 
-    wanted = [product.clone() for product in chain()]
+    wanted = [gemm.clone() for gemm in chain()]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = chain()

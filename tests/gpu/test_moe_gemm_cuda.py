@@ -1,4 +1,4 @@
-"""On a GPU: the mixture's kernels at the sizes that are served, without waiting for the device, and from a graph."""
+"""On a GPU: the MoE kernels at the sizes that are served, without waiting for the device, and from a graph."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def weights_of(num_experts, inner_size, hidden, kind):
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize(("num_experts", "inner_size", "hidden"), [(128, 768, 2048), (256, 512, 2048), (8, 384, 1024)])
-def test_the_mixture_is_its_reference_and_a_row_depends_on_itself(kind, num_experts, inner_size, hidden):
+def test_the_moe_output_is_its_reference_and_a_row_depends_on_itself(kind, num_experts, inner_size, hidden):
     torch.backends.cuda.matmul.allow_tf32 = False
     weights = weights_of(num_experts, inner_size, hidden, kind)
     for num_tokens in (1, 7, 16, 65, 300):
@@ -100,7 +100,7 @@ def test_the_mixture_is_its_reference_and_a_row_depends_on_itself(kind, num_expe
     ("num_experts", "num_outputs", "num_inputs"), [(128, 1536, 2048), (32, 4096, 7168), (5, 192, 384)]
 )
 @pytest.mark.parametrize("num_rows", [4, 16, 64, 100])
-def test_the_masked_product_is_its_reference(num_experts, num_outputs, num_inputs, num_rows):
+def test_the_masked_gemm_is_its_reference(num_experts, num_outputs, num_inputs, num_rows):
     b_ENK, b_scale = blocks((num_experts, num_outputs, num_inputs))
     masked_m_E = torch.randint(0, num_rows + 1, (num_experts,), dtype=torch.int32, device=CUDA)
     masked_m_E[1] = 0
@@ -152,7 +152,7 @@ def test_routing_is_its_reference(num_tokens, num_experts):
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("num_tokens", [1, 64])
-def test_ranks_that_hold_whole_experts_make_the_mixture_together(num_tokens, kind):
+def test_ranks_that_hold_whole_experts_make_the_moe_output_together(num_tokens, kind):
     weights = weights_of(128, 384, 1024, kind)
     x_TD = torch.randn(num_tokens, 1024, device=CUDA).bfloat16()
     weight_TK, expert_TK = torch.randn(num_tokens, 128, device=CUDA).softmax(dim=1).topk(8, dim=1)

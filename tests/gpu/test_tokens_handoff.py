@@ -86,7 +86,7 @@ def test_tokens_do_not_depend_on_the_way(dtype, transport):
             decode.worker.attend(request, sink)
         firsts, fatal, data_paths = prefill.call("run", requests, decode.peer)
         assert not fatal
-        # Where torch computes an invariant model, its products have a launch for each few rows.
+        # Where torch computes an invariant model, its GEMMs have a launch for each few rows.
         assert (prefill.call("num_steps_piecewise") > 0) == (model.implementation is Implementation.TRITON)
         assert [problem for _, _, problem in firsts] == [""] * len(requests)
         got = []

@@ -1,7 +1,7 @@
 """The flagship test over a decode worker of two GPUs: tokens of prefill and decode apart are those of one process.
 
 Prefill shares GPU 0 with decode rank 0; rank 1 has GPU 1. Payloads come over sockets, by way of host memory, or over
-NVLink; rank 0's kernels fill and verify the pools of both. Everything but Ray is the product's own.
+NVLink; rank 0's kernels fill and verify the pools of both. Everything but Ray is Baton's own.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What the tests of the mixture's kernels share: drawn inputs, weights in both dtypes, and guarded memory."""
+"""What the tests of the MoE kernels share: drawn inputs, weights in both dtypes, and guarded memory."""
 
 import math
 

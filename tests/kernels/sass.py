@@ -45,9 +45,9 @@ COUNTED = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "UTMALDG", "UBLKCP", "USETMAXREG"
 
 
 def all_variants():
-    """Of every module of the room that has any, in order of names."""
-    room = Path(baton.__file__).parent / "kernels"
-    paths = [path.relative_to(room.parent).with_suffix("") for path in sorted(room.rglob("*_triton.py"))]
+    """Of every module of the package that has any, in order of names."""
+    package = Path(baton.__file__).parent / "kernels"
+    paths = [path.relative_to(package.parent).with_suffix("") for path in sorted(package.rglob("*_triton.py"))]
     modules = [importlib.import_module(".".join(("baton", *path.parts))) for path in paths]
     variants = [variant for module in modules for variant in module.variants()]
     names = [variant.name for variant in variants]

@@ -182,7 +182,7 @@ def test_float8_scales_per_tensor_and_per_head():
 
 
 @pytest.mark.parametrize("options", [DIRECT, MOVED, APART, MOVED_APART], ids=["direct", "moved", "apart", "both"])
-def test_float8_that_is_dequantized_in_the_products_registers(options):
+def test_float8_that_is_dequantized_in_the_matmuls_registers(options):
     """Ragged ends among NaN, rows that see nothing, several parts, and values that do not lie beside their keys."""
     problem = Problem((90, 33, 4), 3, 6, 2, 64, kv_dtype=FLOAT8, block_size=32)
     whole = problem.run(options)

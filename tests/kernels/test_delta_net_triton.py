@@ -387,7 +387,7 @@ def test_rows_that_are_not_real_write_nothing_and_read_nothing():
 @pytest.mark.fast
 @LONG
 def test_a_pass_of_chunks_and_decode_rows_with_strided_views():
-    """As a layer has them: columns of one product, numbers that are columns of a table."""
+    """As a layer has them: columns of one GEMM output, numbers that are columns of a table."""
     found = []
     for form in (REFERENCE, TRITON):
         layer = Layer(form)

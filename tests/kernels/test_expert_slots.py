@@ -76,7 +76,7 @@ def test_another_map_keeps_the_addresses_that_a_graph_has():
 
 
 def placed(numerics, weights, inputs, experts, size, implementation=Implementation.REFERENCE):  # noqa: F811
-    """Every rank's mixture with experts where a map says."""
+    """Every rank's MoE layer with experts where a map says."""
     x_TD, weight_TK, choice_TK = inputs
     length, num_redundant = len(experts) // size, len(experts) - NUM_EXPERTS
     parts = []
@@ -100,7 +100,7 @@ def placed(numerics, weights, inputs, experts, size, implementation=Implementati
 
 @pytest.mark.parametrize(("num_redundant", "size"), [(0, 2), (4, 4), (12, 2)])
 @pytest.mark.long
-def test_the_mixture_does_not_depend_on_where_experts_lie(num_redundant, size, numerics):  # noqa: F811
+def test_the_moe_output_does_not_depend_on_where_experts_lie(num_redundant, size, numerics):  # noqa: F811
     for num_tokens in (1, 70):
         inputs, weights = plain_inputs(num_tokens, torch.float64)
         wanted_TD = Ops(numerics).experts(*inputs, weights, True)

@@ -1,4 +1,4 @@
-"""Products with a float8 weight: the kernel in the interpreter in all its forms, the reference, the choice of plans."""
+"""GEMMs with a float8 weight: the kernel in the interpreter in all its forms, the reference, the choice of plans."""
 
 from dataclasses import replace
 
@@ -49,12 +49,12 @@ def exact(a, scales, weight):
     row_block = torch.arange(weight.num_outputs) // 128
     for group in range(weight.num_inputs // 128):
         columns = slice(128 * group, 128 * group + 128)
-        product = a[:, columns].double() @ weight.values_NK[:, columns].double().t()
-        total += product * scales[group].double()[:, None] * weight.scales_BG[row_block, group].double()[None, :]
+        part = a[:, columns].double() @ weight.values_NK[:, columns].double().t()
+        total += part * scales[group].double()[:, None] * weight.scales_BG[row_block, group].double()[None, :]
     return total
 
 
-def assert_product(found, a, scales, weight):
+def assert_gemm(found, a, scales, weight):
     """Every element within one rounding to bfloat16 of the exact one, and of what float32 loses in a sum."""
     wanted = exact(a, scales, weight)
     positive = Fp8Weight(weight.values_NK.float().abs().to(torch.float8_e4m3fn), weight.scales_BG)
@@ -67,7 +67,7 @@ def assert_product(found, a, scales, weight):
 def test_the_reference_is_the_definition():
     x, weight = data(9, 200, 384)
     a, scales = quantize_fp8(x)
-    assert_product(gemm_fp8_reference(a, scales, weight), a, scales, weight)
+    assert_gemm(gemm_fp8_reference(a, scales, weight), a, scales, weight)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -78,7 +78,7 @@ def test_rows_of_all_numbers(num_rows, swap_ab):
     found = assert_deterministic(
         lambda: gemm_fp8(a, scales, weight, swap_ab=swap_ab, implementation=TRITON), a, scales, weight.values_NK
     )
-    assert_product(found, a, scales, weight)
+    assert_gemm(found, a, scales, weight)
 
 
 PLANS = [
@@ -117,7 +117,7 @@ def test_every_form_of_the_kernel_between_guards(plan, num_sms):
     linear_fp8(x, guarded, out_MN=linear_out, plan=plan, num_sms=num_sms, workspace=workspace, implementation=TRITON)
     guards.check()
     assert found is out
-    assert_product(out, a, scales, weight)
+    assert_gemm(out, a, scales, weight)
     assert same_bits(out, linear_out), "quantizing in the same call changes nothing"
     assert not workspace.counters.any(), "the next launch finds zeros"
 
@@ -401,7 +401,7 @@ def test_on_hopper_a_predicted_plan_replaces_a_library_that_refuses(monkeypatch)
 def test_what_the_library_pads_is_cut_off(monkeypatch):
     x, weight = data(3, 64, 128)
     monkeypatch.setattr(module, "_chosen", lambda *_: None)
-    monkeypatch.setattr(module.LIBRARY, "product", gemm_fp8_reference)
+    monkeypatch.setattr(module.LIBRARY, "gemm", gemm_fp8_reference)
     assert torch.equal(bits(linear_fp8(x, weight, implementation=TRITON)), bits(linear_fp8(x, weight)))
 
 

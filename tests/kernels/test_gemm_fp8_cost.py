@@ -1,4 +1,4 @@
-"""Predicted times of float8 products: what they choose among measured plans, and what they may; phases of stages.
+"""Predicted times of float8 GEMMs: what they choose among measured plans, and what they may; phases of stages.
 
 The times are of one H100 (`benchmarks/results/gemm-fp8-drawn-h100.json`): shapes that the costs were fitted to, and
 shapes that nothing was fitted to.

@@ -1,4 +1,4 @@
-"""Experts that lie over ranks: parts of any number of ranks add up to the mixture, and foreign rows cost nothing."""
+"""Experts that lie over ranks: parts of any number of ranks add up to the MoE output, and foreign rows cost nothing."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def parts_of(weights, size):
 
 
 def over_ranks(numerics, weights, size, inputs, implementation=Implementation.REFERENCE):
-    """Every rank's mixture: what each gives to be added is recorded, then added, and given to each."""
+    """Every rank's MoE layer: what each gives to be added is recorded, then added, and given to each."""
     given = []
 
     def record(x):
@@ -74,11 +74,11 @@ def plain_inputs(num_tokens, dtype):
 @pytest.mark.parametrize("size", [1, 2, 4, 12])
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 70])  # of one, most ranks have nothing to compute
 @pytest.mark.long
-def test_ranks_make_the_mixture_together(num_tokens, size, numerics):
+def test_ranks_make_the_moe_output_together(num_tokens, size, numerics):
     inputs, weights = plain_inputs(num_tokens, torch.float64)
-    _, mixtures = over_ranks(numerics, weights, size, inputs)
+    _, outputs = over_ranks(numerics, weights, size, inputs)
     wanted_TD = naive(*inputs, weights)
-    for mixed_TD in mixtures:
+    for mixed_TD in outputs:
         assert relative_error(mixed_TD, wanted_TD) < 1e-12 if num_tokens else mixed_TD.shape == (0, 32)
 
 
@@ -108,7 +108,7 @@ def test_what_no_expert_of_a_rank_was_chosen_for_is_zero_whatever_else_is_not_fi
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "num_tokens"), [(2, 9), (4, 1)])
-def test_grouped_products_of_ranks_add_up(size, num_tokens, kind, implementation, guarded_empty):  # noqa: F811
+def test_grouped_gemms_of_ranks_add_up(size, num_tokens, kind, implementation, guarded_empty):  # noqa: F811
     draw = Draw(size)
     weights = draw.weights(NUM_EXPERTS, *SIZES[kind], kind)
     inputs = batch(draw, num_tokens, NUM_EXPERTS, NUM_CHOSEN, SIZES[kind][1])
@@ -131,10 +131,10 @@ def test_ranks_of_a_model_add_float32_and_round_once(kind):
     draw = Draw(5)
     weights = draw.weights(NUM_EXPERTS, *SIZES[kind], kind)
     inputs = batch(draw, 3, NUM_EXPERTS, NUM_CHOSEN, SIZES[kind][1])
-    given, mixtures = over_ranks(Numerics.DEFAULT, weights, 2, inputs, TRITON)
+    given, outputs = over_ranks(Numerics.DEFAULT, weights, 2, inputs, TRITON)
     assert {part_TD.dtype for part_TD in given} == {F32}
     wanted_TD = experts_grouped(*inputs, weights, out_dtype=F32, implementation=TRITON)
-    for mixed_TD in mixtures:
+    for mixed_TD in outputs:
         assert same_bits(mixed_TD, tree_sum(given).bfloat16())
         assert relative_error(mixed_TD, wanted_TD) < 6e-3
 
@@ -154,9 +154,9 @@ def test_rows_of_foreign_experts_have_no_block_and_their_parts_are_not_read(monk
     weights = draw.weights(NUM_EXPERTS, *SIZES["bf16"], "bf16")
     inputs, seen, plain = batch(draw, 9, NUM_EXPERTS, NUM_CHOSEN, SIZES["bf16"][1]), [], moe_gemm_triton.launch
 
-    def launch(product, *arguments):
-        seen.append((product.alignment, product.tiles.block_len))
-        plain(product, *arguments)
+    def launch(gemm, *arguments):
+        seen.append((gemm.alignment, gemm.tiles.block_len))
+        plain(gemm, *arguments)
 
     monkeypatch.setattr(moe_gemm_triton, "launch", launch)
     for part in parts_of(weights, 4):

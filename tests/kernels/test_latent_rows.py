@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.core.numerics import Numerics
-from baton.kernels.mla.latent_rows import attend_expanded, product_by_head, write_rows
+from baton.kernels.mla.latent_rows import attend_expanded, matmul_by_head, write_rows
 from baton.kernels.ops import Ops
 from baton.kernels.pointwise.rope import rope, rope_angles, rope_inverse_frequencies
 
@@ -82,13 +82,13 @@ def test_a_row_has_the_same_bits_however_it_comes(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_heads_product_does_not_depend_on_rows_and_heads_beside_it(dtype):
+def test_a_heads_gemm_does_not_depend_on_rows_and_heads_beside_it(dtype):
     generator = torch.Generator().manual_seed(1)
     x_TAK, weight_AJK = (torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((37, 4, 70), (4, 33, 70)))
-    whole = product_by_head(x_TAK, weight_AJK, invariant=True)
+    whole = matmul_by_head(x_TAK, weight_AJK, invariant=True)
     assert (whole - torch.einsum("tak,ajk->taj", x_TAK, weight_AJK)).abs().max() < 1e-4
     for rows, heads in ((slice(5, 6), slice(0, 4)), (slice(0, 20), slice(2, 4)), (slice(36, 37), slice(3, 4))):
-        part = product_by_head(x_TAK[rows, heads], weight_AJK[heads], invariant=True)
+        part = matmul_by_head(x_TAK[rows, heads], weight_AJK[heads], invariant=True)
         assert torch.equal(part, whole[rows, heads])
 
 

@@ -1,4 +1,4 @@
-"""Products of one order of sums, in the interpreter: against float64, against themselves, and over ranks.
+"""GEMMs of one order of sums, in the interpreter: against float64, against themselves, and over ranks.
 
 The interpreter shows how slices are cut and added, and what is read; a step's sum is numpy's. That the tensor cores
 keep the promise is for `tests/gpu/test_invariant_cuda.py`.
@@ -28,7 +28,7 @@ def values(*shape, seed=0, dtype=torch.bfloat16):
     return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
 
-def product(x_TK, weight_NK, **options):
+def gemm(x_TK, weight_NK, **options):
     return linear_ordered(x_TK, weight_NK, implementation=TRITON, **options)
 
 
@@ -36,13 +36,13 @@ def product(x_TK, weight_NK, **options):
 def test_rows(num_rows):
     x_TK, weight_NK = values(num_rows, 130), values(70, 130, seed=1)
     wanted = x_TK.double() @ weight_NK.double().t()
-    found = assert_deterministic(lambda: product(x_TK, weight_NK), x_TK, weight_NK)
+    found = assert_deterministic(lambda: gemm(x_TK, weight_NK), x_TK, weight_NK)
     assert relative_error(found, wanted) < 4e-3
-    whole_TN = product(values(128, 130), weight_NK)
-    assert same_bits(found, product(x_TK, weight_NK, options=rule(4096, 70, 2)))
+    whole_TN = gemm(values(128, 130), weight_NK)
+    assert same_bits(found, gemm(x_TK, weight_NK, options=rule(4096, 70, 2)))
     if num_rows == 128:
         for first, end in ((0, 1), (3, 5), (60, 70), (127, 128)):
-            assert same_bits(product(x_TK[first:end], weight_NK), whole_TN[first:end])
+            assert same_bits(gemm(x_TK[first:end], weight_NK), whole_TN[first:end])
 
 
 @pytest.mark.long
@@ -59,7 +59,7 @@ def test_slices_are_a_tree_however_many_a_program_has(slices):
     wanted = tree_sum(parts)
     for own, outputs in itertools.product([own for own in (1, 2, 4, 8) if own <= slices], (64, 128)):
         options = {"outputs": outputs, "slices": own, "warps": 4, "stages": 2}
-        found = product(x_TK, weight_NK, num_slices=slices, out_dtype=torch.float32, options=options)
+        found = gemm(x_TK, weight_NK, num_slices=slices, out_dtype=torch.float32, options=options)
         assert same_bits(found, wanted), (own, outputs)
 
 
@@ -67,18 +67,18 @@ def test_slices_are_a_tree_however_many_a_program_has(slices):
 def test_order_shows_in_the_bits():
     """The comparison above can fail: the same numbers in another order give other bits."""
     x_TK, weight_NK = values(9, 512), values(64, 512, seed=1)
-    eight, two = (product(x_TK, weight_NK, num_slices=count, out_dtype=torch.float32) for count in (8, 2))
+    eight, two = (gemm(x_TK, weight_NK, num_slices=count, out_dtype=torch.float32) for count in (8, 2))
     assert not torch.equal(eight, two)
     assert relative_error(eight, two) < 1e-6
 
 
 def test_strided_rows_and_half_precision():
     x_TK, weight_NK = values(6, 96, dtype=torch.float16), values(80, 96, seed=1, dtype=torch.float16)
-    wanted = product(x_TK, weight_NK)
+    wanted = gemm(x_TK, weight_NK)
     assert relative_error(wanted, x_TK.double() @ weight_NK.double().t()) < 1e-3
-    assert same_bits(product(strided(x_TK), strided(weight_NK)), wanted)
+    assert same_bits(gemm(strided(x_TK), strided(weight_NK)), wanted)
     single = x_TK[:1].as_strided((1, 96), (1, 1))
-    assert same_bits(product(single, weight_NK), wanted[:1])
+    assert same_bits(gemm(single, weight_NK), wanted[:1])
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -108,8 +108,8 @@ def test_the_reference_adds_the_same_tree():
 
 @pytest.mark.fast
 def test_nothing_to_do():
-    assert product(values(3, 64)[:0], values(5, 64)).shape == (0, 5)
-    assert product(values(3, 64), values(5, 64)[:0]).shape == (3, 0)
+    assert gemm(values(3, 64)[:0], values(5, 64)).shape == (0, 5)
+    assert gemm(values(3, 64), values(5, 64)[:0]).shape == (3, 0)
 
 
 @pytest.mark.fast
@@ -145,5 +145,5 @@ def test_options_fill_a_gpu_and_never_change_what_is_added():
 )
 def test_arguments_that_do_not_fit_are_named(argument, x_TK, weight_NK, options):
     with pytest.raises(KernelArgumentInvalid) as refused:
-        product(x_TK, weight_NK, **options)
+        gemm(x_TK, weight_NK, **options)
     assert refused.value.fields["argument"] == argument

@@ -1,4 +1,4 @@
-"""Products split among programs, in the interpreter: against float64, whatever is split; and where they are taken.
+"""GEMMs split among programs, in the interpreter: against float64, whatever is split; and where they are taken.
 
 That parts are added by the last program of a tile, whichever it is, is for `tests/gpu/test_linear_split_cuda.py`: the
 interpreter's programs come in order.
@@ -29,7 +29,7 @@ def values(*shape, seed=0, dtype=torch.bfloat16):
     return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
 
-def product(x_TK, weight_NK, **others):
+def gemm(x_TK, weight_NK, **others):
     return linear_split(x_TK, weight_NK, implementation=TRITON, **others)
 
 
@@ -38,12 +38,12 @@ def product(x_TK, weight_NK, **others):
 def test_rows(num_rows, num_outputs, num_inputs):
     x_TK, weight_NK = values(num_rows, num_inputs), values(num_outputs, num_inputs, seed=1)
     wanted = x_TK.double() @ weight_NK.double().t()
-    found = assert_deterministic(lambda: product(x_TK, weight_NK), x_TK, weight_NK)
+    found = assert_deterministic(lambda: gemm(x_TK, weight_NK), x_TK, weight_NK)
     assert found.shape == (num_rows, num_outputs)
     assert relative_error(found, wanted) < 4e-3
     for row in range(num_rows):  # of one kind of tile, a row is its own affair
         padded = x_TK[row : row + 1].expand(num_rows, -1)
-        assert same_bits(product(padded, weight_NK)[0], found[row])
+        assert same_bits(gemm(padded, weight_NK)[0], found[row])
 
 
 @pytest.mark.fast
@@ -53,7 +53,7 @@ def test_counters_are_left_as_zeros_and_parts_are_all_added():
     assert splits_of(100, 1024) == 2
     workspace = GemmWorkspace(torch.device("cpu"))
     for _ in range(3):
-        found = product(x_TK, weight_NK, workspace=workspace)
+        found = gemm(x_TK, weight_NK, workspace=workspace)
         assert same_bits(found, (x_TK.float() @ weight_NK.float().t()).bfloat16())
         assert not workspace.counters.any()
 
@@ -61,14 +61,14 @@ def test_counters_are_left_as_zeros_and_parts_are_all_added():
 @pytest.mark.fast
 def test_strided_rows_and_half_precision():
     x_TK, weight_NK = values(6, 256, dtype=torch.float16), values(80, 256, seed=1, dtype=torch.float16)
-    wanted = product(x_TK, weight_NK)
+    wanted = gemm(x_TK, weight_NK)
     assert relative_error(wanted, x_TK.double() @ weight_NK.double().t()) < 1e-3
-    assert same_bits(product(strided(x_TK), weight_NK), wanted)
+    assert same_bits(gemm(strided(x_TK), weight_NK), wanted)
     wide_NK = torch.zeros(80, 264, dtype=torch.float16)
     wide_NK[:, :256] = weight_NK
-    assert same_bits(product(x_TK, wide_NK[:, :256]), wanted)
+    assert same_bits(gemm(x_TK, wide_NK[:, :256]), wanted)
     single = x_TK[:1].as_strided((1, 256), (1, 1))
-    assert same_bits(product(single, weight_NK), product(x_TK[:1], weight_NK))
+    assert same_bits(gemm(single, weight_NK), gemm(x_TK[:1], weight_NK))
 
 
 @pytest.mark.fast
@@ -121,7 +121,7 @@ def test_a_weight_that_is_not_aligned_goes_to_the_library():
     for weight_NK in (wide_NK[:, :256], values(64 * 256 + 1, 1)[1:, 0].unflatten(0, (64, 256))):
         assert same_bits(linear_fast(x_TK, weight_NK, implementation=TRITON), functional.linear(x_TK, weight_NK))
         with pytest.raises(KernelArgumentInvalid, match="multiples of 16 bytes"):
-            product(x_TK, weight_NK)
+            gemm(x_TK, weight_NK)
 
 
 @pytest.mark.fast
@@ -129,7 +129,7 @@ def test_a_model_of_triton_kernels_is_built_on_it():
     x_TK, weight_NK = values(3, 256), values(64, 256, seed=1)
     added = []
     ops = Ops(Numerics.DEFAULT, InnerSum(2, lambda part: added.append(part) or 2 * part), TRITON)
-    wanted = product(x_TK, weight_NK)
+    wanted = gemm(x_TK, weight_NK)
     assert same_bits(ops.linear(x_TK, weight_NK), wanted)
     assert same_bits(ops.linear_inner(x_TK, weight_NK), 2 * wanted)
     assert same_bits(added[0], wanted)
@@ -137,8 +137,8 @@ def test_a_model_of_triton_kernels_is_built_on_it():
 
 @pytest.mark.fast
 def test_nothing_to_do():
-    assert product(values(3, 128)[:0], values(5, 128)).shape == (0, 5)
-    assert product(values(3, 128), values(5, 128)[:0]).shape == (3, 0)
+    assert gemm(values(3, 128)[:0], values(5, 128)).shape == (0, 5)
+    assert gemm(values(3, 128), values(5, 128)[:0]).shape == (3, 0)
 
 
 @pytest.mark.fast
@@ -158,5 +158,5 @@ def test_nothing_to_do():
 )
 def test_arguments_that_do_not_fit_are_named(argument, x_TK, weight_NK):
     with pytest.raises(KernelArgumentInvalid) as refused:
-        product(x_TK, weight_NK)
+        gemm(x_TK, weight_NK)
     assert refused.value.fields["argument"] == argument

@@ -1,4 +1,4 @@
-"""Products of one or two tokens without tensor cores, in the interpreter: against float64, and where they are taken."""
+"""GEMMs of one or two tokens without tensor cores, in the interpreter: against float64, and where they are taken."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def values(*shape, seed=0, dtype=torch.bfloat16):
     return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
 
-def product(x_TK, weight_NK):
+def gemm(x_TK, weight_NK):
     return linear_vector(x_TK, weight_NK, implementation=TRITON)
 
 
@@ -46,30 +46,30 @@ def product(x_TK, weight_NK):
 def test_rows(num_rows, num_inputs):
     for num_outputs in (1, 70):
         x_TK, weight_NK = values(num_rows, num_inputs), values(num_outputs, num_inputs, seed=1)
-        found = assert_deterministic(lambda x=x_TK, w=weight_NK: product(x, w), x_TK, weight_NK)
+        found = assert_deterministic(lambda x=x_TK, w=weight_NK: gemm(x, w), x_TK, weight_NK)
         assert found.shape == (num_rows, num_outputs)
         assert relative_error(found, x_TK.double() @ weight_NK.double().t()) < CLOSE
         for row in range(num_rows):
-            assert same_bits(product(x_TK[row : row + 1], weight_NK)[0], found[row])
+            assert same_bits(gemm(x_TK[row : row + 1], weight_NK)[0], found[row])
 
 
 @pytest.mark.fast
 def test_whole_numbers_are_added_exactly():
     x_TK, weight_NK = torch.randint(-3, 4, (2, 1152)).bfloat16(), torch.randint(-3, 4, (37, 1152)).bfloat16()
-    assert same_bits(product(x_TK, weight_NK), (x_TK.float() @ weight_NK.float().t()).bfloat16())
+    assert same_bits(gemm(x_TK, weight_NK), (x_TK.float() @ weight_NK.float().t()).bfloat16())
 
 
 @pytest.mark.fast
 def test_strided_rows_and_half_precision():
     x_TK, weight_NK = values(2, 256, dtype=torch.float16), values(80, 256, seed=1, dtype=torch.float16)
-    wanted = product(x_TK, weight_NK)
+    wanted = gemm(x_TK, weight_NK)
     assert relative_error(wanted, x_TK.double() @ weight_NK.double().t()) < 1e-3
-    assert same_bits(product(strided(x_TK), weight_NK), wanted)
+    assert same_bits(gemm(strided(x_TK), weight_NK), wanted)
     wide_NK = torch.zeros(80, 264, dtype=torch.float16)
     wide_NK[:, :256] = weight_NK
-    assert same_bits(product(x_TK, wide_NK[:, :256]), wanted)
+    assert same_bits(gemm(x_TK, wide_NK[:, :256]), wanted)
     single = x_TK[:1].as_strided((1, 256), (1, 1))
-    assert same_bits(product(single, weight_NK), product(x_TK[:1], weight_NK))
+    assert same_bits(gemm(single, weight_NK), gemm(x_TK[:1], weight_NK))
 
 
 @pytest.mark.fast
@@ -104,7 +104,7 @@ def test_float8_is_what_the_other_form_makes(ue8m0):
 
 
 @pytest.mark.fast
-def test_a_product_that_is_capped_has_another_form(monkeypatch):
+def test_a_gemm_that_is_capped_has_another_form(monkeypatch):
     x_TK, weight = values(1, 256), quantize_weight(values(64, 256, seed=1).float())
     assert plan_of("linear_fp8", 1, 64, 256, SwapAB.AUTO, can_swap=True, device_index=None) == VECTOR
     wanted = linear_fp8(x_TK, weight, implementation=TRITON)
@@ -185,7 +185,7 @@ def test_a_weight_that_is_not_aligned_goes_to_the_library():
     for weight_NK in (wide_NK[:, :256], values(64 * 256 + 1, 1)[1:, 0].unflatten(0, (64, 256))):
         assert same_bits(linear_fast(x_TK, weight_NK, implementation=TRITON), functional.linear(x_TK, weight_NK))
         with pytest.raises(KernelArgumentInvalid, match="multiples of 16 bytes"):
-            product(x_TK, weight_NK)
+            gemm(x_TK, weight_NK)
 
 
 @pytest.mark.fast
@@ -193,7 +193,7 @@ def test_a_model_of_triton_kernels_is_built_on_it():
     x_TK, weight_NK = values(1, 256), values(64, 256, seed=1)
     added = []
     ops = Ops(Numerics.DEFAULT, InnerSum(2, lambda part: added.append(part) or 2 * part), TRITON)
-    wanted = product(x_TK, weight_NK)
+    wanted = gemm(x_TK, weight_NK)
     assert same_bits(ops.linear(x_TK, weight_NK), wanted)
     assert same_bits(ops.linear_inner(x_TK, weight_NK), 2 * wanted)
     assert same_bits(added[0], wanted)
@@ -201,8 +201,8 @@ def test_a_model_of_triton_kernels_is_built_on_it():
 
 @pytest.mark.fast
 def test_nothing_to_do():
-    assert product(values(2, 128)[:0], values(5, 128)).shape == (0, 5)
-    assert product(values(2, 128), values(5, 128)[:0]).shape == (2, 0)
+    assert gemm(values(2, 128)[:0], values(5, 128)).shape == (0, 5)
+    assert gemm(values(2, 128), values(5, 128)[:0]).shape == (2, 0)
 
 
 @pytest.mark.fast
@@ -222,5 +222,5 @@ def test_nothing_to_do():
 )
 def test_arguments_that_do_not_fit_are_named(argument, x_TK, weight_NK):
     with pytest.raises(KernelArgumentInvalid) as refused:
-        product(x_TK, weight_NK)
+        gemm(x_TK, weight_NK)
     assert refused.value.fields["argument"] == argument

@@ -186,7 +186,7 @@ def topk():
     return select_topk, right, wrong
 
 
-def product():
+def gemm():
     weight = quantize_weight(tensor(256, 256))
     a_MK, scales_GM = quantize_fp8(tensor(4, 256))
     right = {"a_MK": a_MK, "scales_GM": scales_GM, "weight": weight, "out_MN": tensor(4, 256)}
@@ -227,7 +227,7 @@ def forget():
         memo._kept.clear()
 
 
-CASES = (rms_norm, silu_mul, gated, shared, qk, decode, prefill, experts, topk, product, linear)
+CASES = (rms_norm, silu_mul, gated, shared, qk, decode, prefill, experts, topk, gemm, linear)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

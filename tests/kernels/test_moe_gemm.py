@@ -1,4 +1,4 @@
-"""The mixture by gathered rows: against its reference, that against loops in float64, and what must not matter."""
+"""The experts by gathered rows: against its reference, that against loops in float64, and what must not matter."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The masked grouped product: against its reference and plain loops, and rows beyond the mask left as they are."""
+"""The masked grouped GEMM: against its reference and plain loops, and rows beyond the mask left as they are."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def check(out_EMN, before_EMN, a_EMK, counts, weights):
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("swap_ab", [True, False])
-def test_rows_that_count_are_products_and_others_stay(kind, swap_ab, implementation, guarded_empty):  # noqa: F811
+def test_rows_that_count_are_gemms_and_others_stay(kind, swap_ab, implementation, guarded_empty):  # noqa: F811
     draw, counts = Draw(1), [0, 20, 3, -1, 17, 99]
     a_EMK = rows_of(draw, 6, 20, 256 if kind == "fp8" else 72, counts)
     weights = weights_of(draw, 6, 192, a_EMK.shape[2], kind)

@@ -1,4 +1,4 @@
-"""A mixture for a few tokens row by row, in the interpreter: against the reference, the grouped form, and loops."""
+"""An MoE layer for a few tokens row by row, in the interpreter: against the reference, the grouped form, and loops."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def always(monkeypatch):
     monkeypatch.setattr(vector_plan, "_APART", 0)
 
 
-def mixture(x_TD, weight_TK, expert_TK, weights, dtype=None):
+def moe_layer(x_TD, weight_TK, expert_TK, weights, dtype=None):
     """What the kernels make of checked arguments."""
     out_TD = torch.empty(x_TD.shape, dtype=dtype or x_TD.dtype)
     vector_triton.launch(x_TD, expert_TK.contiguous(), weight_TK.contiguous(), weights, out_TD)
@@ -48,7 +48,7 @@ def test_it_is_the_reference_and_the_formula(kind, num_tokens, guarded_empty):  
     for inner_size, hidden, num_experts, num_chosen in sizes[num_tokens % 2 :]:
         weights = draw.weights(num_experts, inner_size, hidden, kind)
         inputs = batch(draw, num_tokens, num_experts, num_chosen, hidden)
-        found = assert_deterministic(lambda i=inputs, w=weights: mixture(*i, w, dtype=F32), *inputs)
+        found = assert_deterministic(lambda i=inputs, w=weights: moe_layer(*i, w, dtype=F32), *inputs)
         wanted = experts_grouped(*inputs, weights, out_dtype=F32, implementation=REFERENCE)
         assert relative_error(found, wanted) < 1e-3
         assert relative_error(found, naive(*inputs, weights)) < 6e-3
@@ -77,16 +77,16 @@ def test_ranks_add_what_their_own_experts_make(kind, guarded_empty):  # noqa: F8
     weights = draw.weights(6, 128, 128, kind)
     inputs = batch(draw, 2, 6, 3, 128)
     inputs[2][1, 2] = -1
-    whole = mixture(*inputs, weights, dtype=F32)
+    whole = moe_layer(*inputs, weights, dtype=F32)
     parts = []
     for first in (0, 2, 4):
         held = HeldExperts(first, 2, 6)
         some = some_experts(weights, torch.arange(first, first + 2))
         some = type(some)(**{name: getattr(some, name) for name in some.__slots__ if name != "held"}, held=held)
-        parts.append(mixture(*inputs, some, dtype=F32))
+        parts.append(moe_layer(*inputs, some, dtype=F32))
     assert relative_error(sum(parts), whole.double()) < 1e-6
     inputs[2][0] = torch.tensor([6, 7, -1])
-    assert not mixture(*inputs, weights)[0].any()
+    assert not moe_layer(*inputs, weights)[0].any()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
@@ -95,9 +95,9 @@ def test_a_token_that_is_no_number_stays_none_and_alone(kind):
     draw = Draw(5)
     weights = draw.weights(4, 128, 128, kind)
     inputs = batch(draw, 3, 4, 2, 128)
-    before = mixture(*inputs, weights)
+    before = moe_layer(*inputs, weights)
     inputs[0][1, 5] = float("nan")
-    after = mixture(*inputs, weights)
+    after = moe_layer(*inputs, weights)
     assert after[1].isnan().any()
     assert same_bits(after[::2], before[::2])
 
@@ -153,7 +153,7 @@ def test_where_it_is_taken(kind, monkeypatch):
 
 
 def test_what_is_taken_was_measured_to_be_quicker(monkeypatch):
-    """Each mixture that was measured, drawn ones among them."""
+    """Each MoE layer that was measured, drawn ones among them."""
     monkeypatch.undo()
     taken, left = [], []
     for row in json.loads(RESULTS.read_text())["rows"]:

@@ -1,4 +1,4 @@
-"""From a product to queries and the pool: Triton against the reference, the reference against the model's own steps."""
+"""From a GEMM to queries and the pool: Triton against the reference, the reference against the model's own steps."""
 
 import pytest
 import torch

@@ -59,7 +59,7 @@ def test_formulas(numerics, dtype):
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("numerics", list(Numerics))
 @pytest.mark.parametrize("num_tokens", [1, 5, 90])  # few tokens take the dense form in default numerics
-def test_mixture_of_experts(num_tokens, numerics, renormalise):
+def test_moe_layer(num_tokens, numerics, renormalise):
     weights = ExpertWeights(values(8, 24, 32, seed=1) / 6, values(8, 32, 12, seed=2) / 4)
     x_TD, router_ED = values(num_tokens, 32), values(8, 32, seed=3) / 4
     result = moe(Ops(numerics), x_TD, router_ED, weights, 3, renormalise)
@@ -75,7 +75,7 @@ def test_equal_probabilities_go_to_the_lower_expert(numerics):
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.long
-def test_a_row_of_the_mixture_depends_on_itself_alone(dtype):
+def test_a_row_of_the_moe_output_depends_on_itself_alone(dtype):
     ops = Ops(Numerics.INVARIANT)
     weights = ExpertWeights(values(8, 160, 256, dtype=dtype, seed=1) / 16, values(8, 256, 80, dtype=dtype, seed=2) / 9)
     x_TD, router_ED = values(130, 256, dtype=dtype), values(8, 256, dtype=dtype, seed=3) / 4

@@ -30,7 +30,7 @@ def test_it_holds_here_and_leaves_threads_alone(dtype):
 
 
 @pytest.mark.fast
-def test_a_product_that_depends_on_its_outputs_is_named_where_ranks_share_them(monkeypatch):
+def test_a_gemm_that_depends_on_its_outputs_is_named_where_ranks_share_them(monkeypatch):
     right = linear.linear_invariant
 
     def careless(x_TK, weight_NK):
@@ -45,7 +45,7 @@ def test_a_product_that_depends_on_its_outputs_is_named_where_ranks_share_them(m
 
 
 @pytest.mark.fast
-def test_a_product_that_depends_on_its_batch_is_named(monkeypatch):
+def test_a_gemm_that_depends_on_its_batch_is_named(monkeypatch):
     def careless(x_TK, weight_NK):
         return linear.linear(x_TK, weight_NK) * (1 + 1e-6 * x_TK.shape[0])
 

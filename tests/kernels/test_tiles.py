@@ -1,11 +1,11 @@
-"""How invariant numerics cut products on CUDA, tried on a CPU: the result, and that neighbours do not change a bit."""
+"""How invariant numerics cut GEMMs on CUDA, tried on a CPU: the result, and that neighbours do not change a bit."""
 
 import pytest
 import torch
 
 from baton.core.numerics import Numerics
 from baton.kernels import tiles
-from baton.kernels.tiles import product_fixed, product_groups_fixed, product_rows, product_slices
+from baton.kernels.tiles import matmul_fixed, matmul_groups_fixed, matmul_rows, matmul_slices
 from baton.model.loader import load_model
 from baton.tests.model.harness import Paged, prompt
 from baton.tests.model.ranks import on_ranks
@@ -29,32 +29,32 @@ def cuda_rules(monkeypatch):
 @pytest.mark.fast
 @pytest.mark.parametrize("num_rows", [0, 8, 24])
 @pytest.mark.parametrize("num_outputs", [1, 16, 37])
-def test_pieces_make_the_product(num_rows, num_outputs):
+def test_pieces_make_the_gemm(num_rows, num_outputs):
     x_TK, weight_NK = values(num_rows, 12, dtype=torch.float64), values(num_outputs, 12, dtype=torch.float64, seed=1)
-    assert torch.allclose(product_fixed(x_TK, weight_NK, 8, 16), x_TK @ weight_NK.T, atol=1e-12)
+    assert torch.allclose(matmul_fixed(x_TK, weight_NK, 8, 16), x_TK @ weight_NK.T, atol=1e-12)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("num_groups", [1, 8, 13])
-def test_groups_make_the_product(num_groups):
+def test_groups_make_the_gemm(num_groups):
     left_GTK, right_GKN = values(num_groups, 16, 12), values(num_groups, 12, 5, seed=1)
     wanted = left_GTK.double() @ right_GKN.double()
-    assert torch.allclose(product_groups_fixed(left_GTK, right_GKN, 8).double(), wanted, atol=1e-5)
+    assert torch.allclose(matmul_groups_fixed(left_GTK, right_GKN, 8).double(), wanted, atol=1e-5)
 
 
 @pytest.mark.fast
 def test_a_part_of_rows_outputs_slices_or_groups_has_the_same_bits(cuda_rules):
     x_TK, weight_NK = values(130, 96), values(1500, 96, seed=1)
-    whole_TN = product_rows(x_TK, weight_NK)
-    assert torch.equal(product_rows(x_TK[70:71], weight_NK), whole_TN[70:71])
-    assert torch.equal(product_rows(x_TK, weight_NK[600:640]), whole_TN[:, 600:640])
-    slices_CTN = product_slices(x_TK, weight_NK, 8)
-    half = product_slices(x_TK[:, 48:].contiguous(), weight_NK[:, 48:].contiguous(), 4)
+    whole_TN = matmul_rows(x_TK, weight_NK)
+    assert torch.equal(matmul_rows(x_TK[70:71], weight_NK), whole_TN[70:71])
+    assert torch.equal(matmul_rows(x_TK, weight_NK[600:640]), whole_TN[:, 600:640])
+    slices_CTN = matmul_slices(x_TK, weight_NK, 8)
+    half = matmul_slices(x_TK[:, 48:].contiguous(), weight_NK[:, 48:].contiguous(), 4)
     assert torch.equal(half, slices_CTN[4:])
     assert torch.allclose(slices_CTN.sum(dim=0), whole_TN, atol=1e-4)
     left_GTK, right_GKN = values(12, 64, 24), values(12, 24, 32, seed=1)
-    groups_GTN = product_groups_fixed(left_GTK, right_GKN, 64)
-    assert torch.equal(product_groups_fixed(left_GTK[5:7], right_GKN[5:7], 64), groups_GTN[5:7])
+    groups_GTN = matmul_groups_fixed(left_GTK, right_GKN, 64)
+    assert torch.equal(matmul_groups_fixed(left_GTK[5:7], right_GKN[5:7], 64), groups_GTN[5:7])
 
 
 def run(path, group=None, numerics=Numerics.INVARIANT, dtype=torch.float32):

@@ -1,4 +1,4 @@
-"""A prefill rank without any rules: it sends what a test tells it to, over the product's own transport."""
+"""A prefill rank without any rules: it sends what a test tells it to, over Baton's own transport."""
 
 import sys
 import time

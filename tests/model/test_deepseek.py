@@ -141,7 +141,7 @@ def write_float8_of(path, kind, layout="deepseek", seed=5):
 
 
 class Rounding:
-    """`functional.linear` that rounds rows by the checkpoint's rule where the weight is of a float8 product."""
+    """`functional.linear` that rounds rows by the checkpoint's rule where the weight is of a float8 GEMM."""
 
     def __init__(self, reference, path):
         self.margin, self.num_rounded, self._linear = 1.0, 0, functional.linear
@@ -180,7 +180,7 @@ class Rounding:
 
 @pytest.mark.parametrize("kind", DEEPSEEKS)
 def test_float8_by_the_checkpoints_rule(kind, tmp_path, monkeypatch):
-    """Values times scales of blocks, rows rounded in groups of 128 before each float8 product; at 1 and 2 ranks."""
+    """Values times scales of blocks, rows rounded in groups of 128 before each float8 GEMM; at 1 and 2 ranks."""
     for seed in range(5, 60):
         path, plain = write_float8_of(tmp_path / str(seed), kind, seed=seed)
         ids, reference = prompt(4), DeepseekReference(plain, kind, torch.float32)
@@ -197,9 +197,9 @@ def test_float8_by_the_checkpoints_rule(kind, tmp_path, monkeypatch):
     def work(group):
         model = load(path, group, dtype=torch.float32)
         attention = model._decoder.layers[0].attention
-        products = [attention.out_DQ]
-        products += [attention.down_XD, attention.query_up_QX] if kind == "deepseek_v3" else [attention.qkv_QD]
-        assert all(isinstance(product, Fp8Weight) for product in products)
+        gemms = [attention.out_DQ]
+        gemms += [attention.down_XD, attention.query_up_QX] if kind == "deepseek_v3" else [attention.qkv_QD]
+        assert all(isinstance(gemm, Fp8Weight) for gemm in gemms)
         paged = Paged(model, group=group)
         found = paged.prefill(ids, chunk_len=3)
         entries = paged.mtp(ids[1:], found[:-1], paged.prefill_batch([(0, 0, 3)]))
@@ -333,7 +333,7 @@ def test_routers_are_float32_in_a_narrow_model(kind, tmp_path):
     mlp, name = model._decoder.layers[1].mlp, "model.layers.1.mlp.gate"
     assert torch.equal(mlp.bias_E, stored[f"{name}.e_score_correction_bias"])
     assert not torch.equal(mlp.bias_E, mlp.bias_E.bfloat16().float())
-    assert mlp.both_ND is None  # a product is of one dtype
+    assert mlp.both_ND is None  # a GEMM is of one dtype
     assert (mlp.router_ED.dtype, stored[f"{name}.weight"].dtype) == (torch.float32, torch.bfloat16)
     assert run(model, prompt(20), [(17, False), (3, True)]).isfinite().all()
 

@@ -160,7 +160,7 @@ def test_float8_experts_whose_parts_are_no_whole_blocks_are_served_whole(tmp_pat
     with pytest.raises(ModelUnsupported, match=r"no whole blocks of 128, .*; --enable-expert-parallel keeps"):
         require_cut_float8(cut, float8, 2)
     require_cut_float8(held, float8, 2)
-    # By headers, all stay float8 but what is of no product.
+    # By headers, all stay float8 but what is of no GEMM.
     assert set(dequantized_weights(config, float8, held, "float32", 2)) == {"mtp.fc.weight"}
     with pytest.raises(ModelUnsupported, match="--enable-expert-parallel"):
         load(path, Rank(0, 2), dtype=torch.float32)
@@ -172,7 +172,7 @@ def test_float8_experts_whose_parts_are_no_whole_blocks_are_served_whole(tmp_pat
 
     with caplog.at_level(logging.WARNING):
         ranks = on_ranks(2, work)
-    assert "1 because it is of no float8 product" in caplog.text
+    assert "1 because no float8 GEMM reads it" in caplog.text
     alone, twin = run(load(path, dtype=torch.float32))[0], run(load(plain, dtype=torch.float32))[0]
     for logits in ranks:
         assert relative_error(logits, alone) < 0.25  # rounded activations may choose other experts

@@ -127,7 +127,7 @@ def float8_of(model, twin):
     return {place for place, weight in found.items() if isinstance(weight, (Fp8Weight, Fp8ExpertWeights))}
 
 
-def is_product(place):
+def is_linear(place):
     return place.endswith((".qkv_QD", ".out_DQ", ".gate_up_JD", ".down_DI", ".mlp.experts"))
 
 
@@ -146,7 +146,7 @@ CASES += [pytest.param(*other, size) for other in OTHERS for size in (1, 2)]
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "kind", "size"), CASES)
-def test_weights_are_values_times_scales_and_products_round_activations(layout, kind, size, float8):
+def test_weights_are_values_times_scales_and_gemms_round_activations(layout, kind, size, float8):
     path, plain = float8(layout, kind)
 
     def work(group):
@@ -159,8 +159,8 @@ def test_weights_are_values_times_scales_and_products_round_activations(layout, 
         if LAYOUTS[layout].wide:
             assert (found, difference) == (set(), 0.0)
             continue
-        products = {place for place in places if is_product(place)}
-        assert found == {place for place in products if not place.endswith("layers.1.attention.out_DQ")}
+        gemms = {place for place in places if is_linear(place)}
+        assert found == {place for place in gemms if not place.endswith("layers.1.attention.out_DQ")}
         assert 10 * TOLERANCE < difference, "activations are rounded, too"
         assert relative_error(logits, wanted) < 0.25  # it may choose other experts
 
@@ -188,7 +188,7 @@ def test_the_kernels_blocks_are_the_checkpoints():
 
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_stored_values_and_scales_are_what_products_read(dtype, float8):
+def test_stored_values_and_scales_are_what_gemms_read(dtype, float8):
     path, _ = float8("qwen3-fp8")
     stored, attention = load_file(path / "model.safetensors"), load(path, dtype)._decoder.layers[0].attention
     modules = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
@@ -240,7 +240,7 @@ def test_invariant_numerics_hold_with_kernels_on_one_rank(float8):
 
 @pytest.mark.fast
 def test_float64_widens_exactly(float8, caplog):
-    path, plain = float8("qwen3-fp8")  # whose products fit into float32
+    path, plain = float8("qwen3-fp8")  # whose GEMMs fit into float32
     with caplog.at_level(logging.WARNING):
         model = load(path, torch.float64)
     assert caplog.text.count("float8 weights are computed as float64") == 1
@@ -254,7 +254,7 @@ def test_float64_widens_exactly(float8, caplog):
     [
         ("compressed channel", "20 because kernels have no scale per channel, 1 because", "21 of 21 float8"),
         ("compressed weight-only", "20 because activations are not to be quantized", "21 of 21 float8"),
-        ("deepseek", "1 because it is of no float8 product", "1 of 21 float8"),
+        ("deepseek", "1 because no float8 GEMM reads it", "1 of 21 float8"),
     ],
 )
 @pytest.mark.long

@@ -93,7 +93,7 @@ def test_scales_of_the_checkpoint_are_used(tiny_checkpoint):
     wanted = all_ways(lambda: RoundedPaged(plain, scales), ids)
     found = all_ways(lambda: Paged(load(path, dtype=torch.float64)), ids)
     for one, other in zip(found, wanted, strict=True):
-        assert (one - other).abs().max() < 1e-5  # products with scales are rounded in float32
+        assert (one - other).abs().max() < 1e-5  # GEMMs with scales are rounded in float32
 
 
 @pytest.mark.fast

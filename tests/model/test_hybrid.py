@@ -235,7 +235,7 @@ def test_float8_in_blocks_as_published(kind, tmp_path):
 
 
 @pytest.mark.fast
-def test_products_that_read_the_same_rows_are_one_and_no_weight_is_there_twice(tmp_path):
+def test_gemms_that_read_the_same_rows_are_one_and_no_weight_is_there_twice(tmp_path):
     path = write_checkpoint(tmp_path / "plain", kind="qwen3_5_moe")
     for model in (load(path), *on_ranks(2, lambda group: load(path, group))):
         layer = model._decoder.layers[0]

@@ -135,23 +135,23 @@ def test_default_numerics_do_move(tiny_checkpoint, load):
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_the_self_test_knows_every_product_of_a_model(name, tiny_checkpoint, load, monkeypatch):
+def test_the_self_test_knows_every_gemm_of_a_model(name, tiny_checkpoint, load, monkeypatch):
     model = load(tiny_checkpoint(**SHAPES[name]), torch.float32, Numerics.INVARIANT)
     check_invariance(model.linear_shapes(), torch.float32, model.device)
     seen = set()
 
     def spy_on(module, name):
-        product = getattr(module, name)
+        plain = getattr(module, name)
 
         def spy(x_TK, weight_NK, *args, **options):
             seen.add(tuple(weight_NK.shape))
-            return product(x_TK, weight_NK, *args, **options)
+            return plain(x_TK, weight_NK, *args, **options)
 
         monkeypatch.setattr(module, name, spy)
 
-    for module, name in ((linear, "product_rows"), (inner_sum, "product_slices"), (moe, "product_rows")):
+    for module, name in ((linear, "matmul_rows"), (inner_sum, "matmul_slices"), (moe, "matmul_rows")):
         spy_on(module, name)
-    spy_on(moe, "product_slices")
+    spy_on(moe, "matmul_slices")
     paged = Paged(model)
     ids = prompt(5)
     hidden = paged.prefill(ids)

@@ -120,7 +120,7 @@ def test_default_numerics_do_move_with_the_number_of_ranks(tiny_checkpoint):
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_cutting_the_outputs_of_a_product_moves_no_bit_in_invariant_numerics(dtype):
+def test_cutting_the_outputs_of_a_gemm_moves_no_bit_in_invariant_numerics(dtype):
     generator = torch.Generator().manual_seed(3)
     x_TK = torch.randn(37, 700, generator=generator).to(dtype)
     weight_NK = torch.randn(1003, 700, generator=generator).to(dtype)

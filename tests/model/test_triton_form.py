@@ -319,7 +319,7 @@ class _Noted(DispatchMode):
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
 def test_a_layer_of_every_family_is_as_few_operations_of_torch_as_qwen3s(kind, tmp_path, monkeypatch):
     """A part of a layer that falls back to torch made steps a seventh longer, and nothing said so."""
-    for module in (linear_split_triton, vector_plan):  # so that every product is one of torch
+    for module in (linear_split_triton, vector_plan):  # so that every GEMM is one of torch
         monkeypatch.setattr(module, "MAX_TOKENS", 0)
     found = {}
     for family in ("qwen3", kind):

@@ -17,7 +17,7 @@ from baton.core.errors import BatonError
 from baton.core.requests.sampling import SamplingParams
 from baton.runbook.common.workers import held
 
-ROOM = Path(__file__).parents[2] / "runbook"
+RUNBOOKS = Path(__file__).parents[2] / "runbook"
 CONFIG = {
     "num_speculative_tokens": 2,
     "dtype": "float64",
@@ -59,7 +59,7 @@ def client(deployment):
 @pytest.fixture
 def runbook(deployment):
     def run(name, *arguments, address=deployment.address, timeout_s=240):
-        command = [sys.executable, "-P", str(ROOM / f"{name.replace('-', '_')}.py"), "--address", address, "--json"]
+        command = [sys.executable, "-P", str(RUNBOOKS / f"{name.replace('-', '_')}.py"), "--address", address, "--json"]
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout_s)
         assert done.stdout, done.stderr
         return Done(done.returncode, json.loads(done.stdout), done.stderr)

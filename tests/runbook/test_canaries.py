@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton.client.access import Access
-from baton.cluster.cli import ROOM, runbook_names
+from baton.cluster.cli import RUNBOOKS, runbook_names
 from baton.core.clock import MonotonicClock
 from baton.core.errors import Overloaded, PermissionDenied, PreconditionUnmet, Unauthenticated
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire
@@ -89,6 +89,6 @@ def test_nothing_is_begun_and_the_exit_code_is_that_of_a_precondition(ports, cap
 
 @pytest.mark.parametrize("name", [name.replace("-", "_") for name in runbook_names()])
 def test_a_runbook_that_sends_canaries_says_so(name):
-    text = (ROOM / f"{name}.py").read_text()
+    text = (RUNBOOKS / f"{name}.py").read_text()
     sends = "runbook.common.canary" in text or "runbook.common.replace" in text
     assert importlib.import_module(f"baton.runbook.{name}").RUNBOOK.sends_canaries == sends

@@ -15,7 +15,7 @@ from baton.core.errors import PreconditionUnmet
 from baton.core.tls_files import TlsFiles
 from baton.runbook.rotate_certificates import Replacement, days_left, fingerprint_of, is_trusted, pair_fits
 from baton.tests.router.certificates import Authority
-from baton.tests.runbook.conftest import CONFIG, ROOM, Done, Load, answer
+from baton.tests.runbook.conftest import CONFIG, RUNBOOKS, Done, Load, answer
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ class Secured:
         return Access(tls=TlsFiles(ca_file=str(self.one.file)), api_key=self.keys["client"].read_text())
 
     def run(self, deployment, *arguments):
-        script = str(ROOM / "rotate_certificates.py")
+        script = str(RUNBOOKS / "rotate_certificates.py")
         command = [sys.executable, "-P", script, "--json", "--address", deployment.admin_address]
         command += ["--client-address", deployment.address, "--client-api-key-file", str(self.keys["client"])]
         environment = os.environ | {

@@ -1,4 +1,4 @@
-"""The list of planted faults follows the product: each can be planted, and names tests that exist."""
+"""The list of planted faults follows the code: each can be planted, and names tests that exist."""
 
 import dataclasses
 from pathlib import Path

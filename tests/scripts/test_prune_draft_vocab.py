@@ -63,7 +63,7 @@ def test_the_most_counted_tokens_are_kept(model, tmp_path, kind, link, capsys):
     hidden_ND = torch.randn(5, 32)
     assert torch.equal(pruned.logits(hidden_ND), whole.logits(hidden_ND))
     wanted_NC = whole.logits(hidden_ND)[:, [1, 3, 7, 29]]
-    assert torch.allclose(pruned.draft_logits(hidden_ND), wanted_NC, atol=1e-5)  # in products of other widths
+    assert torch.allclose(pruned.draft_logits(hidden_ND), wanted_NC, atol=1e-5)  # in GEMMs of other widths
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     assert any(path.name.startswith("model-") for path in out.iterdir()) is not link
 

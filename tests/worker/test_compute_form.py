@@ -88,7 +88,7 @@ def test_what_fell_back_is_counted(monkeypatch):
     weight = quantize_weight(torch.ones(256, 128))
     a_MK, scales_GM = quantize_fp8(torch.ones(4, 128))
     for _ in range(3):
-        assert library.product(a_MK, scales_GM, weight) is None, "a CPU has no such library"
+        assert library.gemm(a_MK, scales_GM, weight) is None, "a CPU has no such library"
     for size in (1, 2, 1):
         assert tuning.find("gemm_fp8", "7x9", size) is None
     assert tuning.find("quantize_fp8", "any", 16) is not None

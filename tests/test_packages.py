@@ -1,4 +1,4 @@
-"""The import order of the rooms, the libraries each may use, their names, and their sizes."""
+"""The import order of the packages, the libraries each may use, their names, and their sizes."""
 
 import ast
 import functools
@@ -33,8 +33,8 @@ ALLOWED = {
 TENSORS = {"kernels", "kvcache", "model", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker", "bench"}
 
 
-def sources(room):
-    return [path for path in sorted((ROOT / room).rglob("*.py")) if "_pb2" not in path.name]
+def sources(package):
+    return [path for path in sorted((ROOT / package).rglob("*.py")) if "_pb2" not in path.name]
 
 
 @functools.cache
@@ -88,7 +88,7 @@ class C:
     assert imported_names(path) == set(counted.split())
 
 
-def rooms_imported_by(path):
+def packages_imported_by(path):
     return {name.split(".")[1] for name in imported_names(path) if name.startswith("baton.")}
 
 
@@ -97,16 +97,16 @@ def libraries_imported_by(path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", ALLOWED)
-def test_a_room_imports_only_lower_rooms(room):
-    for path in sources(room):
-        assert rooms_imported_by(path) <= ALLOWED[room] | {room}, path
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_only_lower_packages(package):
+    for path in sources(package):
+        assert packages_imported_by(path) <= ALLOWED[package] | {package}, path
 
 
 def test_the_order_has_no_circle():
     done = set()
     while rest := ALLOWED.keys() - done:
-        ready = {room for room in rest if ALLOWED[room] <= done}
+        ready = {package for package in rest if ALLOWED[package] <= done}
         assert ready, f"circle among {sorted(rest)}"
         done |= ready
 
@@ -117,18 +117,20 @@ def test_every_room_is_declared_and_shipped():
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert folders == set(ALLOWED)
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    parts = {path.parent.relative_to(ROOT).parts for room in ALLOWED for path in (ROOT / room).rglob("__init__.py")}
+    parts = {
+        path.parent.relative_to(ROOT).parts for package in ALLOWED for path in (ROOT / package).rglob("__init__.py")
+    }
     assert set(packages) == {"baton"} | {".".join(("baton", *names)) for names in parts}
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_a_room_uses_only_its_libraries(room):
-    for path in sources(room):
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_uses_only_its_libraries(package):
+    for path in sources(package):
         libraries = libraries_imported_by(path)
-        if room != "cluster" and path.name != "actor.py":
+        if package != "cluster" and path.name != "actor.py":
             assert "ray" not in libraries, f"{path}: ray belongs to cluster and the actor shells"
         assert "transformers" not in libraries, f"{path}: transformers costs half a gigabyte a process"
-        if room not in TENSORS | {"cluster"}:
+        if package not in TENSORS | {"cluster"}:
             assert not {"torch", "triton"} & libraries, f"{path}: no tensors here"
 
 
@@ -139,19 +141,19 @@ def test_cluster_imports_ray_and_torch_only_when_they_are_used():
             assert not {"ray", "torch"} & {name.split(".")[0] for name in names}, path
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_every_file_says_what_it_is(room):
-    for path in sources(room):
+@pytest.mark.parametrize("package", ALLOWED)
+def test_every_file_says_what_it_is(package):
+    for path in sources(package):
         assert ast.get_docstring(tree_of(path)), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_a_room_answers_to_its_full_name_only(room):
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_answers_to_its_full_name_only(package):
     import baton  # noqa: F401  (drops the checkout from sys.path)
 
-    spec = importlib.util.find_spec(room)
+    spec = importlib.util.find_spec(package)
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    assert not any(ROOT / room in (Path(place), *Path(place).parents) for place in places if place)
+    assert not any(ROOT / package in (Path(place), *Path(place).parents) for place in places if place)
 
 
 def test_tests_for_gpus_are_marked_so_that_none_is_left_out():

@@ -1,4 +1,4 @@
-"""On a Hopper GPU: float8 products whose warps have trades, in every tile that is tuned or may be, against torch."""
+"""On a Hopper GPU: float8 GEMMs with warp specialization, in every tile that is tuned or may be, against torch."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def plans():
     return sorted({replace(plan, splits=min(plan.splits, 2)) for plan in found}, key=str)
 
 
-# Tiles that are not split in products, since a second program has place beside theirs; here they are.
+# Tiles that are not split in GEMMs, since a second program has place beside theirs; here they are.
 SHARING = [
     GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=1),
     GemmPlan(swap=False, BM=64, BN=32, stages=8, workers=2),
@@ -105,7 +105,7 @@ def test_a_chain_in_a_graph_has_the_bits_of_eager_launches(plan):
     workspace = GemmWorkspace(CUDA)
 
     def chain():
-        """Each product is of the one before."""
+        """Each GEMM is of the one before."""
         found = [x]
         for _ in range(4):
             found.append(linear_fp8(found[-1], weight, plan=plan, workspace=workspace).mul_(0.02))
