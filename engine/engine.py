@@ -323,7 +323,8 @@ class Engine:
         if phase is Phase.RECEIVING:
             self.scheduler.quarantine(sequence)
             return
-        last = self._last_step(sequence) or self._preemption.filled(sequence)
+        filling = self._preemption.filled(sequence)  # in any case: this forgets the sequence
+        last = self._last_step(sequence) or filling
         self._preemption.forget(sequence)
         if slot is not None:
             self.execute(Release(slot))
@@ -443,7 +444,7 @@ class Engine:
             num_tokens,
             limit=self._limit(len(sequence.table.blocks)),
             end=request.prompt_len - request.num_forced + request.sampling.max_tokens,
-            max_len=self.runner.max_model_len,
+            reach=min(sequence.capacity_len, self.runner.max_model_len),
         )
         self.scheduler.begin_decoding(sequence)
         sequence.decoding_s = sequence.decoding_s or self._clock.now_s()

@@ -22,7 +22,7 @@ Where layers keep state, a cached prefix is one with a checkpoint (`kvcache.stat
 with a copy of it, and chunks end where the sequence leaves checkpoints of its own.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
@@ -141,10 +141,12 @@ class Scheduler:
         """
         granted: list[Sequence] = []
         closed: set[int] = set()  # ranks with too few blocks for one that is ahead in the line
-        num_slots, num_kept = len(self._free_slots) - len(self._ready), 0
+        num_kept = 0
         for sequence in tuple(self._line):
             comes_by_transfer = sequence.is_received and not sequence.num_preemptions
-            if not comes_by_transfer and num_slots <= 0:
+            # Of those that are READY, later ones do not count: transfers that never cease would have every slot.
+            num_ahead = bisect_left(self._ready, _order(sequence), key=_order)
+            if not comes_by_transfer and num_ahead >= len(self._free_slots):
                 num_kept += self.allocator.num_blocks_for(self._start_len(sequence))
                 continue
             owners = [owner for owner in self._owners_for(sequence) if owner not in closed]
@@ -158,7 +160,6 @@ class Scheduler:
                 sequence.phase = Phase.RECEIVING
                 granted.append(sequence)
             else:
-                num_slots -= 1
                 self.make_ready(sequence)
         return granted
 

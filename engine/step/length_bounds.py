@@ -40,10 +40,10 @@ class LengthBounds:
         self._most_N = np.zeros(num_slots, dtype=np.int64)
         self._limit_N = np.zeros(num_slots, dtype=np.int64)
         self._end_N = np.zeros(num_slots, dtype=np.int64)
-        self._last_N = np.zeros(num_slots, dtype=np.int64)
+        self._reach_N = np.zeros(num_slots, dtype=np.int64)
         self._incarnation_N = np.zeros(num_slots, dtype=np.int64)
 
-    def admit(self, slot: int, length: int, *, limit: int, end: int, max_len: int | None = None) -> None:
+    def admit(self, slot: int, length: int, *, limit: int, end: int, reach: int | None = None) -> None:
         """A sequence of known length takes a slot.
 
         Args:
@@ -51,13 +51,13 @@ class LengthBounds:
             length: L.
             limit: positions it has room for.
             end: L at which it is finished.
-            max_len: the model's longest; `limit` if None: then it has all the room it will ever have.
+            reach: positions that it may ever have room for; `limit` if None: then it has all of them.
         """
         self._incarnation_N[slot] += 1
         self._least_N[slot] = self._most_N[slot] = length
         self._limit_N[slot] = limit
         self._end_N[slot] = end
-        self._last_N[slot] = min(end, limit if max_len is None else max_len)
+        self._reach_N[slot] = limit if reach is None else reach
 
     def grow(self, slot: int, limit: int) -> None:
         """A sequence has room for more positions."""
@@ -67,10 +67,10 @@ class LengthBounds:
     def short_of_room(self, slots_B: Ints, most_B: Ints) -> list[tuple[int, int]]:
         """(place in B, positions) of those whose next step, of at most `most_B` tokens each, may need more room.
 
-        It writes positions up to L - 1 + its drafts. Beyond `end` no row decides a token that is kept, so none is
-        asked for.
+        It writes positions up to L - 1 + its drafts, also past `end`: where drafts are verified as a block, one there
+        may make earlier ones stand, and what stands must not depend on which blocks are free.
         """
-        wanted_B = np.minimum(self._most_N[slots_B] + most_B - 1, self._last_N[slots_B])
+        wanted_B = np.minimum(self._most_N[slots_B] + most_B - 1, self._reach_N[slots_B])
         is_short_B = wanted_B > self._limit_N[slots_B]
         if not is_short_B.any():
             return []
@@ -79,7 +79,7 @@ class LengthBounds:
     def unfinished(self, slots_B: Ints) -> npt.NDArray[np.bool_]:
         """Of each, whether it may need another step; else it is finished, or out of all room there is, for certain."""
         least_B = self._least_N[slots_B]
-        room_B = np.maximum(self._limit_N[slots_B], self._last_N[slots_B])  # that it has, or may get
+        room_B = np.maximum(self._limit_N[slots_B], self._reach_N[slots_B])  # that it has, or may get
         result: npt.NDArray[np.bool_] = (least_B < self._end_N[slots_B]) & (least_B <= room_B)
         return result
 

@@ -33,7 +33,7 @@ def ngram_drafts(
     Args:
         tokens_NL: int32, the tokens of each slot's sequence; what lies behind its length is not read.
         slot_B: int64, the row of each sequence.
-        length_B: int64, its tokens, 0 ... L; may be strided.
+        length_B: int64, its tokens; more than L, as of a sequence that is over, count as L. May be strided.
         num_drafts: K, at least 1.
         min_match_len: last tokens that must agree, at least 1.
         max_match_len: last tokens that are compared, at most 16.
@@ -68,7 +68,7 @@ def ngram_drafts_reference(
     max_match_len: int,
 ) -> torch.Tensor:
     """The same in torch, over whole rows."""
-    tokens_BL, length_B1 = tokens_NL[slot_B], length_B[:, None].long()
+    tokens_BL, length_B1 = tokens_NL[slot_B], length_B[:, None].long().clamp(max=tokens_NL.shape[1])
     place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
     agrees_BL = place_L < length_B1 - 1  # the last token of an earlier place
     match_len_BL = torch.zeros_like(tokens_BL, dtype=torch.int64)

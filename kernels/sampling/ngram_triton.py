@@ -15,14 +15,16 @@ _PLACES = 1024
 _NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["slots", "lengths", "slot_stride", "length_stride", "row_stride", "num_drafts"])
+@triton.jit(
+    do_not_specialize=["slots", "lengths", "slot_stride", "length_stride", "row_stride", "row_len", "num_drafts"]
+)
 def _ngram_kernel(
     tokens, slots, lengths, drafts,
-    row_stride: tl.int64, slot_stride: tl.int64, length_stride: tl.int64, num_drafts: tl.int32,
+    row_stride: tl.int64, slot_stride: tl.int64, length_stride: tl.int64, row_len: tl.int32, num_drafts: tl.int32,
     MIN_LEN: tl.constexpr, MAX_LEN: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + sequence * length_stride).to(tl.int32)
+    length = tl.minimum(tl.load(lengths + sequence * length_stride), row_len).to(tl.int32)
     row = tokens + tl.load(slots + sequence * slot_stride).to(tl.int64) * row_stride
     best_E = tl.full([E], -1, tl.int64)
     for first in range(0, length - 1, E):
@@ -56,7 +58,8 @@ def launch(
     """Write the drafts; see `ngram_drafts`, which has checked the arguments."""
     num_sequences, num_drafts = drafts_BK.shape
     arguments = (
-        tokens_NL, slot_B, length_B, drafts_BK, tokens_NL.stride(0), slot_B.stride(0), length_B.stride(0), num_drafts,
+        tokens_NL, slot_B, length_B, drafts_BK,
+        tokens_NL.stride(0), slot_B.stride(0), length_B.stride(0), tokens_NL.shape[1], num_drafts,
     )  # fmt: skip
     constants = {"MIN_LEN": min_match_len, "MAX_LEN": max_match_len, "E": _PLACES}
     constants |= {"K": triton.next_power_of_2(num_drafts), "num_warps": _NUM_WARPS}
@@ -69,7 +72,8 @@ _launch_ngram = Launcher(_ngram_kernel)
 def variants() -> list[Variant]:
     """Of the engine's int64."""
     types = {"tokens": "*i32", "slots": "*i64", "lengths": "*i64", "drafts": "*i64"}
-    types |= dict.fromkeys(("row_stride", "slot_stride", "length_stride"), "i64") | {"num_drafts": "i32"}
+    types |= dict.fromkeys(("row_stride", "slot_stride", "length_stride"), "i64")
+    types |= dict.fromkeys(("row_len", "num_drafts"), "i32")
     return [
         Variant(
             name="ngram_drafts",

@@ -354,7 +354,7 @@ def room_for_the_least(patch):
     """Tables grow by what is certain, and not by what a step in flight may add."""
 
     def short_of_room(self, slots_B, most_B):
-        wanted_B = np.minimum(self._least_N[slots_B] + most_B - 1, self._last_N[slots_B])
+        wanted_B = np.minimum(self._least_N[slots_B] + most_B - 1, self._reach_N[slots_B])
         places = np.flatnonzero(wanted_B > self._limit_N[slots_B])
         return [(int(place), int(wanted_B[place])) for place in places]
 

@@ -43,6 +43,26 @@ def requests(seed, k, count=12, kinds=KINDS, **sampling):
     return made
 
 
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("k", [1, 4, 6])
+def test_answers_that_fill_the_context_are_those_without_drafts(k, scheduling):
+    """A step in flight may add k + 1 tokens to a length that is the model's longest: nothing is read behind it."""
+    engine = toy_engine(
+        ToyModel(surprise=0.0, with_mtp=False), k=k, lookup=LOOKUP, num_blocks=80, scheduling=scheduling
+    )
+    most = engine.runner.max_model_len
+    asked = [
+        request_of(
+            [1 + at % 3 for at in range(length)], k=k, max_tokens=most - length, temperature=0.0, ignore_eos=True
+        )
+        for length in (6, 7, 40, 41, most - 1)
+    ]
+    plain = toy_engine(ToyModel(surprise=0.0, with_mtp=False), k=0, num_blocks=80)
+    wanted = [result.token_ids for result in plain.generate(asked)]
+    assert [result.token_ids for result in engine.generate(asked)] == wanted
+    assert [len(tokens) for tokens in wanted] == [most - length for length in (6, 7, 40, 41, most - 1)]
+
+
 def traced(monkeypatch, asked, **options):
     """Results, and (proposed, accepted, emitted) of each step of each."""
     steps, add_step = {}, SpeculationCounts.add_step

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
+import types
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import SamplingParams
 from baton.core.verification import DraftSampleMethod, VerificationConfig, VerificationMode
 from baton.engine.local import LocalEngine
-from baton.engine.sequence import MAX_PREEMPTIONS
+from baton.engine.sequence import MAX_PREEMPTIONS, Sequence
 from baton.tests.engine import races, reference
 from baton.tests.engine.test_grammar_engine import SPECS
 from baton.tests.engine.test_sampling_parameters import KINDS
@@ -146,6 +148,49 @@ def test_rejection_goes_on_as_before(method, way):
         _, results = run(requests(), way=way, verification=verification, preempt_at=(at,))
         assert sum(result.num_preemptions for result in results) == 5
         assert same_but_for_preemptions(results) == same_but_for_preemptions(plain)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_drafts_verified_as_a_block_do_not_depend_on_which_blocks_are_free(block_size):
+    """A draft past the last kept token may make earlier ones stand, so it must have its place, too."""
+    options = {
+        "block_size": block_size,
+        "verification": VerificationConfig(mode=VerificationMode.REJECTION, block=True),
+    }
+    options |= {"model": ToyModel(sharpness=1.0), "k": 4, "max_num_sequences": 1, "scheduling": "sync"}
+    for seed in range(60):
+        prompt, max_tokens = [seed % 22] * (1 + seed % 12), 6 + seed % 19
+        request = request_of(prompt, k=4, max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
+        request = dataclasses.replace(request, keeps_drafts=True)
+        num_blocks = -(-(len(prompt) + max_tokens + 4) // block_size)
+        [(wanted,), (found,)] = [
+            engine_of(num_blocks=count, **options).generate([request]) for count in (400 // block_size, num_blocks)
+        ]
+        assert found.token_ids == wanted.token_ids, seed
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("way", ["recompute", "offload", "little"])
+def test_no_sequence_is_kept_once_it_has_ended(way, scheduling):
+    """But for those of the last step."""
+    engine = engine_of(way=way, scheduling=scheduling, k=2, preempt_at=(3,))
+    for _ in range(4):
+        asked = [request_of([1, 2, at], k=2, max_tokens=9, temperature=0.0, ignore_eos=True) for at in range(12)]
+        engine.generate(asked)
+    kept = [found for found in reachable(engine) if isinstance(found, Sequence)]
+    assert len(kept) <= engine.scheduler.num_slots < 12
+
+
+def reachable(root):
+    """Every object that one leads to, but for what all share: modules, classes, functions."""
+    seen, todo = {id(root): root}, [root]
+    while todo:
+        for found in gc.get_referents(todo.pop()):
+            if id(found) not in seen and not isinstance(found, type | types.ModuleType | types.FunctionType):
+                seen[id(found)] = found
+                todo.append(found)
+    return seen.values()
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])

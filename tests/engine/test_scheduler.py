@@ -199,6 +199,32 @@ def test_blocks_of_a_received_sequence_do_not_wait_for_a_slot_but_those_of_an_ow
     bench.end(a, own, received)
 
 
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_transfers_that_never_cease_leave_an_own_prompt_its_turn(is_preempted):
+    """They take their blocks without a slot, so they are READY before what is computed here may take its own."""
+    bench = Bench(num_blocks=100, num_slots=2, overcommit=True)
+    arrived = bench.start("a", "b", "d", "e", kind="received")
+    running = [item for item in arrived if item.phase is Phase.RUNNING]
+    assert len(running) == 2
+    if is_preempted:
+        own = running.pop(0)
+        own.num_preemptions = 1
+        bench.scheduler.preempt(own)()
+    else:
+        own = bench.add("c")
+    for turn in range(8):
+        bench.scheduler.expect_now(bench.add(str(turn), kind="received"))
+        for sequence in bench.scheduler.give_blocks():
+            bench.land(sequence)
+        running += bench.scheduler.give_slots()
+        if own in running:
+            break
+        bench.scheduler.remove(running.pop(0))()
+    assert own.phase is Phase.RUNNING, f"{turn + 1} that came later went before it"
+    assert turn <= (0 if is_preempted else 3)
+    bench.end(*bench.scheduler.sequences())
+
+
 def test_those_behind_leave_the_blocks_to_one_that_waits_for_a_slot_alone():
     bench = Bench(num_blocks=8, num_slots=1)
     (a,) = bench.start("a")
@@ -560,13 +586,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.claim(num_claimed)
         line = self.scheduler.waiting()
         num_active = len(self.here(Phase.RUNNING, Phase.READY))
-        num_free_slots = len(self.scheduler._free_slots) - len(self.here(Phase.READY))
+        ready, num_free_slots = self.here(Phase.READY), len(self.scheduler._free_slots)
         granted = self.scheduler.give_blocks()
         got = [item for item in line if item.table is not None]
         left = [item for item in line if item.table is None]
         assert granted == [item for item in got if item.phase is Phase.RECEIVING]
         own = [item for item in got if item.phase is Phase.READY]
-        assert len(own) <= max(0, num_free_slots)
+
+        def has_slot(item):
+            return sum(other.order < item.order for other in (*ready, *own)) < num_free_slots
+
+        assert all(map(has_slot, own))
         assert list(self.scheduler.waiting()) == left
         for item in got:
             is_by_transfer = item.is_received and not item.num_preemptions
@@ -584,7 +614,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_kept = num_claimed
         num_active = len(self.here(Phase.RUNNING, Phase.READY))
         for item in left:  # the first that does not wait for a slot alone waits for blocks
-            if not (item.is_received and not item.num_preemptions) and num_free_slots <= len(own):
+            if not (item.is_received and not item.num_preemptions) and not has_slot(item):
                 num_kept += self.allocator.num_blocks_for(self.start_len(item))
                 continue
             is_modest = self.overcommit and item.num_preemptions < MAX_PREEMPTIONS

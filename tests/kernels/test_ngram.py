@@ -87,6 +87,20 @@ def test_long_sequences_and_whole_rows(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_length_past_the_row_counts_as_the_row(kind):
+    """Steps planned ahead of a sequence's end know its length by bounds; behind the last row memory is another's."""
+    rows = [[5, 6, 7, 8, 1, 2, 3, 9], [1, 2, 3, 9, 4, 1, 2, 3], [2, 2, 2, 2, 2, 2, 2, 2]]
+    memory = torch.full((4 * 8,), 3, dtype=torch.int32)
+    memory[:24] = torch.tensor(rows).flatten()
+    for past in (0, 1, 5, 1 << 40):
+        found = ngram_drafts(
+            memory[:24].view(3, 8), torch.arange(3), torch.tensor([8 + past] * 3), 4,
+            min_match_len=1, max_match_len=3, implementation=kind,
+        )  # fmt: skip
+        assert found.tolist() == [by_rule(row, 4, 1, 3) for row in rows], past
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_columns_of_a_table_and_two_runs(kind):
     tokens_NL, slot_B, length_B = laid_out([[1, 2, 3, 1, 2], [4, 4, 4]], 8)
     numbers_BC = poison(torch.empty(2, 3, dtype=torch.int64))
