@@ -123,7 +123,7 @@ KV_TRANSPORTS: Final = {
     for transport in (  # best first
         KVTransport(
             name="nvlink",
-            text="one kernel a layer writes into D's GPU pool through CUDA IPC; GPUs of one host",
+            text="one kernel per layer writes into D's GPU pool through CUDA IPC; GPUs of one host",
             data_path="nvlink",
             is_auto=True,
             is_one_sided=True,
@@ -160,7 +160,7 @@ KV_TRANSPORTS: Final = {
         ),
         KVTransport(
             name="tcp",
-            text="TCP sockets from pool to pool beside a ZMQ control channel; where they cannot be had, as `zmq`",
+            text="TCP sockets from pool to pool; falls back to `zmq` where sockets are unavailable",
             data_path=RAW,
             order=(RAW, INLINE),
             is_auto=True,

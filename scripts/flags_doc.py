@@ -25,11 +25,11 @@ values may differ.
 TRANSPORTS_HEAD = """# KV transports
 <!-- scripts/flags_doc.py writes this file from core/kv_transports.py -->
 
-`--transport` names how KV travels from a prefill worker P to a decode worker D. `auto` takes the best that each pair of
-workers proves: {auto}. `baton doctor` says which of them a machine has,
-`baton doctor --address` which data path each pair uses and why no better one. A control channel carries the messages
-beside the payloads: gRPC for `grpc`, ZMQ for all others. [hand-off.md](hand-off.md) says how the two agree;
-[CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-transport) how another is added.
+`--transport` selects how KV travels from a prefill worker P to a decode worker D. `auto` takes the best transport that
+each pair of workers can prove to work: {auto}. `baton doctor` lists those
+that a machine has; `baton doctor --address` shows which data path each pair uses, and why not a better one. Control
+messages use a control channel: gRPC for `grpc`, ZMQ for all others. [hand-off.md](hand-off.md) says how the two workers
+agree on a transport; [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-transport) says how to add one.
 
 | `--transport` | Data path | How payloads travel | Who writes D's pool | Pools in | Encrypted by |
 |---|---|---|---|---|---|
