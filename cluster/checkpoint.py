@@ -168,13 +168,16 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     dtype = resolve_dtype(config.dtype, device)
     found.facts |= {"architecture": sizes.architecture, "dtype": dtype, "device": device}
     found.facts |= {"max_model_len": config.max_model_len or sizes.max_model_len, "num_speculative_tokens": drafts}
-    found.facts["drafter"] = _drafter(config, sizes) if drafts else None
+    found.facts["drafter"] = _drafter(config, model, sizes) if drafts else None
     drafter = None
     if config.draft_path and drafts:
         try:
             drafter = _judge_drafter(config, sizes)
         except BatonError as error:
             found.errors.append(error)
+    elif sizes.num_mtp_layers and not model.num_mtp_layers and drafts == 0:
+        message = "no tensor of its MTP head is stored, which transformers drops when it saves a model"
+        found.notes.append(f"{message}: it is served without drafts")
     elif sizes.num_mtp_layers == 0 and drafts == 0:
         found.notes.append("the checkpoint has no MTP head: it is served without drafts")
     elif sizes.num_mtp_layers and drafts == 0:
@@ -216,11 +219,10 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
     }
 
 
-def _drafter(config: ServeConfig, sizes: "ModelConfig") -> str:
+def _drafter(config: ServeConfig, model: ModelDirectory, sizes: "ModelConfig") -> str:
     looked_up = "n-grams of the text so far"
     if config.speculative_method == "auto":
-        has_head = bool(config.draft_path) or sizes.num_mtp_layers == 1
-        by_head = f"{_head(config, sizes)}, by " if has_head else ""
+        by_head = f"{_head(config, sizes)}, by " if uses_head(config, model) else ""
         return f"{by_head}{looked_up}, or none, as measured"
     return looked_up if config.lookup() is not None else _head(config, sizes)
 

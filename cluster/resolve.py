@@ -23,7 +23,7 @@ from baton.core.config import (
     ServeConfig,
     WorkerConfig,
 )
-from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelMissing, PackageMissing, PortInUse
+from baton.core.errors import BatonError, ConfigInvalid, ModelFileDamaged, ModelMissing, PackageMissing, PortInUse
 from baton.core.kv_transports import AUTO, KV_TRANSPORTS, control_channel, one_sided_data_paths
 from baton.core.telemetry.span_export import SpanFile
 from baton.core.tls_files import TlsFiles
@@ -60,7 +60,7 @@ class ModelDirectory:
     path: Path
     name: str
     max_model_len: int
-    num_mtp_layers: int = 0  # that config.json names
+    num_mtp_layers: int = 0  # that config.json names; 0 if no tensor of them is stored
 
 
 def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
@@ -94,8 +94,19 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
         path=path,
         name=model if model in BUNDLED_MODELS else _name_of(path),
         max_model_len=max_model_len,
-        num_mtp_layers=num_mtp_layers(config),
+        num_mtp_layers=_num_mtp_layers(config, path, is_dummy=is_dummy),
     )
+
+
+def _num_mtp_layers(values: dict[str, Any], path: Path, *, is_dummy: bool) -> int:
+    """MTP layers that may draft: those of config.json, unless the weights hold nothing of them."""
+    from baton.model.checkpoint.mtp_fit import stores_mtp
+
+    count = num_mtp_layers(values)
+    try:
+        return count if not count or is_dummy or stores_mtp(path) else 0
+    except BatonError:  # of a directory that cannot be served; its judge and its loader say why
+        return count
 
 
 def _name_of(path: Path) -> str:

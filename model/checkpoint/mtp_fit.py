@@ -4,9 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from baton.core.errors import ModelTensorMissing, ModelUnsupported
-from baton.model.checkpoint.weights import StoredTensor, are_alike
+from baton.model.checkpoint.published_names import by_published_names
+from baton.model.checkpoint.weights import StoredTensor, are_alike, read_headers
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import TensorSpec
+
+
+def stores_mtp(path: Path) -> bool:
+    """Whether any tensor of the MTP layers that config.json names is stored.
+
+    transformers drops them when it saves a model, and leaves config.json as it was. A part of a head counts as one.
+
+    Raises:
+        Exception: as `ModelConfig.from_directory`, `read_headers` and `by_published_names`.
+    """
+    config = ModelConfig.from_directory(path, made_weights="not asked for")
+    return any(name.startswith(config.mtp_names.prefixes) for name in by_published_names(config, read_headers(path)))
 
 
 def require_mtp(config: ModelConfig, path: Path) -> None:

@@ -19,6 +19,7 @@ from baton.cluster.commands.check import _text
 from baton.core.errors import BatonError
 from baton.core.numerics import KVDtype, Numerics
 from baton.kvcache.pool import num_blocks_for_memory
+from baton.model.checkpoint.mtp_fit import stores_mtp
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.model.tensor_spec import tensor_spec
@@ -53,6 +54,9 @@ NOTES = {
     "weights alone": "because activations are not to be quantized",
     "tensor": "its input_scale is not used",
 }
+LAYER = "input_layernorm post_attention_layernorm self_attn.q_norm self_attn.k_norm".split()
+LAYER += [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+HEAD = ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", *(f"layers.0.{part}" for part in LAYER)]
 NO_DRAFTS = {"num_speculative_tokens": 0, "drafter": None}
 
 
@@ -82,7 +86,7 @@ def write(path, directory):
     write_tokenizer(path, values["vocab_size"])
     try:
         config = ModelConfig.from_directory(path, made_weights="x")
-        spec = tensor_spec(config, with_mtp=config.num_mtp_layers == 1)
+        spec = tensor_spec(config, with_mtp=config.num_mtp_layers > 0)
     except BatonError:
         write_tensors(path / "model.safetensors", {})
         spec = None
@@ -130,6 +134,9 @@ def served():
         "MTP, not used",
         Directory(mtp, asked={"speculative_method": "none"}, facts=NO_DRAFTS, notes=("its 1 MTP layers are not used",)),
     )
+    head = tuple(f"mtp.{name}.weight" for name in HEAD)
+    note = "no tensor of its MTP head is stored, which transformers drops when it saves a model: it is served without"
+    yield "MTP, not stored", Directory(mtp, without=head, facts=NO_DRAFTS, notes=(note,))
     yield (
         "draft head",
         Directory(
@@ -346,7 +353,7 @@ def load(path, directory):
     asked = directory.asked
     size = asked.get("tensor_parallel_size", 1)
     config = ModelConfig.from_directory(path)
-    default = 2 if config.num_mtp_layers == 1 and asked.get("speculative_method") != "none" else 0
+    default = 2 if config.num_mtp_layers == 1 and stores_mtp(path) and asked.get("speculative_method") != "none" else 0
     return load_model(
         path,
         dtype=getattr(torch, asked.get("dtype", "bfloat16")),

@@ -1,6 +1,7 @@
 """Model directories of every kind, judged from headers: what each would run as, or the sentence that refuses it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from math import prod
@@ -8,9 +9,10 @@ from math import prod
 import pytest
 
 from baton.cluster import checkpoint, cli
-from baton.cluster.resolve import find_model
-from baton.core.config import ServeConfig
+from baton.cluster.resolve import find_model, resolve_worker
+from baton.core.config import DEFAULT_LOOKED_UP, MAX_DRAFTS, ServeConfig
 from baton.core.errors import ModelFileDamaged, ModelUnsupported
+from baton.model.checkpoint.weights import read_headers
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
 from baton.router.openai.advised_sampling import advised_sampling
@@ -224,6 +226,41 @@ def test_drafts_are_what_the_checkpoint_has(tmp_path, changes, asked, drafts, no
     assert found.facts["num_speculative_tokens"] == drafts
     assert any(note in text for text in found.notes) if note else not any("MTP" in text for text in found.notes)
     assert any("no chat template" in text for text in found.notes)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid", "tiny-mla"])
+def test_a_head_that_is_not_stored_drafts_for_nobody_and_is_missed_if_it_was_asked_for(name, tmp_path):
+    """As transformers saves such models: without the head's tensors, with config.json as it was."""
+    path = tmp_path / "m"
+    shutil.copytree(find_model(name).path, path)
+    tensors = read_headers(path)
+    names = ModelConfig.from_directory(path).mtp_names
+    trunk = {one: tensor.shape for one, tensor in tensors.items() if not one.startswith(names.prefixes)}
+    write_tensors(path / "model.safetensors", trunk)
+    plain, auto, ngram = {}, {"speculative_method": "auto"}, {"speculative_method": "ngram"}
+    for asked, num_drafts, drafter in (
+        (plain, 0, None),
+        ({"num_speculative_tokens": "auto"}, 0, None),
+        (auto, MAX_DRAFTS, "n-grams of the text so far, or none, as measured"),
+        (ngram, DEFAULT_LOOKED_UP, "n-grams of the text so far"),
+    ):
+        found = judged(path, **asked)
+        assert not found.errors
+        assert (found.facts["num_speculative_tokens"], found.facts["drafter"]) == (num_drafts, drafter)
+        assert sum("no tensor of its MTP head is stored" in note for note in found.notes) == (num_drafts == 0)
+        config = ServeConfig.from_mapping({"model": str(path), "device": "cpu", **asked})
+        workers = [resolve_worker(config, find_model(str(path)), worker_id="w", role=r) for r in ("prefill", "decode")]
+        assert {worker.num_draft_tokens for worker in workers} == {num_drafts}
+        assert not any(worker.has_head and worker.num_draft_tokens for worker in workers)
+    for asked in ({"speculative_method": "mtp"}, {"num_speculative_tokens": 2}):
+        (error,) = judged(path, **asked).errors
+        assert names.join in error.fields["tensors"]
+        assert "its MTP head cannot be used" in error.message
+    write_tensors(path / "model.safetensors", trunk | {f"{names.norm}.weight": tensors[f"{names.norm}.weight"].shape})
+    (error,) = judged(path).errors  # a head in part
+    assert names.join in error.fields["tensors"]
+    assert not judged(path, load_format="dummy").errors
+    assert judged(path, load_format="dummy").facts["num_speculative_tokens"] == 2
 
 
 def test_what_it_would_run_as(tmp_path):
