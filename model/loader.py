@@ -115,7 +115,7 @@ def load_model(
     else:
         headers = stored = by_published_names(config, read_headers(path))
         float8 = check_tensors(spec, headers, config.fp8)
-        require_copies(spec, headers)
+        _note(require_copies(spec, headers), group)
         require_cut(config, group.size, numerics, **held)
         require_cut_float8(spec, float8, group.size)
         if D2T in spec.tables:
@@ -197,6 +197,11 @@ def _stand_in(config: ModelConfig, dtype: torch.dtype, numerics: Numerics) -> Qu
     assert config.fp8 is not None
     is_float8 = config.fp8.may_stay_float8 and dtype is torch.bfloat16 and numerics is Numerics.DEFAULT
     return Quantization.FP8 if is_float8 else Quantization.NONE
+
+
+def _note(sentence: str | None, group: Communicator) -> None:
+    if sentence and group.rank == 0:
+        log.info("%s", sentence)
 
 
 def _tell(source: WeightSource, spec: TensorSpec) -> None:

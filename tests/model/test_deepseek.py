@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from functools import partial
 
 import pytest
@@ -13,6 +14,8 @@ from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelTen
 from baton.core.numerics import KVDtype, Numerics
 from baton.kernels.gemm.fp8_weight import Fp8Weight
 from baton.kernels.implementation import Implementation
+from baton.model.checkpoint.mtp_fit import require_copies
+from baton.model.checkpoint.weights import read_headers
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
 from baton.tests.model.checkpoints import write_checkpoint
@@ -295,6 +298,38 @@ def test_a_head_with_its_own_embedding_or_lm_head_is_refused(part, tmp_path):
     rewritten(path, tensors | {name: tensors[name][:-1].contiguous()})
     with pytest.raises(ModelTensorMisshapen, match=name):
         load(path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("layout", ["deepseek", "compressed channel"])
+def test_a_float8_copy_of_the_trunks_lm_head_is_left_for_the_trunks_own(layout, tmp_path, caplog):
+    """As GLM-4.5-FP8 stores it; bytes could not be compared, and what is drafted with it is verified."""
+    path, _ = write_float8_of(tmp_path, "glm4_moe", layout)
+    tensors, name = load_file(path / "model.safetensors"), "model.layers.2.shared_head.head"
+    with caplog.at_level(logging.INFO, "baton.model.loader"):
+        wanted = mtp_entries(load(path))
+    assert "shared_head" not in caplog.text
+    scale = tensors[f"{name}.weight"].abs().amax(1, keepdim=True) / 448
+    if layout == "deepseek":
+        scale = scale.max().expand(-(-len(scale) // 128), 2).contiguous()
+    wide = scale.max() if layout == "deepseek" else scale
+    rounded = {f"{name}.weight": (tensors[f"{name}.weight"] / wide).to(torch.float8_e4m3fn)}
+    rounded[f"{name}.{LAYOUTS[layout].suffix}"] = scale
+    save_file(tensors | rounded, path / "model.safetensors")
+    with caplog.at_level(logging.INFO, "baton.model.loader"):
+        found = mtp_entries(load(path))
+    assert torch.equal(found, wanted)
+    said = f"{name}.weight is the trunk's in float8: the MTP head drafts with the trunk's own"
+    assert caplog.text.count(said) == 1
+    config = ModelConfig.from_directory(path)
+    assert require_copies(tensor_spec(config, with_mtp=True), read_headers(path)) == said
+    assert require_copies(tensor_spec(config, with_mtp=False), read_headers(path)) is None
+
+
+def mtp_entries(model):
+    paged = Paged(model)
+    entries = paged.mtp(prompt(20)[1:], torch.ones(19, 256, dtype=model.dtype), paged.prefill_batch([(0, 0, 19)]))
+    return paged.logits(entries)
 
 
 @pytest.mark.fast
