@@ -170,7 +170,9 @@ def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme:
         raise _refusal(f"{path} holds {_PACKED[layout]} weights (compressed-tensors, {layout}); {_SERVED}", layout)
     _known(found, where, "format", "config_groups", "sparsity_config", "transform_config")
     _one_of(found, "format", ("float-quantized", "naive-quantized"), where)
-    _one_of(found, "sparsity_config", (None, {}, {"format": "dense"}), where)
+    sparsity = found.get("sparsity_config")
+    if not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):  # whose weights are stored whole
+        _one_of(found, "sparsity_config", (None, {}), where)
     _one_of(found, "transform_config", (None, {}), where)
     return _scheme_of_groups(found, where, "compressed-tensors")
 

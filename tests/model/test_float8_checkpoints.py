@@ -24,7 +24,7 @@ from baton.kernels.implementation import Implementation
 from baton.kernels.moe.gemm import Fp8ExpertWeights, dequantize
 from baton.kernels.moe.moe import ExpertWeights
 from baton.model.checkpoint.fp8_fit import dequantized_weights
-from baton.model.checkpoint.fp8_scheme import BLOCK_LEN, ScaleKind
+from baton.model.checkpoint.fp8_scheme import BLOCK_LEN, ScaleKind, read_scheme
 from baton.model.checkpoint.weights import read_headers
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
@@ -497,6 +497,7 @@ UNSUPPORTED = {
     "groups": (compressed(strategy="group"), r"weights\.strategy = 'group'"),
     "rotated": (compressed(top={"transform_config": {"config_groups": {"u": 1}}}.items()), "transform_config"),
     "sparse": (compressed(top={"sparsity_config": {"format": "sparse-24-bitmask"}}.items()), "sparsity_config"),
+    "sparse in no form": (compressed(top={"sparsity_config": {"format": None}}.items()), "sparsity_config"),
     "compressed blocks": (compressed("compressed block", block_structure=[64, 64]), "block_structure"),
     "no groups": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "names no group"),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
@@ -514,6 +515,26 @@ def test_other_schemes_are_refused_in_one_sentence(name, copy):
         load(copy)
     assert refused.value.fields["option"] == "quantization_config"
     assert "\n" not in str(refused.value)
+
+
+DENSE = {
+    "format": "dense", "global_sparsity": 0.14, "ignore": [], "registry_requires_subclass": False,
+    "sparsity_structure": "unstructured", "targets": [],
+}  # fmt: skip
+SAYS_NO_MORE = {
+    "a sparsity that is stored dense": ("compressed tensor", {"sparsity_config": DENSE}),
+    "no sparsity": ("compressed tensor", {"sparsity_config": None}),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", SAYS_NO_MORE)
+def test_what_changes_nothing_is_read_over(name, tmp_path):
+    layout, changes = SAYS_NO_MORE[name]
+    values = LAYOUTS[layout].config
+    wanted = read_scheme({"quantization_config": values}, tmp_path)
+    assert read_scheme({"quantization_config": values | changes}, tmp_path) == wanted
+    assert wanted is not None
 
 
 @pytest.mark.fast
