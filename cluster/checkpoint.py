@@ -340,6 +340,8 @@ def _judge_quantization(config: ServeConfig, sizes: "ModelConfig", dtype: str, d
     if scheme is None and asked != "none":
         refusal = made_refusal(dtype, is_ordered=is_ordered)
         found.errors += [] if refusal is None else [refusal]
+    if scheme is not None and scheme.method == "fbgemm_fp8":
+        found.notes.append("its activation_scale_ub is not used: activations are not quantized, and none is clipped")
     if scheme is None or not scheme.may_stay_float8 or dtype not in GEMM_DTYPES:
         return
     if scheme.is_static:

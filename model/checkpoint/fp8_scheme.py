@@ -1,9 +1,10 @@
 """How a checkpoint says that its weights are float8: `quantization_config` in the forms in which such are published.
 
-Three writers: "fp8" (Qwen3-FP8, DeepSeek; AutoFP8, which scales whole tensors), "compressed-tensors" (llm-compressor)
-and "modelopt" (also by itself in hf_quant_config.json). What is read is how weights are scaled, and whether activations
-are quantized too. Which modules are float8 is not: their tensors say it (`fp8_tensors`), so lists of modules that are
-left alone need not be interpreted. Every key that is not known to change nothing is refused by name.
+Four writers: "fp8" (Qwen3-FP8, DeepSeek; AutoFP8, which scales whole tensors), "compressed-tensors" (llm-compressor),
+"modelopt" (also by itself in hf_quant_config.json) and "fbgemm_fp8" (Meta's Llama 3.1 405B). What is read is how
+weights are scaled, and whether activations are quantized too. Which modules are float8 is not: their tensors say it
+(`fp8_tensors`), so lists of modules that are left alone need not be interpreted. Every key that is not known to change
+nothing is refused by name.
 """
 
 import json
@@ -77,6 +78,7 @@ def read_scheme(values: dict[str, Any], path: Path) -> Fp8Scheme | None:
         "fp8": _fp8,
         "compressed-tensors": _compressed_tensors,
         "modelopt": _modelopt,
+        "fbgemm_fp8": _fbgemm,
     }
     if method not in readers:
         raise _refusal(f"{path} holds {_other_kind(method, found)}; {_SERVED}", method)
@@ -160,6 +162,16 @@ def _fp8(found: dict[str, Any], path: Path) -> Fp8Scheme:
         suffix="weight_scale_inv" if is_block else "weight_scale",
         is_static=found.get("activation_scheme") == "static",
     )
+
+
+def _fbgemm(found: dict[str, Any], path: Path) -> Fp8Scheme:
+    """Of Meta's Llama-3.1-405B-FP8: a scale for each row of a weight.
+
+    `activation_scale_ub` bounds what activations are quantized by, which clips outliers. It is read over: weights with
+    a scale per channel are dequantized, and activations are then as they come.
+    """
+    _known(found, f"{path}: quantization_config", "activation_scale_ub")
+    return Fp8Scheme(method="fbgemm_fp8", kinds=(ScaleKind.CHANNEL,))
 
 
 def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme:

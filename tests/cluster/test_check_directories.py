@@ -25,6 +25,7 @@ from baton.model.loader import load_model
 from baton.model.tensor_spec import tensor_spec
 from baton.tests.cluster.test_checkpoint import BLOCKS, CHANNELS, MOE, QWEN3, WIDE, write_tensors
 from baton.tests.model.checkpoints import write_tokenizer
+from baton.tests.model.fp8_checkpoints import FBGEMM
 
 pytestmark = pytest.mark.fast
 KV_MIB, BLOCK_SIZE, NUM_LAYERS, MAX_LEN = 256, 16, 2, 128
@@ -40,17 +41,19 @@ TENSORS = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers
 WEIGHT_ONLY = json.loads(json.dumps(CHANNELS))
 WEIGHT_ONLY["config_groups"]["group_0"] |= {"input_activations": None}
 WEIGHT_ONLY["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
-SCHEMES = {"block": BLOCKS, "tensor": TENSORS, "channel": CHANNELS, "weights alone": WEIGHT_ONLY}
+SCHEMES = {"block": BLOCKS, "tensor": TENSORS, "channel": CHANNELS, "weights alone": WEIGHT_ONLY, "fbgemm": FBGEMM}
 SAID = {
     "block": "float8 with a scale for each block of 128 x 128 (fp8)",
     "tensor": "float8 with a scale for each tensor (fp8)",
     "channel": "float8 with a scale for each channel (compressed-tensors)",
+    "fbgemm": "float8 with a scale for each channel (fbgemm_fp8)",
     "weights alone": "float8 with a scale for each tensor (compressed-tensors)",
 }
 STORED = {"BF16": 2, "F16": 2, "F32": 4}
 NOTES = {
     "F16": "float16 weights are rounded to bfloat16",
     "channel": "because kernels have no scale per channel",
+    "fbgemm": "its activation_scale_ub is not used: activations are not quantized",
     "weights alone": "because activations are not to be quantized",
     "tensor": "its input_scale is not used",
 }
@@ -96,7 +99,7 @@ def write(path, directory):
             rows, columns = shapes[name]
             dtypes[name] = ("F8_E4M3", 1)
             of_block = (-(-rows // 128), -(-columns // 128))
-            scale = {"block": of_block, "channel": (rows, 1)}.get(directory.scheme, ())
+            scale = {"block": of_block, "channel": (rows, 1), "fbgemm": (rows, 1)}.get(directory.scheme, ())
             shapes[f"{name}_scale{'_inv' if directory.scheme == 'block' else ''}"] = scale
         shapes |= spec.tables
         dtypes |= dict.fromkeys(spec.tables, ("I64", 8))
@@ -123,6 +126,10 @@ def served():
                 Directory(config, scheme=scheme, facts={"architecture": family, "weights": SAID[scheme], **NO_DRAFTS}),
             )
     yield "FP8 weights alone", Directory(scheme="weights alone", facts={"weights": SAID["weights alone"]})
+    yield (
+        "FP8 fbgemm",
+        Directory(scheme="fbgemm", facts={"weights": SAID["fbgemm"]}, notes=("kernels have no scale per channel",)),
+    )
     mtp = {"mtp_num_hidden_layers": 1}
     yield "MTP", Directory(mtp, facts={"num_speculative_tokens": 2, "drafter": "MTP head"})
     yield "MTP FP8", Directory(mtp, scheme="block", facts={"num_speculative_tokens": 2, "drafter": "MTP head"})

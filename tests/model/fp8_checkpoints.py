@@ -65,6 +65,7 @@ MODELOPT_FLAT = {
     },
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
 }  # fmt: skip
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": list(IGNORED)}
 LAYOUTS = {
     "qwen3-fp8": _layout(BLOCKS, "block", "weight_scale_inv", torch.bfloat16),
     "deepseek": _layout(BLOCKS | {"scale_fmt": "ue8m0"}, "block", "weight_scale_inv"),
@@ -72,6 +73,7 @@ LAYOUTS = {
     "compressed tensor": _layout(_llm_compressor("tensor"), "tensor", dtype=torch.bfloat16),
     "compressed block": _layout(_llm_compressor("block", block_structure=[128, 128]), "block"),
     "compressed channel": _layout(_llm_compressor("channel"), "channel", dtype=torch.bfloat16, wide=True),
+    "fbgemm": _layout(FBGEMM, "channel", wide=True),
     "compressed weight-only": _layout(_llm_compressor("tensor", None), "tensor", wide=True),
     "modelopt": _layout(MODELOPT, "tensor", static=True, file="hf_quant_config.json"),
     "modelopt flat": _layout(MODELOPT_FLAT, "tensor", static=True),

@@ -33,6 +33,7 @@ from baton.model.tp_fit import require_cut_float8
 from baton.tests.kernels.harness import relative_error
 from baton.tests.model.fp8_checkpoints import (
     BLOCKS,
+    FBGEMM,
     IGNORED,
     LAYOUTS,
     rewrite_config,
@@ -490,6 +491,7 @@ UNSUPPORTED = {
     "another float": (BLOCKS | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
     "another activation": (BLOCKS | {"activation_scheme": "ternary"}, "activation_scheme = 'ternary'"),
     "experts in fp4": (BLOCKS | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+    "an unknown key of fbgemm": (FBGEMM | {"rotation": "hadamard"}, r"quantization_config\.rotation = 'hadamard'"),
     "an unknown key": (BLOCKS | {"rotation": "hadamard"}, r"quantization_config\.rotation = 'hadamard'"),
     "packed": (compressed(top={"format": "pack-quantized"}.items()), "INT4 or INT8 weights .*pack-quantized"),
     "int8": (compressed(type="int"), r"weights\.type = 'int'"),
