@@ -31,6 +31,16 @@ from baton.core.tls_files import TlsFiles
 BUNDLED_MODELS = ("tiny", "tiny-pruned", "tiny-hybrid", "tiny-mla")
 BUNDLED_DRAFTERS = ("tiny-eagle3",)
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
+# Tokenizers that are published without a tokenizer.json, and the Python that makes one of them in their directory.
+_OTHER_TOKENIZERS = {
+    "tiktoken.model": "from transformers.convert_slow_tokenizer import TikTokenConverter; TikTokenConverter("
+    "'tiktoken.model', pattern=PATTERN, extra_special_tokens=SPECIAL_TOKENS).converted().save('tokenizer.json')",
+    "tekken.json": "from transformers.integrations.mistral import convert_tekken_tokenizer; "
+    "convert_tekken_tokenizer('tekken.json').save_pretrained('.')",
+    "tokenizer.model": "from transformers import AutoTokenizer; "
+    "AutoTokenizer.from_pretrained('.').save_pretrained('.')",
+}
+_OF_ITS_CODE = ", with the pattern and the special tokens, in order of their ids, of the tokenizer's code beside it"
 # Of the names that both configurations have: what a worker gets is decided below, not copied.
 DECIDED = frozenset(
     "dtype device enable_dp_attention gpu_memory_utilization max_num_seqs max_queue_len max_model_len host "
@@ -82,7 +92,8 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
         raise ModelMissing(f"{path} is not a directory", path=str(path))
     for name in ("config.json",) if is_dummy else ("config.json", "tokenizer.json"):
         if not _is_file(path / name):
-            raise ModelMissing(f"{path / name} does not exist", path=str(path / name))
+            hint = _conversion(path) if name == "tokenizer.json" else ""
+            raise ModelMissing(f"{path / name} does not exist{hint}", path=str(path / name))
     if not is_dummy:
         _require_weights(path)
     config = _read_json(path / "config.json")
@@ -122,6 +133,15 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except PermissionError as error:  # of the directory
         raise ModelMissing(f"cannot read {path}: {error.strerror}", path=str(path)) from error
+
+
+def _conversion(path: Path) -> str:
+    """How transformers writes tokenizer.json out of the kind of tokenizer that is there instead; "" if none is."""
+    name = next((name for name in _OTHER_TOKENIZERS if _is_file(path / name)), None)
+    if name is None:
+        return ""
+    command = _OTHER_TOKENIZERS[name]
+    return f"; {name} is not read. In {path}, `{command}` writes it" + (_OF_ITS_CODE if "PATTERN" in command else "")
 
 
 def _require_weights(path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import errno
 import importlib.util
+import inspect
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -58,6 +60,33 @@ def test_a_missing_file_is_named(model, name):
     (model / name).unlink()
     with pytest.raises(ModelMissing, match=name.removeprefix("model")):
         resolve.find_model(str(model))
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tekken.json", "tokenizer.model"])
+def test_a_tokenizer_of_another_kind_is_named_with_what_converts_it(model, name):
+    (model / "tokenizer.json").unlink()
+    (model / name).write_bytes(b"")
+    with pytest.raises(
+        ModelMissing, match=rf"tokenizer\.json does not exist; {re.escape(name)} is not read"
+    ) as missing:
+        resolve.find_model(str(model))
+    (command,) = re.findall("`(.*)`", missing.value.message)
+    called = {"tiktoken.model": "TikTokenConverter", "tekken.json": "convert_tekken_tokenizer"}
+    assert called.get(name, "AutoTokenizer") + "(" in command.replace(".from_pretrained", "")
+    assert ("pattern" in missing.value.message.partition("` writes it")[2]) == (name == "tiktoken.model")
+
+
+@pytest.mark.long
+def test_what_is_said_to_convert_tokenizers_is_in_transformers():
+    from transformers import AutoTokenizer
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    wanted = ["vocab_file", "pattern", "extra_special_tokens"]
+    assert [name for name in inspect.signature(TikTokenConverter).parameters if name in wanted] == wanted
+    assert callable(TikTokenConverter.converted)
+    assert callable(AutoTokenizer.from_pretrained)
+    assert next(iter(inspect.signature(convert_tekken_tokenizer).parameters)) == "tokenizer_file"
 
 
 def test_a_missing_shard_is_named(model):
