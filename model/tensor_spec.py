@@ -16,8 +16,14 @@ from baton.model.config import ModelConfig
 from baton.model.draft_names import D2T, DRAFT_HEAD, T2D, MTPNames
 
 Shape = tuple[int, ...]
-# Of an attention layer, read for KV in float8 alone. ModelOpt writes them beside the projections, AutoFP8 one for both.
-KV_SCALES = (("k_scale", "k_proj.k_scale", "kv_scale"), ("v_scale", "v_proj.v_scale", "kv_scale"))
+# Of an attention layer, read for KV in float8 alone. ModelOpt writes them beside the projections, Quark and older
+# llm-compressors as what the projections' outputs are scaled by, AutoFP8 one for both.
+KV_SCALES = (
+    ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
+    ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
+)
+# Of queries and of what scores become, which stay as they are computed: of no use.
+_OTHER_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_output_scale")
 _NUM_NAMED = 5  # tensors an error's sentence names; its fields carry all
 
 # How random weights are spread, see `model.checkpoint.random_weights`.
@@ -303,7 +309,7 @@ def norm(size: int, mean: float = 1.0) -> WeightSpec:
 
 def _scales(prefix: str) -> dict[str, Shape]:
     """One number each, stored as a scalar or as a list of one."""
-    return {f"{prefix}.self_attn.{name}": () for names in KV_SCALES for name in names}
+    return {f"{prefix}.self_attn.{name}": () for names in (*KV_SCALES, _OTHER_SCALES) for name in names}
 
 
 def check_tensors(spec: TensorSpec, stored: Mapping[str, StoredTensor], scheme: Fp8Scheme | None = None) -> Fp8Tensors:

@@ -174,19 +174,20 @@ def _fbgemm(found: dict[str, Any], path: Path) -> Fp8Scheme:
     return Fp8Scheme(method="fbgemm_fp8", kinds=(ScaleKind.CHANNEL,))
 
 
-def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme:
-    """Of llm-compressor: format "float-quantized" ("naive-quantized" before)."""
+def _compressed_tensors(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
+    """Of llm-compressor: format "float-quantized" ("naive-quantized" before); None: KV alone is quantized."""
     where = f"{path}: quantization_config"
     layout = found.get("format")
     if layout in _PACKED:
         raise _refusal(f"{path} holds {_PACKED[layout]} weights (compressed-tensors, {layout}); {_SERVED}", layout)
     _known(found, where, "format", "config_groups", "sparsity_config", "transform_config")
-    _one_of(found, "format", ("float-quantized", "naive-quantized"), where)
+    kv_alone = layout == "dense" and not found.get("config_groups")
+    _one_of(found, "format", ("dense",) if kv_alone else ("float-quantized", "naive-quantized"), where)
     sparsity = found.get("sparsity_config")
     if not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):  # whose weights are stored whole
         _one_of(found, "sparsity_config", (None, {}), where)
     _one_of(found, "transform_config", (None, {}), where)
-    return _scheme_of_groups(found, where, "compressed-tensors")
+    return None if kv_alone else _scheme_of_groups(found, where, "compressed-tensors")
 
 
 def _modelopt(found: dict[str, Any], path: Path) -> Fp8Scheme | None:
@@ -244,7 +245,7 @@ def _group(group: Any, where: str, strategy: str | None) -> tuple[ScaleKind, str
     else:
         kind = ScaleKind(strategy)
     if kind is ScaleKind.BLOCK:
-        _one_of(weights, "block_structure", (_BLOCK,), f"{where}.weights")
+        _one_of(weights, "block_structure", (_BLOCK, f"{BLOCK_LEN}x{BLOCK_LEN}"), f"{where}.weights")
     inputs = group.get("input_activations")
     if inputs is None:
         return kind, None

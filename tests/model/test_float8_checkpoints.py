@@ -357,6 +357,14 @@ def test_kv_scales_beside_projections_are_used(float8, tmp_path):
     own = {f"{layer}.self_attn.{part}_proj.{part}_scale": torch.tensor(0.03) for layer in LAYERS for part in "kv"}
     rewrite_tensors(path, lambda tensors: tensors.update(own))
     found = logits_of(load(path, kv_dtype=KVDtype.FP8))
+    others = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_output_scale")  # say nothing of KV
+    unused = {f"{layer}.self_attn.{name}": torch.tensor(7.0) for layer in LAYERS for name in others}
+    rewrite_tensors(path, lambda tensors: tensors.update(unused))
+    assert torch.equal(logits_of(load(path, kv_dtype=KVDtype.FP8)), found)
+    rewrite_tensors(path, lambda t: t.update({n.replace(f"{n[-7]}_scale", "output_scale"): t.pop(n) for n in own}))
+    assert torch.equal(logits_of(load(path, kv_dtype=KVDtype.FP8)), found)
+    load(path)
+    rewrite_tensors(path, lambda t: t.update({n: t.pop(n.replace(f"{n[-7]}_scale", "output_scale")) for n in own}))
     rewrite_tensors(path, lambda t: t.update({n.replace("k_proj.", "").replace("v_proj.", ""): t.pop(n) for n in own}))
     assert torch.equal(logits_of(load(path, kv_dtype=KVDtype.FP8)), found)
     assert not torch.equal(logits_of(load(float8("modelopt")[0], kv_dtype=KVDtype.FP8)), found)
@@ -478,6 +486,10 @@ def compressed(layout="compressed tensor", *, top=(), **weights):
     return found
 
 
+def compressed_groups(**weights):
+    return compressed("compressed block", **weights)["config_groups"]
+
+
 UNSUPPORTED = {
     "awq": ({"quant_method": "awq", "bits": 4}, "holds INT4 weights, quantized by 'awq'; this version serves"),
     "gptq": ({"quant_method": "gptq", "bits": 8}, "INT8 weights, quantized by 'gptq'"),
@@ -501,6 +513,8 @@ UNSUPPORTED = {
     "sparse": (compressed(top={"sparsity_config": {"format": "sparse-24-bitmask"}}.items()), "sparsity_config"),
     "sparse in no form": (compressed(top={"sparsity_config": {"format": None}}.items()), "sparsity_config"),
     "compressed blocks": (compressed("compressed block", block_structure=[64, 64]), "block_structure"),
+    "other blocks in words": (compressed("compressed block", block_structure="64x64"), "block_structure = '64x64'"),
+    "dense groups": (compressed(top={"format": "dense"}.items()), "format = 'dense'"),
     "no groups": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "names no group"),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
     "mixed": ({"quantization": {"quant_algo": "MIXED_PRECISION"}}, "MIXED_PRECISION"),
@@ -526,6 +540,7 @@ DENSE = {
 SAYS_NO_MORE = {
     "a sparsity that is stored dense": ("compressed tensor", {"sparsity_config": DENSE}),
     "no sparsity": ("compressed tensor", {"sparsity_config": None}),
+    "blocks in words": ("compressed block", {"config_groups": compressed_groups(block_structure="128x128")}),
 }
 
 
@@ -537,6 +552,16 @@ def test_what_changes_nothing_is_read_over(name, tmp_path):
     wanted = read_scheme({"quantization_config": values}, tmp_path)
     assert read_scheme({"quantization_config": values | changes}, tmp_path) == wanted
     assert wanted is not None
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("groups", [{}, None])
+def test_kv_alone_is_quantized_by_compressed_tensors(groups, tmp_path):
+    scheme = {"dynamic": False, "num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float"}
+    values = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": groups, "ignore": []}
+    assert read_scheme({"quantization_config": values | {"kv_cache_scheme": scheme}}, tmp_path) is None
+    with pytest.raises(ModelUnsupported, match="rotation"):
+        read_scheme({"quantization_config": values | {"rotation": "hadamard"}}, tmp_path)
 
 
 @pytest.mark.fast
