@@ -24,7 +24,7 @@ _KNOWN = {
     "llama3": {"factor", *_NEEDED["llama3"]},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
+        "mscale_all_dim", "truncate", "finetuned",
     },
 }  # fmt: skip
 
@@ -120,10 +120,13 @@ def read_scaling(values: Mapping[str, Any]) -> RopeScaling:
             raise _refusal(f"{key} of rope_type {kind!r} is not implemented", rope)
     if kind == "default":
         return RopeScaling()
+    given -= {key for key in ("mscale", "mscale_all_dim") if rope.get(key) == 0}  # says nothing, as to transformers
+    if not rope.get("finetuned", True):
+        raise _refusal(f"finetuned = {rope['finetuned']!r} is not implemented", rope)
     missing = [key for key in ("factor", *_NEEDED.get(kind, ())) if rope.get(key) is None]
     if missing:
         raise _refusal(f"rope_type {kind!r} lacks {', '.join(missing)}", rope)
-    numbers = {key: float(rope[key]) for key in given & _KNOWN[kind] - {"truncate"}}
+    numbers = {key: float(rope[key]) for key in given & _KNOWN[kind] - {"truncate", "finetuned"}}
     for key, number in numbers.items():
         if not (math.isfinite(number) and number > 0):
             raise _refusal(f"{key} = {number} is not positive and finite", rope)

@@ -240,6 +240,32 @@ def test_a_key_of_rope_parameters_does_what_it_does_in_transformers(key, written
         assert frequencies(rewritten(written["llama"], tmp_path, rope_parameters=without)) != found
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mscale_all_dim": 0},
+        {"mscale": 0.0, "mscale_all_dim": 0.0},
+        {"mscale": 2.0, "mscale_all_dim": 0},
+        {"mscale": 0, "mscale_all_dim": 2.0},
+        {"finetuned": True},
+    ],
+)
+@pytest.mark.long
+def test_what_says_nothing_to_transformers_beside_yarn_says_nothing_here(more, written, tmp_path):
+    found = frequencies(rewritten(written["llama"], tmp_path, rope_parameters={"rope_theta": 1e4, **YARN, **more}))
+    assert found == pytest.approx(frequencies_of_transformers(tmp_path), rel=1e-5)
+    assert found == frequencies(rewritten(written["llama"], tmp_path, rope_parameters={"rope_theta": 1e4, **YARN}))
+
+
+@pytest.mark.parametrize("more", [{"mscale": -1.0}, {"finetuned": False}, {"attention_factor": 0.0}])
+def test_what_yarn_cannot_be_is_refused(more, written, tmp_path):
+    with pytest.raises(ModelUnsupported, match=next(iter(more))):
+        config_of(rewritten(written["llama"], tmp_path, rope_parameters={"rope_theta": 1e4, **YARN, **more}))
+
+
 @pytest.mark.parametrize("key", ROPE_REFUSED)
 def test_a_refused_key_of_rope_parameters_is_named(key, written, tmp_path):
     with pytest.raises(ModelUnsupported, match=f"{key}|longrope"):
