@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cluster.resolve import (
+    BUNDLED_DRAFTERS,
     BUNDLED_MODELS,
     ModelDirectory,
     find_drafter,
@@ -88,8 +89,8 @@ def judge(config: ServeConfig) -> Judgement:
     return found
 
 
-def refuse_other_kinds(model: str) -> None:
-    """Name what is no checkpoint that could be served: hub ids, GGUF, adapters, pickles.
+def refuse_other_kinds(model: str, *, flag: str = "--model") -> None:
+    """Name what is no checkpoint that could be served: hub ids, GGUF, adapters, pickles. It was given by a `flag`.
 
     Raises:
         ModelMissing: a hub id, and no directory of that name.
@@ -100,13 +101,13 @@ def refuse_other_kinds(model: str) -> None:
     try:
         path = Path(model).expanduser()
         if path.is_file():
-            _refuse_file(path)
+            _refuse_file(path, flag)
         if not path.is_dir():
             if _HUB_ID.fullmatch(model):
                 local = model.rpartition("/")[2]
                 message = f"{model} is no directory here; if it is a Hugging Face hub id, fetch it first: "
                 raise ModelMissing(
-                    f"{message}`hf download {model} --local-dir {local}`, then --model {local}", path=model
+                    f"{message}`hf download {model} --local-dir {local}`, then {flag} {local}", path=model
                 )
             return
         names = {entry.name for entry in path.iterdir()}
@@ -115,10 +116,10 @@ def refuse_other_kinds(model: str) -> None:
     _refuse_directory(path, names)
 
 
-def _refuse_file(path: Path) -> None:
+def _refuse_file(path: Path, flag: str) -> None:
     if path.suffix == ".gguf":
         raise _unsupported(f"{path} is a GGUF file; this version serves directories of safetensors", "gguf")
-    message = f"{path} is a file; --model takes the directory that holds config.json and the .safetensors files"
+    message = f"{path} is a file; {flag} takes the directory that holds config.json and the .safetensors files"
     raise ModelMissing(message, path=str(path))
 
 
@@ -145,11 +146,14 @@ def _judge_drafter(config: ServeConfig, target: "ModelConfig") -> "EagleConfig":
     from baton.model.eagle_config import EagleConfig, by_one_name
     from baton.model.tensor_spec import check_tensors
 
+    if config.draft_path not in BUNDLED_DRAFTERS:
+        refuse_other_kinds(config.draft_path, flag="--draft-model")
     path = find_drafter(config.draft_path)
     made = "dummy" if config.is_dummy else None
     drafter = EagleConfig.from_directory(path, target, made_weights=made)
     if not config.is_dummy:
-        check_tensors(drafter.tensors(), by_one_name(read_headers(path)))
+        headers = by_one_name(read_headers(path))
+        check_tensors(drafter.tensors(headers), headers)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):
         drafter.require_cut(size, config.numerics)
     return drafter
@@ -374,10 +378,10 @@ def _judge_template(config: ServeConfig, model: ModelDirectory) -> str | None:
     return None
 
 
-def _judge_advice(config: ServeConfig, model: ModelDirectory) -> None:
-    from baton.router.openai.advised_sampling import advised_sampling
+def _judge_advice(config: ServeConfig, model: ModelDirectory) -> str | None:
+    from baton.router.openai.advised_sampling import unused_advice
 
-    advised_sampling(model.path)
+    return unused_advice(model.path)
 
 
 def _collect(found: Judgement, check: Callable[..., str | None], *arguments: Any) -> None:

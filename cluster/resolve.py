@@ -30,6 +30,7 @@ from baton.core.tls_files import TlsFiles
 
 BUNDLED_MODELS = ("tiny", "tiny-pruned", "tiny-hybrid", "tiny-mla")
 BUNDLED_DRAFTERS = ("tiny-eagle3",)
+_SINGLE_FILE = "model.safetensors"
 TEST_HOOK_VARIABLE = "BATON_TEST_HOOK"
 # Tokenizers that are published without a tokenizer.json, and the Python that makes one of them in their directory.
 _OTHER_TOKENIZERS = {
@@ -81,6 +82,7 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
     Raises:
         ModelMissing: the directory or a file of it does not exist.
         ModelFileDamaged: config.json or the weights' index is not JSON, or lacks the model's length.
+        ModelUnsupported: it lacks the length, and is of an architecture that is not served.
     """
     path = _bundled(model) if model in BUNDLED_MODELS else Path(model)
     try:
@@ -97,9 +99,11 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
     if not is_dummy:
         _require_weights(path)
     config = _read_json(path / "config.json")
-    text_config = config.get("text_config", config)
-    max_model_len = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
+    text_config = config.get("text_config")
+    max_model_len = (text_config if isinstance(text_config, dict) else config).get("max_position_embeddings")
     if not isinstance(max_model_len, int) or max_model_len < 2:
+        if config.get("architectures"):
+            _require_served(path)
         raise ModelFileDamaged(f"{path}/config.json holds no max_position_embeddings", path=str(path / "config.json"))
     return ModelDirectory(
         path=path,
@@ -107,6 +111,17 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
         max_model_len=max_model_len,
         num_mtp_layers=_num_mtp_layers(config, path, is_dummy=is_dummy),
     )
+
+
+def _require_served(path: Path) -> None:
+    """Let config.json be refused for its architecture before it is for a key that other architectures leave out.
+
+    Raises:
+        BatonError: it is refused.
+    """
+    from baton.model.config import ModelConfig
+
+    ModelConfig.from_directory(path, made_weights="not asked for")
 
 
 def _num_mtp_layers(values: dict[str, Any], path: Path, *, is_dummy: bool) -> int:
@@ -150,7 +165,10 @@ def _require_weights(path: Path) -> None:
         shards = _read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ModelFileDamaged(f"{index} holds no mapping weight_map", path=str(index))
-        missing = sorted(name for name in set(map(str, shards.values())) if not (path / name).is_file())
+        names = set(map(str, shards.values()))
+        if (path / _SINGLE_FILE).is_file() and _SINGLE_FILE not in names:
+            return  # it goes before shards; the loader says if it holds other tensors
+        missing = sorted(name for name in names if not (path / name).is_file())
         if missing:
             raise ModelMissing(f"{path} lacks {', '.join(missing[:3])}", path=str(path), missing=missing)
     elif not any(path.glob("*.safetensors")):

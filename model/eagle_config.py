@@ -8,7 +8,7 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language
 Legend: C columns of the draft head, D hidden size, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -108,15 +108,20 @@ class EagleConfig:
         except ModelUnsupported as error:
             raise ModelUnsupported(f"the drafter: {error.message}", **error.fields) from error
 
-    def tensors(self) -> TensorSpec:
-        """Names and shapes, the layer's under `layers.0` in either layout."""
+    def tensors(self, stored: Collection[str] = ()) -> TensorSpec:
+        """Names and shapes, the layer's under `layers.0` in either layout.
+
+        A head over all tokens needs no table. If one is among the `stored` names, it is read, and may only order them.
+        """
         hidden = self.sizes.hidden_size
         weights = {"fc.weight": matrix(hidden, len(self.aux_layers) * hidden), "norm.weight": norm(hidden)}
         weights |= {f"{LAYER}.hidden_norm.weight": norm(hidden)}
         weights |= layer_weights(self.sizes, LAYER, 0, input_len=2 * hidden)
         weights[EAGLE_HEAD] = matrix(self.draft_vocab_size, hidden, LOGIT_GAIN)
         vocab = (self.sizes.vocab_size, hidden)
-        tables: dict[str, Shape] = {EAGLE_D2T: (self.draft_vocab_size,)} if self.has_table else {}
+        tables: dict[str, Shape] = (
+            {EAGLE_D2T: (self.draft_vocab_size,)} if self.has_table or EAGLE_D2T in stored else {}
+        )
         return TensorSpec(weights, tables, {"embed_tokens.weight": vocab})
 
     @property

@@ -175,12 +175,11 @@ def _drafter(
         d2t_C = spaced_d2t(config.draft_vocab_size, config.sizes.vocab_size)
     else:
         headers = by_one_name(read_headers(path))
-        stored = headers
+        stored, spec = headers, config.tensors(headers)
         check_tensors(spec, headers)
-        if config.has_table:
-            d2t_C = normalise_d2t(
-                headers[EAGLE_D2T].read_index(), config.sizes.vocab_size, config.sizes.d2t_form or "offset"
-            )
+        if EAGLE_D2T in spec.tables:
+            form = config.sizes.d2t_form or ("offset" if config.has_table else None)  # of all tokens, either says it
+            d2t_C = normalise_d2t(headers[EAGLE_D2T].read_index(), config.sizes.vocab_size, form)
     require_cut(config.sizes, group.size, numerics)
 
     def cut(name: str) -> Cut | None:

@@ -199,19 +199,21 @@ def _samples(tensor: StoredTensor) -> bytes:
 
 
 def read_headers(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the directory's checkpoint, by name.
+    """Every tensor of the directory's checkpoint, by name: of model.safetensors if it is there, or of shards.
 
     Raises:
         ModelMissing: no safetensors file, or a shard the index names is not there, or a file cannot be read.
-        ModelFileDamaged: a file is truncated or not a safetensors file.
+        ModelFileDamaged: a file is truncated or not a safetensors file, or an index beside model.safetensors names
+            other tensors.
         ModelTensorMissing: the index promises a tensor its shard does not hold.
         ModelTensorUnexpected: two shards hold the same tensor.
     """
-    if (path / _SINGLE_NAME).is_file():
-        return _read_header(path / _SINGLE_NAME)
-    if not (path / _INDEX_NAME).is_file():
+    has_single, has_index = ((path / name).is_file() for name in (_SINGLE_NAME, _INDEX_NAME))
+    if not has_single and not has_index:
         raise ModelMissing(f"{path} holds neither {_SINGLE_NAME} nor {_INDEX_NAME}", path=str(path))
-    weight_map = _read_index(path / _INDEX_NAME)
+    weight_map = _read_index(path / _INDEX_NAME) if has_index else {}
+    if has_single and _SINGLE_NAME not in weight_map.values():
+        return _single(path, weight_map)
     absent = sorted(name for name in set(weight_map.values()) if not (path / name).is_file())
     if absent:
         raise ModelMissing(f"{path} lacks {', '.join(absent)}", path=str(path), files=absent)
@@ -229,6 +231,17 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
             raise ModelTensorUnexpected(message, path=str(path), tensors=doubled)
         tensors |= held
     return tensors
+
+
+def _single(path: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """What model.safetensors holds, which transformers prefers to shards, and vLLM does not: both must be the same."""
+    found = _read_header(path / _SINGLE_NAME)
+    if weight_map and weight_map.keys() != found.keys():
+        named = sorted(weight_map.keys() ^ found.keys())
+        message = f"{path} holds {_SINGLE_NAME} and, of other tensors, {_INDEX_NAME}: {', '.join(named[:_NUM_NAMED])}"
+        message += "; remove the one that is not the model"
+        raise ModelFileDamaged(message, path=str(path), tensors=named)
+    return found
 
 
 def _read_index(file: Path) -> dict[str, str]:

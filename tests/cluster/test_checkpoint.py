@@ -38,6 +38,7 @@ QWEN3 = {
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 MTP = {"mtp_num_hidden_layers": 1}
+NULL = object()  # of a key that config.json has
 
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -67,6 +68,7 @@ def write_model(path, *, without=(), weights="model.safetensors", **changes):
     """A Qwen3 whose config has these changes, with every tensor that its own spec asks for."""
     path.mkdir()
     values = {key: value for key, value in (QWEN3 | changes).items() if value is not None}
+    values |= {key: None for key, value in changes.items() if value is NULL}
     (path / "config.json").write_text(json.dumps(values))
     (path / "tokenizer.json").write_text((find_model("tiny").path / "tokenizer.json").read_text())
     try:
@@ -95,6 +97,18 @@ REFUSED = [
         other("Qwen3VLMoeForConditionalGeneration", text_config={"max_position_embeddings": 128}),
         {},
         "Qwen3VLMoeForConditionalGeneration",
+    ),
+    (
+        "gemma3",
+        other("Gemma3ForConditionalGeneration", text_config={"hidden_size": 32}, max_position_embeddings=None),
+        {},
+        "of architecture .*Gemma3ForConditionalGeneration.*this version serves LlamaForCausalLM",
+    ),
+    (
+        "gemma3 without text",
+        other("Gemma3ForConditionalGeneration", max_position_embeddings=None) | {"text_config": NULL},
+        {},
+        "of architecture .*Gemma3ForConditionalGeneration.*this version serves LlamaForCausalLM",
     ),
     ("no architecture", {"architectures": None}, {}, "architecture unknown"),
     ("fp8", {"quantization_config": {"quant_method": "fp8"}}, {}, "says float8 .*no weight is float8"),
@@ -191,6 +205,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch):
     [
         (other("LlamaForCausalLM"), {}),
         (other("Qwen2ForCausalLM"), {}),
+        ({"text_config": NULL}, {}),
         (other("MistralForCausalLM", sliding_window=None), {}),
         (other("MistralForCausalLM", sliding_window=64), {"max_model_len": 64}),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, {}),
@@ -337,6 +352,15 @@ def test_weights_that_cannot_be_made_float8_are_refused_as_the_loader_would(tmp_
     (error,) = judged(path, quantization="fp8", dtype="bfloat16", batch_invariant=True).errors
     assert "--kernels triton on one rank" in error.message
     assert not judged(path, quantization="fp8", dtype="bfloat16").errors
+
+
+def test_advice_that_no_request_may_follow_is_noted(tmp_path):
+    path = write_model(tmp_path / "m")
+    assert not any("generation_config" in note for note in judged(path).notes)
+    (path / "generation_config.json").write_text('{"top_p": 0.0}')
+    found = judged(path)
+    assert not found.errors
+    assert [note for note in found.notes if "generation_config.json advises top_p = 0" in note]
 
 
 def test_a_name_from_the_hub_cache_is_the_repositorys(tmp_path):

@@ -56,9 +56,16 @@ def test_flags_that_say_two_things_are_refused(flags, sentence):
     [
         ("nowhere", "there is no model directory"),
         (str(TINY), "is no EAGLE-3 drafter"),
+        ("pickles", "holds PyTorch pickles (.bin), which run code as they load; convert them to safetensors"),
+        ("pickles/config.json", "is a file; --draft-model takes the directory"),
+        ("yuhuili/EAGLE3-8B", "`hf download yuhuili/EAGLE3-8B --local-dir EAGLE3-8B`, then --draft-model EAGLE3-8B"),
     ],
 )
-def test_check_says_why_a_drafter_cannot_be_used(drafter, sentence):
+def test_check_says_why_a_drafter_cannot_be_used(drafter, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pickles").mkdir()
+    (tmp_path / "pickles" / "config.json").write_text((find_drafter("tiny-eagle3") / "config.json").read_text())
+    (tmp_path / "pickles" / "pytorch_model.bin").write_bytes(b"")
     config = read_config(None, {"model": "tiny", "device": "cpu", "draft_model": drafter})
     found = judge(config)
     assert [sentence in str(error) for error in found.errors] == [True]

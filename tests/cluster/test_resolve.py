@@ -97,6 +97,12 @@ def test_a_missing_shard_is_named(model):
     assert missing.value.fields["missing"] == ["model-2.safetensors"]
 
 
+def test_shards_are_not_missed_beside_a_whole_checkpoint(model):
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert resolve.find_model(str(model)).path == model.resolve()
+
+
 @pytest.mark.parametrize("name", ["~nosuch/x", "a\0b", "x" * 5000])
 def test_a_path_that_cannot_be_one_is_missing(name):
     with pytest.raises(ModelMissing):

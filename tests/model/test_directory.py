@@ -239,6 +239,30 @@ def test_shards(copy, tiny_checkpoint):
         load(copy)
 
 
+def test_an_index_beside_a_whole_checkpoint_is_of_the_same_tensors(copy):
+    """transformers would read the one, vLLM the other."""
+    whole = load_file(copy / "model.safetensors")
+    names, base = shard(copy), ModelConfig.from_directory(copy)
+    save_file(whole, copy / "model.safetensors")
+    assert ModelConfig.from_directory(copy) == base
+    (copy / names[0]).unlink()  # shards that were put together
+    assert load(copy).config == base
+    save_file({"model.norm.weight": whole["model.norm.weight"]}, copy / "model.safetensors")
+    with pytest.raises(ModelFileDamaged, match=r"model\.safetensors and, of other tensors, .*index\.json: .*; remove"):
+        load(copy)
+    (copy / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelTensorMissing):
+        load(copy)
+
+
+def test_a_shard_may_be_called_as_a_whole_checkpoint_is(copy):
+    base, names = ModelConfig.from_directory(copy), shard(copy)
+    (copy / names[0]).rename(copy / "model.safetensors")
+    index = copy / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(names[0], "model.safetensors"))
+    assert load(copy).config == base
+
+
 def test_the_hash_tells_weights_and_config_apart(copy, tiny_checkpoint):
     base = ModelConfig.from_directory(copy)
     assert base.model_hash == ModelConfig.from_directory(tiny_checkpoint()).model_hash

@@ -128,6 +128,20 @@ def test_drafts_in_float32(numerics, target, reference, tmp_path):
     same(found.double(), wanted, 2e-4)
 
 
+@pytest.mark.parametrize("form", ["offsets", "ids"])
+def test_a_table_of_all_tokens_says_nothing_more(form, target, tmp_path):
+    """A drafter over the whole vocabulary may store one all the same."""
+    plain, ids = write_drafter(tmp_path / "plain", target, num_columns=96), prompt(30)
+    path = write_drafter(tmp_path / form, target, num_columns=96)
+    table = torch.zeros(96, dtype=torch.int64) if form == "offsets" else torch.arange(96)
+    tensors = load_file(path / "model.safetensors") | {"d2t": table, "t2d": torch.ones(96, dtype=torch.bool)}
+    save_file(tensors, path / "model.safetensors")
+    same(drafted(load(target, path), ids)[0], drafted(load(target, plain), ids)[0], 0.0)
+    save_file(tensors | {"d2t": torch.full((96,), 5)}, path / "model.safetensors")
+    with pytest.raises(ModelUnsupported, match="no table of tokens"):
+        load(target, path)
+
+
 def test_a_drafter_without_weights_is_made_up(target, tmp_path):
     path = write_drafter(tmp_path / "drafter", target)
     (path / "model.safetensors").unlink()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import ConfigInvalid, InvalidRequest, ModelFileDamaged
-from baton.router.openai.advised_sampling import advised_sampling
+from baton.router.openai.advised_sampling import advised_sampling, unused_advice
 from baton.router.openai.chat_template import ChatTemplate
 from baton.tests.e2e.conftest import TINY
 
@@ -145,7 +145,18 @@ def test_values_that_a_models_makers_advise(tmp_path):
     assert advised_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     path.write_text('{"top_k": -1, "temperature": 0}')
     assert advised_sampling(tmp_path) == {"temperature": 0.0, "top_k": 0}
-    wrong = ('"temperature": -5', '"temperature": NaN', '"top_p": 0', '"top_k": -2', '"repetition_penalty": 0')
+    assert unused_advice(tmp_path) is None
+    path.write_text('{"top_p": 0.0, "temperature": 0.6}')
+    assert advised_sampling(tmp_path) == {"temperature": 0.6}
+    assert unused_advice(tmp_path) == "generation_config.json advises top_p = 0, which keeps no token: it is not used"
+    wrong = (
+        '"temperature": -5',
+        '"temperature": NaN',
+        '"top_p": 2',
+        '"top_p": -0.1',
+        '"top_k": -2',
+        '"repetition_penalty": 0',
+    )
     for text in ("[]", "{", '{"temperature": "warm"}', *(f"{{{one}}}" for one in wrong)):
         path.write_text(text)
         with pytest.raises(ModelFileDamaged):
