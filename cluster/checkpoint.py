@@ -84,7 +84,7 @@ def judge(config: ServeConfig) -> Judgement:
         _judge_files(config, model, found)
     except BatonError as error:
         found.errors.append(error)
-    for check in (_judge_tokenizer, _judge_template, _judge_advice):
+    for check in (_judge_tokenizer, _judge_template, _judge_advice, _judge_adapter):
         _collect(found, check, config, model)
     return found
 
@@ -382,6 +382,13 @@ def _judge_advice(config: ServeConfig, model: ModelDirectory) -> str | None:
     from baton.router.openai.advised_sampling import unused_advice
 
     return unused_advice(model.path)
+
+
+def _judge_adapter(config: ServeConfig, model: ModelDirectory) -> str | None:
+    """An adapter beside whole weights; one by itself is refused (`refuse_other_kinds`)."""
+    if not (model.path / "adapter_config.json").is_file():
+        return None
+    return "the LoRA adapter beside its weights (adapter_config.json) is not applied: the weights are served alone"
 
 
 def _collect(found: Judgement, check: Callable[..., str | None], *arguments: Any) -> None:

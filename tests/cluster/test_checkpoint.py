@@ -363,6 +363,16 @@ def test_advice_that_no_request_may_follow_is_noted(tmp_path):
     assert [note for note in found.notes if "generation_config.json advises top_p = 0" in note]
 
 
+def test_an_adapter_beside_whole_weights_is_noted(tmp_path):
+    path = write_model(tmp_path / "m")
+    assert not any("adapter" in note for note in judged(path).notes)
+    (path / "adapter_config.json").write_text("{}")
+    write_tensors(path / "adapter_model.safetensors", {"base_model.model.lm_head.lora_A.weight": (2, 32)})
+    found = judged(path)
+    assert not found.errors
+    assert [note for note in found.notes if "adapter" in note and "is not applied" in note]
+
+
 def test_a_name_from_the_hub_cache_is_the_repositorys(tmp_path):
     cache = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots"
     cache.mkdir(parents=True)
