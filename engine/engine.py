@@ -622,6 +622,7 @@ class Engine:
                 continue
             if made.token is None:  # its grammar was late: the newest token is computed once more
                 assert sequence.table is not None and sequence.table.state_slot is None, "a state took it in already"
+                assert not sequence.is_pushed, "a push has it already"
                 sequence.num_computed -= 1
                 continue
             self.num_prompts += not sequence.token_ids

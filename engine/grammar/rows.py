@@ -3,10 +3,10 @@
 Only rows that have a grammar take part. `take` starts their drafts' copy as soon as these are made; `masks` waits for
 that copy alone, so on a GPU the host fills the masks while the trunk runs. A grammar that takes long is worked on by
 other threads: the step waits `PATIENCE_S` for all of those together, and emits nothing of a sequence whose mask is not
-there by then. Where layers keep a recurrent state the end of a prompt waits for its mask however long it takes: to be
-computed once more, the state would have to forget. A step's tokens are told to the states when the next step of any of
-them asks for masks: then they are on the host, as they are ahead of that step's drafts. States that have finished or
-failed (their sequence has ended, or will) allow everything.
+there by then. Where layers keep a recurrent state, or KV is pushed, the end of a prompt waits for its mask however long
+it takes: to be computed once more, the state would have to forget, and the push to take back. A step's tokens are told
+to the states when the next step of any of them asks for masks: then they are on the host, as they are ahead of that
+step's drafts. States that have finished or failed (their sequence has ended, or will) allow everything.
 
 Legend: B sequences of the step, G of those with a grammar, K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32).
 """

@@ -473,8 +473,9 @@ class Runner:
                     slots,
                     is_alone=batch is None,
                     known=work.known,
-                    # A row whose mask is late is computed once more, which a state that has taken it in forbids.
-                    is_patient=self._pool.layout.has_state,
+                    # A row whose mask is late is computed once more. A state that has taken it in forbids that, and so
+                    # does a push: it may be reading the row, and has sent what the draft head made of the wrong token.
+                    is_patient=self._pool.layout.has_state or work.push is not None,
                 ),
             )
         # A slot may be read and overwritten by one step: all are read first.

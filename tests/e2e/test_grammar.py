@@ -1,6 +1,7 @@
 """Grammars over the hand-off: prefill masks the first token, decode goes on from it; tokens equal one process's."""
 
 import json
+import random
 
 import jsonschema
 import pytest
@@ -11,6 +12,7 @@ from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import QueueSink, Topology
+from baton.tests.engine.test_grammar_verdicts import come_late
 
 SCHEMA = {
     "type": "object",
@@ -67,6 +69,18 @@ def test_preempted_answers_go_on_in_their_grammar(host_kv_bytes, load_tiny, toke
         outcomes = deployment.generate(requests_for(prompts, 2, 1.0))
         deployment.wait_idle()
         assert deployment.inventories()[-1].num_preemptions > len(prompts)
+    assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
+    assert [outcome.token_ids for outcome in outcomes] == expected
+
+
+def test_masks_that_come_late_fail_no_handoff(load_tiny, tokenizer, prompts, monkeypatch):
+    """A position that was pushed is not computed once more: a prompt's end waits for its mask."""
+    specs = SPECS[::2]
+    expected = local_tokens(load_tiny(), tokenizer, requests_for(prompts, 0, 1.0, specs))
+    come_late(monkeypatch, random.Random(0), 0.7)
+    with Topology(load_tiny(), tokenizer, num_drafts=2, chunk_len=16) as deployment:
+        outcomes = deployment.generate(requests_for(prompts, 2, 1.0, specs))
+        deployment.wait_idle()
     assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
     assert [outcome.token_ids for outcome in outcomes] == expected
 
