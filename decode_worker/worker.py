@@ -29,7 +29,7 @@ from baton.decode_worker.request import (
 )
 from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
-from baton.engine.grammar.grammar import check_compiles
+from baton.engine.grammar.grammar import HeldGrammar, check_compiles
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase
 from baton.engine.sequence import Sequence as EngineSequence
@@ -194,12 +194,13 @@ class DecodeWorker:
             InvalidRequest: it can never be served here.
             Overloaded: too many streams are open.
         """
-        self.check(request)
+        grammar = self.check(request)
         sequence = EngineSequence(
             request=request,
             checker=FinishChecker.of(request, self._tokenizer),
             draft_cap=request.num_draft_tokens,
             submitted_s=self._clock.now_s(),
+            grammar=grammar,
             phase=Phase.WAITING if prefill_here else Phase.EXPECTED,
             is_received=not prefill_here,
             block_hashes=self.names.of(request),
@@ -211,14 +212,17 @@ class DecodeWorker:
             self._request_limit.leave()
             raise
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest) -> HeldGrammar | None:
         """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
+
+        Returns:
+            What keeps its grammar.
 
         Raises:
             InvalidRequest: it can never be served here.
         """
         validate_attempt(request, self._limits)
-        check_compiles(request.sampling.grammar, self._runner.grammars, request.forced_token_ids)
+        return check_compiles(request.sampling.grammar, self._runner.grammars, request.forced_token_ids)
 
     def cancel(self, key: AttemptKey, stream: DecodeStream | None = None) -> None:
         """Give a request up, wherever it is. Unknown keys are fine: it may have ended.

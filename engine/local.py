@@ -23,7 +23,7 @@ from baton.engine import sequence as sequences
 from baton.engine.engine import SETTLE_S, Engine, Published
 from baton.engine.finish import FinishChecker
 from baton.engine.generation import GenerationResult, TokenEvent
-from baton.engine.grammar.grammar import GrammarCompiler
+from baton.engine.grammar.grammar import GrammarCompiler, HeldGrammar
 from baton.engine.graphs.graphed_step import graphed_step
 from baton.engine.graphs.kernel_warm_up import Reach
 from baton.engine.preemption import PreemptionCounts
@@ -221,11 +221,11 @@ class LocalEngine:
         Raises:
             InvalidRequest: one of them can never be served; none is run.
         """
-        for request in requests:
-            self._validate(request)
+        held = [self._validate(request) for request in requests]  # until they are submitted
         try:
             for request in requests:
                 self.submit(request)
+            held.clear()
             while any(self._caller.num_open[request.key] for request in requests):
                 self.step()
             results: list[GenerationResult] = []
@@ -264,7 +264,7 @@ class LocalEngine:
         Raises:
             InvalidRequest: it can never be served.
         """
-        self._validate(request)
+        grammar = self._validate(request)
         assert request.key not in self._caller.unread, "one run a key"
         self._caller.unread[request.key] = []
         self._caller.num_open[request.key] = request.sampling.n
@@ -274,6 +274,7 @@ class LocalEngine:
                 draft_cap=min(request.num_draft_tokens, self.limits.num_draft_tokens),
                 checker=FinishChecker(request.sampling, self._tokenizer.eos_token_ids, self._tokenizer),
                 submitted_s=self._clock.now_s(),
+                grammar=grammar,
             )
             self._caller.open(sequence)
             self.engine.add(sequence)
@@ -296,10 +297,10 @@ class LocalEngine:
         """
         return self.engine.report()
 
-    def _validate(self, request: GenerationRequest) -> None:
+    def _validate(self, request: GenerationRequest) -> HeldGrammar | None:
         validate_request(request.prompt_token_ids, request.sampling, self.limits)
-        if request.sampling.grammar is not None:
-            self._grammars.compile(request.sampling.grammar)
+        spec = request.sampling.grammar
+        return None if spec is None else self._grammars.hold(spec)
 
     def _forget(self, requests: Sequence[GenerationRequest]) -> None:
         """Cancel what has not ended (its reader is gone) and drop what was not read."""

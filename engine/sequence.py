@@ -6,6 +6,7 @@ from enum import Enum, auto
 from baton.core.draft_method import DraftMethod
 from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest, SpeculationCounts
 from baton.engine.finish import FinishChecker
+from baton.engine.grammar.grammar import HeldGrammar
 from baton.engine.step.plan import Resume
 from baton.kvcache.allocator import BlockTable
 from baton.kvcache.host_ranges import HostRange
@@ -37,6 +38,7 @@ class Sequence:
         request: of this answer alone, with its own `choice`.
         checker: tells when the answer ends; has taken all of `token_ids`.
         draft_cap: drafts that it may use in a step.
+        grammar: keeps its grammar compiled, which its request was checked with; None: it has none.
         method: what makes them in all its steps; None: whatever makes a step's.
         phase: see `Phase`.
         order: of arrival in the line for blocks; lower goes first.
@@ -76,6 +78,7 @@ class Sequence:
     checker: FinishChecker
     draft_cap: int
     submitted_s: float
+    grammar: HeldGrammar | None = None
     method: DraftMethod | None = None
     phase: Phase = Phase.WAITING
     order: int = -1

@@ -27,7 +27,7 @@ from baton.core.telemetry.logs import shown
 from baton.core.telemetry.span import Tracer
 from baton.engine.engine import Engine, Published
 from baton.engine.finish import FinishChecker
-from baton.engine.grammar.grammar import check_compiles
+from baton.engine.grammar.grammar import HeldGrammar, check_compiles
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Phase
 from baton.engine.sequence import Sequence as EngineSequence
@@ -186,12 +186,13 @@ class PrefillWorker:
             InvalidRequest: it can never be served here.
             Overloaded: the queue is full.
         """
-        self.check(request)
+        grammar = self.check(request)
         sequence = EngineSequence(
             request=request,
             checker=FinishChecker.of(request, self._tokenizer),
             draft_cap=request.num_draft_tokens,
             submitted_s=self._clock.now_s(),
+            grammar=grammar,
             is_pushed=True,
             block_hashes=self.names.of(request),
         )
@@ -202,15 +203,19 @@ class PrefillWorker:
             self._request_limit.leave()
             raise
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest) -> HeldGrammar | None:
         """What `submit` checks first; a new grammar is compiled, which may take a while. Any thread.
+
+        Returns:
+            What keeps its grammar.
 
         Raises:
             InvalidRequest: it can never be served here.
         """
         validate_attempt(request, self._limits)
-        check_compiles(request.sampling.grammar, self._runner.grammars, request.forced_token_ids)
+        grammar = check_compiles(request.sampling.grammar, self._runner.grammars, request.forced_token_ids)
         FinishChecker.of(request, self._tokenizer)
+        return grammar
 
     def cancel(self, key: AttemptKey, stream: PrefillStream | None = None) -> None:
         """Give a request up, wherever it is. Unknown keys are fine: it may have ended.

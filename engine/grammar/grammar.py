@@ -11,6 +11,10 @@ its own (`engine.grammar.executor`), which works on another thread and without t
 step emits nothing of this sequence. Only a matcher that began anew with this text and has nothing else to do may say
 that the text cannot be followed, with `GrammarBudgetExceeded`.
 
+The thread of the steps compiles nothing. A request's grammar is tried and compiled while it is checked, and stays known
+as long as its sequence is there; automata that were spent meanwhile, and at other ranks all of them, are made on
+threads of the compiler while the sequence is in its slot, which goes without masks until then.
+
 Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row's bitmask. Token t is allowed if bit
 t % 32 of word t // 32 is set.
 """
@@ -19,19 +23,28 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from baton.core.errors import BatonError, InvalidGrammar
+from baton.core.errors import BatonError, InvalidGrammar, as_internal
 from baton.core.requests.answer_structure import check_grammar
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
 from baton.core.start_time_fair_queue import OwnerUsage
 from baton.engine.grammar.executor import GrammarExecutor, OwnMatcher
-from baton.engine.grammar.text import MAX_MESSAGE_LEN, failed_matcher, new_matcher, new_tokens, refusal
+from baton.engine.grammar.text import (
+    MAX_MESSAGE_LEN,
+    failed_matcher,
+    library_text,
+    new_matcher,
+    new_tokens,
+    refusal,
+)
 from baton.engine.grammar.trial import GrammarTrial
 from baton.engine.grammar.walk import GrammarLookahead, is_allowed, is_spent, num_words, walk
 
@@ -75,70 +88,44 @@ class GrammarBudget:
     max_spent_s: float = MAX_SPENT_S
 
 
-class CompiledGrammar:
-    """A grammar that was found good; sequences start from copies of its matcher. Any thread.
+class GrammarSource:
+    """What all compilations of one grammar share. Any thread.
 
-    Copies share the automata that the library builds while they are used, with one budget.
+    Args:
+        tokens: the tokenizer as the library wants it.
+        kind: of the grammar.
+        text: the library's of the grammar; asked once, on a thread of the compiler.
 
     Attributes:
-        lock: of the automata.
-        eos_token_ids: any of them ends the text.
-        vocab_size: V.
-        is_spent: the shared automata are spent: new sequences should start from another compilation.
-        is_slow: a look took long: new sequences do without the fast path.
-        share: what its sequences have spent in the executor.
+        share: what sequences of the grammar have spent in the executor.
     """
 
-    def __init__(
-        self,
-        executor: GrammarExecutor,
-        tokens: Any,
-        spec: GrammarSpec,
-        text: str,
-        budget: GrammarBudget,
-        *,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        share: OwnerUsage | None = None,
-    ) -> None:
-        self.lock = threading.Lock()
-        self.eos_token_ids = eos_token_ids
-        self.vocab_size = vocab_size
-        self.num_words = num_words(vocab_size)
-        self.budget = budget
-        self.is_spent = False
-        self.is_slow = False
-        self._executor = executor
-        self.share = share or OwnerUsage()
+    def __init__(self, tokens: Callable[[], Any], kind: str, text: Callable[[], str]) -> None:
+        self.share = OwnerUsage()
         self._tokens = tokens
-        self._kind = spec.kind
-        self.text = text
-        self._matcher: Any = None
+        self._kind = kind
+        self._text = text
+        self._said: str | None = None
+        self._lock = threading.Lock()
         self._known: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
-        try:
-            self._matcher = new_matcher(tokens, spec.kind, text, budget.quick)
-        except InvalidGrammar:
-            self.is_slow = True  # it compiles within more generous limits, as its trial has shown
 
-    def copy(self) -> Any:
-        """A matcher of the fast path before the first token; None if it is closed to this grammar."""
-        return None if self.is_slow or self._matcher is None else self._matcher.deep_copy()
+    def matcher(self, limits: dict[str, Any]) -> Any:
+        """A new one before the first token; takes a while.
 
-    def own(self, token_ids: Sequence[int]) -> OwnMatcher:
-        """A matcher for one sequence, which has these tokens."""
+        Raises:
+            InvalidGrammar: it does not compile within the limits.
+        """
+        if self._said is None:
+            self._said = self._text()
+        return new_matcher(self._tokens(), self._kind, self._said, limits)
 
-        def build(limits: dict[str, Any]) -> Any:
-            return new_matcher(self._tokens, self._kind, self.text, limits)
-
-        def idle() -> Any:
-            return failed_matcher(self._tokens)
-
-        limits, max_spent_s = self.budget.own, self.budget.max_spent_s
-        return OwnMatcher(self, self._executor, self.share, build, idle, limits, max_spent_s, token_ids)
+    def idle(self) -> Any:
+        """A matcher that does nothing."""
+        return failed_matcher(self._tokens())
 
     def remember(self, token_ids: tuple[int, ...], mask_W: np.ndarray) -> None:
         """Keep the mask after a text, which took long, for those who come back to it."""
-        with self.lock:
+        with self._lock:
             self._known[token_ids] = mask_W
             self._known.move_to_end(token_ids)
             if len(self._known) > MAX_KNOWN:
@@ -147,6 +134,76 @@ class CompiledGrammar:
     def recall(self, token_ids: Sequence[int]) -> np.ndarray | None:
         """The mask after a text, if it was kept."""
         return self._known.get(tuple(token_ids)) if self._known else None
+
+
+class CompiledGrammar:
+    """One compilation of a grammar; sequences start from copies of its matcher. Any thread.
+
+    Copies share the automata that the library builds while they are used, with one budget.
+
+    Attributes:
+        made: done when it is compiled; an exception says why it cannot be.
+        lock: of the automata.
+        eos_token_ids: any of them ends the text.
+        vocab_size: V.
+        is_spent: the shared automata are spent: new sequences should start from another compilation.
+        is_slow: a look took long: new sequences do without the fast path.
+        share: what its sequences have spent in the executor.
+        recall, remember: masks that are kept, see `GrammarSource`.
+    """
+
+    def __init__(
+        self,
+        executor: GrammarExecutor,
+        compiles: GrammarExecutor,
+        source: GrammarSource,
+        budget: GrammarBudget,
+        *,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = vocab_size
+        self.num_words = num_words(vocab_size)
+        self.budget = budget
+        self.is_spent = False
+        self.is_slow = False
+        self.share = source.share
+        self.recall, self.remember = source.recall, source.remember
+        self._executor = executor
+        self._source = source
+        self._matcher: Any = None
+        self.made: Future[None] = compiles.submit(self._make, OwnerUsage())
+
+    def copy(self) -> Any:
+        """A matcher of the fast path before the first token; None if it is closed to this grammar."""
+        return None if self.is_slow or self._matcher is None else self._matcher.deep_copy()
+
+    def own(self, token_ids: Sequence[int]) -> OwnMatcher:
+        """A matcher for one sequence, which has these tokens."""
+        source, limits, max_spent_s = self._source, self.budget.own, self.budget.max_spent_s
+        return OwnMatcher(self, self._executor, self.share, source.matcher, source.idle, limits, max_spent_s, token_ids)
+
+    def _make(self) -> None:
+        """On a thread of the compiler."""
+        try:
+            self._matcher = self._source.matcher(self.budget.quick)
+        except InvalidGrammar:
+            self.is_slow = True  # within more generous limits its own matchers compile, or say why not
+
+
+class HeldGrammar:
+    """A grammar that was found good. As long as anything has this, none of its sequences waits for another trial.
+
+    Attributes:
+        source: see `GrammarSource`.
+        newest: the compilation that new sequences start from.
+    """
+
+    def __init__(self, source: GrammarSource, newest: CompiledGrammar) -> None:
+        self.source = source
+        self.newest = newest
 
 
 MAX_COMPILED: Final = 32  # grammars that a compiler keeps
@@ -164,15 +221,17 @@ class GrammarState:
     """
 
     def __init__(self, grammar: CompiledGrammar) -> None:
+        """Before the first token; the grammar need not be compiled yet: until it is, nothing is known of its masks."""
         self._grammar = grammar
         self._accepted: list[int] = []
         self._has_ended = False
         self._num_slow = 0
         self._seen: tuple[list[int], GrammarLookahead] | None = None  # drafts and look since `_num_seen` tokens
         self._num_seen = 0
-        self._matcher = grammar.copy()
-        self._own: OwnMatcher | None = None if self._matcher is not None else grammar.own(self._accepted)
+        self._matcher: Any = None
+        self._own: OwnMatcher | None = None
         self.error: BatonError | None = None
+        self._is_compiled(0.0)
 
     @property
     def is_finished(self) -> bool:
@@ -182,7 +241,7 @@ class GrammarState:
     @property
     def is_quick(self) -> bool:
         """Whether its masks are computed where they are asked for."""
-        return self._own is None
+        return self._matcher is not None
 
     def accept(self, token_ids: Iterable[int]) -> int:
         """Move on by emitted tokens, up to the EOS that ends the text.
@@ -225,7 +284,9 @@ class GrammarState:
 
     def begin(self, drafts: Sequence[int]) -> None:
         """Have a look at these drafts prepared, where `found` would have to wait for it; at once."""
-        if self._own is not None and self._is_open and self._found_before(drafts) is None:
+        if not self._is_open or not self._is_compiled(0.0):
+            return
+        if self._own is not None and self._found_before(drafts) is None:
             self._own.begin(self._accepted, drafts)
 
     def found(self, drafts: Sequence[int], patience_s: float | None) -> GrammarLookahead:
@@ -238,6 +299,10 @@ class GrammarState:
         if not self._is_open:
             return self._anything(drafts)
         look = self._found_before(drafts)
+        if look is None and not self._is_compiled(patience_s):
+            return GrammarLookahead.unknown(len(drafts), self._grammar.num_words)
+        if self.error is not None:
+            return self._anything(drafts)
         if look is None and self._own is None:
             look = self._quick_look(drafts)
             if self._own is not None and look.num_rows == 0:
@@ -253,15 +318,35 @@ class GrammarState:
     def _is_open(self) -> bool:
         return self.error is None and not self._has_ended
 
+    def _is_compiled(self, patience_s: float | None) -> bool:
+        """Whether the grammar is compiled after so long: then the state has a matcher, or an error."""
+        if self._matcher is not None or self._own is not None or self.error is not None:
+            return True
+        made = self._grammar.made
+        if not made.done() and (patience_s == 0 or not wait([made], patience_s).done):
+            return False
+        error = made.exception()
+        if error is not None:
+            self.error = as_internal("the compilation of a grammar", error)
+            return True
+        self._matcher = self._grammar.copy()
+        if self._matcher is None:
+            self._own = self._grammar.own(self._accepted)
+        elif self._accepted:  # until now nothing has judged them
+            token_ids, self._accepted = self._accepted, []
+            self._seen, self._num_seen = None, 0
+            self.accept(token_ids)
+        return True
+
     def _anything(self, drafts: Sequence[int]) -> GrammarLookahead:
         return GrammarLookahead.unknown(len(drafts), self._grammar.num_words, num_rows=len(drafts) + 1)
 
     def _found_before(self, drafts: Sequence[int]) -> GrammarLookahead | None:
-        if self._seen is not None and self._num_seen == len(self._accepted) and self._own is not None:
+        if self._seen is not None and self._num_seen == len(self._accepted) and self._matcher is None:
             before, look = self._seen
             if before == list(drafts):
                 return look
-        if not drafts and self._own is not None:
+        if not drafts and self._matcher is None:
             mask_W = self._grammar.recall(self._accepted)
             return None if mask_W is None else GrammarLookahead(mask_W[None].copy(), 0, 1)
         return None
@@ -302,15 +387,15 @@ class GrammarState:
         mask_W = self._mask_W()
         if mask_W is not None and not is_allowed(mask_W, token_id):
             return False
-        if self._own is None and self._takes(token_id):
+        if self._matcher is not None and self._takes(token_id):
             return True
-        if self._own is None:
+        if self._matcher is not None:
             if mask_W is None and not self._is_spent():
                 return False
             self._grammar.is_spent = True
             self._leave()
         if mask_W is None and token_id not in self._grammar.eos_token_ids:
-            return True  # the own matcher says so, or not, when it comes to it
+            return True  # the matcher that it will have says so, or not, when it comes to it
         if mask_W is None:
             mask_W = self.look([]).masks_QW[0]
         return self.error is None and is_allowed(mask_W, token_id)
@@ -343,7 +428,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model and keeps the last `MAX_COMPILED`. Any thread.
+    """Compiles grammars for one model and keeps the last `MAX_COMPILED`, and those that are held. Any thread.
 
     Args:
         tokenizer: of the model.
@@ -355,7 +440,6 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, *, is_compact: bool = True, budget: GrammarBudget | None = None
     ) -> None:
-        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._is_compact = is_compact
         self._budget = budget or GrammarBudget()
@@ -363,48 +447,56 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._executor = GrammarExecutor()
         self._compiles = GrammarExecutor()  # apart, so that no sequence waits for another one's compilation
-        self._library_tokenizer: Any = None
+        self._tokens = _LibraryTokens(tokenizer, vocab_size, self._eos_token_ids)
         self._trial: GrammarTrial | None = None
-        self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSpec, HeldGrammar] = OrderedDict()
+        self._held: WeakValueDictionary[GrammarSpec, HeldGrammar] = WeakValueDictionary()
 
     @property
     def spent_s(self) -> float:
         """Time that grammars have cost on threads of their own: new ones, and sequences with a matcher of their own."""
         return self._executor.spent_s + self._compiles.spent_s
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """The grammar, compiled now or before.
+    def hold(self, spec: GrammarSpec) -> HeldGrammar:
+        """The grammar, found good now or before; who keeps the result can `begin` with it at any time.
 
         Raises:
             InvalidGrammar: it is malformed, too complex, or matches no text of this model's tokens.
         """
         with self._lock:
-            found = self._compiled.get(spec)
-            if found is not None and not found.is_spent:
-                self._compiled.move_to_end(spec)
-                return found
-        compiled = self._compile(spec) if found is None else self._make(spec, found.text, found.share)
+            found = self._find(spec)
+        if found is None:
+            tried = self._tried(spec)
+            with self._lock:
+                found = self._find(spec) or self._keep(spec, tried)  # another thread may have been as fast
+        return found
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """What new sequences of the grammar start from; waits until it is compiled.
+
+        Raises:
+            InvalidGrammar: as `hold`.
+        """
+        held = self.hold(spec)
         with self._lock:
-            self._compiled[spec] = compiled
-            self._compiled.move_to_end(spec)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            compiled = self._newest(held)
+        compiled.made.result()
         return compiled
 
     def prepare(self) -> None:
         """Build what all grammars need, which keeps the GIL, a second for 150,000 tokens: before any answer streams."""
         if self._eos_token_ids:
             with contextlib.suppress(InvalidGrammar):  # said to each request that needs it
-                self._tokens()
+                self._tokens.get()
 
     def forget(self) -> None:
         """Sequences that start from now on share nothing with those before."""
         with self._lock:
-            for compiled in self._compiled.values():
-                compiled.is_spent = True
+            for held in self._held.values():
+                held.newest.is_spent = True
 
     def start(self, spec: GrammarSpec, token_ids: Iterable[int] = ()) -> GrammarState:
-        """The state of a sequence that has these tokens already.
+        """The state of a sequence that has these tokens already; waits until the grammar is compiled.
 
         Raises:
             InvalidGrammar: as `compile`.
@@ -413,62 +505,122 @@ class GrammarCompiler:
         state.accept(token_ids)
         return state
 
-    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def begin(self, spec: GrammarSpec, token_ids: Iterable[int] = ()) -> GrammarState:
+        """The same at once, for a step: what must be compiled is compiled on other threads, and may say `error`.
+
+        The grammar was found good, here or at rank 0. Where it is not known any more, or was not, it has no new trial.
+        """
+        with self._lock:
+            held = self._find(spec)
+            if held is None:
+                kind, text, is_compact = spec.kind, spec.text, self._is_compact
+                held = self._keep(spec, self._new(kind, lambda: library_text(kind, text, is_compact=is_compact)))
+            compiled = self._newest(held)
+        state = GrammarState(compiled)
+        state.accept(token_ids)
+        return state
+
+    def _find(self, spec: GrammarSpec) -> HeldGrammar | None:
+        """With the lock."""
+        held = self._held.get(spec)
+        return None if held is None else self._keep(spec, held)
+
+    def _keep(self, spec: GrammarSpec, held: HeldGrammar) -> HeldGrammar:
+        """With the lock: it was used now."""
+        self._held[spec] = self._compiled[spec] = held
+        self._compiled.move_to_end(spec)
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return held
+
+    def _newest(self, held: HeldGrammar) -> CompiledGrammar:
+        """With the lock: what new sequences start from, which may be under way."""
+        made, is_spent = held.newest.made, held.newest.is_spent and not held.newest.is_slow
+        if is_spent or (made.done() and made.exception() is not None):
+            held.newest = self._compilation(held.source)
+        return held.newest
+
+    def _tried(self, spec: GrammarSpec) -> HeldGrammar:
         check_grammar(spec.kind, spec.text)
         if not self._eos_token_ids:
             raise InvalidGrammar("this model names no end-of-sequence token, so no answer can be complete")
-        self._tokens()
-        assert self._trial is not None
+        self._tokens.get()
+        with self._lock:
+            if self._trial is None:
+                self._trial = GrammarTrial(self._tokens.setup)
         text = self._trial.text_of(spec.kind, spec.text, self._budget.own, is_compact=self._is_compact)
-        compiled = self._compiles.submit(lambda: self._make(spec, text), OwnerUsage()).result()
-        state = GrammarState(compiled)
+        held = self._new(spec.kind, lambda: text)
+        held.newest.made.result()
+        state = GrammarState(held.newest)
         mask_W = state.masks([])[0]
         if state.error is not None:
             raise refusal(spec.kind, state.error.message)
         if not mask_W.any():
             raise refusal(spec.kind, "no text matches it")
-        return compiled
+        return held
 
-    def _make(self, spec: GrammarSpec, text: str, share: OwnerUsage | None = None) -> CompiledGrammar:
+    def _new(self, kind: str, text: Callable[[], str]) -> HeldGrammar:
+        source = GrammarSource(self._tokens.get, kind, text)
+        return HeldGrammar(source, self._compilation(source))
+
+    def _compilation(self, source: GrammarSource) -> CompiledGrammar:
         return CompiledGrammar(
             self._executor,
-            self._tokens(),
-            spec,
-            text,
+            self._compiles,
+            source,
             self._budget,
             eos_token_ids=self._eos_token_ids,
             vocab_size=self._vocab_size,
-            share=share,
         )
 
-    def _tokens(self) -> Any:
-        """The tokenizer as the library wants it, built once.
+
+class _LibraryTokens:
+    """The tokenizer as the library wants it, built once. Any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._num_tokens = max(vocab_size, tokenizer.vocab_size)
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    @property
+    def setup(self) -> tuple[str, int, int]:
+        """Arguments of `new_tokens`."""
+        return self._tokenizer.to_json(), self._num_tokens, self._eos_token_ids[0]
+
+    def get(self) -> Any:
+        """It.
 
         Raises:
             InvalidGrammar: the library does not know what its tokens spell.
         """
         with self._lock:
-            if self._library_tokenizer is None:
-                num_tokens = max(self._vocab_size, self._tokenizer.vocab_size)
-                setup = (self._tokenizer.to_json(), num_tokens, self._eos_token_ids[0])
-                self._library_tokenizer = new_tokens(*setup)
-                self._trial = GrammarTrial(setup)
-            return self._library_tokenizer
+            if self._made is None:
+                self._made = new_tokens(*self.setup)
+            return self._made
 
 
-def check_compiles(spec: GrammarSpec | None, grammars: GrammarCompiler | None, token_ids: Sequence[int] = ()) -> None:
+def check_compiles(
+    spec: GrammarSpec | None, grammars: GrammarCompiler | None, token_ids: Sequence[int] = ()
+) -> HeldGrammar | None:
     """Check that a request's grammar, if it has one, can be followed here, from behind these tokens of its text.
+
+    Returns:
+        What the request's sequence keeps, so that nothing is compiled once more when it gets its slot.
 
     Raises:
         InvalidGrammar: it does not compile, or nothing here compiles grammars, or the tokens do not fit.
         GrammarBudgetExceeded: following the tokens costs more than a request may spend.
     """
     if spec is None:
-        return
+        return None
     if grammars is None:
         raise InvalidGrammar("this worker follows no grammars", kind=spec.kind)
+    held = grammars.hold(spec)
     state = grammars.start(spec, token_ids)
     state.begin([])
     state.found([], None)  # so that it is known when the first step asks
     if state.error is not None:
         raise state.error
+    return held

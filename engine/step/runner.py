@@ -380,7 +380,7 @@ class Runner:
         grammar = None
         if place.sampling.grammar is not None:
             assert self.grammars is not None
-            grammar = self.grammars.start(place.sampling.grammar, output)
+            grammar = self.grammars.begin(place.sampling.grammar, output)
         hidden_D = None
         if resume is not None and resume.hidden:
             hidden_D = torch.frombuffer(bytearray(resume.hidden), dtype=self.hidden_dtype)

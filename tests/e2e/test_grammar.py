@@ -9,6 +9,7 @@ import pytest
 from baton.core.errors import GrammarBudgetExceeded, InvalidGrammar
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.engine.grammar import grammar as grammar_module
 from baton.tests.e2e.prompts import token_prompts
 from baton.tests.e2e.test_same_tokens import local_tokens
 from baton.tests.e2e.topology import QueueSink, Topology
@@ -83,6 +84,28 @@ def test_masks_that_come_late_fail_no_handoff(load_tiny, tokenizer, prompts, mon
         deployment.wait_idle()
     assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
     assert [outcome.token_ids for outcome in outcomes] == expected
+
+
+def test_workers_keep_the_grammars_of_requests_that_wait(load_tiny, tokenizer, prompts, monkeypatch):
+    """However many others they have compiled since: a step meets no grammar that it does not know."""
+    monkeypatch.setattr(grammar_module, "MAX_COMPILED", 1)
+    forgotten = []
+    library_text = grammar_module.library_text
+    monkeypatch.setattr(
+        grammar_module, "library_text", lambda *given, **more: forgotten.append(given) or library_text(*given, **more)
+    )
+    specs = tuple(GrammarSpec("regex", f"[a-z]{{1,4}}{at}") for at in range(len(prompts)))
+    with Topology(load_tiny(), tokenizer, max_num_seqs=2) as deployment:
+        [prefill], [decode], running = deployment.prefill, deployment.decode, []
+        for request in requests_for(prompts, 0, 1.0, specs):
+            running.append((request, prefill, decode, QueueSink(), QueueSink()))
+            prefill.worker.submit(request, decode.peer, running[-1][3])  # which asks, and waits
+        for request, *_, sink in running:
+            decode.worker.attend(request, sink)
+        outcomes = [deployment.finish(one) for one in running]
+        deployment.wait_idle()
+    assert [outcome.error for outcome in outcomes] == [None] * len(prompts)
+    assert not forgotten
 
 
 def test_grammars_that_are_bad_or_too_hard_cost_their_own_request(load_tiny, tokenizer, prompts):

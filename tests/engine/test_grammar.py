@@ -407,6 +407,19 @@ def test_the_cache_is_bounded_and_gives_the_same_object(compiler, monkeypatch):
     assert small.compile(GrammarSpec("regex", "a")) is not first
 
 
+def test_a_grammar_that_is_held_is_not_compiled_again(compiler, monkeypatch):
+    monkeypatch.setattr(grammar_module, "MAX_COMPILED", 1)
+    small = GrammarCompiler(small_tokenizer(), VOCAB_SIZE)
+    held = small.hold(GrammarSpec("regex", "a"))
+    first = small.compile(GrammarSpec("regex", "a"))
+    small.compile(GrammarSpec("regex", "b"))
+    assert small.compile(GrammarSpec("regex", "a")) is first
+    small.compile(GrammarSpec("regex", "b"))
+    del held
+    assert len(small._held) == 1
+    assert small.compile(GrammarSpec("regex", "a")) is not first
+
+
 def test_models_that_cannot_follow_a_grammar_say_so():
     with pytest.raises(InvalidGrammar, match="end-of-sequence"):
         GrammarCompiler(small_tokenizer(eos=()), VOCAB_SIZE).compile(GrammarSpec("regex", "a"))

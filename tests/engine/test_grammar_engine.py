@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import threading
 
 import jsonschema
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from baton.core.errors import (
     GrammarBudgetExceeded,
+    InternalError,
     InvalidGrammar,
     InvalidSampling,
     RequestCancelled,
@@ -17,9 +19,11 @@ from baton.core.errors import (
 )
 from baton.core.requests.request import AttemptKey, FinishReason, GenerationRequest
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
+from baton.engine.grammar import grammar as grammar_module
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.grammar.masks import apply_bitmask
 from baton.engine.grammar.rows import GrammarRows
+from baton.engine.grammar.trial import GrammarTrial
 from baton.engine.local import LocalEngine
 from baton.tests.engine.test_grammar import SCHEMA
 from baton.tests.engine.toy_engine import request_of, toy_engine
@@ -68,7 +72,7 @@ def requests_for(prompts, k, mode, specs=EACH, max_tokens=MAX_TOKENS):
     ]
 
 
-def engine_of(model, tokenizer, k, scheduling="async"):
+def engine_of(model, tokenizer, k, scheduling="async", max_num_sequences=16):
     return LocalEngine(
         model,
         tokenizer,
@@ -76,7 +80,7 @@ def engine_of(model, tokenizer, k, scheduling="async"):
         block_size=16,
         num_draft_tokens=k,
         chunk_len=64,
-        max_num_sequences=16,
+        max_num_sequences=max_num_sequences,
         scheduling=scheduling,
     )
 
@@ -220,6 +224,68 @@ def test_a_grammar_that_reaches_a_limit_ends_its_own_request(tiny_model, tiny_to
         errors = [result.error for result in results[1::2]]
         assert all(isinstance(error, GrammarBudgetExceeded) for error in errors), errors
         assert {result.finish_reason for result in results[1::2]} == {None}
+
+
+def submitted(engine, requests):
+    """The requests wait in the engine, their grammars checked; gives what becomes of them."""
+    for request in requests:
+        engine.submit(request)
+
+    def results():
+        while any(engine._caller.num_open[request.key] for request in requests):
+            engine.step()
+        return [engine._caller.unread[request.key][-1].result for request in requests]
+
+    return results
+
+
+def test_grammars_of_requests_in_line_are_compiled_once(tiny_model, tiny_tokenizer, tiny_prompts, monkeypatch):
+    """However many others come before their turn."""
+    made, threads, tried = [], set(), GrammarTrial.text_of
+
+    def new_matcher(*given):
+        threads.add(threading.get_ident())
+        return build(*given)
+
+    build = grammar_module.new_matcher
+    monkeypatch.setattr(GrammarTrial, "text_of", lambda *given, **more: made.append(given) or tried(*given, **more))
+    monkeypatch.setattr(grammar_module, "library_text", lambda *given, **more: pytest.fail("it was forgotten"))
+    monkeypatch.setattr(grammar_module, "new_matcher", new_matcher)
+    monkeypatch.setattr(grammar_module, "MAX_COMPILED", 2)
+    specs = tuple(GrammarSpec("regex", f"[a-z]{{1,4}}{at}") for at in range(6))
+    engine = engine_of(tiny_model, tiny_tokenizer, 0, max_num_sequences=2)
+    run = submitted(engine, requests_for(tiny_prompts, 0, "sampled", specs, max_tokens=8))
+    for compiled in [engine._grammars.compile(spec) for spec in specs[1::2]]:
+        compiled.is_spent = True
+    for spec, result in zip(specs, run(), strict=True):
+        assert result.error is None
+        assert result.finish_reason is FinishReason.LENGTH or re.fullmatch(
+            spec.text, tiny_tokenizer.decode(result.token_ids)
+        )
+    assert len(made) == len(specs)
+    assert threading.get_ident() not in threads
+
+
+def test_a_grammar_that_compiles_no_more_ends_its_own_request(tiny_model, tiny_tokenizer, tiny_prompts, monkeypatch):
+    """Whatever is raised, and whoever is served beside it."""
+    engine = engine_of(tiny_model, tiny_tokenizer, 2)
+    requests = requests_for(tiny_prompts, 2, "sampled", (None, SPECS["regex"]), max_tokens=16)
+    [plain] = engine.generate(requests[:1])
+    for raised, ends_with in ((MemoryError(), InternalError), (InvalidGrammar("no more"), InvalidGrammar)):
+        run = submitted(engine, requests)
+        engine._grammars.compile(SPECS["regex"]).is_spent = True
+
+        def refuse(*given, raised=raised):
+            raise raised
+
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_module, "new_matcher", refuse)
+            good, bad = run()
+        assert (good.token_ids, good.error) == (plain.token_ids, None)
+        assert type(bad.error) is ends_with
+        engine._forget(requests)
+        engine._grammars.compile(SPECS["regex"]).is_slow = False
+    assert engine.generate(requests[1:])[0].error is None
 
 
 def test_cancel_and_deadline_in_the_middle_leak_nothing(tiny_model, tiny_tokenizer, tiny_prompts):

@@ -103,6 +103,8 @@ def test_sequences_of_a_grammar_share_what_it_has_spent_and_a_new_compilation_pa
     after = compiler.compile(spec)
     assert after is not before
     assert after.share is before.share
+    before.remember((1,), mask_W := np.zeros(1, dtype=np.int32))
+    assert after.recall([1]) is mask_W
     assert after.own([])._share is after.own([])._share is after.share
     assert compiler.compile(GrammarSpec("regex", "[ac]+")).share is not after.share
 
@@ -136,6 +138,46 @@ def test_the_step_waits_for_no_look_that_is_under_way(tokenizer):
     expected = compiler.start(spec, [token_id, token_id]).look([])
     assert np.array_equal(found.masks_QW, expected.masks_QW)
     assert looked == [[token_id, token_id]], "what nobody asks for any more is not looked at"
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["spent", "not known"])
+def test_a_sequence_that_is_placed_waits_for_no_compilation(is_known, tokenizer):
+    """At other ranks than 0 every grammar is new; neither there nor for spent automata is there another trial."""
+    compiler, spec = GrammarCompiler(tokenizer, 4096), GrammarSpec("regex", "(ab){1,3}")
+    token_ids = tokenizer.encode("ab")
+    expected = GrammarCompiler(tokenizer, 4096).start(spec, token_ids).look(tokenizer.encode("a"))
+    if is_known:
+        compiler.compile(spec).is_spent = True
+    trial, compiler._compiles = compiler._trial, GrammarExecutor(1)
+    compiler._trial = None
+    gate = Held(compiler._compiles)
+    assert gate.begun.wait(LIMIT_S)
+
+    def step():
+        states = [compiler.begin(spec, token_ids) for _ in range(2)]
+        for state in states:
+            state.begin(tokenizer.encode("a"))
+        return states, [state.found(tokenizer.encode("a"), 0.0).num_rows for state in states]
+
+    step_thread = ThreadPoolExecutor(1)
+    try:
+        states, num_rows = step_thread.submit(step).result(LIMIT_S / 2)
+    finally:
+        gate.open()
+        step_thread.shutdown()
+    assert num_rows == [0, 0], "nothing is known yet"
+    for state in states:
+        look = state.found(tokenizer.encode("a"), LIMIT_S)
+        assert np.array_equal(look.masks_QW, expected.masks_QW)
+        assert state.is_quick
+    assert (compiler._trial, trial is None) == (None, not is_known)
+    assert len({state._grammar for state in states}) == 1, "one compilation for both"
+
+
+def test_tokens_that_a_grammar_forbids_are_found_when_it_is_compiled(tokenizer):
+    state = GrammarCompiler(tokenizer, 4096).begin(GrammarSpec("regex", "ab"), tokenizer.encode("b"))
+    state.found([], LIMIT_S)
+    assert isinstance(state.error, InvalidGrammar)
 
 
 @pytest.mark.long

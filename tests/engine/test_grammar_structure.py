@@ -77,7 +77,7 @@ def spec_of(structure):
 
 def takes(compiler, structure, text):
     """Whether the grammar lets a model write this text, in the tokenizer's tokens, and end."""
-    tokenizer = compiler._tokenizer
+    tokenizer = compiler._tokens._tokenizer
     state = compiler.start(spec_of(structure))
     tokens = [*tokenizer.encode(text), compiler._eos_token_ids[0]]
     return state.accept(tokens) == len(tokens) and state.is_finished
@@ -204,7 +204,7 @@ def test_the_grammar_takes_what_the_judge_takes(compiler, name):
 
 def walk(compiler, structure, draw):
     """A text of allowed tokens: those of a sentence where the mask allows them, some at random, EOS when it may be."""
-    tokenizer = compiler._tokenizer
+    tokenizer = compiler._tokens._tokenizer
     state = compiler.start(spec_of(structure))
     tokens = []
     for hint in tokenizer.encode(draw.choice(TEXTS) + draw.choice(TEXTS) + draw.choice(CALLS)):

@@ -147,7 +147,7 @@ class Answer:
     def move(self, compiler):
         """As after a preemption, or at another worker."""
         if not self.state.is_finished:
-            self.state = compiler.start(self.spec, self.tokens)
+            self.state = compiler.begin(self.spec, self.tokens)
 
     def verdict(self):
         return self.tokens, self.state.is_finished, self.state.error

@@ -37,7 +37,7 @@ def compiler():
 
 def takes(compiler, spec, text):
     state = compiler.start(spec)
-    tokens = [*compiler._tokenizer.encode(text), compiler._eos_token_ids[0]]
+    tokens = [*compiler._tokens._tokenizer.encode(text), compiler._eos_token_ids[0]]
     return state.accept(tokens) == len(tokens)
 
 
