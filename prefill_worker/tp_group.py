@@ -86,6 +86,7 @@ class _Transfer:
     bytes_pushed: int = 0
     is_acked: bool = True  # by every rank that has ended
     has_failed: bool = False  # and the worker was told
+    given_up: Abort | None = None  # before the other ranks took part
 
 
 class TPGroupPush:
@@ -156,6 +157,8 @@ class TPGroupPush:
         transfer = self._transfers.get(attempt)
         if transfer is not None and transfer.reading - {0}:
             self._channel.tell(Abort(attempt, reason))
+        elif transfer is not None:
+            transfer.given_up = Abort(attempt, reason)
         self._own.abort(attempt, reason)
 
     def poll(self) -> list[PushEvent]:
@@ -179,6 +182,9 @@ class TPGroupPush:
             case Granted():
                 adopt = Adopt(event.attempt, transfer.peer, transfer.table, transfer.prompt_len, event.grant)
                 self._channel.tell(adopt)
+                # Every grant comes to every rank: the decode worker asks all of them before it frees the blocks.
+                if transfer.given_up is not None:
+                    self._channel.tell(transfer.given_up)
                 transfer.reading = set(range(self._channel.communicator.size))
                 return [event]
             case Denied():
