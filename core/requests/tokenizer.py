@@ -61,6 +61,9 @@ class Tokenizer:
         # The library raises bare Exception for every kind of bad content.
         except Exception as error:
             raise ModelFileDamaged(f"{path} is not a tokenizer: {error}", path=str(path)) from error
+        # Of a training run that it was last used in; transformers applies neither unless it is asked to.
+        fast.no_truncation()
+        fast.no_padding()
         _add_bos(fast, directory)
         return cls(fast, _with_ends_of_turns(fast, _eos_token_ids(directory)))
 

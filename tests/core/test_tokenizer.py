@@ -74,6 +74,24 @@ def test_eos_comes_from_generation_config_then_config(tmp_path):
     assert eos(generation_config={"eos_token_id": 0}) == (0,)
 
 
+def test_truncation_and_padding_that_a_tokenizer_stores_are_not_applied(tmp_path):
+    """A fine-tune's tokenizer.json often keeps those of its training run."""
+    write(tmp_path)
+    plain = Tokenizer.from_directory(tmp_path)
+    stored = json.loads(plain.to_json())
+    for side in ("Left", "Right"):
+        stored["truncation"] = {"direction": side, "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+        stored["padding"] = {
+            "strategy": {"Fixed": 8}, "direction": side, "pad_to_multiple_of": None, "pad_id": 256, "pad_type_id": 0,
+            "pad_token": "<eos>",
+        }  # fmt: skip
+        (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+        tokenizer = Tokenizer.from_directory(tmp_path)
+        for text in ("hi", "a prompt of more than four tokens"):
+            for adds in (False, True):
+                assert tokenizer.encode(text, add_special_tokens=adds) == plain.encode(text)
+
+
 @pytest.mark.parametrize("bad", ["", "[]", "3", '{"eos_token_id": ["x"]}', '{"eos_token_id": {}}'])
 def test_damaged_files_are_named(tmp_path, bad):
     with pytest.raises(ModelFileDamaged, match=r"config\.json"):
