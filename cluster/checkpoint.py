@@ -6,7 +6,7 @@ checks the same when it loads; both use the same functions, so that they agree.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -32,6 +32,7 @@ from baton.kvcache.layout import ITEM_BYTES, NO_PREFIX_CACHE, KVLayout
 
 if TYPE_CHECKING:
     from baton.model.checkpoint.fp8_tensors import Fp8Tensors
+    from baton.model.checkpoint.weights import StoredTensor
     from baton.model.config import ModelConfig
     from baton.model.eagle_config import EagleConfig
     from baton.model.latent_sizes import LatentSizes
@@ -201,12 +202,13 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
         cut = partial(require_cut, dp_attention=dp_attention, **held)
         _collect(found, cut, sizes, size, config.numerics)
     held["dp_attention"] = config.enable_dp_attention
-    spec = tensor_spec(sizes, with_mtp=reads_mtp, **held)
     _judge_quantization(config, sizes, dtype, device, found)
+    sizes, headers = (sizes, None) if found.errors or config.is_dummy else _judge_headers(sizes, model, found)
+    spec = tensor_spec(sizes, with_mtp=reads_mtp, **held)
     is_made = config.quantization.value == "fp8" if sizes.fp8 is None else sizes.fp8.may_stay_float8
     float8: Collection[str] = spec.required if is_made and dtype == "bfloat16" else ()  # of random weights, too
-    if not found.errors and not config.is_dummy:
-        stored = _judge_tensors(config, sizes, model, spec, dtype, found)
+    if headers is not None:
+        stored = _judge_tensors(config, sizes, headers, spec, dtype, found)
         float8 = stored if sizes.fp8 is not None else float8
     num_layers = sizes.num_layers + reads_mtp
     _judge_pool(config, sizes, drafter, num_layers, drafts, dtype, device, found)
@@ -293,17 +295,33 @@ def _judge_pool(
         found.notes.append(f"max_model_len {fits}, not the model's: {holds}")
 
 
+def _judge_headers(
+    sizes: "ModelConfig", model: ModelDirectory, found: Judgement
+) -> "tuple[ModelConfig, Mapping[str, StoredTensor]]":
+    """What the files hold, and the sizes with the LM head that they do."""
+    from baton.model.checkpoint.published_names import by_published_names
+    from baton.model.checkpoint.tied_head import head_note, with_stored_head
+    from baton.model.checkpoint.weights import read_headers
+
+    headers = by_published_names(sizes, read_headers(model.path))
+    served = with_stored_head(sizes, headers)
+    _collect(found, head_note, sizes, served)
+    return served, headers
+
+
 def _judge_tensors(
-    config: ServeConfig, sizes: "ModelConfig", model: ModelDirectory, spec: "TensorSpec", dtype: str, found: Judgement
+    config: ServeConfig,
+    sizes: "ModelConfig",
+    headers: "Mapping[str, StoredTensor]",
+    spec: "TensorSpec",
+    dtype: str,
+    found: Judgement,
 ) -> Collection[str]:
     """Compare the files' headers with what the model needs; names of weights that stay float8."""
     from baton.model.checkpoint.mtp_fit import require_copies
-    from baton.model.checkpoint.published_names import by_published_names
-    from baton.model.checkpoint.weights import read_headers
     from baton.model.tensor_spec import check_tensors
     from baton.model.tp_fit import require_cut_float8
 
-    headers = by_published_names(sizes, read_headers(model.path))
     float8 = check_tensors(spec, headers, sizes.fp8)
     _collect(found, require_copies, spec, headers)
     for size in dict.fromkeys((config.tp_prefill, config.tp_decode)):

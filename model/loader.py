@@ -21,6 +21,7 @@ from baton.model.checkpoint.mtp_fit import require_copies, require_mtp
 from baton.model.checkpoint.published_names import by_published_names
 from baton.model.checkpoint.random_weights import RandomTensor, random_identity, random_tensors
 from baton.model.checkpoint.tensor_reader import TensorReader
+from baton.model.checkpoint.tied_head import head_note, with_stored_head
 from baton.model.checkpoint.weights import Cut, StoredTensor, read_headers
 from baton.model.config import ModelConfig
 from baton.model.draft_head import normalise_d2t, spaced_d2t
@@ -105,15 +106,15 @@ def load_model(
         "num_redundant_experts": num_redundant_experts,
         "dp_attention": dp_attention,
     }
+    config, headers = (config, {}) if is_random else _with_headers(config, path, is_told=group.rank == 0)
     spec = tensor_spec(config, with_mtp=with_mtp, **held)
-    stored: Mapping[str, StoredTensor | RandomTensor]
+    stored: Mapping[str, StoredTensor | RandomTensor] = headers
     float8, d2t_C = NO_FLOAT8, None
     if random_seed is not None:
         stored = random_tensors(spec.weights, dtype, device, random_seed)
         if D2T in spec.tables:
             d2t_C = spaced_d2t(spec.tables[D2T][0], config.vocab_size)
     else:
-        headers = stored = by_published_names(config, read_headers(path))
         float8 = check_tensors(spec, headers, config.fp8)
         _note(require_copies(spec, headers), group)
         require_cut(config, group.size, numerics, **held)
@@ -189,6 +190,16 @@ def _drafter(
         stored, beside.reader, beside.dtype, beside.device, len(spec.weights), None, cut, kv_dtype=beside.kv_dtype
     )
     return (source, config), d2t_C
+
+
+def _with_headers(config: ModelConfig, path: Path, *, is_told: bool) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+    """With the LM head that is stored, if it is not the embedding; and what the checkpoint holds."""
+    headers = by_published_names(config, read_headers(path))
+    found = with_stored_head(config, headers)
+    note = head_note(config, found)
+    if note and is_told:
+        log.warning("%s", note)
+    return found, headers
 
 
 def _stand_in(config: ModelConfig, dtype: torch.dtype, numerics: Numerics) -> Quantization:

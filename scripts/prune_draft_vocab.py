@@ -98,7 +98,7 @@ def write_pruned(model: Path, out: Path, token_ids: list[int], *, link: bool) ->
     if config.get("draft_vocab_size") is not None:
         raise Unusable(f"{model} has a pruned draft head already; start from the model it was made of")
     stored = read_headers(model)
-    tied = bool(config.get("tie_word_embeddings"))
+    tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in stored  # a stored head is the head
     rows = stored["model.embed_tokens.weight" if tied else "lm_head.weight"].read()[token_ids]
     table = torch.tensor(token_ids, dtype=torch.int64)
     out.mkdir(parents=True, exist_ok=True)

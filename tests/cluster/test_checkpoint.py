@@ -286,6 +286,28 @@ def test_what_it_would_run_as(tmp_path):
     assert facts["num_parameters"] == 300 * 32 + 32 + 2 * layer
 
 
+def test_a_stored_head_that_is_not_the_embedding_is_noted_and_weighed(tmp_path):
+    path = write_model(tmp_path / "m", tie_word_embeddings=False)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    weights = path / "model.safetensors"
+    same = judged(path)
+    assert not same.errors
+    assert not any("tie_word_embeddings" in note for note in same.notes)
+    data = bytearray(weights.read_bytes())
+    at = 8 + int.from_bytes(data[:8], "little")
+    begin = json.loads(data[8:at])["lm_head.weight"]["data_offsets"][0]
+    data[at + begin + 20_000] = 1
+    weights.write_bytes(data)
+    other = judged(path)
+    assert not other.errors
+    [note] = [note for note in other.notes if "tie_word_embeddings" in note]
+    assert "the lm_head.weight that is stored is not the embedding" in note
+    assert other.facts["num_parameters"] == same.facts["num_parameters"] + 300 * 32
+    dummy = judged(path, load_format="dummy")
+    assert dummy.facts["num_parameters"] == same.facts["num_parameters"]
+
+
 def write_float8(path, scheme, **changes):
     """A model whose projections are float8, each with a scale as the scheme has it."""
     write_model(path, **changes)

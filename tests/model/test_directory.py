@@ -22,12 +22,14 @@ from baton.core.requests.tokenizer import _eos_token_ids
 from baton.model.config import ModelConfig
 from baton.model.loader import load_model
 from baton.tests.model.checkpoints import write_checkpoint
+from baton.tests.model.harness import Paged, prompt
+from baton.tests.model.ranks import on_ranks
 
 pytestmark = pytest.mark.fast
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
-def load(path, *, with_mtp=True, dtype=torch.float32, on_progress=None):
+def load(path, *, with_mtp=True, dtype=torch.float32, on_progress=None, communicator=None):
     return load_model(
         path,
         dtype=dtype,
@@ -35,6 +37,7 @@ def load(path, *, with_mtp=True, dtype=torch.float32, on_progress=None):
         numerics=Numerics.DEFAULT,
         with_mtp=with_mtp,
         on_progress=on_progress,
+        communicator=communicator,
     )
 
 
@@ -285,6 +288,59 @@ def test_both_spellings_of_rope_and_experts(copy):
 def test_a_tied_checkpoint_may_store_its_lm_head(copy):
     rewrite_tensors(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load(copy)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
+def test_an_lm_head_that_is_not_the_embedding_is_the_head_whatever_the_config_says(
+    kind, ranks, tmp_path, reference, check_logits
+):
+    """As transformers 5 has it, by one row as by all; its MTP head shares it."""
+    untied = write_checkpoint(tmp_path / "untied", kind=kind, tie=False, layers=3)
+    path = shutil.copytree(untied, tmp_path / "model")
+    rewrite_config(path, tie_word_embeddings=True)
+    ids = prompt(40)
+
+    def run(path, group=None):
+        model = load(path, communicator=group)
+        paged = Paged(model, group=group)
+        hidden = paged.prefill(ids)
+        drafts = paged.mtp(ids[1:], hidden[:-1], paged.prefill_batch([(0, 0, len(ids) - 1)]))
+        return paged.logits(hidden), paged.logits(drafts)
+
+    wanted = reference(path, torch.float32).logits(ids)
+    for found in [run(path)] if ranks == 1 else on_ranks(ranks, lambda group: run(path, group)):
+        check_logits("own head", found[0], wanted)
+        check_logits("own head's drafts", found[1], run(untied)[1])
+
+
+def test_a_head_of_which_one_row_differs_is_one_of_its_own(copy, caplog):
+    def store(row):
+        def change(tensors):
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors["lm_head.weight"][row, -1] += 1
+
+        rewrite_tensors(copy, change)
+
+    for row in (0, 41, 95):
+        store(row)
+        caplog.clear()
+        model = load(copy)
+        assert not model.config.tie_word_embeddings
+        assert "lm_head.weight that is stored is not the embedding" in caplog.text
+        hidden = torch.ones(1, 32)
+        tensors = load_file(copy / "model.safetensors")
+        assert torch.allclose(model.logits(hidden), hidden @ tensors["lm_head.weight"].T)
+
+
+def test_a_head_that_is_the_embedding_takes_no_memory_of_its_own(copy, caplog):
+    rewrite_tensors(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert load(copy).config.tie_word_embeddings
+    assert not caplog.text
+    model = load_model(
+        copy, dtype=torch.float32, device=torch.device("cpu"), numerics=Numerics.DEFAULT, with_mtp=True, random_seed=1
+    )
+    assert model.config.tie_word_embeddings, "of random weights there is no stored head"
 
 
 def test_progress_counts_every_tensor(tmp_path):

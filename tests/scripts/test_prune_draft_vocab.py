@@ -68,6 +68,17 @@ def test_the_most_counted_tokens_are_kept(model, tmp_path, kind, link, capsys):
     assert any(path.name.startswith("model-") for path in out.iterdir()) is not link
 
 
+def test_columns_are_of_the_head_that_is_stored_where_config_json_ties_it_all_the_same(tmp_path):
+    model = write_checkpoint(tmp_path / "model", kind="qwen3", tokenizer=True, tie=False)
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    (counts := tmp_path / "counts.json").write_text(json.dumps([0, 0, 5, 9]))
+    assert run(model, out := tmp_path / "out", "--keep", 3, "--counts", counts) == 0
+    hidden_ND = torch.randn(5, 32)
+    wanted_NC = load(model).logits(hidden_ND)[:, [1, 2, 3]]
+    assert torch.allclose(load(out).draft_logits(hidden_ND), wanted_NC, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
