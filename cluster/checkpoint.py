@@ -372,11 +372,14 @@ def _judge_quantization(config: ServeConfig, sizes: "ModelConfig", dtype: str, d
         found.errors.append(invariant_refusal())
 
 
-def _judge_tokenizer(config: ServeConfig, model: ModelDirectory) -> None:
+def _judge_tokenizer(config: ServeConfig, model: ModelDirectory) -> str | None:
     from baton.core.requests.tokenizer import Tokenizer
 
-    if not config.is_dummy or (model.path / "tokenizer.json").exists():
-        Tokenizer.from_directory(model.path)
+    if config.is_dummy and not (model.path / "tokenizer.json").exists():
+        return None
+    if Tokenizer.from_directory(model.path).eos_token_ids:
+        return None
+    return "no file names an EOS token: answers end at max_tokens, stop strings and stop_token_ids alone"
 
 
 def _judge_latents(latent: "LatentSizes", numerics: Numerics) -> str | None:

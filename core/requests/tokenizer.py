@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
+from baton.core.requests.special_tokens import read_json, special_tokens
 
 NUM_BYTES = 256
 MAX_PENDING: Final = 32  # tokens that are withheld at most; the bytes of a character are four
@@ -47,7 +48,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """Load `tokenizer.json`, and EOS from `generation_config.json` or `config.json`.
+        """Load `tokenizer.json`; EOS are those of `generation_config.json` or `config.json`, and the tokenizer's own.
 
         Raises:
             ModelMissing: there is no tokenizer.json.
@@ -65,7 +66,7 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         _add_bos(fast, directory)
-        return cls(fast, _with_ends_of_turns(fast, _eos_token_ids(directory)))
+        return cls(fast, _with_own_ends(fast, _eos_token_ids(directory), special_tokens(directory).get("eos_token")))
 
     @classmethod
     def byte_level(cls, directory: Path, vocab_size: int) -> "Tokenizer":
@@ -272,12 +273,16 @@ def _split(data: bytes) -> tuple[str, bytes]:
 
 
 def _eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Those of the first file that names some; in config.json a multimodal model's are in its `text_config`."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if not path.is_file():
             continue
         try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            config = json.loads(path.read_text(encoding="utf-8"))
+            value, text = config.get("eos_token_id"), config.get("text_config")
+            if isinstance(text, dict) and text.get("eos_token_id") is not None:
+                value = text["eos_token_id"]
             if value is not None:
                 return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -285,25 +290,19 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
     return ()
 
 
-def _with_ends_of_turns(fast: _FastTokenizer, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The same, and those by which Llama 3 ends a turn or a call, which config.json may not list."""
+def _with_own_ends(fast: _FastTokenizer, eos_token_ids: tuple[int, ...], eos_token: str | None) -> tuple[int, ...]:
+    """The same, and what config.json may not list: the tokenizer's EOS, and how Llama 3 ends a turn or a call."""
+    own = None if eos_token is None else fast.token_to_id(eos_token)
     added = fast.get_added_tokens_decoder().items()
     ends = (token_id for token_id, token in added if token.special and str(token) in ENDS_OF_TURNS)
-    return tuple(dict.fromkeys((*eos_token_ids, *ends)))
+    return tuple(dict.fromkeys((*eos_token_ids, *([] if own is None else [own]), *ends)))
 
 
 def _add_bos(fast: _FastTokenizer, directory: Path) -> None:
     """Have BOS put before texts where tokenizer_config.json says `add_bos_token` and tokenizer.json does not do it."""
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        adds, named = config.get("add_bos_token"), config.get("bos_token")
-        bos = named.get("content") if isinstance(named, dict) else named
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
-    token_id = fast.token_to_id(bos) if adds is True and isinstance(bos, str) else None
+    adds = read_json(directory / "tokenizer_config.json").get("add_bos_token")
+    bos = special_tokens(directory).get("bos_token")
+    token_id = fast.token_to_id(bos) if adds is True and bos is not None else None
     if token_id is not None and token_id not in fast.encode("").ids:
         fast.post_processor = TemplateProcessing(single=[bos, "$A"], pair=None, special_tokens=[(bos, token_id)])
 

@@ -308,6 +308,19 @@ def test_a_stored_head_that_is_not_the_embedding_is_noted_and_weighed(tmp_path):
     assert dummy.facts["num_parameters"] == same.facts["num_parameters"]
 
 
+def test_a_model_whose_answers_nothing_ends_is_noted(tmp_path):
+    path = write_model(tmp_path / "m")
+    assert any("no file names an EOS token" in note for note in judged(path).notes)
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert not any("EOS" in note for note in judged(path).notes)
+    (path / "tokenizer_config.json").unlink()
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"text_config": {"eos_token_id": 0}}))
+    assert not any("EOS" in note for note in judged(path).notes)
+    (path / "tokenizer.json").unlink()
+    assert not any("EOS" in note for note in judged(path, load_format="dummy").notes), "bytes are read"
+
+
 def write_float8(path, scheme, **changes):
     """A model whose projections are float8, each with a scale as the scheme has it."""
     write_model(path, **changes)

@@ -74,6 +74,33 @@ def test_eos_comes_from_generation_config_then_config(tmp_path):
     assert eos(generation_config={"eos_token_id": 0}) == (0,)
 
 
+def test_eos_of_a_multimodal_model_is_in_its_text_config(tmp_path):
+    def eos(**files):
+        return Tokenizer.from_directory(write(tmp_path, **files)).eos_token_ids
+
+    assert eos(config={"text_config": {"eos_token_id": 9}}) == (9,)
+    assert eos(config={"eos_token_id": 7, "text_config": {"eos_token_id": [9, 8]}}) == (9, 8), "as of its other keys"
+    assert eos(config={"eos_token_id": 7, "text_config": {"eos_token_id": None}}) == (7,)
+    assert eos(config={"eos_token_id": 7, "text_config": [3]}) == (7,)
+    assert eos(generation_config={"eos_token_id": 1}) == (1,)
+
+
+def test_the_tokenizers_own_eos_ends_an_answer_beside_those_that_are_listed(tmp_path):
+    """A fine-tune may end its turns by another token than its base's config.json has."""
+
+    def eos(**files):
+        return Tokenizer.from_directory(write(tmp_path, **files)).eos_token_ids
+
+    assert eos(tokenizer_config={"eos_token": "<eos>"}) == (256,)
+    assert eos(config={"eos_token_id": 7}) == (7, 256)
+    assert eos(generation_config={"eos_token_id": [256, 3]}) == (256, 3), "once"
+    assert eos(tokenizer_config={"eos_token": {"content": "<eos>"}}, generation_config={"eos_token_id": 3}) == (3, 256)
+    for none in ("no token", "", None, 5, {"content": None}):
+        assert eos(tokenizer_config={"eos_token": none}) == (3,)
+    with pytest.raises(ModelFileDamaged, match="tokenizer_config"):
+        eos(tokenizer_config="[]")
+
+
 def test_truncation_and_padding_that_a_tokenizer_stores_are_not_applied(tmp_path):
     """A fine-tune's tokenizer.json often keeps those of its training run."""
     write(tmp_path)
