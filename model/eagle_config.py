@@ -81,13 +81,11 @@ class EagleConfig:
             raise ModelUnsupported(message, option="quantization_config", value=str(path))
         llama = {**inner, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": values["draft_vocab_size"]}
         sizes = ModelConfig.of_values(llama, path, identity=values, made_weights=made_weights)
-        own = values.get("eagle_config") or {}
-        aux_layers = values.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
         num_layers = target.num_layers
         found = cls(
             sizes=sizes,
             draft_vocab_size=sizes.draft_vocab_size or 0,
-            aux_layers=tuple(map(int, aux_layers or (2, num_layers // 2, num_layers - 3))),
+            aux_layers=_aux_layers(values) or (2, num_layers // 2, num_layers - 3),
             norms_before_residual=bool(values.get("norm_before_residual", False)),
         )
         found._require_fits(path, target, values)
@@ -150,6 +148,18 @@ class EagleConfig:
             message = f"{path}: eagle_aux_hidden_state_layer_ids = {list(layers)} are not three of the target's"
             message += f" {target.num_layers} layers"
             raise ModelUnsupported(message, option="eagle_aux_hidden_state_layer_ids", value=list(layers))
+
+
+def _aux_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers of the target whose inputs are joined, as config.json names them; () if it names none.
+
+    Those at the top are named so already, as vLLM and `speculators` read them. Those under `eagle_config` name layers
+    by their outputs, which are the next ones' inputs: SpecForge, whose own are 1, n / 2 - 1 and n - 4, writes them, and
+    SGLang adds 1 (`set_eagle3_layers_to_capture`).
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    own = (values.get("eagle_config") or {}).get(key)
+    return tuple(map(int, values.get(key) or ())) or tuple(1 + int(layer) for layer in own or ())
 
 
 def by_one_name(stored: Mapping[str, T]) -> dict[str, T]:

@@ -71,6 +71,8 @@ class EagleReference:
         self.before = config["norm_before_residual"]
         num_layers = truth.config.num_hidden_layers
         default = [2, num_layers // 2, num_layers - 3]
+        outputs = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")  # of SpecForge and SGLang
+        default = [layer + 1 for layer in outputs] if outputs else default
         self.aux = config.get("eagle_aux_hidden_state_layer_ids", default)
         self.tensors = {
             name.replace("midlayer.", "layers.0."): tensor.to(truth.dtype) if tensor.is_floating_point() else tensor

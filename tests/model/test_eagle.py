@@ -30,6 +30,7 @@ DRAWN = {
     "speculators": {"layout": "speculators", "before": True, "embeds": True},
     "all columns": {"num_columns": 96},
     "named layers": {"layout": "speculators", "aux": (0, 1, 5)},
+    "named outputs": {"overrides": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}},
     "more heads": {"num_heads": 8, "before": True},
     "one KV head": {"num_kv_heads": 1},
     "heads of its own": {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "layout": "speculators"},
@@ -177,6 +178,7 @@ def test_other_drafters_have_other_kv(target, tmp_path):
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 8]}, "eagle_aux_hidden_state_layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}, "eagle_aux_hidden_state_layer_ids"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 12]}}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "eagle_aux_hidden_state_layer_ids"),
     ],
 )
 def test_what_does_not_fit_its_target_is_refused_by_name(overrides, option, target, tmp_path):
@@ -199,6 +201,29 @@ def test_values_of_the_wrong_kind_are_named_errors(overrides, target, tmp_path):
     path = write_drafter(tmp_path / "drafter", target, overrides=overrides)
     with pytest.raises((ModelFileDamaged, ModelUnsupported)):
         EagleConfig.from_directory(path, ModelConfig.from_directory(target))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "aux_layers"),
+    [
+        ({}, (2, 4, 5)),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),  # SpecForge's own: the same
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}}, (1, 3, 7)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (1, 3, 4)),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": [0, 1, 5],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+            },
+            (0, 1, 5),
+        ),
+    ],
+)
+def test_layers_under_eagle_config_are_named_by_their_outputs(overrides, aux_layers, target, tmp_path):
+    path = write_drafter(tmp_path / "drafter", target, overrides=overrides)
+    assert EagleConfig.from_directory(path, ModelConfig.from_directory(target)).aux_layers == aux_layers
 
 
 def test_its_kv_is_a_layer_of_its_own_shape(target, tmp_path):
