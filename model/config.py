@@ -209,6 +209,8 @@ class ModelConfig:
         has_qkv_bias: the projections of queries, keys and values have biases.
         rope: how rotary frequencies are scaled.
         sliding_window: positions that attention looks back; None: all. Served only where it never bites.
+        dual_chunk_len: positions of a chunk of dual chunk attention (Qwen2.5-1M), within the first of which it is plain
+            attention; None: there are no chunks. No more than one is served.
         draft_vocab_size: columns of the draft head; None if the MTP head proposes from the whole vocabulary.
         d2t_form: how the draft head's table is written, if config.json says (model.draft_head).
         rotary_dim: columns of a head that are turned by its position.
@@ -235,6 +237,7 @@ class ModelConfig:
     has_head_norms: bool
     has_qkv_bias: bool
     sliding_window: int | None
+    dual_chunk_len: int | None
     rms_norm_eps: float
     tie_word_embeddings: bool
     intermediate_size: int
@@ -303,7 +306,7 @@ class ModelConfig:
             raise ModelFileDamaged(message, path=str(path)) from error
 
     def require_full_attention(self, max_model_len: int | None = None) -> None:
-        """Check that no position within `max_model_len` (the model's own, if None) lies outside a sliding window.
+        """Check that no position within `max_model_len` (None: the model's own) is beyond a window or the first chunk.
 
         Raises:
             ModelUnsupported: one does.
@@ -313,6 +316,10 @@ class ModelConfig:
             message = f"sliding_window = {self.sliding_window} is not implemented for {wanted} positions"
             message += f"; --max-model-len {self.sliding_window} would serve it"
             raise ModelUnsupported(message, option="sliding_window", value=self.sliding_window)
+        if self.dual_chunk_len is not None and wanted > self.dual_chunk_len:
+            message = f"dual_chunk_attention_config is not implemented for {wanted} positions"
+            message += f"; --max-model-len {self.dual_chunk_len} would serve its first chunk"
+            raise ModelUnsupported(message, option="dual_chunk_attention_config", value=self.dual_chunk_len)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts; the MTP layer (index num_layers) has them where the model has any."""
@@ -458,6 +465,7 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "has_head_norms": family.has_head_norms and bool(values.get("use_qk_norm", True)),
         "has_qkv_bias": family.has_qkv_bias and bool(values.get(family.bias_key, True)),
         "sliding_window": _size(values, "sliding_window") if family.slides and values.get("sliding_window") else None,
+        "dual_chunk_len": _dual_chunk_len(values),
         "rms_norm_eps": _positive(values, "rms_norm_eps"),
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
         "intermediate_size": _size(values, "intermediate_size"),
@@ -481,6 +489,17 @@ def _hybrid_fields(values: dict[str, Any], family: _Family, num_layers: int) -> 
         "delta_layers": layers,
         "has_interleaved_delta_net": family.is_interleaved,
     }
+
+
+def _dual_chunk_len(values: dict[str, Any]) -> int | None:
+    """Of `dual_chunk_attention_config`; sizes that are left out are vLLM's, whose form of it the makers name."""
+    chunks = values.get("dual_chunk_attention_config")
+    if not chunks:
+        return None
+    if not isinstance(chunks, dict):
+        raise ValueError(f"dual_chunk_attention_config is {chunks!r}")
+    chunk_size = _size(chunks, "chunk_size", limit=_MAX_POSITIONS, default=8192)
+    return chunk_size - _size(chunks, "local_size", minimum=0, limit=chunk_size - 1, default=1024)
 
 
 def _rotary_dim(values: dict[str, Any], head_dim: int, family: _Family) -> int:

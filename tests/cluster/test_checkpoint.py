@@ -91,6 +91,12 @@ REFUSED = [
     ("gemma2", other("Gemma2ForCausalLM"), {}, "Gemma2ForCausalLM.*this version serves LlamaForCausalLM"),
     ("llama with biases", other("LlamaForCausalLM", attention_bias=True), {}, "attention_bias = True"),
     ("mistral", other("MistralForCausalLM", sliding_window=64), {}, "sliding_window = 64.*--max-model-len 64 would"),
+    (
+        "qwen2.5-1m",
+        other("Qwen2ForCausalLM", dual_chunk_attention_config={"chunk_size": 100, "local_size": 20}),
+        {},
+        "dual_chunk_attention_config is not implemented for 128 positions; --max-model-len 80 would serve",
+    ),
     ("deepseek_v2", other("DeepseekV2ForCausalLM"), {}, "DeepseekV2ForCausalLM"),
     (
         "qwen3_vl_moe",

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from baton.core.errors import ModelTensorMissing, ModelUnsupported
+from baton.core.errors import ModelFileDamaged, ModelTensorMissing, ModelUnsupported
 from baton.core.numerics import Numerics
 from baton.kernels.pointwise.rope import rope_inverse_frequencies
 from baton.model.config import ModelConfig
@@ -155,6 +155,36 @@ def test_a_window_is_served_only_where_it_never_bites(kind, tmp_path):
     for length in (129, None):
         with pytest.raises(ModelUnsupported, match="--max-model-len 128"):
             config.require_full_attention(length)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "most"),
+    [
+        ({"chunk_size": 256, "local_size": 8, "original_max_position_embeddings": 256}, 248),
+        ({"chunk_size": 300, "local_size": 0}, 300),
+        ({"chunk_size": 1100}, 76),
+        (None, 512),
+        ({}, 512),
+    ],
+)
+def test_dual_chunk_attention_is_served_within_the_first_chunk(chunks, most, tmp_path):
+    """There it is plain attention: every key is of the query's chunk."""
+    overrides = {"dual_chunk_attention_config": chunks}
+    config = ModelConfig.from_directory(write_checkpoint(tmp_path / "model", kind="qwen2", overrides=overrides))
+    config.require_full_attention(most)
+    if most == 512:
+        return
+    for length in (most + 1, None):
+        with pytest.raises(ModelUnsupported, match=f"dual_chunk_attention_config .*--max-model-len {most}") as refused:
+            config.require_full_attention(length)
+        assert refused.value.fields["option"] == "dual_chunk_attention_config"
+
+
+@pytest.mark.parametrize("chunks", [[1], "yes", {"chunk_size": "x"}, {"chunk_size": 0}, {"chunk_size": 8}])
+def test_dual_chunks_of_the_wrong_kind_are_named_errors(chunks, tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen2", overrides={"dual_chunk_attention_config": chunks})
+    with pytest.raises((ModelUnsupported, ModelFileDamaged)):
+        ModelConfig.from_directory(path)
 
 
 LLAMA = {
