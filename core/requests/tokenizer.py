@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
-from baton.core.requests.special_tokens import read_json, special_tokens
+from baton.core.requests.special_tokens import add_tokens, read_json, special_tokens
 
 NUM_BYTES = 256
 MAX_PENDING: Final = 32  # tokens that are withheld at most; the bytes of a character are four
@@ -65,8 +65,12 @@ class Tokenizer:
         # Of a training run that it was last used in; transformers applies neither unless it is asked to.
         fast.no_truncation()
         fast.no_padding()
+        vocab_size = _vocab_size(directory)
+        add_tokens(fast, directory, vocab_size)
         _add_bos(fast, directory)
-        return cls(fast, _with_own_ends(fast, _eos_token_ids(directory), special_tokens(directory).get("eos_token")))
+        own = fast.token_to_id(special_tokens(directory).get("eos_token", ""))
+        own = None if own is None or (vocab_size is not None and own >= vocab_size) else own
+        return cls(fast, _with_own_ends(fast, _eos_token_ids(directory), own))
 
     @classmethod
     def byte_level(cls, directory: Path, vocab_size: int) -> "Tokenizer":
@@ -272,6 +276,16 @@ def _split(data: bytes) -> tuple[str, bytes]:
     return text, rest
 
 
+def _vocab_size(directory: Path) -> int | None:
+    """Of the model, if its config.json says; what is wrong with that is told where the model is read."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config")
+        return int((text if isinstance(text, dict) and "vocab_size" in text else config)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
 def _eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Those of the first file that names some; in config.json a multimodal model's are in its `text_config`."""
     for name in ("generation_config.json", "config.json"):
@@ -290,9 +304,8 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
     return ()
 
 
-def _with_own_ends(fast: _FastTokenizer, eos_token_ids: tuple[int, ...], eos_token: str | None) -> tuple[int, ...]:
+def _with_own_ends(fast: _FastTokenizer, eos_token_ids: tuple[int, ...], own: int | None) -> tuple[int, ...]:
     """The same, and what config.json may not list: the tokenizer's EOS, and how Llama 3 ends a turn or a call."""
-    own = None if eos_token is None else fast.token_to_id(eos_token)
     added = fast.get_added_tokens_decoder().items()
     ends = (token_id for token_id, token in added if token.special and str(token) in ENDS_OF_TURNS)
     return tuple(dict.fromkeys((*eos_token_ids, *([] if own is None else [own]), *ends)))

@@ -28,11 +28,11 @@ from baton.core.requests.answer_structure import (
     ThoughtForm,
     ToolCallParserName,
 )
+from baton.core.requests.special_tokens import SPECIAL_TOKENS, special_tokens
 
 TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 BUILT_IN: Final = "chatml"
 TOOL_USE: Final = "tool_use"  # a model may have a template of its own for conversations with tools
-SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 RESERVED: Final = frozenset(("messages", "tools", "add_generation_prompt", "chat_template", *SPECIAL_TOKENS))
 _MARK: Final = "\x00baton-final-message\x00"
 
@@ -86,7 +86,7 @@ class ChatTemplate:
             ConfigInvalid: the file cannot be read, or is no template.
             ModelFileDamaged: the model's own is none.
         """
-        tokens = _special_tokens(directory)
+        tokens = special_tokens(directory)
         if given:
             path = Path(__file__).with_name("chatml.jinja") if given == BUILT_IN else Path(given).expanduser()
             try:
@@ -205,20 +205,6 @@ def _sources(path: Path) -> dict[str, str]:
         return {"default": found}
     named = {str(item["name"]): str(item["template"]) for item in found}
     return {"default": next(iter(named.values()))} | named
-
-
-def _special_tokens(directory: Path) -> dict[str, str]:
-    """What tokenizer_config.json calls them; each a text, or an object with one."""
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        found = {name: config.get(name) for name in SPECIAL_TOKENS}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

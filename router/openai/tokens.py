@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, PromptTooLong
+from baton.core.requests.special_tokens import SPECIAL_TOKENS
 from baton.proto import inference_pb2
 from baton.router.openai.chat_request import ChatRequest, Message
-from baton.router.openai.chat_template import SPECIAL_TOKENS
 from baton.router.openai.chats import chat_prompt
 from baton.router.openai.front import Forms, Front
 from baton.router.openai.limits import MAX_MESSAGES, Name, Text

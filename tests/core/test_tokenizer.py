@@ -97,6 +97,7 @@ def test_the_tokenizers_own_eos_ends_an_answer_beside_those_that_are_listed(tmp_
     assert eos(tokenizer_config={"eos_token": {"content": "<eos>"}}, generation_config={"eos_token_id": 3}) == (3, 256)
     for none in ("no token", "", None, 5, {"content": None}):
         assert eos(tokenizer_config={"eos_token": none}) == (3,)
+    assert eos(tokenizer_config={"eos_token": "<eos>"}, config={"vocab_size": 256}) == (3,), "the model has no such"
     with pytest.raises(ModelFileDamaged, match="tokenizer_config"):
         eos(tokenizer_config="[]")
 

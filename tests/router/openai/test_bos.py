@@ -100,6 +100,10 @@ def test_tokenizer_config_may_ask_for_bos(tmp_path):
             (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
         tokenizer = Tokenizer.from_directory(tmp_path)
         assert tokenizer.encode("a", add_special_tokens=True) == [bos_id] * num + plain.encode("a"), config
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}', encoding="utf-8")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<bos>"}', encoding="utf-8")
+    assert Tokenizer.from_directory(tmp_path).encode("a", add_special_tokens=True) == [bos_id, *plain.encode("a")]
+    (tmp_path / "special_tokens_map.json").unlink()
     (tmp_path / "tokenizer.json").write_text(of_bytes(["<bos>"], bos="<bos>").to_json(), encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true, "bos_token": "<bos>"}', encoding="utf-8")
     assert Tokenizer.from_directory(tmp_path).encode("<bos>", add_special_tokens=True) == [bos_id]

@@ -58,6 +58,22 @@ def test_where_a_template_comes_from(tmp_path):
 
 
 @pytest.mark.fast
+def test_special_tokens_that_only_their_map_names_are_read_by_a_template(tmp_path):
+    """As old directories have them; with `added_tokens_decoder` transformers does not look at the map."""
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "unk_token": 3}')
+    assert ChatTemplate.load(tmp_path).render(HI) == "<s>|"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert ChatTemplate.load(tmp_path).render(HI) == "<s>|</s>"
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<b>", "added_tokens_decoder": {}}')
+    assert ChatTemplate.load(tmp_path).render(HI) == "<b>|"
+    (tmp_path / "special_tokens_map.json").write_text("[")
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelFileDamaged, match="special_tokens_map"):
+        ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.fast
 def test_a_template_that_is_none_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigInvalid, match="nowhere"):
         ChatTemplate.load(tmp_path, str(tmp_path / "nowhere"))
