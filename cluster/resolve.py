@@ -23,7 +23,15 @@ from baton.core.config import (
     ServeConfig,
     WorkerConfig,
 )
-from baton.core.errors import BatonError, ConfigInvalid, ModelFileDamaged, ModelMissing, PackageMissing, PortInUse
+from baton.core.errors import (
+    BatonError,
+    ConfigInvalid,
+    ModelFileDamaged,
+    ModelMissing,
+    ModelUnsupported,
+    PackageMissing,
+    PortInUse,
+)
 from baton.core.kv_transports import AUTO, KV_TRANSPORTS, control_channel, one_sided_data_paths
 from baton.core.telemetry.span_export import SpanFile
 from baton.core.tls_files import TlsFiles
@@ -108,7 +116,7 @@ def find_model(model: str, *, is_dummy: bool = False) -> ModelDirectory:
     return ModelDirectory(
         path=path,
         name=model if model in BUNDLED_MODELS else _name_of(path),
-        max_model_len=max_model_len,
+        max_model_len=max(max_model_len, _stretched_len(config)),
         num_mtp_layers=_num_mtp_layers(config, path, is_dummy=is_dummy),
     )
 
@@ -133,6 +141,17 @@ def _num_mtp_layers(values: dict[str, Any], path: Path, *, is_dummy: bool) -> in
         return count if not count or is_dummy or stores_mtp(path) else 0
     except BatonError:  # of a directory that cannot be served; its judge and its loader say why
         return count
+
+
+def _stretched_len(values: dict[str, Any]) -> int:
+    """See `model.rope_scaling`; 0 of what is refused where the model is judged."""
+    from baton.model.config import text_values
+    from baton.model.rope_scaling import stretched_len
+
+    try:
+        return stretched_len(text_values(values))
+    except (ModelUnsupported, ValueError, TypeError, OverflowError):
+        return 0
 
 
 def _name_of(path: Path) -> str:

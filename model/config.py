@@ -17,7 +17,7 @@ from baton.model.checkpoint.weights import checkpoint_identity, shape_identity
 from baton.model.delta_sizes import POOL_LAYERS, DeltaSizes, read_delta_layers, read_delta_sizes
 from baton.model.draft_names import MTPNames
 from baton.model.latent_sizes import LatentSizes, read_latent_sizes
-from baton.model.rope_scaling import RopeScaling, read_scaling, rope_parameters
+from baton.model.rope_scaling import RopeScaling, read_scaling, rope_parameters, stretched_len
 
 _MAX_LAYERS = 1000
 _MAX_SIZE = 1 << 20  # of any dimension that has no limit of its own
@@ -191,7 +191,7 @@ class ModelConfig:
     """Sizes and options of one checkpoint.
 
     Attributes:
-        max_model_len: positions the model was made for (max_position_embeddings).
+        max_model_len: positions the model was made for (max_position_embeddings), or is stretched to.
         intermediate_size: of dense layers' MLP.
         num_experts: 0 for a dense model.
         num_experts_per_token: experts a token is sent to.
@@ -459,7 +459,7 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "vocab_size": _size(values, "vocab_size", limit=_MAX_VOCAB_SIZE),
-        "max_model_len": _size(values, "max_position_embeddings", limit=_MAX_POSITIONS),
+        "max_model_len": _max_model_len(values),
         "rope_theta": _positive(values | rope_parameters(values), "rope_theta"),
         "rope": read_scaling(values),
         "has_head_norms": family.has_head_norms and bool(values.get("use_qk_norm", True)),
@@ -478,6 +478,14 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "latent": latent,
         **_hybrid_fields(values, family, num_layers),
     }
+
+
+def _max_model_len(values: dict[str, Any]) -> int:
+    own, stretched = _size(values, "max_position_embeddings", limit=_MAX_POSITIONS), stretched_len(values)
+    if stretched > _MAX_POSITIONS:
+        message = f"config.json: YaRN stretches positions to {stretched}; this version serves {_MAX_POSITIONS}"
+        raise ModelUnsupported(message, option="rope_type", value=stretched)
+    return max(own, stretched)
 
 
 def _hybrid_fields(values: dict[str, Any], family: _Family, num_layers: int) -> dict[str, Any]:

@@ -147,6 +147,21 @@ def read_scaling(values: Mapping[str, Any]) -> RopeScaling:
     )
 
 
+def stretched_len(values: Mapping[str, Any]) -> int:
+    """Positions to which YaRN stretches the original ones that config.json names; 0 if it does not.
+
+    Makers say to switch YaRN on by the rope parameters alone (Qwen2.5's model cards), with `max_position_embeddings` as
+    it was; vLLM takes the length from the parameters, too. Of "linear" it is not taken: such checkpoints name the
+    stretched length themselves (deepseek-coder), and not what it was.
+
+    Raises:
+        ModelUnsupported: as of `read_scaling`.
+    """
+    scaling, rope = read_scaling(values), rope_parameters(values)
+    is_named = any(where.get("original_max_position_embeddings") for where in (values, rope))
+    return int(scaling.factor * scaling.original_len) if scaling.kind == "yarn" and is_named else 0
+
+
 def _attention_factor(factor: float, numbers: Mapping[str, float]) -> float:
     if "attention_factor" in numbers:
         return numbers["attention_factor"]

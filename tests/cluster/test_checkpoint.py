@@ -11,7 +11,7 @@ import pytest
 from baton.cluster import checkpoint, cli
 from baton.cluster.resolve import find_model, resolve_worker
 from baton.core.config import DEFAULT_LOOKED_UP, MAX_DRAFTS, ServeConfig
-from baton.core.errors import ModelFileDamaged, ModelUnsupported
+from baton.core.errors import ConfigInvalid, ModelFileDamaged, ModelUnsupported
 from baton.model.checkpoint.weights import read_headers
 from baton.model.config import ModelConfig
 from baton.model.tensor_spec import tensor_spec
@@ -290,6 +290,49 @@ def test_what_it_would_run_as(tmp_path):
     assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2
     layer = 32 * (4 * 8) * 2 + 32 * (2 * 8) * 2 + 3 * 32 * 48 + 2 * 32 + 2 * 8
     assert facts["num_parameters"] == 300 * 32 + 32 + 2 * layer
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({"rope_scaling": YARN}, 512),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}, 512),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e6}}, 512),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 16}}, 128),
+        ({"rope_scaling": YARN | {"factor": 1.51}}, 193),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 64}, 256),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 128),  # of which length, nothing says
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 128),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 128}}, 128),
+    ],
+)
+def test_the_length_is_what_yarn_stretches_positions_to(changes, length, tmp_path):
+    """As Qwen2.5's model cards say to switch it on: max_position_embeddings stays the original length."""
+    path = write_model(tmp_path / "m", **changes)
+    assert find_model(str(path)).max_model_len == ModelConfig.from_directory(path).max_model_len == length
+    found = judged(path)
+    assert not found.errors
+    assert found.facts["max_model_len"] == length
+    assert not judged(path, max_model_len=length).errors
+    config = ServeConfig.from_mapping({"model": str(path), "device": "cpu", "max_model_len": length + 1})
+    assert f"exceeds the model's own {length}" in checkpoint.judge(config).errors[0].message
+    with pytest.raises(ConfigInvalid, match=f"exceeds the model's own {length}"):
+        resolve_worker(config, find_model(str(path)), worker_id="w")
+    worker = resolve_worker(ServeConfig(model=str(path), device="cpu"), find_model(str(path)), worker_id="w")
+    assert worker.max_model_len == length
+
+
+@pytest.mark.parametrize("rope", [[1], {"rope_type": "yarn", "factor": "x"}, YARN | {"factor": 1e300}, YARN | {"x": 1}])
+def test_a_stretch_that_is_none_is_refused_where_the_model_is_judged(rope, tmp_path):
+    path = write_model(tmp_path / "m")
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"rope_scaling": rope}))
+    find_model(str(path))
+    [error] = judged(path).errors
+    assert isinstance(error, ModelUnsupported | ModelFileDamaged)
 
 
 def test_a_stored_head_that_is_not_the_embedding_is_noted_and_weighed(tmp_path):

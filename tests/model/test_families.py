@@ -102,6 +102,15 @@ def test_every_rope_type_beyond_the_original_length(kind, name, tmp_path, refere
             assert (logits - run(plain, ids)).abs().max() > 0.01
 
 
+def test_a_context_that_yarn_lengthens_is_served_to_its_end(tmp_path, reference, check_logits):
+    overrides = {"rope_scaling": ROPES["yarn"], "max_position_embeddings": 64}
+    path = write_checkpoint(tmp_path / "model", kind="qwen2", with_mtp=False, overrides=overrides)
+    model = load(path, dtype=torch.float32)
+    assert model.config.max_model_len == 256
+    ids = prompt(256)
+    check_logits("rope yarn", run(model, ids), reference(path, torch.float32).logits(ids))
+
+
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.long
 def test_scaled_frequencies_are_transformers(name):
