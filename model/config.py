@@ -48,6 +48,8 @@ class _Family:
             part, norms multiply by 1 + w.
         is_interleaved: projections of a gated delta net are stored key head by key head.
         is_multimodal: config.json has what is about text in `text_config`.
+        has_mrope: rope parameters say which columns turn by the place within an image (`_SECTIONS`); in a text all
+            turn by one position.
         is_latent: attention is over latents (`model.latent_attention`).
         is_deepseek: experts are chosen by their sigmoids, in groups, beside shared ones; the first layers are dense;
             the MTP head is numbered as a layer.
@@ -68,13 +70,18 @@ class _Family:
     is_hybrid: bool = False
     is_interleaved: bool = False
     is_multimodal: bool = False
+    has_mrope: bool = False
     is_latent: bool = False
     is_deepseek: bool = False
     absent: Mapping[str, Any] = field(default_factory=dict)
 
 
 _QWEN3_5 = _Family(
-    has_head_norms=True, is_hybrid=True, turns_in_part=0.25, absent={"head_dim": 256, "rms_norm_eps": 1e-6}
+    has_head_norms=True,
+    is_hybrid=True,
+    has_mrope=True,
+    turns_in_part=0.25,
+    absent={"head_dim": 256, "rms_norm_eps": 1e-6},
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
@@ -102,6 +109,7 @@ _FAMILIES = {
     "Qwen3NextForCausalLM": replace(
         _QWEN3_5_MOE,
         is_interleaved=True,
+        has_mrope=False,
         renormalises=False,
         # Its config.json does not name the MTP head that it is published with.
         absent={**_QWEN3_5.absent, "intermediate_size": 5632, "norm_topk_prob": True, "mtp_num_hidden_layers": 1},
@@ -145,6 +153,7 @@ _FAMILIES = {
     ),
 }
 _OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config")  # beside `text_config`, which they beat
+_SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
 # Of other families, and the value that says nothing, beside null. transformers does not look at them in these families;
@@ -383,9 +392,15 @@ def read_config(path: Path) -> dict[str, Any]:
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
     """What config.json says of the model of text, of a multimodal one's `text_config`."""
     family, text = _family_of(values), values.get("text_config")
-    if family is None or not family.is_multimodal or not isinstance(text, dict):
+    if family is None:
         return values
-    return {**values, **text, **{key: values[key] for key in _OF_THE_WHOLE if key in values}}
+    if family.is_multimodal and isinstance(text, dict):
+        values = {**values, **text, **{key: values[key] for key in _OF_THE_WHOLE if key in values}}
+    if not family.has_mrope:
+        return values
+    ropes = {key: rope for key in ("rope_parameters", "rope_scaling") if isinstance(rope := values.get(key), dict)}
+    without = {key: {name: rope[name] for name in rope if name not in _SECTIONS} for key, rope in ropes.items()}
+    return {**values, **without}
 
 
 def num_mtp_layers(values: dict[str, Any]) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.cluster.resolve import find_model
 from baton.core.config import MAX_DRAFTS
 from baton.core.errors import ModelTensorMisshapen, ModelTensorMissing, ModelUnsupported
 from baton.core.numerics import Numerics
@@ -91,6 +92,40 @@ def test_logits_are_transformers(kind, shape, tmp_path, check_logits):
     narrow = HybridReference(path, kind, torch.float32).logits(ids)
     for cuts in ways[:1] + ways[2:3]:
         check_logits(kind, run(load(path, dtype=torch.float32), ids, cuts), narrow)
+
+
+YARN = {  # as the README says to switch it on, for a shorter context
+    "mrope_interleaved": True, "mrope_section": [3, 3, 2], "rope_type": "yarn", "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25, "factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_yarn_beside_the_sections_of_images_is_transformers_for_text(kind, tmp_path, check_logits):
+    overrides = {"rope_parameters": YARN, "max_position_embeddings": 64}
+    path = write_checkpoint(tmp_path / "model", kind=kind, head_dim=64, with_mtp=False, overrides=overrides)
+    model = load(path, dtype=torch.float32, with_mtp=False)
+    assert (model.config.max_model_len, model.config.rotary_dim) == (256, 16)
+    ids = prompt(200)
+    found = run(model, ids, cuts_of(200, 3))
+    check_logits(f"{kind}, yarn", found, HybridReference(path, kind, torch.float32).logits(ids))
+    plain = write_checkpoint(tmp_path / "plain", kind=kind, head_dim=64, with_mtp=False)
+    assert (run(load(plain, dtype=torch.float32, with_mtp=False), ids, [(200, False)]) - found).abs().max() > 0.01
+
+
+def test_the_sections_of_images_are_of_families_that_have_them_alone(tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen3_next", overrides={"rope_parameters": YARN})
+    with pytest.raises(ModelUnsupported, match="mrope"):
+        ModelConfig.from_directory(path)
+
+
+def test_yarn_of_a_multimodal_directory_is_in_its_text_config(tmp_path):
+    path = write_checkpoint(tmp_path / "model", kind="qwen3_5", overrides={"rope_parameters": YARN})
+    text = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 64}
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    (path / "config.json").write_text(json.dumps(whole))
+    (path / "tokenizer.json").write_text("{}")
+    assert find_model(str(path)).max_model_len == ModelConfig.from_directory(path).max_model_len == 256
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
