@@ -1,7 +1,7 @@
 """A model's chat template: messages to the text of a prompt, as Hugging Face's tokenizers render it.
 
 The environment is that of `transformers.apply_chat_template` (sandboxed jinja2, blocks trimmed, `tojson` that escapes
-nothing, `raise_exception`, `strftime_now`), without transformers, which would cost half a gigabyte.
+nothing, `raise_exception`, `strftime_now`, `generation`), without transformers, which would cost half a gigabyte.
 """
 
 import datetime
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.exceptions import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import ConfigInvalid, InvalidRequest, ModelFileDamaged
@@ -56,7 +58,8 @@ class ChatTemplate:
         special_tokens: dict[str, str] | None = None,
         tool_call_parser: ToolCallParserName = "auto",
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        extensions = [loopcontrols, _Generation]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self.sources = sources
@@ -158,6 +161,19 @@ class ChatTemplate:
                 message = "the chat template changes the final message, so it cannot be continued"
                 raise InvalidRequest(message, field="continue_final_message")
         return text
+
+
+class _Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`, between which training looks for the assistant's tokens.
+
+    What is between them is written as it is; what it sets is not seen behind it, as in transformers.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 (its base declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _call_form(text: str, parser: ToolCallParserName) -> CallForm:

@@ -151,6 +151,44 @@ def test_it_renders_as_transformers_does():
                 assert template.render(messages, tools, add_generation_prompt=add) == want
 
 
+MARKED = """{%- set end = '<|im_end|>' %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- set said = 'outer' %}
+        {% generation %}
+            {%- set said = message.content %}
+        {{ said }}{{ end }} {{ loop.index }}
+        {% endgeneration %}
+        {{- said + '\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + end + '\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_what_is_marked_for_training_is_written_as_transformers_writes_it(tmp_path):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (tmp_path / "chat_template.jinja").write_text(MARKED)
+    template = ChatTemplate.load(tmp_path)
+    talk = [*HI, {"role": "assistant", "content": "hello"}, *HI, {"role": "assistant", "content": "{% x %}"}]
+    for messages in (HI, talk):
+        for add in (False, True):
+            [want], _ = render_jinja_template([messages], chat_template=MARKED, add_generation_prompt=add)
+            assert template.render(messages, add_generation_prompt=add) == want
+    assert "hello<|im_end|> 2" in template.render(talk)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("text", ["{% generation %}x", "{% endgeneration %}", "{% generation %}{% if %}"])
+def test_marks_that_are_not_closed_are_refused(text, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(text)
+    with pytest.raises(ModelFileDamaged, match="no usable chat template"):
+        ChatTemplate.load(tmp_path)
+
+
 @pytest.mark.fast
 def test_values_that_a_models_makers_advise(tmp_path):
     assert advised_sampling(tmp_path) == {}
