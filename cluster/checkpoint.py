@@ -180,13 +180,8 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
             drafter = _judge_drafter(config, sizes)
         except BatonError as error:
             found.errors.append(error)
-    elif sizes.num_mtp_layers and not model.num_mtp_layers and drafts == 0:
-        message = "no tensor of its MTP head is stored, which transformers drops when it saves a model"
-        found.notes.append(f"{message}: it is served without drafts")
-    elif sizes.num_mtp_layers == 0 and drafts == 0:
-        found.notes.append("the checkpoint has no MTP head: it is served without drafts")
-    elif sizes.num_mtp_layers and drafts == 0:
-        found.notes.append(f"its {sizes.num_mtp_layers} MTP layers are not used: no drafts are made")
+    elif drafts == 0:
+        found.notes.append(_why_no_drafts(sizes.num_mtp_layers, model.num_mtp_layers))
     if reads_mtp and not (config.is_dummy and sizes.num_mtp_layers == 0):
         _collect(found, require_mtp, sizes, model.path)
     if config.max_model_len is not None and config.max_model_len > sizes.max_model_len:
@@ -223,6 +218,16 @@ def _judge_files(config: ServeConfig, model: ModelDirectory, found: Judgement) -
         "tp_decode": config.tp_decode,
         **held,
     }
+
+
+def _why_no_drafts(num_named: int, num_stored: int) -> str:
+    """By the MTP layers that config.json names, and those of them that the weights hold."""
+    if num_named == 0:
+        return "the checkpoint has no MTP head: it is served without drafts"
+    if num_stored == 0:
+        message = "no tensor of its MTP head is stored, which transformers drops when it saves a model"
+        return f"{message}: it is served without drafts"
+    return f"its {num_named} MTP layers are not used: no drafts are made"
 
 
 def _drafter(config: ServeConfig, model: ModelDirectory, sizes: "ModelConfig") -> str:
