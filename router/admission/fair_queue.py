@@ -11,11 +11,12 @@ the next one is accepted: some worker has nothing to do, and what was predicted 
 what all that are here take of the router's memory is bounded; their number is not, unless an operator says so.
 
 A tenant's part of the queue is its share among the tenants that have asked lately, so who asks more is refused more.
-A priority may fill only a part of the queue, so that higher ones find room. Refusals say when to try again.
+A priority may fill only a part of the queue, so that higher ones find room; what counts is due no later than the
+request that comes. Refusals say when to try again.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -381,16 +382,17 @@ class FairQueue:
 
     def _require_part(self, work: RequestWork, now_s: float) -> None:
         """Refuse what is beyond the tenant's or the priority's part of the queue, in seconds of the workers' time."""
-        room_s = self._latest_s(work, now_s) - now_s - self._capacity.own_s(work)
+        latest_s = self._latest_s(work, now_s)
+        room_s = latest_s - now_s - self._capacity.own_s(work)
         limit_s = max(0.0, room_s) * ROOM[work.priority]
         tokens = self._num_waiting_tokens + work.num_tokens
         positions = self._num_waiting_positions + work.num_positions
         if self._sum_s(tokens, positions) <= limit_s / max(1, len(self._asked_s)):
             return  # it would be no more than one tenant's part if all that wait were of one
-        queue_s = self._queue_s()
-        if work.priority < HIGH and queue_s > limit_s:
+        before_s = self._before_s(latest_s)
+        if work.priority < HIGH and before_s > limit_s:
             message = f"the queue is full to {ROOM[work.priority]:.0%}, beyond which this priority may not fill it"
-            raise self._refusal("priority", message, queue_s - limit_s)
+            raise self._refusal("priority", message, before_s - limit_s)
         if not self._num_waiting_of[work.tenant]:
             return  # one may always wait
         share = 1 / max(1, len(self._asked_s))
@@ -399,6 +401,15 @@ class FairQueue:
         if own_s + self._capacity.share_s(work) > share * limit_s:
             message = f"this tenant has its part of the queue, one of {len(self._asked_s)}"
             raise self._refusal("tenant", message, (own_s - share * limit_s) / share)
+
+    def _before_s(self, latest_s: float) -> float:
+        """Seconds of the work that waits and is due no later.
+
+        What is due later can go after it, so far deadlines, of which more fit into the queue, take no room from near
+        ones; else who asks with a near one would hardly ever be let in.
+        """
+        at = bisect_right(self._waiting, latest_s, key=lambda item: item[0])
+        return sum(self._capacity.share_s(item[2].work) for item in self._waiting[:at])
 
     def _remember(self, tenant: str, now_s: float) -> None:
         self._asked_s.pop(tenant, None)

@@ -43,6 +43,15 @@ def test_at_half_load_nobody_is_refused_or_waits_long():
     assert sorted(result.waits_s)[int(0.99 * len(result.waits_s))] < 0.05
 
 
+def require_fair_shares(result):
+    """Max-min fair, within 10 %: who asks least first."""
+    left, tenants = sum(result.tokens_in_time.values()), sorted(result.offered, key=result.offered.__getitem__)
+    for at, tenant in enumerate(tenants):
+        share = min(result.offered[tenant], left / (len(tenants) - at))
+        assert result.tokens_in_time[tenant] == pytest.approx(share, rel=0.1), (result.tokens_in_time, result.offered)
+        left -= share
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 5))])
 @pytest.mark.parametrize(
     "weights",
@@ -56,11 +65,49 @@ def test_tenants_have_equal_shares_however_much_they_ask(weights, seed):
     assert result.num_late == 0
     total = sum(result.tokens_in_time.values())
     assert total / seconds / simulation.capacity_tokens_per_s >= 0.9
-    left, tenants = total, sorted(weights, key=result.offered.__getitem__)
-    for at, tenant in enumerate(tenants):  # max-min fair: who asks least first
-        share = min(result.offered[tenant], left / (len(tenants) - at))
-        assert result.tokens_in_time[tenant] == pytest.approx(share, rel=0.1), (result.tokens_in_time, result.offered)
-        left -= share
+    require_fair_shares(result)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 5))])
+@pytest.mark.parametrize(
+    ("loads", "deadlines_s"),
+    [
+        ({"a": 1.5, "b": 1.5}, {"a": 30.0, "b": 5.0}),
+        ({"a": 0.75, "b": 0.75}, {"a": 60.0, "b": 6.0}),
+        ({"a": 3.0, "b": 0.6}, {"a": 30.0, "b": 5.0}),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 40.0, "b": 10.0, "c": 4.0}),
+        ({"a": 2.0, "b": 1.0, "c": 0.2}, {"a": 5.0, "b": 20.0, "c": 5.0}),
+    ],
+)
+def test_tenants_have_equal_shares_however_near_their_deadlines_are(loads, deadlines_s, seed):
+    seconds = 120.0
+    simulation = Simulation(seed=seed, rate=2000.0)
+    for tenant, load in loads.items():
+        simulation.arrivals(load, seconds, tenants={tenant: 1}, deadline_s=deadlines_s[tenant])
+    result = simulation.run(seconds)
+    assert result.num_late == 0
+    total = sum(result.tokens_in_time.values())
+    assert total / seconds / simulation.capacity_tokens_per_s >= 0.9
+    require_fair_shares(result)
+
+
+@pytest.mark.fast
+def test_far_deadlines_take_no_room_from_near_ones():
+    queue = FairQueue(QueueLimits(ahead=1, margin_s=0.0))
+    queue.set_capacity(Capacity(tokens_per_s=100.0))
+    queue.offer(work("a"), 0.0)
+    queue.grant(0.0)
+    for _ in range(8):
+        queue.offer(work("a", deadline_s=30.0), 0.0)
+    queue.offer(work("b", deadline_s=6.0), 0.0)
+    with pytest.raises(Overloaded) as refused:
+        queue.offer(work("b", deadline_s=6.0), 0.0)
+    assert refused.value.fields["reason"] == "tenant", "a part of so near a deadline is one request"
+    for tenant in "cde":
+        queue.offer(work(tenant, deadline_s=6.0), 0.0)
+    with pytest.raises(Overloaded) as refused:
+        queue.offer(work("f", deadline_s=6.0), 0.0)
+    assert refused.value.fields["reason"] == "priority"
 
 
 @pytest.mark.fast
