@@ -8,12 +8,16 @@ stands still hears no worker, so its own stalls are not counted as silence.
 from collections import deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from baton.core.clock import Clock
 from baton.core.errors import InvalidRequest, Overloaded
 from baton.proto import worker_pb2
 from baton.proto.wire import distribution_from_proto, report_from_proto
+from baton.router.access.message_limits import is_repeated
 
 ALIVE_S: Final = 1.5
 MAX_GAP_S: Final = 0.25  # of the time between two looks at the table, no more than this counts as silence
@@ -177,6 +181,53 @@ class Members:
             on_lost()
 
 
+MAX_NUMBER: Final = 1e18  # no second, rate or byte of a report is more, so that what is computed of them is finite
+MIN_RATE: Final = 1e-12  # what divides is this or 0, likewise
+_RATES: Final = frozenset(("gbps", "prefill_tokens_per_s", "full_prefill_tokens_per_s"))
+
+
+class _Numbers(NamedTuple):
+    """Where a kind of message holds numbers that need not be whole."""
+
+    own: tuple[str, ...]
+    lists: tuple[str, ...]
+    inner: tuple[tuple[str, "_Numbers"], ...]
+    inner_lists: tuple[tuple[str, "_Numbers"], ...]
+
+    @classmethod
+    def of(cls, kind: Any) -> "_Numbers":
+        """From its descriptor, so that a new field is not forgotten."""
+        plain = [field for field in kind.fields if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE]
+        inner = [(field, cls.of(field.message_type)) for field in kind.fields if field.message_type is not None]
+        inner = [(field, numbers) for field, numbers in inner if any(numbers)]
+        return cls(
+            tuple(field.name for field in plain if not is_repeated(field)),
+            tuple(field.name for field in plain if is_repeated(field)),
+            tuple((field.name, numbers) for field, numbers in inner if not is_repeated(field)),
+            tuple((field.name, numbers) for field, numbers in inner if is_repeated(field)),
+        )
+
+    def bad(self, message: Message) -> str:
+        """The first field that holds what was not measured: NaN, less than nothing, too much; empty if none does."""
+        for name in self.own:
+            value = getattr(message, name)
+            if not 0 <= value <= MAX_NUMBER or (name in _RATES and 0 < value < MIN_RATE):
+                return name
+        for name in self.lists:
+            if not all(0 <= value <= MAX_NUMBER for value in getattr(message, name)):
+                return name
+        for name, numbers in self.inner:
+            if message.HasField(name) and (found := numbers.bad(getattr(message, name))):
+                return found
+        for name, numbers in self.inner_lists:
+            if found := next(filter(None, map(numbers.bad, getattr(message, name))), ""):
+                return found
+        return ""
+
+
+_NUMBERS: Final = _Numbers.of(worker_pb2.WorkerState.DESCRIPTOR)
+
+
 def _check(state: worker_pb2.WorkerState) -> None:
     problems = {
         "worker_id": not state.worker_id,
@@ -186,10 +237,12 @@ def _check(state: worker_pb2.WorkerState) -> None:
         "kv_address": state.role == DECODE and not state.kv_address,
         "max_model_len": not state.max_model_len,
         "block_size": not state.block_size,
+        "num_blocks": not state.inventory.num_blocks,  # the least of all workers bounds all prompts
+        "prefix_naming": state.HasField("prefix_naming") and not state.prefix_naming.block_size,
     }
-    for name, wrong in problems.items():
-        if wrong:
-            raise InvalidRequest(f"a heartbeat without a usable {name}", field=name, worker_id=state.worker_id)
+    wrong = next((name for name, is_wrong in problems.items() if is_wrong), "") or _NUMBERS.bad(state)
+    if wrong:
+        raise InvalidRequest(f"a heartbeat without a usable {wrong}", field=wrong, worker_id=state.worker_id)
     if state.inventory.HasField("steps"):
         report_from_proto(state.inventory.steps)
     transfer = state.inventory.transfer

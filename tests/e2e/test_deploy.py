@@ -36,6 +36,7 @@ def with_graphs():
         worker_id="d", role="decode", epoch=1, address="a", kv_address="tcp://a", max_model_len=9, block_size=16
     )
     graphs = {"num_captured": 3, "failed": {"a": "b"}, "num_steps_replayed": 9, "num_steps_eager": {"too wide": 1}}
+    state.inventory.num_blocks = 1
     state.inventory.graphs.CopyFrom(worker_pb2.GraphCounts(**graphs))
     members = Members(VirtualClock())
     members.heartbeat(state)

@@ -184,7 +184,14 @@ async def test_a_client_that_leaves_between_attempts_leaves_nothing():
 
 def member_state(name, role, epoch=1):
     return worker_pb2.WorkerState(
-        worker_id=name, role=role, epoch=epoch, address="a", kv_address="k", max_model_len=9, block_size=16
+        worker_id=name,
+        role=role,
+        epoch=epoch,
+        address="a",
+        kv_address="k",
+        max_model_len=9,
+        block_size=16,
+        inventory=worker_pb2.Inventory(num_blocks=1),
     )
 
 

@@ -22,6 +22,7 @@ def state(worker_id, epoch=1, role="prefill"):
         kv_address="tcp://h:2" if role == "decode" else "",
         max_model_len=100,
         block_size=16,
+        inventory=worker_pb2.Inventory(num_blocks=10),
     )
 
 

@@ -18,6 +18,7 @@ def state(worker, role="decode", **transfer):
     state = worker_pb2.WorkerState(
         worker_id=worker, role=role, epoch=1, address="a", kv_address="tcp://a", max_model_len=9, block_size=16
     )
+    state.inventory.num_blocks = 1
     state.inventory.transfer.MergeFrom(worker_pb2.TransferCounts(**transfer))
     return state
 

@@ -52,6 +52,7 @@ class World:
                         kv_address="k",
                         max_model_len=9,
                         block_size=16,
+                        inventory=worker_pb2.Inventory(num_blocks=1),
                     )
                 )
 

@@ -58,7 +58,7 @@ def heartbeat(worker_id="d0", epoch=1, **inventory):
         kv_address="tcp://a",
         max_model_len=9,
         block_size=16,
-        inventory=worker_pb2.Inventory(**inventory),
+        inventory=worker_pb2.Inventory(**{"num_blocks": 1, **inventory}),
     )
     return state
 
