@@ -229,18 +229,27 @@ class Attempts:
             HandoffTooLong: every other one cannot hand so much over, and no decode worker may compute it.
         """
         prefill, decode = self._serving(PREFILL), self._serving(DECODE)
-        refused = self._context.refusals.incarnations()
-        prompt_len = self.request.prompt_len + self._answer.num_tokens
-        long = too_long(prefill, decode, prompt_len)
-        long.surely |= self._too_long
-        if not long:
-            return self._choose(prefill, decode, refused)
-        for excluded in (refused | long.surely | long.perhaps, refused | long.surely):
+        exclusions = self._exclusions(prefill, decode)
+        if len(exclusions) == 1:
+            return self._choose(prefill, decode, exclusions[0])
+        for excluded in exclusions:
             try:
                 return self._choose(prefill, decode, excluded)
             except WorkersIncompatible:
                 continue
-        raise refusal(prompt_len, decode)
+        raise refusal(self._prompt_len, decode)
+
+    @property
+    def _prompt_len(self) -> int:
+        """What another attempt would have to hand over."""
+        return self.request.prompt_len + self._answer.num_tokens
+
+    def _exclusions(self, prefill: Sequence[Member], decode: Sequence[Member]) -> list[Set[Incarnations]]:
+        """Pairs that are not to be chosen; then fewer of them, if no other is left."""
+        refused = self._context.refusals.incarnations()
+        long = too_long(prefill, decode, self._prompt_len)
+        long.surely |= self._too_long
+        return [refused | long.surely | long.perhaps, refused | long.surely] if long else [refused]
 
     def _choose(self, prefill: list[Member], decode: list[Member], refused: Set[Incarnations]) -> Pair:
         outcasts = self._outcasts
@@ -257,17 +266,21 @@ class Attempts:
         except WorkersIncompatible as error:
             raise self._incompatible(error) from None
 
-    def _serving(self, role: str) -> list[Member]:
+    def _serving(self, role: str, *, is_again: bool = False) -> list[Member]:
         """Live workers that take requests, and did not lose this one's stream just now.
 
         If any is left: that are fit, and lost no others' stream.
+
+        Args:
+            role: theirs.
+            is_again: as after a first attempt.
         """
         in_flight_tracker, draining = (
             self._context.in_flight_tracker,
             self._context.in_flight_tracker.drains.incarnations(),
         )
         live = [member for member in in_flight_tracker.members.live(role) if member.incarnation not in draining]
-        if self._answer.tried:  # before, it was checked against all
+        if is_again or self._answer.tried:  # before, it was checked against all
             live = [member for member in self._outcasts.heard(live) if fits(self.request, member)]
         live = [member for member in live if not in_flight_tracker.canary.is_unfit(member.incarnation)] or live
         return [
@@ -349,16 +362,12 @@ class Attempts:
             await asyncio.sleep(SETTLE_S)
 
     def _may_move(self) -> bool:
-        """Whether a worker that is being emptied can be left: there is another, and a migration to it."""
+        """Whether a worker that is being emptied can be left: `_pick` would find a pair, and a migration is left."""
         if self._pair is None or not self._answer.migrates:
             return False
-        in_flight_tracker = self._context.in_flight_tracker
-        draining = in_flight_tracker.drains.incarnations()
-        refused = self._context.refusals.incarnations()
-        prefill, decode = (
-            [member for member in in_flight_tracker.members.live(role) if member.incarnation not in draining]
-            for role in (PREFILL, DECODE)
-        )
-        if in_flight_tracker.local.able(decode, refused):
+        prefill, decode = self._serving(PREFILL, is_again=True), self._serving(DECODE, is_again=True)
+        excluded = self._exclusions(prefill, decode)[-1]
+        if any((one.incarnation, other.incarnation) not in excluded for one in prefill for other in decode):
             return True
-        return any((one.incarnation, other.incarnation) not in refused for one in prefill for other in decode)
+        must_split = bool(prefill) and self.request.split_only
+        return not must_split and bool(self._context.in_flight_tracker.local.able(decode, excluded))

@@ -17,6 +17,7 @@ from baton.core.errors import (
 )
 from baton.core.requests.sampling import SamplingParams
 from baton.proto import admin_pb2, admin_pb2_grpc
+from baton.router.attempt.attempts import Attempts
 from baton.router.attempt.migration import MigrationConfig
 from baton.tests.router.fakes import TOKENIZER, cluster
 
@@ -373,6 +374,39 @@ async def test_a_drain_ends_no_stream():
         async with asyncio.timeout(10.0):  # the process that replaces it serves
             while running.router.migration.drains.incarnations():
                 await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("why", ["too long to be handed over", "too small"])
+async def test_a_drain_leaves_streams_that_no_other_pair_would_take(why, monkeypatch):
+    answers = []  # to whether the stream may move
+    original = Attempts._may_move
+    monkeypatch.setattr(Attempts, "_may_move", lambda attempts: answers.append(original(attempts)) or answers[-1])
+    async with cluster(1, 1, local_prefill="never") as running:
+        running.script.answer = ANSWER
+        running.script.decode_hangs_after = 4
+        reading = Reading(running, prompt="x" * 20)
+        await reading.until(5)
+        other = await running.add("decode", "decode-1", **({"max_model_len": 32} if why == "too small" else {}))
+        other.inventory = {"max_handoff_len": 24 if why == "too long to be handed over" else 0}
+        prefill = running.of("prefill")[0]
+        plain, path = prefill.state, {"kv_address": other.state().kv_address, "epoch": other.epoch, "data_path": "raw"}
+
+        def with_path():
+            state = plain()
+            state.inventory.transfer.paths.add(**path)
+            return state
+
+        prefill.state = with_path
+        for worker in (prefill, other):
+            running.router.members.heartbeat(worker.state())
+        await admin(running).Drain(admin_pb2.DrainRequest(worker_id="decode-0", grace_ms=0))
+        async with asyncio.timeout(10.0):
+            while len(answers) < 3:
+                await asyncio.sleep(0.005)
+        assert not any(answers)
+        running.of("decode")[0].seen[0].hang.set()
+        await reading.task
+        assert (reading.text, reading.stats[0].decode_worker) == (ANSWER, "decode-0")
 
 
 async def test_only_live_workers_are_drained():
