@@ -117,6 +117,10 @@ class DeploymentSecret:
         """The key that all workers share."""
         return self._derive(b"kv")
 
+    def desired_state_key(self) -> bytes:
+        """The key of what workers keep for the router that comes after it; only routers have it."""
+        return self._derive(b"desired state")
+
     def _derive(self, *labels: bytes) -> bytes:
         return hmac.digest(self.value, _joined(b"baton key", *labels), hashlib.sha256)
 

@@ -368,7 +368,7 @@ class HeartbeatReply(_message.Message):
     def __init__(self, known: bool = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., desired_state: _Optional[_Union[DesiredState, _Mapping]] = ..., wants_desired_state: bool = ...) -> None: ...
 
 class DesiredState(_message.Message):
-    __slots__ = ("version", "speculation", "max_queue_len", "scale_num_prefill", "scale_num_decode", "drains", "blamed", "incarnation")
+    __slots__ = ("version", "speculation", "max_queue_len", "scale_num_prefill", "scale_num_decode", "drains", "blamed", "incarnation", "mac")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +377,7 @@ class DesiredState(_message.Message):
     DRAINS_FIELD_NUMBER: _ClassVar[int]
     BLAMED_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
     version: int
     speculation: SpeculationMode
     max_queue_len: int
@@ -385,7 +386,8 @@ class DesiredState(_message.Message):
     drains: _containers.RepeatedCompositeFieldContainer[DrainedIncarnation]
     blamed: _containers.RepeatedCompositeFieldContainer[BlamedRequest]
     incarnation: int
-    def __init__(self, version: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., max_queue_len: _Optional[int] = ..., scale_num_prefill: _Optional[int] = ..., scale_num_decode: _Optional[int] = ..., drains: _Optional[_Iterable[_Union[DrainedIncarnation, _Mapping]]] = ..., blamed: _Optional[_Iterable[_Union[BlamedRequest, _Mapping]]] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    mac: bytes
+    def __init__(self, version: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationMode, _Mapping]] = ..., max_queue_len: _Optional[int] = ..., scale_num_prefill: _Optional[int] = ..., scale_num_decode: _Optional[int] = ..., drains: _Optional[_Iterable[_Union[DrainedIncarnation, _Mapping]]] = ..., blamed: _Optional[_Iterable[_Union[BlamedRequest, _Mapping]]] = ..., incarnation: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class DrainedIncarnation(_message.Message):
     __slots__ = ("worker_id", "epoch")

@@ -1,11 +1,15 @@
 """What operators asked of this router, and whom it refuses: kept by its workers for the router that comes after it.
 
-Workers hold one message, which only routers read. Its version counts changes over the incarnations of routers. A router
-that hears of a message of another incarnation, newer than any that it has gone on with, has been started again: it asks
-for the message and goes on with it, but for what an operator has asked of it since, which wins. Nothing is on a disk,
-which might not outlive its host; desired state is lost only if all workers end together with the router.
+Workers hold one message, which only routers read, and only routers can write: it is authenticated by a key that no
+worker has, or one of them could give the router orders. Its version counts changes over the incarnations of routers. A
+router that hears of a message of another incarnation, newer than any that it has gone on with, has been started again:
+it asks for the message and goes on with it, but for what an operator has asked of it since, which wins. Nothing is on a
+disk, which might not outlive its host; desired state is lost only if all workers end together with the router.
 """
 
+import hashlib
+import hmac
+import logging
 from collections.abc import Sequence, Set
 from typing import Final
 
@@ -16,6 +20,8 @@ from baton.router.admission.admission import Admission
 from baton.router.attempt.migration import Migration
 from baton.router.attempt.poison_detector import MAX_BLAMED
 from baton.router.placement.members import DECODE, MAX_WORKERS, PREFILL, Incarnation
+
+log = logging.getLogger(__name__)
 
 
 class DesiredSpeculation:
@@ -44,6 +50,7 @@ class DesiredSpeculation:
         self.mode.CopyFrom(mode)
 
 
+MAX_VERSION: Final = 1 << 63  # no router counts so far; above it a number would not fit its field
 WAIT_S: Final = 60.0  # for workers that were being emptied to be heard of again
 _PARTS: Final = (
     ("speculation",),
@@ -71,6 +78,7 @@ class DesiredState:
         scale: see there.
         clock: of the router.
         incarnation: a number that no other router has; not 0.
+        key: that the routers of this deployment have, and nothing else has.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class DesiredState:
         scale: DesiredScale,
         clock: Clock,
         incarnation: int,
+        key: bytes,
     ) -> None:
         assert incarnation, "0 is no incarnation"
         self._incarnation = incarnation
@@ -95,7 +104,9 @@ class DesiredState:
             Incarnation, float
         ] = {}  # drained by a router before this one; until when they are waited for
         self._own: set[str] = set()  # what was asked of this router itself
-        self._told = self._content()
+        self._refused: dict[str, tuple[int, int]] = {}  # what is no router's, by the worker that keeps it
+        self._key = key
+        self._tell(self._content(), 0)
 
     @property
     def version(self) -> int:
@@ -123,14 +134,19 @@ class DesiredState:
 
     def answer(self, state: worker_pb2.WorkerState, reply: worker_pb2.HeartbeatReply) -> None:
         """Ask a worker for what another router left, if that is news, and otherwise give it what it lacks."""
-        reply.wants_desired_state = self._is_news(state.desired_state_incarnation, state.desired_state_version)
-        if not reply.wants_desired_state and state.desired_state_version < self.version:
+        named = state.desired_state_incarnation, state.desired_state_version
+        is_refused = self._refused.get(state.worker_id) == named
+        reply.wants_desired_state = not is_refused and self._is_news(*named)
+        if is_refused or (not reply.wants_desired_state and state.desired_state_version < self.version):
             reply.desired_state.CopyFrom(self._told)
 
-    def adopt(self, kept: worker_pb2.DesiredState) -> None:
-        """Go on with what another router has left, if that is news."""
+    def adopt(self, kept: worker_pb2.DesiredState, worker_id: str) -> None:
+        """Go on with what another router has left with a worker, if that is news and a router's."""
         self.tick()  # what was asked of this router a moment ago is its own
         if not self._is_news(kept.incarnation, kept.version):
+            return
+        if not hmac.compare_digest(kept.mac, self._mac(kept)):
+            self._refuse(kept, worker_id)
             return
         self._adopted_version = kept.version
         if "speculation" not in self._own and kept.HasField("speculation"):
@@ -150,11 +166,28 @@ class DesiredState:
         self._tell(self._content(), max(self.version, kept.version) + 1)
 
     def _is_news(self, incarnation: int, version: int) -> bool:
-        return incarnation not in (0, self._incarnation) and version > self._adopted_version
+        return incarnation not in (0, self._incarnation) and self._adopted_version < version < MAX_VERSION
+
+    def _refuse(self, kept: worker_pb2.DesiredState, worker_id: str) -> None:
+        """Take nothing of it, and have the worker keep this router's instead."""
+        named = kept.incarnation, kept.version
+        if self._refused.get(worker_id) != named:
+            log.warning("refused (desired_state): %s keeps one that no router of this deployment wrote", worker_id)
+        self._refused.pop(worker_id, None)
+        while len(self._refused) >= MAX_WORKERS:
+            del self._refused[next(iter(self._refused))]
+        self._refused[worker_id] = named
 
     def _tell(self, content: worker_pb2.DesiredState, version: int) -> None:
         content.version, content.incarnation = version, self._incarnation
+        content.mac = self._mac(content)
         self._told = content
+
+    def _mac(self, content: worker_pb2.DesiredState) -> bytes:
+        rest = worker_pb2.DesiredState()
+        rest.CopyFrom(content)
+        rest.ClearField("mac")
+        return hmac.digest(self._key, rest.SerializeToString(deterministic=True), hashlib.sha256)
 
     def _content(self) -> worker_pb2.DesiredState:
         limit, scale = self._admission.limit, self._scale.request or admin_pb2.ScaleRequest()

@@ -303,7 +303,13 @@ class RouterServer:
         admission = Admission(self.config.max_queue_len)
         speculation, scale = DesiredSpeculation(), DesiredScale()
         self.desired_state = DesiredState(
-            self.migration, speculation, admission, scale, self._clock, secrets.randbits(64) or 1
+            self.migration,
+            speculation,
+            admission,
+            scale,
+            self._clock,
+            secrets.randbits(64) or 1,
+            self.config.secret.desired_state_key(),
         )
         inference = InferenceService(
             model=self._model,

@@ -55,7 +55,7 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
             request.ClearField("desired_state")
             known = self._members.heartbeat(request)
             if kept is not None:
-                self._desired_state.adopt(kept)
+                self._desired_state.adopt(kept, request.worker_id)
             desired = self._speculation.mode if request.role == DECODE else None
             reply = worker_pb2.HeartbeatReply(known=known, speculation=desired)
             self._desired_state.answer(request, reply)

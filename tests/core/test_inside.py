@@ -54,6 +54,12 @@ def test_the_router_gets_in_once_and_its_proof_is_good_for_nothing_else():
     assert reason(verifier, None) == "missing"
 
 
+def test_no_worker_has_the_key_of_what_it_keeps_for_the_router():
+    given = {SECRET.kv_key(), SECRET.worker_key(PREFILL), SECRET.worker_key(DECODE)}
+    assert SECRET.desired_state_key() == DeploymentSecret.of_text(SECRET.text).desired_state_key()
+    assert SECRET.desired_state_key() not in given
+
+
 def test_time_ends_it():
     for now_s in (1000.0 - VALID_S - 1, 1000.0 + VALID_S + 1):
         assert reason(worker(now_s=lambda now_s=now_s: now_s), router_proof()) == "stale"

@@ -1,6 +1,7 @@
 """What operators asked outlives the router: workers keep it, the next router goes on with it."""
 
 import asyncio
+import hmac
 import itertools
 
 import pytest
@@ -17,6 +18,7 @@ from baton.worker.host import WorkerHost
 
 pytestmark = pytest.mark.fast
 INCARNATIONS = itertools.count(100)
+KEY = b"of routers" * 3
 
 
 class Worker:
@@ -37,7 +39,7 @@ class Worker:
         state.desired_state_version, state.desired_state_incarnation = self.kept.version, self.kept.incarnation
         router.members.heartbeat(self.state)
         if self.is_asked:
-            router.desired_state.adopt(self.kept)
+            router.desired_state.adopt(self.kept, self.state.worker_id)
         reply = worker_pb2.HeartbeatReply()
         router.desired_state.answer(state, reply)
         self.is_asked = reply.wants_desired_state
@@ -53,7 +55,7 @@ class Router:
         self.migration = Migration(MigrationConfig(), self.members, clock, RouterMetrics())
         self.speculation, self.admission, self.scale = DesiredSpeculation(), Admission(64), DesiredScale()
         self.desired_state = DesiredState(
-            self.migration, self.speculation, self.admission, self.scale, clock, next(INCARNATIONS)
+            self.migration, self.speculation, self.admission, self.scale, clock, next(INCARNATIONS), KEY
         )
 
     def blamed(self):
@@ -235,6 +237,65 @@ def test_a_drain_waits_for_its_life_and_for_no_other(clock):
     again.desired_state.tick()
     exchange(again, other)
     assert not other.kept.drains
+
+
+def commands(**more):
+    """What a worker that was broken into would have the router do."""
+    drains = [worker_pb2.DrainedIncarnation(worker_id="decode-0", epoch=1)]
+    blamed = [worker_pb2.BlamedRequest(fingerprint="ab" * 12, workers=["x"])]
+    orders = {"version": 1 << 40, "incarnation": 99, "max_queue_len": 1, "scale_num_decode": 1}
+    return worker_pb2.DesiredState(**{**orders, "drains": drains, "blamed": blamed, **more})
+
+
+def tampered(clock):
+    """A router's, of which a worker has changed one thing."""
+    router, worker = Router(clock), Worker()
+    router.admission.limit = 7
+    exchange(router, worker)
+    worker.kept.max_queue_len = 1
+    return worker.kept
+
+
+@pytest.mark.parametrize("version", [1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 2, (1 << 64) - 1])
+def test_a_worker_gives_no_orders_to_the_router(clock, version, caplog):
+    router, honest, evil = Router(clock), Worker(), Worker("decode-1", epoch=2)
+    exchange(router, honest, evil)
+    evil.kept = commands(version=version)
+    router.desired_state.adopt(evil.kept, "decode-1")  # nobody has asked for it
+    exchange(router, honest, evil)
+    assert (router.admission.limit, router.scale.request, router.blamed()) == (64, None, [])
+    assert not router.migration.drains.incarnations()
+    assert router.desired_state.version == 0
+    assert caplog.text.count("decode-1 keeps one that no router of this deployment wrote") == (version < 1 << 63)
+    set_k(router, 1)
+    exchange(router, honest, evil)
+    assert (router.desired_state.version, honest.kept.speculation.num_draft_tokens) == (1, 1)
+    assert (evil.kept.speculation.num_draft_tokens == 1) == (version < 1 << 63), "it is given the router's instead"
+
+
+def test_what_a_worker_has_changed_or_another_deployment_wrote_is_nothing(clock):
+    kept = tampered(clock)
+    elsewhere = worker_pb2.DesiredState()
+    elsewhere.CopyFrom(kept)
+    elsewhere.mac = hmac.digest(b"elsewhere", b"", "sha256")
+    for forged in (kept, elsewhere):
+        router, worker = Router(clock), Worker()
+        worker.kept = forged
+        exchange(router, worker)
+        assert router.admission.limit == 64
+        assert worker.kept.incarnation == router.desired_state._incarnation
+
+
+def test_one_that_lies_does_not_hide_what_the_others_keep(clock):
+    old, honest, evil = Router(clock), Worker(), Worker("decode-1", epoch=2)
+    old.admission.limit = 7
+    exchange(old, honest, evil)
+    evil.kept.max_queue_len = 1
+    new = Router(clock)
+    exchange(new, evil)
+    exchange(new, honest, evil)
+    assert new.admission.limit == 7
+    assert evil.kept.max_queue_len == 7
 
 
 @pytest.mark.long
