@@ -372,7 +372,9 @@ class RouterServer:
         )
 
     async def _tick(self) -> None:
-        parts = [self._expire, self.migration.drains.tick, self.desired_state.tick, self.canaries.tick]
+        migration = self.migration
+        parts = [self._expire, migration.drains.tick, migration.in_flight_requests.tick]
+        parts += [self.desired_state.tick, self.canaries.tick]
         if self._admission_queue is not None:
             parts.append(self._admission_queue.look)
         if self._policy.name == PREFIX:

@@ -1,13 +1,16 @@
 """Which requests are at which worker, so that it is known who was there when one died.
 
 It feeds `poison_detector`, and answers for the operators how many streams a worker has. A stream that breaks is no
-death yet: its request counts as present until the worker is heard of again, or is lost.
+death yet: its request counts as present until the worker is heard of again, or is lost. Nor is silence: a worker that
+was not heard for a while, and under which no stream broke, has died only if its name comes back in another incarnation,
+or never. One that comes back in the same incarnation has not died, whatever broke.
 """
 
 import hashlib
 import json
+import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, Protocol
@@ -20,9 +23,10 @@ from baton.router.attempt.poison_detector import Blamed, PoisonDetector, Stay
 from baton.router.placement.canary import CanaryWatch
 from baton.router.placement.drains import Drains
 from baton.router.placement.local_prefill import LocalPrefill
-from baton.router.placement.members import Incarnation, Members
+from baton.router.placement.members import FENCE, Incarnation, Members
 
 DIGEST_BYTES = 12
+log = logging.getLogger(__name__)
 
 
 def fingerprint(request: GenerationRequest) -> str:
@@ -56,8 +60,21 @@ class _Visit:
     end_s: float | None = None  # of one that did not leave in order
 
 
+@dataclass(frozen=True, slots=True)
+class _Silence:
+    """A worker that was given up because it was not heard of.
+
+    Attributes:
+        present: whose streams were whole until then.
+        counted: requests whose streams had broken there, and of which it counts as a death until it comes back.
+    """
+
+    present: tuple[Stay, ...]
+    counted: frozenset[str]
+
+
 class InFlightRequests:
-    """Visits by incarnation and attempt."""
+    """Visits by incarnation and attempt. Call `tick` several times a second."""
 
     def __init__(
         self, members: Members, poison_detector: PoisonDetector, clock: Clock, on_blamed: Callable[[Blamed], None]
@@ -68,6 +85,7 @@ class InFlightRequests:
         self._on_blamed = on_blamed
         self._visits: dict[Incarnation, dict[AttemptKey, _Visit]] = {}
         self._broken: dict[Incarnation, float] = {}  # when a stream broke there last
+        self._silences: dict[Incarnation, _Silence] = {}
 
     def enter(self, incarnation: Incarnation, key: AttemptKey, request: GenerationRequest) -> None:
         """An attempt of a client's request goes to a worker."""
@@ -90,6 +108,32 @@ class InFlightRequests:
             visits[key].end_s = now_s
         else:
             del visits[key]
+
+    def tick(self) -> None:
+        """See what became of workers that were silent."""
+        members = {member.state.worker_id: member for member in self._members.all()} if self._silences else {}
+        for incarnation, silence in list(self._silences.items()):
+            member = members.get(incarnation.worker_id)
+            if member is not None and member.incarnation == incarnation and not member.alive:
+                continue
+            del self._silences[incarnation]
+            if member is not None and member.incarnation == incarnation:
+                for name in self._poison_detector.survived(incarnation.worker_id, silence.counted):
+                    log.warning("request %s is not refused any more: %s has not died", name, incarnation.worker_id)
+            else:
+                self._died(incarnation, silence.present)
+
+    @property
+    def has_silences(self) -> bool:
+        """Whether it is not known of some worker whether it has died."""
+        return bool(self._silences)
+
+    def finished(self, fingerprint: str) -> None:
+        """A request ended well: it has killed no worker, nor one of which that will be known later."""
+        for incarnation, silence in self._silences.items():
+            if any(stay.fingerprint == fingerprint for stay in silence.present):
+                present = tuple(stay for stay in silence.present if stay.fingerprint != fingerprint)
+                self._silences[incarnation] = _Silence(present, silence.counted)
 
     def num_at(self, incarnation: Incarnation) -> int:
         """Attempts at a worker now."""
@@ -119,11 +163,21 @@ class InFlightRequests:
         self._settle(incarnation)
         visits, now_s = self._visits.pop(incarnation, {}), self._clock.now_s()
         self._broken.pop(incarnation, None)
-        stays = [
-            Stay(fingerprint(visit.request), visit.start_s, now_s if visit.end_s is None else visit.end_s)
-            for visit in visits.values()
-        ]
-        for blamed in self._poison_detector.died(incarnation.worker_id, stays, now_s):
+        left: list[Stay] = []
+        present: list[Stay] = []
+        for visit in visits.values():
+            end_s = now_s if visit.end_s is None else visit.end_s
+            stay = Stay(fingerprint(visit.request), visit.start_s, end_s)
+            (present if visit.end_s is None else left).append(stay)
+        if self._members.why_lost(incarnation) == FENCE:
+            counted = frozenset(stay.fingerprint for stay in left)
+            self._silences[incarnation] = _Silence(tuple(present), counted)
+        else:
+            left += present
+        self._died(incarnation, left)
+
+    def _died(self, incarnation: Incarnation, stays: Sequence[Stay]) -> None:
+        for blamed in self._poison_detector.died(incarnation.worker_id, stays, self._clock.now_s()):
             self._on_blamed(blamed)
 
 

@@ -144,8 +144,10 @@ class Migration:
 
     def finished(self, request: GenerationRequest) -> None:
         """A request ended well."""
-        if len(self.poison_detector):
-            self.poison_detector.finished(fingerprint(request))
+        if len(self.poison_detector) or self.in_flight_requests.has_silences:
+            name = fingerprint(request)
+            self.poison_detector.finished(name)
+            self.in_flight_requests.finished(name)
 
     def migrated(self, cause: Cause) -> None:
         """An answer moves to other workers."""

@@ -50,7 +50,8 @@ class Blamed:
 @dataclass(slots=True)
 class _Record:
     workers: tuple[str, ...]
-    end_s: float  # of the last stay that counted
+    start_s: float  # of the first stay that counted
+    end_s: float  # of the last one
     seen_s: float
     suspects: frozenset[str]  # who was at each of these deaths
 
@@ -87,14 +88,17 @@ class PoisonDetector:
         for name, own in by_name.items():
             record = self._records.get(name)
             if record is None:
-                ends_s = max(stay.end_s for stay in own)
-                self._records[name] = _Record((worker_id,), ends_s, now_s, present)
+                start_s, end_s = min(stay.start_s for stay in own), max(stay.end_s for stay in own)
+                self._records[name] = _Record((worker_id,), start_s, end_s, now_s, present)
                 continue
-            later = [stay.end_s for stay in own if stay.start_s >= record.end_s]
-            if worker_id in record.workers or not later:
+            # A death may be known only after a later one: then it is the earlier stay that counts.
+            apart = [stay for stay in own if stay.start_s >= record.end_s or stay.end_s <= record.start_s]
+            if worker_id in record.workers or not apart:
                 continue
             record.workers += (worker_id,)
-            record.end_s, record.seen_s = max(later), now_s
+            record.start_s = min(record.start_s, *(stay.start_s for stay in apart))
+            record.end_s = max(record.end_s, *(stay.end_s for stay in apart))
+            record.seen_s = now_s
             if id(record.suspects) not in shared:
                 shared[id(record.suspects)] = record.suspects & present
             record.suspects = shared[id(record.suspects)]
@@ -102,6 +106,21 @@ class PoisonDetector:
         while len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)
         return self._blame(by_name, now_s)
+
+    def survived(self, worker_id: str, fingerprints: Iterable[str]) -> list[str]:
+        """A worker has not died after all: what its death said of these requests is forgotten.
+
+        Returns those that were refused for it, and are not any more.
+        """
+        pardoned = []
+        for name in fingerprints:
+            record, blamed = self._records.get(name), self._blamed.get(name)
+            if record is not None and worker_id in record.workers:
+                del self._records[name]
+            if blamed is not None and worker_id in blamed.workers:
+                del self._blamed[name]
+                pardoned.append(name)
+        return pardoned
 
     def finished(self, fingerprint: str) -> None:
         """A request ended well: it kills no worker."""

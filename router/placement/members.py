@@ -27,6 +27,7 @@ MAX_WORKERS: Final = 4096
 MAX_RETIRED_EPOCHS: Final = 64
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
+FENCE: Final = "fence"  # why an incarnation was lost, if nothing but its silence says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Members:
             member.heartbeat_s = min(member.heartbeat_s + stalled_s, now_s)
             age_s = now_s - member.heartbeat_s
             if member.alive and age_s >= self._alive_s:
-                self._lose(member, "fence")
+                self._lose(member, FENCE)
                 lost.append(member.incarnation)
             elif age_s >= (FORGET_ENDED_S if not member.alive and member.incarnation in ended else FORGET_S):
                 del self._members[worker_id]

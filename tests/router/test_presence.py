@@ -18,7 +18,7 @@ from baton.router.attempt.in_flight_requests import (
 )
 from baton.router.attempt.poison_detector import PoisonDetector
 from baton.router.placement.drains import Drains
-from baton.router.placement.members import Incarnation, Members
+from baton.router.placement.members import FORGET_S, Incarnation, Members
 from baton.router.placement.policy import Pair
 from baton.router.placement.refusals import Outcasts, fits
 
@@ -62,6 +62,13 @@ class World:
             self.beat()
             self.members.expire()
             self.drains.tick()
+            self.in_flight_requests.tick()
+
+    def restart(self, name):
+        """Another process has the name."""
+        self.silent.discard(name)
+        self.epochs[name] += 1
+        self.pass_s(0.2)
 
     def incarnation(self, name):
         return Incarnation(name, self.epochs[name])
@@ -97,8 +104,68 @@ def test_a_request_that_was_alone_at_two_deaths_is_blamed(world):
     world.pass_s(0.2)
     world.epochs["d1"] = 2
     world.beat()
+    assert world.blamed == [], "d0 was only silent until now"
+    world.restart("d0")
     assert [one.fingerprint for one in world.blamed] == [name]
+    assert world.blamed[0].workers == ("d1", "d0"), "as they became known"
     assert len(lost) == 1, "it had left"
+
+
+def silence(world, name, visitor, attempt):
+    """An attempt goes to a worker that is not heard of then, though no stream breaks; returns its end."""
+    leave = enter(world, visitor, name, attempt)
+    world.silent.add(name)
+    world.pass_s(2.0)
+    return leave
+
+
+def test_silence_is_no_death_of_one_that_comes_back_as_it_was(world):
+    visitor, _ = world.visitor(1)
+    for attempt, name in enumerate(("d0", "d1", "d2")):
+        silence(world, name, visitor, attempt)
+        world.silent.clear()
+        world.pass_s(1.0)
+    assert (world.blamed, len(world.poison_detector)) == ([], 0)
+    assert not world.in_flight_requests.has_silences
+
+
+def test_silence_is_a_death_of_one_that_does_not_come_back(world):
+    visitor, name = world.visitor(1)
+    for attempt, worker in enumerate(("d0", "d1")):
+        silence(world, worker, visitor, attempt)
+    assert len(world.poison_detector) == 0
+    world.pass_s(FORGET_S)
+    assert [one.fingerprint for one in world.blamed] == [name]
+
+
+def test_silence_after_a_stream_broke_is_a_death_until_it_is_heard_of(world, caplog):
+    """A process that is gone breaks its streams; that another one takes its place may be minutes later."""
+    visitor, name = world.visitor(1)
+    for attempt, worker in enumerate(("d0", "d1")):
+        enter(world, visitor, worker, attempt)(Leaving.BROKEN)
+        world.silent.add(worker)
+        world.pass_s(2.0)
+    assert [one.fingerprint for one in world.blamed] == [name]
+    assert world.poison_detector.find(name, world.clock.now_s())
+    world.silent.remove("d1")
+    world.pass_s(0.2)
+    assert world.poison_detector.find(name, world.clock.now_s()) is None, "d1 lives"
+    assert "is not refused any more: d1 has not died" in caplog.text
+    world.restart("d0")
+    assert len(world.poison_detector) == 0
+
+
+def test_who_has_ended_well_meanwhile_was_not_at_the_death(world):
+    visitor, name = world.visitor(1)
+    other, other_name = world.visitor(2)
+    silence(world, "d0", other, 2)
+    silence(world, "d1", visitor, 1)
+    world.in_flight_requests.finished(name)
+    world.restart("d1")
+    assert len(world.poison_detector) == 0
+    world.in_flight_requests.finished(name)
+    world.restart("d0")
+    assert other_name in world.poison_detector._records
 
 
 def test_a_stream_that_breaks_at_a_worker_that_lives_on_is_no_death(world):
