@@ -40,13 +40,24 @@ class Incarnation:
 
 @dataclass(slots=True)
 class Member:
-    """The last that was heard of a worker."""
+    """The last that was heard of a worker.
+
+    Attributes:
+        state: its last report.
+        heartbeat_s: when that came.
+        lease_s: from when its silence counts: that moment, moved by how long the router itself stood still.
+        alive: whether it counts as alive.
+        num_epochs: incarnations that were heard of.
+        lost_by: "death" or "fence", if not alive.
+        retired_epochs: of incarnations that were replaced.
+    """
 
     state: worker_pb2.WorkerState
     heartbeat_s: float
+    lease_s: float
     alive: bool = True
     num_epochs: int = 1
-    lost_by: str = ""  # "death" or "fence", if not alive
+    lost_by: str = ""
     retired_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))
 
     @property
@@ -84,7 +95,7 @@ class Members:
         if member is None:
             if len(self._members) >= MAX_WORKERS:
                 raise Overloaded(f"the router knows {MAX_WORKERS} workers, no more", limit=MAX_WORKERS)
-            self._members[state.worker_id] = Member(state, now_s)
+            self._members[state.worker_id] = Member(state, now_s, now_s)
             self._live.clear()
             return False
         if state.epoch in member.retired_epochs:
@@ -98,7 +109,7 @@ class Members:
             member.num_epochs += 1
         if not known or state.role != member.state.role:
             self._live.clear()
-        member.state, member.heartbeat_s, member.alive = state, now_s, True
+        member.state, member.heartbeat_s, member.lease_s, member.alive = state, now_s, now_s, True
         return known
 
     def expire(self, ended: Set[Incarnation] = frozenset()) -> list[Incarnation]:
@@ -114,8 +125,8 @@ class Members:
         self._expired_s = now_s
         lost = []
         for worker_id, member in tuple(self._members.items()):
-            member.heartbeat_s = min(member.heartbeat_s + stalled_s, now_s)
-            age_s = now_s - member.heartbeat_s
+            member.lease_s = min(member.lease_s + stalled_s, now_s)
+            age_s = now_s - member.lease_s
             if member.alive and age_s >= self._alive_s:
                 self._lose(member, FENCE)
                 lost.append(member.incarnation)
@@ -148,7 +159,7 @@ class Members:
         )
 
     def heard_since(self, incarnation: Incarnation, moment_s: float) -> bool:
-        """Whether this incarnation has reported after a moment, whatever became of it then."""
+        """Whether this incarnation has really reported after a moment, whatever became of it then."""
         member = self._members.get(incarnation.worker_id)
         return member is not None and member.incarnation == incarnation and member.heartbeat_s > moment_s
 
@@ -170,8 +181,8 @@ class Members:
         return bool(self.live(PREFILL)) and bool(self.live(DECODE))
 
     def heartbeat_age_s(self, member: Member) -> float:
-        """Seconds since a worker was last heard."""
-        return max(0.0, self._clock.now_s() - member.heartbeat_s)
+        """Seconds since a worker was last heard, but for those in which the router stood still."""
+        return max(0.0, self._clock.now_s() - member.lease_s)
 
     def _lose(self, member: Member, why: str) -> None:
         if member.alive:

@@ -9,6 +9,7 @@ from baton.router.admission.admission import Admission
 from baton.router.attempt.continuation import TokenOrder
 from baton.router.placement.members import ALIVE_S, FORGET_S, MAX_GAP_S, MAX_WORKERS, Incarnation, Members
 from baton.router.placement.policy import RoundRobin
+from baton.router.placement.refusals import Outcasts
 
 pytestmark = pytest.mark.fast
 
@@ -73,6 +74,24 @@ def test_the_routers_own_stall_is_no_silence_of_workers(members, clock):
     assert wait(members, clock, ALIVE_S - 1.0 - MAX_GAP_S + 0.01) == [Incarnation("p", 1)]
     assert wait(members, clock, MAX_GAP_S) == []
     assert wait(members, clock, ALIVE_S) == [Incarnation("d", 1)]
+
+
+def test_what_a_stall_forgives_was_not_heard(members, clock):
+    members.heartbeat(state("p"))
+    members.heartbeat(state("d", role="decode"))
+    incarnation, broke_s = Incarnation("p", 1), clock.now_s()
+    clock.advance(2.0)
+    members.heartbeat(state("d", role="decode"))
+    members.expire()
+    assert members.live("prefill"), "nothing could be heard"
+    assert not members.heard_since(incarnation, broke_s)
+    assert members.heard_since(Incarnation("d", 1), broke_s)
+    outcasts = Outcasts()
+    outcasts.lost[incarnation] = broke_s
+    assert outcasts.heard(members.all()) == members.live("decode")
+    members.heartbeat(state("p"))
+    assert members.heard_since(incarnation, broke_s)
+    assert outcasts.heard(members.all()) == members.all()
 
 
 def test_a_router_that_is_always_late_still_notices(members, clock):
