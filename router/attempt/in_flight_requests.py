@@ -30,12 +30,15 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint(request: GenerationRequest) -> str:
-    """Hex digits that name a client's request; the same for each of its answers."""
+    """Hex digits that name a client's request; the same for each of its answers, and another one for each tenant.
+
+    Or a tenant could have another's requests refused, and learn of them.
+    """
     values = request.sampling.as_data()
     for name in ("seed", "prompt_logprobs"):  # the second differs between the answers of one request
         del values[name]
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    digest.update(json.dumps([values, request.num_draft_tokens], sort_keys=True).encode())
+    digest.update(json.dumps([request.tenant, values, request.num_draft_tokens], sort_keys=True).encode())
     digest.update(array("Q", request.prompt_token_ids).tobytes())
     return digest.hexdigest()
 

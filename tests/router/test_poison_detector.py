@@ -1,16 +1,22 @@
 """Who is blamed for deaths: who was at several, came to each after the one before, and alone shares that record."""
 
+import dataclasses
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.core.clock import VirtualClock
+from baton.core.errors import RequestQuarantined
 from baton.core.requests.request import AttemptKey, GenerationRequest
 from baton.core.requests.sampling import GrammarSpec, SamplingParams
 from baton.router.attempt import poison_detector as module
 from baton.router.attempt.in_flight_requests import fingerprint
+from baton.router.attempt.migration import Migration, MigrationConfig
 from baton.router.attempt.poison_detector import PoisonDetector, Stay
+from baton.router.metrics import RouterMetrics
+from baton.router.placement.members import Members
 
 pytestmark = pytest.mark.fast
 
@@ -159,5 +165,22 @@ def test_a_fingerprint_is_of_the_prompt_and_the_parameters():
         request_of(stop=("x",)),
         request_of(n=2),
         request_of(grammar=GrammarSpec("regex", "a")),
+        dataclasses.replace(request_of(), tenant="t"),
+        dataclasses.replace(request_of(), tenant="u"),
     ]
     assert len({plain, *map(fingerprint, different)}) == 1 + len(different)
+
+
+def test_each_tenant_is_refused_for_its_own_requests_alone():
+    clock = VirtualClock()
+    migration = Migration(MigrationConfig(), Members(clock), clock, RouterMetrics())
+    one, other = (dataclasses.replace(request_of(), tenant=tenant) for tenant in ("t", "u"))
+    died(migration.poison_detector, "d0", [fingerprint(one)], 10)
+    assert died(migration.poison_detector, "d1", [fingerprint(one)], 20) == [fingerprint(one)]
+    with pytest.raises(RequestQuarantined):
+        migration.admit(one)
+    migration.admit(other)
+    died(migration.poison_detector, "d0", [fingerprint(other)], 30)
+    assert died(migration.poison_detector, "d1", [fingerprint(other)], 40) == [fingerprint(other)]
+    with pytest.raises(RequestQuarantined):
+        migration.admit(other)
