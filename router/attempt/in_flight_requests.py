@@ -60,7 +60,6 @@ class Leaving(Enum):
 class _Visit:
     request: GenerationRequest
     start_s: float
-    end_s: float | None = None  # of one that did not leave in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,7 @@ class InFlightRequests:
         self._clock = clock
         self._on_blamed = on_blamed
         self._visits: dict[Incarnation, dict[AttemptKey, _Visit]] = {}
+        self._left: dict[Incarnation, list[Stay]] = {}  # not in order; a request itself is not kept for that
         self._broken: dict[Incarnation, float] = {}  # when a stream broke there last
         self._silences: dict[Incarnation, _Silence] = {}
 
@@ -103,17 +103,17 @@ class InFlightRequests:
         visits = self._visits.get(incarnation)
         if visits is None or key not in visits:
             return
-        now_s = self._clock.now_s()
+        visit, now_s = visits.pop(key), self._clock.now_s()
         if how in (Leaving.BROKEN, Leaving.TURNED_AWAY):
             self._broken[incarnation] = now_s
         if how in (Leaving.BROKEN, Leaving.DOUBTED):
-            self._settle(incarnation)
-            visits[key].end_s = now_s
-        else:
-            del visits[key]
+            stay = Stay(fingerprint(visit.request), visit.start_s, now_s)
+            self._left.setdefault(incarnation, []).append(stay)
 
     def tick(self) -> None:
-        """See what became of workers that were silent."""
+        """See what became of workers that were silent, or under which attempts broke off."""
+        for incarnation in list(self._left):
+            self._settle(incarnation)
         members = {member.state.worker_id: member for member in self._members.all()} if self._silences else {}
         for incarnation, silence in list(self._silences.items()):
             member = members.get(incarnation.worker_id)
@@ -140,7 +140,7 @@ class InFlightRequests:
 
     def num_at(self, incarnation: Incarnation) -> int:
         """Attempts at a worker now."""
-        return sum(visit.end_s is None for visit in self._visits.get(incarnation, {}).values())
+        return len(self._visits.get(incarnation, {}))
 
     def is_unsettled(self, incarnation: Incarnation) -> bool:
         """Whether a connection broke there and it is not known yet whether the worker died."""
@@ -155,23 +155,21 @@ class InFlightRequests:
 
     def _settle(self, incarnation: Incarnation) -> None:
         """Forget who did not leave in order, where the worker lives on."""
-        visits, now_s = self._visits.get(incarnation, {}), self._clock.now_s()
-        for key, visit in list(visits.items()):
-            if visit.end_s is None:
-                continue
-            if self._members.heard_since(incarnation, visit.end_s + HEARD_S) or visit.end_s + BROKEN_S < now_s:
-                del visits[key]
+        heard_since, now_s = self._members.heard_since, self._clock.now_s()
+        stays = [
+            stay
+            for stay in self._left.pop(incarnation, ())
+            if not heard_since(incarnation, stay.end_s + HEARD_S) and now_s <= stay.end_s + BROKEN_S
+        ]
+        if stays:
+            self._left[incarnation] = stays
 
     def _lost(self, incarnation: Incarnation) -> None:
         self._settle(incarnation)
         visits, now_s = self._visits.pop(incarnation, {}), self._clock.now_s()
+        left = self._left.pop(incarnation, [])
         self._broken.pop(incarnation, None)
-        left: list[Stay] = []
-        present: list[Stay] = []
-        for visit in visits.values():
-            end_s = now_s if visit.end_s is None else visit.end_s
-            stay = Stay(fingerprint(visit.request), visit.start_s, end_s)
-            (present if visit.end_s is None else left).append(stay)
+        present = [Stay(fingerprint(visit.request), visit.start_s, now_s) for visit in visits.values()]
         if self._members.why_lost(incarnation) == FENCE:
             counted = frozenset(stay.fingerprint for stay in left)
             self._silences[incarnation] = _Silence(tuple(present), counted)

@@ -1,5 +1,9 @@
 """Who is where, who died and who was there; workers that are emptied; workers that failed one request."""
 
+import dataclasses
+import gc
+import weakref
+
 import pytest
 
 from baton.core.clock import VirtualClock
@@ -202,6 +206,33 @@ def test_who_failed_to_hand_over_was_there_if_the_worker_died_but_it_is_not_in_d
     world.epochs["d1"] = 2
     world.beat()
     assert world.blamed == [], "d1 was heard of since"
+
+
+class Watched(GenerationRequest):
+    """One that tells when it is gone."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_nothing_is_kept_of_who_failed_to_hand_over_to_a_worker_that_lives(world):
+    requests = []
+    for at in range(20):
+        plain = world.visitor(at)[0]._request
+        asked = Watched(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
+        requests.append(weakref.ref(asked))
+        key = AttemptKey("r", at)
+        world.in_flight_requests.enter(world.incarnation("d0"), key, asked)
+        world.in_flight_requests.leave(world.incarnation("d0"), key, Leaving.DOUBTED)
+        del asked
+    gc.collect()
+    assert not any(one() for one in requests), "their prompts may be long"
+    assert world.in_flight_requests._left
+    world.pass_s(HEARD_S + 0.2)
+    assert not world.in_flight_requests._left
+    enter(world, world.visitor(1)[0], "d0", 1)(Leaving.DOUBTED)
+    world.silent.add("d0")
+    world.pass_s(1.0)
+    assert world.in_flight_requests._left, "it may have died"
 
 
 def test_what_broke_long_ago_is_settled_even_where_nothing_is_heard(world):
