@@ -81,9 +81,9 @@ class ConnectionLimits:
 
     Attributes:
         max_connections: of all clients together.
-        max_header_bytes: of one request's first line and headers.
+        max_header_bytes: of one request's first line and headers; of what is around its body; of trailers behind it.
         head_timeout_s: from the first byte of a request, or the beginning of a connection, to the end of its headers.
-        linger_s: for which a client may go on sending what is dropped, behind the last reply.
+        linger_s: for which a client may go on sending what is dropped, behind the reply to it.
     """
 
     max_connections: int
@@ -188,6 +188,7 @@ class Connection(HttpToolsProtocol):
         self._has_ended_message = False
         self._is_refused = False  # what comes is dropped
         self._num_head_bytes = 0
+        self._num_bytes_without_body = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -204,8 +205,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
         self._stop_timer()
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
+        self._stop_lingering()
         self._all.drop(self)
         super().connection_lost(exc)
 
@@ -223,14 +223,23 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def data_received(self, data: bytes) -> None:
-        """Count what comes before a request's headers are whole."""
+        """Count what comes before a request's headers are whole, and what is no body behind them.
+
+        The parser keeps what it has of a trailer, so one without an end would take memory, and time for each copy.
+        """
         if self._is_refused:
             return
         if self._is_in_head:
             self._start_timer()
         self._has_ended_message = False
+        self._num_bytes_without_body += len(data)
         self._parse(data)
-        if not self._is_in_head or self._is_refused or self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
+            return
+        if not self._is_in_head:
+            if self._num_bytes_without_body > self._limits.max_header_bytes:
+                self._all.note("header_bytes")
+                self.end()
             return
         # A message that ended in these bytes leaves it open how many are the next one's: none are counted.
         self._num_head_bytes = 0 if self._has_ended_message else self._num_head_bytes + len(data)
@@ -262,6 +271,7 @@ class Connection(HttpToolsProtocol):
         if self._is_refused:
             return
         self._is_in_head = False
+        self._num_bytes_without_body = 0
         self._stop_timer()
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self._limits.max_header_bytes:
@@ -270,8 +280,14 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = _Transport(self)  # type: ignore[assignment]
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; a trailer is dropped."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
     def on_body(self, body: bytes) -> None:
         """More of a body."""
+        self._num_bytes_without_body = 0
         if not self._is_refused:
             super().on_body(body)
 
@@ -280,13 +296,16 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = self._has_ended_message = True
         self._num_head_bytes = 0
         if not self._is_refused:
+            self._stop_lingering()
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The reply is whole."""
+        """The reply is whole; its request need not be, and has `linger_s` for what is dropped of it."""
         if self._is_refused:
             return
         super().on_response_complete()
+        if not self._is_in_head and not self._is_replying and not self.transport.is_closing():
+            self._linger_timer = self.loop.call_later(self._limits.linger_s, self._on_unfinished)
         if not self.pipeline and not self.transport.is_closing():
             self._all.set_idle(self, is_idle=True)
 
@@ -322,7 +341,18 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._all.set_idle(self, is_idle=True)
+        self._stop_lingering()
         self._linger_timer = self.loop.call_later(self._limits.linger_s, self.transport.close)
+
+    def _stop_lingering(self) -> None:
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+
+    def _on_unfinished(self) -> None:
+        self._linger_timer = None
+        self._all.note("slow_body")
+        self.end()
 
     @property
     def _is_replying(self) -> bool:

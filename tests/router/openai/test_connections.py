@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -186,6 +186,61 @@ async def test_one_that_goes_on_sending_behind_its_reply_makes_room_and_is_close
         async with asyncio.timeout(20):
             while connections._open:
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("begin", [b"0\r\nX: ", b"0\r\n" + b"X: y\r\n" * 100, b"ff;"])
+async def test_what_is_around_a_body_has_the_limit_of_headers(begin):
+    async with listening(early, max_header_bytes=4000) as (dial, connections):
+        reader, writer = await dial(b"GET / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + begin)
+        assert await status_of(reader) == 413
+        writer.write((b"X: y\r\n" if begin.endswith(b"\r\n") else b"aaaaaa") * 1000)
+        with suppress(ConnectionError):
+            assert await ended(reader) == b""
+        async with asyncio.timeout(20):
+            while connections._open:
+                await asyncio.sleep(0.01)
+        assert connections._closed.labels("header_bytes")._value.get() == 1
+
+
+async def test_trailers_within_the_limit_are_dropped_and_the_connection_goes_on():
+    seen = []
+
+    async def names(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        seen.append([name for name, _ in scope["headers"]])
+        await early(scope, receive, send)
+
+    chunked = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx: y\r\n\r\n"
+    async with listening(names, max_header_bytes=4000) as (dial, _):
+        reader, writer = await dial()
+        for _ in range(2):
+            for at in range(len(chunked)):
+                writer.write(chunked[at : at + 1])
+                await writer.drain()
+            assert await status_of(reader) == 413
+        assert seen == [[b"transfer-encoding"]] * 2
+
+
+@pytest.mark.long
+async def test_a_message_without_an_end_is_closed_in_time_behind_its_reply():
+    head = b"GET / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with listening(early) as (dial, connections):
+        reader, writer = await dial(head)
+        assert await status_of(reader) == 413
+        [open_one] = connections._open
+        assert open_one._linger_timer is not None
+        writer.write(b"0\r\n\r\n")
+        async with asyncio.timeout(20):
+            while open_one._linger_timer is not None:  # it ended in time
+                await asyncio.sleep(0.01)
+        writer.write(head)
+        assert await status_of(reader) == 413
+    async with listening(early, linger_s=0.1) as (dial, connections):
+        reader, _ = await dial(head)
+        assert await status_of(reader) == 413
+        assert await ended(reader) == b""
+        assert connections._closed.labels("slow_body")._value.get() == 1
 
 
 async def test_what_is_no_http_is_said_in_json_and_logged_no_more_often_than_every_few_seconds(caplog):
