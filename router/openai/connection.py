@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as MetricCounter
 from starlette.types import ASGIApp, Receive, Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.core.errors import BatonError, Overloaded
 from baton.proto.roles import roles_in
@@ -70,6 +71,7 @@ MAX_HEADER_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
 LINGER_S: Final = 30.0  # as long as a body may take to come
 SAY_EVERY_S: Final = 10.0
+WAITING_BYTES: Final = 1024  # that a request takes which waits, beside its own
 PLACE: Final = "baton.connection"  # in a scope
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,8 @@ class ConnectionLimits:
 
     Attributes:
         max_connections: of all clients together.
-        max_header_bytes: of one request's first line and headers; of what is around its body; of trailers behind it.
+        max_header_bytes: of one request's first line and headers; of what is around its body; of trailers behind it;
+            of all requests that wait for the reply to an earlier one.
         head_timeout_s: from the first byte of a request, or the beginning of a connection, to the end of its headers.
         linger_s: for which a client may go on sending what is dropped, behind the reply to it.
     """
@@ -174,6 +177,10 @@ class Connections:
 class Connection(HttpToolsProtocol):
     """Uvicorn's, within limits.
 
+    It goes on reading while requests wait for the reply to an earlier one, or the end of the connection would not be
+    seen, and what nobody waits for would be generated. Those beyond the limit are dropped, and the connection closes
+    behind the reply that is under way: a client may send them again.
+
     Args:
         connections: all that are open.
         **given: what uvicorn gives.
@@ -189,6 +196,8 @@ class Connection(HttpToolsProtocol):
         self._is_refused = False  # what comes is dropped
         self._num_head_bytes = 0
         self._num_bytes_without_body = 0
+        self._answered: RequestResponseCycle | None = None
+        self._waiting: deque[int] = deque()  # bytes of each request of `pipeline`
         self._linger_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -203,9 +212,12 @@ class Connection(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
+        """It has ended; uvicorn tells it to the newest request, which need not be the one that is answered."""
         self._stop_timer()
         self._stop_lingering()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         self._all.drop(self)
         super().connection_lost(exc)
 
@@ -217,7 +229,7 @@ class Connection(HttpToolsProtocol):
 
     def close(self) -> None:
         """Close it behind a reply, when the client has sent all of what is replied to or `linger_s` have passed."""
-        if self._is_in_head:
+        if self._is_in_head and not self._is_refused:
             self.transport.close()
         else:
             self._linger()
@@ -279,6 +291,10 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self.cycle.transport = _Transport(self)  # type: ignore[assignment]
+        if self.pipeline:
+            self.flow.resume_reading()
+            self._waiting.appendleft(WAITING_BYTES + num_bytes)
+            self._drop_if_too_much()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; a trailer is dropped."""
@@ -288,6 +304,9 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """More of a body."""
         self._num_bytes_without_body = 0
+        if self._waiting and not self._is_refused:
+            self._waiting[0] += len(body)
+            self._drop_if_too_much()
         if not self._is_refused:
             super().on_body(body)
 
@@ -308,6 +327,23 @@ class Connection(HttpToolsProtocol):
             self._linger_timer = self.loop.call_later(self._limits.linger_s, self._on_unfinished)
         if not self.pipeline and not self.transport.is_closing():
             self._all.set_idle(self, is_idle=True)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        while len(self._waiting) > len(self.pipeline):
+            self._waiting.pop()
+        super()._start_asgi_task(cycle, app)
+
+    def _drop_if_too_much(self) -> None:
+        if sum(self._waiting) <= self._limits.max_header_bytes:
+            return
+        assert self._answered is not None  # what the others wait for
+        self._all.note("waiting_bytes")
+        self._is_refused = True
+        self._waiting.clear()
+        self.pipeline.clear()
+        self.cycle = self._answered
+        self.cycle.keep_alive = False
 
     @property
     def roles(self) -> frozenset[str]:

@@ -243,6 +243,81 @@ async def test_a_message_without_an_end_is_closed_in_time_behind_its_reply():
         assert connections._closed.labels("slow_body")._value.get() == 1
 
 
+class Generating:
+    """Replies to `/long` when it is told to, and knows whether its client went away before."""
+
+    def __init__(self):
+        self.is_told = asyncio.Event()
+        self.is_gone = asyncio.Event()
+        self.has_begun = asyncio.Event()
+        self.paths = []
+
+    async def __call__(self, scope, receive, send):
+        self.paths.append(scope["path"])
+        if scope["path"] != "/long":
+            await app(scope, receive, send)
+            return
+        while (await receive()).get("more_body"):
+            pass
+        await connection.until_disconnect(receive, self._reply(send))
+        self.is_gone.set()
+
+    async def _reply(self, send):
+        self.has_begun.set()
+        await self.is_told.wait()
+        await early(None, None, send)
+
+
+BEHIND = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n",
+    b"GET / HTTP/1.1\r\n\r\n" * 40,
+    b"POST / HTTP/1.1\r\ncontent-length: 900000\r\n\r\n" + b"a" * 800_000,
+]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("behind", BEHIND, ids=["one", "unfinished", "many", "long"])
+async def test_the_end_is_seen_while_requests_wait_for_an_earlier_one(behind, is_late):
+    serves = Generating()
+    async with listening(serves, max_header_bytes=16000) as (dial, connections):
+        _, writer = await dial(b"GET /long HTTP/1.1\r\n\r\n" + (b"" if is_late else behind))
+        async with asyncio.timeout(20):
+            await serves.has_begun.wait()
+            writer.write(behind if is_late else b"")
+            await writer.drain()
+            writer.close()
+            await serves.is_gone.wait()
+        assert serves.paths == ["/long"] and not connections._open
+
+
+async def test_what_waits_has_a_limit_and_the_reply_under_way_is_whole():
+    serves = Generating()
+    async with listening(serves, max_header_bytes=16000) as (dial, connections):
+        for behind, num in ((BEHIND[0] * 5, 5), (BEHIND[2], 0), (BEHIND[3], 0)):
+            serves.is_told.clear()
+            reader, writer = await dial(b"GET /long HTTP/1.1\r\n\r\n" + behind)
+            async with asyncio.timeout(20):
+                await writer.drain()
+            serves.is_told.set()
+            assert await status_of(reader) == 413
+            for _ in range(num):
+                assert await status_of(reader) == 200
+            if not num:
+                assert await ended(reader) == b""
+        assert connections._closed.labels("waiting_bytes")._value.get() == 2
+
+
+async def test_any_number_of_requests_may_wait_one_after_the_other():
+    async with listening(Generating(), max_header_bytes=16000) as (dial, connections):
+        reader, writer = await dial()
+        for _ in range(60):
+            writer.write(BEHIND[0] * 3)
+            for _ in range(3):
+                assert await status_of(reader) == 200
+        assert connections._closed.labels("waiting_bytes")._value.get() == 0
+
+
 async def test_what_is_no_http_is_said_in_json_and_logged_no_more_often_than_every_few_seconds(caplog):
     async with listening() as (dial, connections):
         for data in (
