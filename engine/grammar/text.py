@@ -153,7 +153,7 @@ class _Writer:
     def _add_calls(self) -> None:
         structure = self._structure
         mark = self._mark(structure.form.marks[0])
-        tools = [self._tool(at, tool) for at, tool in enumerate(structure.tools)]
+        tools = [self._tool(at, _of_object(tool)) for at, tool in enumerate(structure.tools)]
         match structure.form:
             case CallForm.LLAMA3_JSON:
                 tag = f"{mark}? " if structure.form.marks[0] in structure.tokens else ""
@@ -301,6 +301,21 @@ class _Writer:
         written = self._part_text(kind, text)
         name = self._names.setdefault(written, f"part{len(self._names)}")
         return f"@{name}"
+
+
+def _of_object(tool: CallableTool) -> CallableTool:
+    """The tool with arguments that are an object, as in any form of a call: its schema need not say so.
+
+    Raises:
+        ValueError: the schema says that they are none.
+    """
+    if tool.parameters is None or tool.parameters is False:
+        return tool
+    schema: Mapping[str, Any] = {} if tool.parameters is True else tool.parameters
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ValueError(f"tool {tool.name}: parameters are of type {kinds!r}, and a call's arguments are an object")
+    return CallableTool(tool.name, {**schema, "type": "object"})
 
 
 def _can_be_tagged(parameters: Mapping[str, Any]) -> bool:

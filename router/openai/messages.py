@@ -418,9 +418,10 @@ def _thinking(text: str) -> Data:
 
 
 def _tool_use(id_: str, function: Data) -> Data:
-    """A call whose arguments the answer's end has cut is shown with none."""
+    """A call whose arguments the answer's end has cut, or that are no object, is shown with none."""
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        found = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
-        arguments = {}
+        found = None
+    arguments = found if isinstance(found, dict) else {}
     return {"type": "tool_use", "id": id_, "name": function["name"], "input": arguments}

@@ -334,6 +334,32 @@ def test_a_schema_that_does_not_compile_is_refused(compiler):
         compiler.compile(spec_of(AnswerStructure(calls=Calls.AUTO, tools=tools)))
 
 
+@pytest.mark.parametrize("parameters", [True, {}, {"title": "any"}, {"type": ["object", "null"]}, {"anyOf": [{}]}])
+@pytest.mark.parametrize(
+    ("form", "call", "text"),
+    [
+        (CallForm.HERMES, '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>', None),
+        (CallForm.MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS]%s", None),
+        (CallForm.LLAMA3_JSON, '{"name": "f", "parameters": %s}', None),
+        (CallForm.LLAMA3_JSON, '{"name":"f","parameters":%s}', ("json_schema", '{"const":1}')),
+    ],
+)
+@pytest.mark.long
+def test_arguments_are_an_object_though_the_schema_does_not_say_so(compiler, parameters, form, call, text):
+    calls = Calls.REQUIRED if text is None else Calls.AUTO
+    structure = AnswerStructure(calls=calls, tools=(CallableTool("f", parameters),), form=form, text=text)
+    assert takes(compiler, structure, call % "{}")
+    for other in ("null", "1", "[]", '"a"'):
+        assert not takes(compiler, structure, call % other)
+
+
+@pytest.mark.parametrize("kinds", ["string", ["array", "null"], [], 5])
+def test_arguments_that_are_no_object_are_refused(kinds):
+    structure = AnswerStructure(calls=Calls.REQUIRED, tools=(CallableTool("f", {"type": kinds}),))
+    with pytest.raises(InvalidGrammar, match="are an object"):
+        library_text("structure", structure.to_json())
+
+
 MANY = [f"v{at}" for at in range(2000)]
 UNIQUE = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, 3, 4]}}
 

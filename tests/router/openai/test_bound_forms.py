@@ -445,4 +445,5 @@ def test_references_of_a_schema_hold_beside_a_format():
         ('{"other":1}', False),
     ):
         assert takes("llama", structure, compact(llama_of(("tree", arguments)))) == want, arguments
-    assert takes("llama", structure, compact(llama_of(("anything", "[1]"))))
+    assert takes("llama", structure, compact(llama_of(("anything", '{"a":[1]}'))))
+    assert not takes("llama", structure, compact(llama_of(("anything", "[1]"))))

@@ -176,7 +176,7 @@ async def test_calls_are_blocks(step):
         assert (cut["stop_reason"], cut["content"][0]["input"]) == ("max_tokens", {})
 
 
-@pytest.mark.parametrize("text", ['{"city": ', "[" * 100_000, '{"city": ' + "[" * 100_000])
+@pytest.mark.parametrize("text", ['{"city": ', "[" * 100_000, '{"city": ' + "[" * 100_000, "null", "[1]", '"a"'])
 def test_arguments_that_break_off_are_none(text):
     assert messages._tool_use("a", {"name": "weather", "arguments": text})["input"] == {}
 
