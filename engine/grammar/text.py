@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Final
 
 from baton.core.errors import InvalidGrammar
@@ -399,8 +400,12 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
 }
 
 
-def without_unique_items(schema: Any) -> Any:
-    """A schema of the same values that does without the keyword.
+MAX_EXACT: Final = 1 << 53  # the library reads every number as a float
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+def followed_schema(schema: Any) -> Any:
+    """A schema of the same values that the library follows to the letter.
 
     Raises:
         ValueError: there is none; it says where and why.
@@ -408,7 +413,35 @@ def without_unique_items(schema: Any) -> Any:
     try:
         return _rewritten(schema, schema, "#")
     except (TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"malformed beside {KEYWORD}: {error}") from error
+        raise ValueError(f"malformed: {error}") from error
+
+
+def _require_exact(schema: Mapping[str, Any], path: str) -> None:
+    """Refuse integers that the library would take for others.
+
+    It writes a value with the digits that a float needs, and cuts the bounds of an integer to 64 bits.
+    """
+    for key in ("const", "enum"):
+        for value in _integers(schema.get(key)):
+            if abs(value) > MAX_EXACT and Decimal(repr(float(value))) != value:
+                raise ValueError(f"{path}/{key}: {value} is not exact as a float; let it be a string")
+    is_integer = schema.get("type") in ("integer", ["integer"])
+    for key in _BOUNDS:
+        for value in _integers(schema.get(key)):
+            if abs(value) <= MAX_EXACT:
+                continue
+            read: Any = min(max(int(float(value)), -1 << 63), (1 << 63) - 1)
+            if (read if is_integer else Decimal(repr(float(value)))) != value:
+                raise ValueError(f"{path}/{key}: {value} is not exact as a float; take one that is")
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """Those in a value of JSON."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _integers(one)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
 
 
 def _rewritten(schema: Any, root: Any, path: str, *, are_names: bool = False) -> Any:
@@ -422,6 +455,8 @@ def _rewritten(schema: Any, root: Any, path: str, *, are_names: bool = False) ->
         else _rewritten(value, root, f"{path}/{key}", are_names=key in _NAMED and not are_names)
         for key, value in schema.items()
     }
+    if not are_names:
+        _require_exact(found, path)
     if are_names or KEYWORD not in found:
         return found
     is_unique = found.pop(KEYWORD)
@@ -620,6 +655,6 @@ def _from_gbnf(text: str) -> str:
 
 def _schema_rule(schema: Any, *, is_compact: bool) -> str:
     """A grammar of one rule, the schema's."""
-    keywords = {} if schema is True else without_unique_items(schema)
+    keywords = {} if schema is True else followed_schema(schema)
     options = JSON_OPTIONS | (COMPACT if is_compact else SPACED)
     return f"start: %json {json.dumps(keywords | {LIBRARY_KEY: options})}\n{OPTIONS}"
