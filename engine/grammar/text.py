@@ -435,6 +435,20 @@ def _require_exact(schema: Mapping[str, Any], path: str) -> None:
                 raise ValueError(f"{path}/{key}: {value} is not exact as a float; take one that is")
 
 
+def _require_distinct(schema: Mapping[str, Any], path: str) -> None:
+    """Refuse to count properties that may have the same name: the library would take one twice for two."""
+    least, kinds, required = schema.get("minProperties"), schema.get("type", "object"), schema.get("required")
+    is_open = schema.get("additionalProperties", True) is not False or schema.get("patternProperties")
+    if not isinstance(least, int | float) or not is_open:
+        return
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return
+    num_named = len({one for one in required if isinstance(one, str)}) if isinstance(required, list) else 0
+    if least > num_named + 1:
+        why = f"can be followed up to one more than the required properties, which are {num_named} here"
+        raise ValueError(f"{path}: minProperties {why}; name more of them, or take a smaller number")
+
+
 def _integers(value: Any) -> Iterator[int]:
     """Those in a value of JSON."""
     if isinstance(value, dict | list):
@@ -457,6 +471,7 @@ def _rewritten(schema: Any, root: Any, path: str, *, are_names: bool = False) ->
     }
     if not are_names:
         _require_exact(found, path)
+        _require_distinct(found, path)
     if are_names or KEYWORD not in found:
         return found
     is_unique = found.pop(KEYWORD)

@@ -75,3 +75,40 @@ def test_integers_that_a_float_is_not_are_refused(schema, match):
 def test_names_and_notes_hold_any_integer():
     schema = {"properties": {"const": {"type": "integer", "default": EXACT + 1, "examples": [EXACT + 1]}}}
     assert "default" in library_text("json_schema", json.dumps(schema))
+
+
+OBJECT = {"type": "object", "additionalProperties": {"type": "boolean"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        OBJECT | {"minProperties": 1},
+        OBJECT | {"minProperties": 2, "required": ["a"], "properties": {"a": {"type": "boolean"}}},
+        OBJECT | {"minProperties": 3, "required": ["a", "b"]},
+        OBJECT | {"additionalProperties": False, "patternProperties": {"^[ab]$": {}}, "minProperties": 1},
+    ],
+    ids=json.dumps,
+)
+def test_as_many_properties_as_there_are_names(compiler, schema):
+    validator = jsonschema.Draft202012Validator(schema)
+    for names in ("", "a", "ab", "abb", "abc", "aa", "aab", "aba"):
+        text = ",".join(f'"{name}":true' for name in names).join("{}")
+        if takes(compiler, schema, text):
+            assert validator.is_valid(json.loads(text)), text
+    assert takes(compiler, schema, '{"a":true,"b":true,"c":true}') or "patternProperties" in schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minProperties": 2},
+        OBJECT | {"minProperties": 2},
+        OBJECT | {"minProperties": 3, "required": ["a", "a"]},
+        {"type": ["object", "null"], "patternProperties": {"^a": {}}, "minProperties": 2},
+    ],
+    ids=json.dumps,
+)
+def test_more_properties_than_are_told_apart_are_refused(schema):
+    with pytest.raises(InvalidGrammar, match="#: minProperties can be followed up to"):
+        library_text("json_schema", json.dumps(schema))
