@@ -23,6 +23,9 @@ from baton.router.openai.options import MAX_TOP_LOGPROBS, CommonOptions, Wire
 NEED_CONTENT = ("system", "developer", "user", "tool")  # what other roles mean is the template's business
 
 
+_SURROGATE = "\\ud"  # what half of a character is escaped with
+
+
 class CallArguments(dict[str, Any]):
     """A call's arguments as a template reads them: an object, and JSON text where they are written or joined to text.
 
@@ -233,7 +236,9 @@ def _call_data(call: ToolCall) -> dict[str, Any]:
     text = call.function.arguments or "{}"
     try:
         arguments = json.loads(text)
-    except (ValueError, RecursionError):
+        if _SURROGATE in text.lower():
+            json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # of these, half of a character: written out it would be no text
         arguments = None
     # What a model wrote and what is not quite an object goes back to it as it was.
     given = CallArguments(arguments) if isinstance(arguments, dict) else text

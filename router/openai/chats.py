@@ -538,7 +538,7 @@ def chat_prompt(asked: ChatRequest, forms: Forms, messages: list[dict[str, Any]]
         messages: the conversation.
 
     Raises:
-        InvalidRequest: a message is none, or the template refuses the conversation.
+        InvalidRequest: a message is none, the template refuses the conversation, or what it writes is no Unicode text.
     """
     template = forms.template
     if template is None:
@@ -551,13 +551,19 @@ def chat_prompt(asked: ChatRequest, forms: Forms, messages: list[dict[str, Any]]
         if asked.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
 
-    return template.render(
+    prompt = template.render(
         messages,
         tools,
         add_generation_prompt=asked.add_generation_prompt is not False,
         continue_final_message=asked.continue_final_message is True,
         variables=variables,
     )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        message = f"the chat template wrote a prompt that is not valid UTF-8 at character {error.start}"
+        raise InvalidText(message, field="messages") from error
+    return prompt
 
 
 MAX_CHARS: Final = 16 << 20  # of all prompts: the tools are in each of them, and once in the body

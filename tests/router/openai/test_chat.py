@@ -368,6 +368,19 @@ async def test_earlier_calls_and_their_results_are_shown_to_the_template():
         assert prompt_of(sent_to(running)[0]) == want
 
 
+async def test_half_of_a_character_in_an_earlier_call_stays_escaped():
+    text = r'{"in": "\uD83D", "\udc00": "Rome"}'
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": text}}
+    whole = call | {"function": {"name": "weather", "arguments": r'{"in": "\ud83d\ude00"}'}}
+    async with served() as (running, client):
+        await chat(client, [{"role": "assistant", "content": "", "tool_calls": [call, whole]}])
+        want = f"<assistant>[weather {json.dumps(text)}][weather {json.dumps({'in': '😀'})}]\n<assistant>"
+        assert prompt_of(sent_to(running)[0]).encode() == want.replace(r"\ud83d\ude00", "😀").encode()
+    async with served("{{ messages[0].content[0] and '\ud83d' }}") as (running, client):
+        with pytest.raises(openai.BadRequestError, match="not valid UTF-8 at character 0"):
+            await chat(client, HI)
+
+
 @pytest.mark.long
 async def test_thinking_is_split_off():
     async with served(THINKING) as (running, client):
