@@ -381,6 +381,7 @@ class ChatCall(Call[ChatRequest]):
 
     object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
+    named_call_finishes: ClassVar[bool] = False  # a call is the reason of the end also where the request named it
     default_max_tokens = ALL_THAT_FIT
 
     def __init__(self, asked: ChatRequest, front: Front, understood: Understood, first_index: int = 0) -> None:
@@ -450,7 +451,7 @@ class ChatCall(Call[ChatRequest]):
             self._names,
             reasoning=reasoning if understood.splits_thought else None,
             tools=calls_of(call_form, understood.schemas) if understood.splits_calls else None,
-            calls_finish=not isinstance(asked.tool_choice, NamedToolChoice),
+            calls_finish=self.named_call_finishes or not isinstance(asked.tool_choice, NamedToolChoice),
             make_id=lambda: call_id(call_form),
             shows_special=sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens,
         )

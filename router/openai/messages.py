@@ -239,6 +239,8 @@ class MessagesManner(Manner):
 class MessagesCall(ChatCall):
     """A chat whose answer is one message."""
 
+    named_call_finishes = True
+
     def __init__(self, asked: ChatRequest, front: Front, understood: Understood) -> None:
         super().__init__(asked, front, understood)
         self.id = f"msg_{understood.request_id}"

@@ -176,6 +176,19 @@ async def test_calls_are_blocks(step):
         assert (cut["stop_reason"], cut["content"][0]["input"]) == ("max_tokens", {})
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "weather"}])
+async def test_a_call_is_what_ended_a_message_whoever_chose_it(choice):
+    async with served() as (running, _):
+        ids = TOKENIZER.encode(CALL)
+        running.script.answer = CALL
+        running.script.events = [finished(decode_tokens(1, ids[1:]), len(ids) - 1, reason="stop")]
+        more = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 300}
+        message = await ask(running, **more)
+        assert (message["stop_reason"], message["content"][0]["input"]) == ("tool_use", {"city": "Rome"})
+        assert alike(assembled(await ask(running, stream=True, **more))) == alike(message)
+
+
 @pytest.mark.parametrize("text", ['{"city": ', "[" * 100_000, '{"city": ' + "[" * 100_000, "null", "[1]", '"a"'])
 def test_arguments_that_break_off_are_none(text):
     assert messages._tool_use("a", {"name": "weather", "arguments": text})["input"] == {}
