@@ -8,6 +8,7 @@ from pydantic import Field
 from baton.core.errors import ConflictingOptions, EmptyPrompt, InvalidRequest, InvalidSampling, PromptTooLong
 from baton.core.requests.request import GenerationRequest
 from baton.core.requests.sampling import MAX_CHOICES
+from baton.core.requests.tokenizer import TokenStream
 from baton.proto import inference_pb2
 from baton.router.access.message_limits import check_num_answers
 from baton.router.openai.front import Forms, Front
@@ -85,13 +86,17 @@ class CompletionChoice:
         asked: the call.
         prompt: what it continues.
         names: of tokens.
+        stream: makes the answer's text of them.
     """
 
-    def __init__(self, index: int, asked: CompletionRequest, prompt: PromptReport, names: TokenNames) -> None:
+    def __init__(
+        self, index: int, asked: CompletionRequest, prompt: PromptReport, names: TokenNames, stream: TokenStream
+    ) -> None:
         self._index = index
         self._asked = asked
         self._prompt = prompt
         self._names = names
+        self._stream = stream
         self._has_begun = False
         self._offset = 0
         self._chunks: list[inference_pb2.GenerateChunk] = []
@@ -106,7 +111,7 @@ class CompletionChoice:
         logprobs = None
         if asked.logprobs is not None:
             parts = [self._echoed()] if is_first and asked.echo else []
-            logprobs = _joined([*parts, self._logprobs([] if is_hidden else chunk.logprobs)])
+            logprobs = _joined([*parts, self._answered([] if is_hidden else chunk.logprobs)])
         finish_reason = chunk.finish.reason if chunk.HasField("finish") else None
         says_ids = asked.return_token_ids and token_ids
         if not (text or finish_reason or says_ids or (logprobs and logprobs["tokens"])):
@@ -141,26 +146,35 @@ class CompletionChoice:
         return choice | {"prompt_logprobs": report}
 
     def _echoed(self) -> dict[str, list[Any]]:
-        """The prompt's own tokens; nothing precedes the first."""
-        first = self._logprobs_of([(self._prompt.token_ids[0], None, None)])
-        return _joined([first, self._logprobs(self._prompt.reports)])
+        """The prompt's own tokens; nothing precedes the first. A BOS that was put before a text is not in it."""
+        stream, text_len = self._names.stream(skip_special_tokens=False), len(self._prompt.text)
+        token_ids = [self._prompt.token_ids[0], *(report.token_id for report in self._prompt.reports)]
+        offsets, end = _offsets(stream, token_ids, 0)
+        num_before = max(0, end + len(stream.flush()) - text_len)
+        self._offset = text_len
+        name = self._names.name(token_ids[0])
+        first: dict[str, list[Any]] = {"tokens": [name], "token_logprobs": [None], "top_logprobs": [None]}
+        found = _joined([first, self._logprobs(self._prompt.reports)])
+        return found | {"text_offset": [max(0, offset - num_before) for offset in offsets]}
+
+    def _answered(self, reports: Sequence[inference_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
+        offsets, self._offset = _offsets(self._stream, [report.token_id for report in reports], self._offset)
+        return self._logprobs(reports) | {"text_offset": offsets}
 
     def _logprobs(self, reports: Sequence[inference_pb2.TokenLogprobs]) -> dict[str, list[Any]]:
-        return self._logprobs_of(
-            [(report.token_id, finite(report.logprob), self._names.by_name(report)) for report in reports]
-        )
-
-    def _logprobs_of(self, items: list[tuple[int, float | None, dict[str, float] | None]]) -> dict[str, list[Any]]:
-        tokens, offsets = [self._names.name(token_id) for token_id, _, _ in items], []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
         return {
-            "tokens": tokens,
-            "token_logprobs": [logprob for _, logprob, _ in items],
-            "top_logprobs": [top for _, _, top in items],
-            "text_offset": offsets,
+            "tokens": [self._names.name(report.token_id) for report in reports],
+            "token_logprobs": [finite(report.logprob) for report in reports],
+            "top_logprobs": [self._names.by_name(report) for report in reports],
         }
+
+
+def _offsets(stream: TokenStream, token_ids: Sequence[int], begin: int) -> tuple[list[int], int]:
+    """Where in the text each token stands, and the next one. The tokens of one character stand where it does."""
+    offsets = [begin]
+    for token_id in token_ids:
+        offsets.append(offsets[-1] + len(stream.push(token_id)))
+    return offsets[:-1], offsets[-1]
 
 
 def stop_reason_of(chunk: inference_pb2.GenerateChunk) -> int | str | None:
@@ -192,7 +206,8 @@ class CompletionCall(Call[CompletionRequest]):
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Make the choices."""
-        num = self._asked.num_choices
+        num, names = self._asked.num_choices, self._names
+        skips = not self.sampling.HasField("skip_special_tokens") or self.sampling.skip_special_tokens
         is_whole = self._asked.truncate_prompt_tokens is None
         for at, (given, request) in enumerate(zip(self.requests, requests, strict=True)):
             text = given.text if is_whole and given.HasField("text") else ""
@@ -200,8 +215,12 @@ class CompletionCall(Call[CompletionRequest]):
                 text = self._front.model.tokenizer.decode(request.prompt_token_ids)
             prompt = PromptReport(request, text)
             self._prompts.append(prompt)
+            streams = [names.stream(skip_special_tokens=skips) for _ in range(num)]
             self._choices.append(
-                [CompletionChoice(at * num + choice, self._asked, prompt, self._names) for choice in range(num)]
+                [
+                    CompletionChoice(at * num + choice, self._asked, prompt, names, stream)
+                    for choice, stream in enumerate(streams)
+                ]
             )
 
     def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:

@@ -87,6 +87,19 @@ async def test_an_echo_with_log_probabilities():
             await streamed(client, "ab", echo=True, logprobs=1, n=2)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+async def test_offsets_are_those_of_the_text(echo):
+    async with served() as (running, client):
+        running.script.answer, running.script.logprobs = "né€!", report
+        for more in ({}, {"extra_body": {"return_tokens_as_token_ids": True}}):
+            whole = (await complete(client, "à.", echo=echo, logprobs=0, **more)).choices[0]
+            pieces = [one.choices[0] for one in await streamed(client, "à.", echo=echo, logprobs=0, **more)]
+            want = [0, 0, 1, 2, 3, 3, 4, 4, 4, 5] if echo else [0, 1, 1, 2, 2, 2, 3]
+            assert whole.logprobs.text_offset == want
+            assert [at for choice in pieces if choice.logprobs for at in choice.logprobs.text_offset] == want
+            assert whole.text[want[-1]] == "!"
+
+
 async def test_one_bad_prompt_refuses_all_before_any_begins():
     async with served() as (running, client):
         with pytest.raises(openai.BadRequestError, match="at position 0"):
