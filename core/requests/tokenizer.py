@@ -116,10 +116,10 @@ class Tokenizer:
         is_twice = num_before and token_ids[num_before : 2 * num_before] == token_ids[:num_before]
         return token_ids[num_before:] if is_twice else token_ids
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, special tokens left out or shown by their names."""
         # As `encode`: `decode` would hold the GIL all along.
-        return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=True)[0])
+        return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, perhaps a part of a character; of a special token, its name.

@@ -212,7 +212,7 @@ class CompletionCall(Call[CompletionRequest]):
         for at, (given, request) in enumerate(zip(self.requests, requests, strict=True)):
             text = given.text if is_whole and given.HasField("text") else ""
             if self._asked.echo and not text:
-                text = self._front.model.tokenizer.decode(request.prompt_token_ids)
+                text = self._front.model.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
             prompt = PromptReport(request, text)
             self._prompts.append(prompt)
             streams = [names.stream(skip_special_tokens=skips) for _ in range(num)]

@@ -100,6 +100,15 @@ async def test_offsets_are_those_of_the_text(echo):
             assert whole.text[want[-1]] == "!"
 
 
+@pytest.mark.parametrize("skips", [None, False, True])
+async def test_an_echo_shows_all_of_its_prompt(skips):
+    more = {} if skips is None else {"extra_body": {"skip_special_tokens": skips}}
+    async with served() as (_, client):
+        answer = await complete(client, TOKENIZER.encode("a<eos>b"), echo=True, **more)
+        assert answer.choices[0].text == "a<eos>bhello world"
+        assert (await complete(client, "a<eos>b", echo=True, **more)).choices[0].text == "a<eos>bhello world"
+
+
 async def test_one_bad_prompt_refuses_all_before_any_begins():
     async with served() as (running, client):
         with pytest.raises(openai.BadRequestError, match="at position 0"):
