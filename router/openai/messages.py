@@ -245,23 +245,34 @@ class MessagesCall(ChatCall):
         super().__init__(asked, front, understood)
         self.id = f"msg_{understood.request_id}"
         self._block_size = front.inference.prefix_block_size
+        self._steps: list[tuple[ChatStep, list[str]]] = []  # each block's first, and its texts
+        self._ending: Data = {}
+
+    def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
+        """Take a chunk for `document`, in the blocks that a stream has."""
+        for choice in self.push(at, chunk):
+            for step in steps(choice["delta"]):
+                goes_on = step.kind == "arguments" or (step.kind != "call" and self._open_kind == step.kind)
+                if not goes_on:
+                    self._steps.append((step, []))
+                self._steps[-1][1].append(step.text)
+            if choice["finish_reason"] is not None:
+                self._ending = _ending(choice)
 
     def document(self, envelope: Data, usage: Usage) -> Data:
         """The message."""
-        (choice,) = self.whole()["choices"]
-        said = choice["message"]
-        content: list[Data] = []
-        if said.get("reasoning"):
-            content.append(_thinking(said["reasoning"]))
-        if said["content"]:
-            content.append({"type": "text", "text": said["content"]})
-        content += [_tool_use(call["id"], call["function"]) for call in said.get("tool_calls", ())]
+        content = [_block(first, "".join(texts)) for first, texts in self._steps]
         used = usage_data(usage, self._block_size())
-        return _message(envelope, content) | _ending(choice) | {"usage": used}
+        return _message(envelope, content) | self._ending | {"usage": used}
 
     def events(self, asked: ChatRequest, envelope: Data, usage: Usage) -> "MessageEvents":
         """The message, block by block."""
         return MessageEvents(self, envelope, usage, self._block_size)
+
+    @property
+    def _open_kind(self) -> str:
+        """Of what the last block is."""
+        return self._steps[-1][0].kind if self._steps else ""
 
 
 class MessageEvents:
@@ -419,11 +430,20 @@ def _thinking(text: str) -> Data:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _tool_use(id_: str, function: Data) -> Data:
-    """A call whose arguments the answer's end has cut, or that are no object, is shown with none."""
+def _block(first: ChatStep, text: str) -> Data:
+    """What begins with a step and says so much in all."""
+    if first.kind == "thought":
+        return _thinking(text)
+    if first.kind == "text":
+        return {"type": "text", "text": text}
+    id_, name = first.call
+    return {"type": "tool_use", "id": id_, "name": name, "input": _input(text)}
+
+
+def _input(text: str) -> Data:
+    """The arguments of a call: none, where the answer's end has cut them, or where they are no object."""
     try:
-        found = json.loads(function["arguments"] or "{}")
+        found = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    arguments = found if isinstance(found, dict) else {}
-    return {"type": "tool_use", "id": id_, "name": function["name"], "input": arguments}
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -189,9 +189,24 @@ async def test_a_call_is_what_ended_a_message_whoever_chose_it(choice):
         assert alike(assembled(await ask(running, stream=True, **more))) == alike(message)
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("step", [1, 7, 500])
+async def test_a_whole_message_has_the_blocks_of_its_stream(step):
+    async with served() as (running, _):
+        running.script.step = step
+        running.script.answer = f"<think>so</think>first\n{CALL}\nthen\n{CALL}\nlast"
+        more = {"tools": [WEATHER], "max_tokens": 400}
+        message = await ask(running, **more)
+        if step < 500:  # what comes in one chunk is one text
+            kinds = [block["type"] for block in message["content"]]
+            assert kinds[-5:] == ["text", "tool_use", "text", "tool_use", "text"]
+            assert message["content"][-1]["text"].strip() == "last"
+        assert alike(assembled(await ask(running, stream=True, **more))) == alike(message)
+
+
 @pytest.mark.parametrize("text", ['{"city": ', "[" * 100_000, '{"city": ' + "[" * 100_000, "null", "[1]", '"a"'])
 def test_arguments_that_break_off_are_none(text):
-    assert messages._tool_use("a", {"name": "weather", "arguments": text})["input"] == {}
+    assert messages._input(text) == {}
 
 
 @pytest.mark.asyncio
