@@ -172,13 +172,20 @@ class Reply:
 
     @asynccontextmanager
     async def headers_in_time(self) -> AsyncIterator[None]:
-        """Around the wait for the first event: until then an error can still have its status, but not for ever."""
-        late = asyncio.create_task(self._start_late())
+        """Around the wait for the first event: until then an error can still have its status, but not for ever.
+
+        Headers that wait for a slow reader by then are sent to the end: nothing could follow half of them.
+        """
+        is_over = asyncio.Event()
+        late = asyncio.create_task(self._start_late(is_over))
         try:
             yield
-        finally:
+        except asyncio.CancelledError:  # nobody reads them
             late.cancel()
-            await asyncio.wait({late})
+            raise
+        finally:
+            is_over.set()
+            await late
 
     async def event(self, data: Any) -> None:
         """One server-sent event."""
@@ -204,9 +211,12 @@ class Reply:
         fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
 
-    async def _start_late(self) -> None:
-        await asyncio.sleep(HEADERS_WITHIN_S)
-        await self.start()
+    async def _start_late(self, is_over: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(HEADERS_WITHIN_S):
+                await is_over.wait()
+        except TimeoutError:
+            await self.start()
 
 
 def json_bytes(data: Any) -> bytes:

@@ -240,6 +240,61 @@ async def test_an_error_later_is_an_event_of_the_stream(monkeypatch):
             await anext(aiter(stream))
 
 
+class SlowReader:
+    """Takes what is sent when it is told to."""
+
+    def __init__(self):
+        self.is_asked, self.reads, self.sent = asyncio.Event(), asyncio.Event(), []
+
+    async def __call__(self, message):
+        self.is_asked.set()
+        await self.reads.wait()
+        self.sent.append(message["type"].removeprefix("http.response."))
+
+
+@pytest.mark.parametrize("error", [None, NoWorker("late")])
+async def test_late_headers_that_wait_for_a_slow_reader_come_before_the_events(error, monkeypatch):
+    monkeypatch.setattr(reply_module, "HEADERS_WITHIN_S", 0.0)
+    reader = SlowReader()
+    reply = reply_module.Reply(reader)
+
+    async def serve():
+        try:
+            async with reply.headers_in_time():
+                await reader.is_asked.wait()
+                if error is not None:
+                    raise error
+            await reply.event({"type": "first"})
+            await reply.end()
+        except BatonError as caught:
+            await reply.fail(caught)
+
+    task = asyncio.create_task(serve())
+    async with asyncio.timeout(20):
+        await reader.is_asked.wait()
+        for _ in range(20):  # it is at its events by then, were it not for the headers
+            await asyncio.sleep(0)
+        reader.reads.set()
+        await task
+    assert reader.sent == ["start", "body", "body"]
+
+
+async def test_late_headers_wait_for_no_reader_of_a_call_that_is_cancelled(monkeypatch):
+    monkeypatch.setattr(reply_module, "HEADERS_WITHIN_S", 0.0)
+    reader = SlowReader()
+
+    async def serve():
+        async with reply_module.Reply(reader).headers_in_time():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(serve())
+    async with asyncio.timeout(20):
+        await reader.is_asked.wait()
+        task.cancel()
+        await asyncio.wait({task})
+    assert task.cancelled() and not reader.sent
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
