@@ -113,6 +113,9 @@ class CompletionChoice:
             parts = [self._echoed()] if is_first and asked.echo else []
             logprobs = _joined([*parts, self._answered([] if is_hidden else chunk.logprobs)])
         finish_reason = chunk.finish.reason if chunk.HasField("finish") else None
+        stop_reason = stop_reason_of(chunk)
+        if is_hidden and finish_reason == "stop":  # at a token that was not asked for
+            finish_reason, stop_reason = "length", None
         says_ids = asked.return_token_ids and token_ids
         if not (text or finish_reason or says_ids or (logprobs and logprobs["tokens"])):
             return None
@@ -122,7 +125,7 @@ class CompletionChoice:
             "text": text,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
-            "stop_reason": stop_reason_of(chunk),
+            "stop_reason": stop_reason,
             "token_ids": token_ids if asked.return_token_ids else None,
             "prompt_token_ids": list(self._prompt.token_ids) if asked.return_token_ids and is_first else None,
         }
@@ -201,6 +204,7 @@ class CompletionCall(Call[CompletionRequest]):
         self._names = TokenNames(front.model.tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
         self._prompts: list[PromptReport] = []
         self._choices: list[list[CompletionChoice]] = []
+        self.hides_answers = asked.echoes_only
         self.id = f"cmpl-{understood.request_id}"
         self.requests, self.sampling = understood.requests, understood.sampling
 

@@ -52,11 +52,13 @@ class Call(Generic[Body]):
         requests: for the workers, one for each prompt.
         sampling: of all of them.
         default_max_tokens: where `max_tokens` is absent.
+        hides_answers: they are made, and the client has none of them.
     """
 
     requests: list[inference_pb2.GenerateRequest]
     sampling: inference_pb2.Sampling
     default_max_tokens: int
+    hides_answers: bool = False
     id: str
     object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -201,7 +203,7 @@ class GenerationEndpoint(Generic[Body]):
         )
         async with opened as answers:
             call.begin(answers.requests)
-            usage = Usage(answers.requests, call.reasoning_tokens)
+            usage = Usage(answers.requests, call.reasoning_tokens, hides_answers=call.hides_answers)
             envelope = {"id": call.id, "created": int(self.front.now_unix_s()), "model": self.front.model.name}
             async with aclosing(answers.chunks()) as chunks:
                 if asked.stream:

@@ -80,17 +80,25 @@ class Usage:
     Args:
         requests: of the call; a prompt counts once, however many answers it has.
         reasoning_tokens: those of the answers that are thoughts; None where none are split off.
+        hides_answers: they are made, and the client has none of them.
     """
 
-    def __init__(self, requests: Sequence[GenerationRequest], reasoning_tokens: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        reasoning_tokens: Callable[[], int | None],
+        *,
+        hides_answers: bool = False,
+    ) -> None:
         self._reasoning_tokens = reasoning_tokens
+        self._hides_answers = hides_answers
         self._prompt_tokens = sum(request.prompt_len for request in requests)
         self._cached = [0] * len(requests)
         self.completion_tokens = 0
 
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
         """A chunk of the `at`-th request."""
-        self.completion_tokens += len(chunk.token_ids)
+        self.completion_tokens += 0 if self._hides_answers else len(chunk.token_ids)
         if chunk.HasField("finish"):
             self._cached[at] = max(self._cached[at], chunk.finish.stats.num_cached_tokens)
 

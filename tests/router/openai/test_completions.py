@@ -109,6 +109,19 @@ async def test_an_echo_shows_all_of_its_prompt(skips):
         assert (await complete(client, "a<eos>b", echo=True, **more)).choices[0].text == "a<eos>bhello world"
 
 
+@pytest.mark.parametrize("stop", [{}, {"stop": "h"}, {"extra_body": {"stop_token_ids": [7]}}])
+async def test_an_echo_alone_costs_no_token_and_stops_at_none(stop):
+    async with served() as (running, client):
+        running.script.answer, running.script.finish_at_first, running.script.events = "h", "stop", []
+        more = {"echo": True, "max_tokens": 0, **stop}
+        answer = await complete(client, "ab", **more)
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (2, 0, 2)
+        chunks = await streamed(client, "ab", stream_options={"include_usage": True}, **more)
+        assert chunks[-1].usage == answer.usage
+        for choice in (answer.choices[0], chunks[-2].choices[0]):
+            assert (choice.text, choice.finish_reason, choice.stop_reason) == ("ab", "length", None)
+
+
 async def test_one_bad_prompt_refuses_all_before_any_begins():
     async with served() as (running, client):
         with pytest.raises(openai.BadRequestError, match="at position 0"):
