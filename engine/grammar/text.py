@@ -233,6 +233,8 @@ class _Writer:
         rule = begin if is_glm else f'{begin} "\\n"'
         required = tool.parameters.get("required", ())
         for key, schema in tool.parameters.get("properties", {}).items():
+            if schema is False:
+                continue  # it is left out
             value = self._value(schema, tool.parameters)
             if value is None:
                 return None
@@ -263,9 +265,11 @@ class _Writer:
             options = schema.get("enum", [schema["const"]] if "const" in schema else None)
             if not schema.keys() <= _NOTES | {"enum", "const"} or ("enum" in schema and "const" in schema):
                 return None
-            if options is None:
+            if not schema.keys() & {"enum", "const"}:
                 return self._text_value()
             end = END_ARG_VALUE if self._structure.form is CallForm.GLM45 else _END_PARAMETER
+            if not isinstance(options, list) or not options:
+                return None  # in JSON the library says what it is
             if not all(isinstance(one, str) and one == one.strip() and end not in one for one in options):
                 return None
             return f"({' | '.join(map(_quoted, options))}) {self._value_end()}"
@@ -274,7 +278,7 @@ class _Writer:
         if not isinstance(schema, Mapping | bool) or not all(one.startswith(brought) for one in references):
             return None  # in a grammar of its own it could not find them
         definitions = {name: root[name] for name in _DEFINITIONS if references and name in root}
-        whole = schema if isinstance(schema, bool) else definitions | dict(schema)
+        whole = definitions | ({} if isinstance(schema, bool) else dict(schema))
         named = self._named("json_schema", json.dumps(whole, ensure_ascii=False))
         return f"{named} {self._value_end()}"
 
@@ -324,11 +328,11 @@ def _can_be_tagged(parameters: Mapping[str, Any]) -> bool:
     return (
         parameters.keys() <= _TOP
         and parameters.get("type", "object") == "object"
-        and parameters.get("additionalProperties", False) in (False, True)
+        and isinstance(parameters.get("additionalProperties", False), bool)
         and isinstance(properties, Mapping)
         and all(_KEY.fullmatch(key) for key in properties)
         and isinstance(required, list)
-        and all(key in properties for key in required)
+        and all(isinstance(key, str) and properties.get(key, False) is not False for key in required)
     )
 
 
@@ -670,6 +674,8 @@ def _from_gbnf(text: str) -> str:
 
 def _schema_rule(schema: Any, *, is_compact: bool) -> str:
     """A grammar of one rule, the schema's."""
+    if not isinstance(schema, Mapping | bool) or schema is False:
+        raise ValueError("allows nothing" if schema is False else "is neither an object nor a boolean")
     keywords = {} if schema is True else followed_schema(schema)
     options = JSON_OPTIONS | (COMPACT if is_compact else SPACED)
     return f"start: %json {json.dumps(keywords | {LIBRARY_KEY: options})}\n{OPTIONS}"

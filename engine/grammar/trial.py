@@ -189,6 +189,10 @@ def _tried(tokens: Any, job: dict[str, Any]) -> dict[str, str]:
             return {"error": refusal(kind, matcher.get_error()).message}
     except BatonError as error:
         return {"error": error.message}
+    except MemoryError:
+        raise  # a limit, which has no words
+    except Exception as error:  # noqa: BLE001  the child's boundary: without words it would pass for a limit
+        return {"error": refusal(kind, f"it cannot be read ({type(error).__name__}: {error})").message}
     return {"text": text}
 
 

@@ -26,6 +26,7 @@ from baton.core.requests.answer_structure import (
 )
 from baton.core.requests.sampling import GrammarSpec
 from baton.core.requests.tokenizer import Tokenizer
+from baton.engine.grammar import trial
 from baton.engine.grammar.grammar import GrammarCompiler
 from baton.engine.grammar.text import library_text
 
@@ -358,6 +359,49 @@ def test_arguments_that_are_no_object_are_refused(kinds):
     structure = AnswerStructure(calls=Calls.REQUIRED, tools=(CallableTool("f", {"type": kinds}),))
     with pytest.raises(InvalidGrammar, match="are an object"):
         library_text("structure", structure.to_json())
+
+
+MALFORMED = {
+    "enum of no list": ({"properties": {"a": {"type": "string", "enum": 5}}}, "enum must be an array"),
+    "enum of letters": ({"properties": {"a": {"type": "string", "enum": "abc"}}}, "enum must be an array"),
+    "enum of null": ({"properties": {"a": {"type": "string", "enum": None}}}, "enum must be an array"),
+    "enum of nothing": ({"properties": {"a": {"type": "string", "enum": []}}, "required": ["a"]}, "unsatisfiable"),
+    "required list": ({"required": [["a"]]}, "Expected string for 'required'"),
+    "required false": ({"properties": {"a": False}, "required": ["a"]}, "unsatisfiable"),
+    "additional number": ({"additionalProperties": 1}, "must be an object or boolean"),
+    "no schema": ({"properties": {"a": 5}}, "must be an object or boolean"),
+    "no definitions": ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": 5}, "does not exist"),
+}
+
+
+@pytest.mark.parametrize(("parameters", "match"), MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("form", [CallForm.HERMES, CallForm.QWEN3_CODER, CallForm.GLM45])
+@pytest.mark.long
+def test_a_malformed_schema_is_refused_for_what_it_is(compiler, form, parameters, match):
+    tools = (CallableTool("f", parameters),)
+    with pytest.raises(InvalidGrammar, match=match):
+        compiler.compile(spec_of(AnswerStructure(calls=Calls.REQUIRED, tools=tools, form=form)))
+
+
+def test_a_parameter_that_is_never_there_is_left_out(compiler):
+    tools = (CallableTool("f", {"properties": {"s": False, "n": {"type": "boolean"}}}),)
+    structure = AnswerStructure(calls=Calls.REQUIRED, tools=tools, form=CallForm.QWEN3_CODER)
+    assert takes(compiler, structure, tagged(n="true"))
+    assert not takes(compiler, structure, tagged(s="true"))
+
+
+def test_what_a_child_raises_is_no_limit(monkeypatch):
+    job = {"kind": "json_schema", "text": "{}", "limits": {}, "is_compact": True}
+
+    def raises(*_, **__):
+        raise error
+
+    monkeypatch.setattr(trial, "library_text", raises)
+    error = TypeError("unhashable")
+    assert trial._tried(None, job) == {"error": "json_schema: it cannot be read (TypeError: unhashable)"}
+    error = MemoryError()
+    with pytest.raises(MemoryError):
+        trial._tried(None, job)
 
 
 MANY = [f"v{at}" for at in range(2000)]
