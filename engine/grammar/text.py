@@ -59,6 +59,11 @@ def structure_text(structure: AnswerStructure, part_text: Callable[[str, str], s
     return _Writer(structure, part_text).written(options)
 
 
+def parts_of(text: str) -> list[str]:
+    """The grammars that one of `structure_text` refers to, each by itself."""
+    return [part["lark_grammar"] for part in json.loads(text)["grammars"][1:]]
+
+
 class _Writer:
     def __init__(self, structure: AnswerStructure, part_text: Callable[[str, str], str]) -> None:
         self._structure = structure
@@ -453,6 +458,20 @@ def _require_distinct(schema: Mapping[str, Any], path: str) -> None:
         raise ValueError(f"{path}: minProperties {why}; name more of them, or take a smaller number")
 
 
+def _require_grounded(schema: Mapping[str, Any], root: Any, path: str) -> None:
+    """Refuse a reference that comes back to itself: no value is of it, and the library finds out in the answer."""
+    seen: set[str] = set()
+    at: Any = schema
+    while isinstance(at, Mapping) and isinstance(at.get("$ref"), str) and at["$ref"].startswith("#"):
+        where = at["$ref"]
+        if where in seen:
+            raise ValueError(f"{path}: $ref leads back to {where}")
+        seen.add(where)
+        at = root
+        for key in where.split("/")[1:]:
+            at = at.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
+
+
 def _integers(value: Any) -> Iterator[int]:
     """Those in a value of JSON."""
     if isinstance(value, dict | list):
@@ -476,6 +495,7 @@ def _rewritten(schema: Any, root: Any, path: str, *, are_names: bool = False) ->
     if not are_names:
         _require_exact(found, path)
         _require_distinct(found, path)
+        _require_grounded(schema, root, path)
     if are_names or KEYWORD not in found:
         return found
     is_unique = found.pop(KEYWORD)

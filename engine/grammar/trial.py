@@ -22,7 +22,8 @@ from concurrent.futures import Future
 from typing import IO, Any, Final, NoReturn
 
 from baton.core.errors import BatonError, InvalidGrammar, WorkerStartFailed
-from baton.engine.grammar.text import library_text, new_matcher, new_tokens, refusal
+from baton.core.requests.answer_structure import STRUCTURE
+from baton.engine.grammar.text import library_text, new_matcher, new_tokens, parts_of, refusal
 
 MODULE: Final = "baton.engine.grammar.trial"
 TRIAL_CPU_S: Final = 0.8
@@ -187,6 +188,15 @@ def _tried(tokens: Any, job: dict[str, Any]) -> dict[str, str]:
         matcher.compute_bitmask()
         if matcher.is_error():
             return {"error": refusal(kind, matcher.get_error()).message}
+        # The first mask of a whole answer says nothing of its parts. Of one that refers to itself the library may say
+        # only then that it matches nothing, and it would say so in the middle of the answer.
+        for part in parts_of(text) if kind == STRUCTURE else ():
+            if '"$ref"' not in part:
+                continue
+            matcher = new_matcher(tokens, kind, part, job["limits"])
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                return {"error": refusal(kind, matcher.get_error()).message}
     except BatonError as error:
         return {"error": error.message}
     except MemoryError:

@@ -390,6 +390,36 @@ def test_a_parameter_that_is_never_there_is_left_out(compiler):
     assert not takes(compiler, structure, tagged(s="true"))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"anyOf": [{"$ref": "#"}]},
+        {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/x~1"}}, "$defs": {"x/": {"$ref": "#/$defs/x~1"}}},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.long
+def test_a_schema_of_itself_alone_is_refused_wherever_it_stands(compiler, schema):
+    tools = (CallableTool("f", schema),)
+    text = ("json_schema", json.dumps(schema))
+    for spec in (
+        GrammarSpec(*text),
+        spec_of(AnswerStructure(thought=Thought.OPEN, text=text)),
+        spec_of(AnswerStructure(calls=Calls.AUTO, tools=(CallableTool("g"),), text=text)),
+        *(spec_of(AnswerStructure(calls=Calls.REQUIRED, tools=tools, form=form)) for form in CallForm),
+    ):
+        with pytest.raises(InvalidGrammar, match=r"leads back|NoExtensionBias|circular"):
+            compiler.compile(spec)
+
+
+def test_a_schema_that_refers_to_itself_further_in_is_followed(compiler):
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
+    structure = AnswerStructure(thought=Thought.OPEN, text=("json_schema", json.dumps(schema)))
+    assert takes(compiler, structure, '</think>{"a":{"a":{}}}')
+
+
 def test_what_a_child_raises_is_no_limit(monkeypatch):
     job = {"kind": "json_schema", "text": "{}", "limits": {}, "is_compact": True}
 
