@@ -18,7 +18,7 @@ from baton.router.openai.connection import until_disconnect
 from baton.router.openai.front import Front, connection_of, num_header_bytes, principal_of
 from baton.router.openai.options import CommonOptions
 from baton.router.openai.reply import OPENAI, HttpRefusal, Manner, Reply, Usage
-from baton.router.openai.understood import Understood
+from baton.router.openai.understood import REQUEST_ID, Understood
 
 # What vLLM may write beside an answer, and what is never known here.
 UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
@@ -155,6 +155,9 @@ class GenerationEndpoint(Generic[Body]):
         try:
             request = Request(scope, receive)
             INCOMING.set(request.headers.get(HEADER, ""))
+            given = request.headers.get("x-request-id", "")
+            if REQUEST_ID.fullmatch(given):  # so that a refusal of the body has it, too
+                reply.headers["x-request-id"] = given
             understood = await self.front.reader.read(request, self.kind)
             asked: Any = understood.asked
             reply.headers["x-request-id"] = understood.request_id

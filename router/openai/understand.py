@@ -1,6 +1,5 @@
 """From the bytes of a body to what it asks: the only way, on the event loop for light bodies and in a process else."""
 
-import re
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +18,8 @@ from baton.router.openai.messages import CountTokensRequest, MessagesRequest, un
 from baton.router.openai.options import CommonOptions
 from baton.router.openai.responses import ResponsesRequest
 from baton.router.openai.tokens import DetokenizeRequest, TokenizeRequest, understand_detokenize, understand_tokenize
-from baton.router.openai.understood import ReadingJob, Understood
+from baton.router.openai.understood import REQUEST_ID, ReadingJob, Understood
 
-_ID: Final = re.compile("[!-~]{1,128}")
 KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, ReadingJob], Understood]]]] = {
     "ChatRequest": (ChatRequest, understand_chat),
     "BatchRequest": (BatchRequest, understand_batch),
@@ -67,6 +65,6 @@ def _understand(
 def _checked(request_id: str) -> str:
     if not request_id:
         return secrets.token_hex(16)
-    if not _ID.fullmatch(request_id):
+    if not REQUEST_ID.fullmatch(request_id):
         raise InvalidRequest("request_id: 1 to 128 visible ASCII characters", field="request_id")
     return request_id

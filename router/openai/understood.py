@@ -1,6 +1,7 @@
 """A body as it was understood: messages for the workers, and what the reply must know of it."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -9,6 +10,7 @@ from pydantic import BaseModel
 
 from baton.proto import inference_pb2
 
+REQUEST_ID: Final = re.compile("[!-~]{1,128}")  # of a client
 # What is in the messages already, or in the prompt, or in `Understood`: no reply is made from these fields.
 SPENT: Final = frozenset(
     "messages prompt tokens tools stop stop_token_ids logit_bias bad_words allowed_token_ids response_format "

@@ -165,6 +165,13 @@ async def test_other_paths_methods_and_bodies():
         status, fields, _ = await post(url, FAR, CHAT, "X-Request-Id: mine")
         assert (status, fields["x-request-id"]) == (200, "mine")
         assert sent_to(running)[0].attempt.request_id.startswith("mine-")
+        mine = "X-Request-Id: mine"
+        for path, body in ((FAR, b"{"), (FAR, CHAT | {"n": "x"}), ("/v1/messages", {}), (FAR, b"x" * 1001)):
+            status, fields, _ = await post(url, path, body, mine)
+            assert (status in (400, 413), fields["x-request-id"]) == (True, "mine")
+        for other in ("a b", "x" * 129):
+            status, fields, _ = await post(url, FAR, CHAT, f"X-Request-Id: {other}")
+            assert (status, "x-request-id" in fields) == (400, False)
 
 
 @pytest.mark.long
