@@ -96,6 +96,8 @@ class PlainEndpoints:
 
     async def model(self, request: Request) -> Response:
         """The one model, by its name."""
+        if not request.path_params["name"]:
+            raise HTTPException(HTTPStatus.NOT_FOUND)  # in a request no name is the served model's
         self._front.inference.check_model(request.path_params["name"])
         return JsonResponse(self._model(request.path_params["name"]))
 

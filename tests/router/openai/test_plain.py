@@ -26,6 +26,13 @@ async def test_models():
         assert (await client.models.retrieve(MODEL)).id == MODEL
 
 
+@pytest.mark.parametrize(("name", "code"), [("", "not_found"), ("other", "model_not_found")])
+async def test_a_model_that_is_not_there(name, code):
+    async with served() as (running, _):
+        status, _, body = await raw(running.url, [f"GET /v1/models/{name} HTTP/1.1"])
+        assert (status, json.loads(body)["error"]["code"]) == (404, code)
+
+
 async def test_tokenize_and_back():
     async with served() as (running, _):
         url = running.url
