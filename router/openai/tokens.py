@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from pydantic import Field
@@ -73,7 +74,7 @@ class Tokens:
         return Response(b"".join(parts), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids; special tokens are none."""
+        """The text of token ids, special tokens shown by their names."""
         (written,) = (await self._front.reader.read(request, DetokenizeRequest)).requests
         self._front.inference.check_model(written.model)
         token_ids, vocab_size = written.token_ids.ids, self._front.model.vocab_size
@@ -81,7 +82,8 @@ class Tokens:
             at = next(at for at, token_id in enumerate(token_ids) if token_id >= vocab_size)
             message = f"tokens[{at}] = {token_ids[at]} is not one of the model's {vocab_size}"
             raise InvalidRequest(message, field="tokens")
-        return JsonResponse({"prompt": await asyncio.to_thread(self._front.model.tokenizer.decode, token_ids)})
+        decode = partial(self._front.model.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return JsonResponse({"prompt": await asyncio.to_thread(decode)})
 
     async def _named(self, token_ids: list[int]) -> list[str]:
         """Their texts, made a few at a time: other streams go on in between."""

@@ -44,6 +44,8 @@ async def test_tokenize_and_back():
         assert TOKENIZER.decode(data["tokens"]) == "<user>x\n<assistant>"
         _, _, data = await post(url, "/detokenize", {"tokens": want})
         assert data == {"prompt": "hé"}
+        _, _, data = await post(url, "/detokenize", {"tokens": [*want, 256]})
+        assert data == {"prompt": "hé<eos>"}
         for path, body in (
             ("/tokenize", {}),
             ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}),
