@@ -188,7 +188,7 @@ class Reply:
         late = asyncio.create_task(self._start_late(is_over))
         try:
             yield
-        except asyncio.CancelledError:  # nobody reads them
+        except asyncio.CancelledError:  # no client reads them
             late.cancel()
             raise
         finally:
