@@ -177,9 +177,9 @@ class Connections:
 class Connection(HttpToolsProtocol):
     """Uvicorn's, within limits.
 
-    It goes on reading while requests wait for the reply to an earlier one: else it would not see the connection's end, and
-    generate for a client that is gone. Requests beyond the limit are dropped, and the connection closes behind the
-    reply that is under way: a client may send them again.
+    It goes on reading while requests wait for the reply to an earlier one, or it would not see that the client is gone.
+    Requests beyond the limit are dropped, and the connection closes behind the reply that is under way: a client may
+    send them again.
 
     Args:
         connections: all that are open.
