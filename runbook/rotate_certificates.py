@@ -4,7 +4,6 @@
 import argparse
 import hashlib
 import os
-import shutil
 import ssl
 import sys
 import time
@@ -32,15 +31,19 @@ def ports(address: str, status: admin_pb2.StatusReply, ca_file: str = "") -> lis
     return [wire for wire in wires(address, status, ca_file) if wire.fingerprint]
 
 
-def fingerprint_of(path: str) -> str:
+def fingerprint_of(path: str, content: bytes | None = None) -> str:
     """SHA-256 of a file's first certificate, as `baton doctor` shows it.
+
+    Args:
+        path: of the file.
+        content: what was read from it, if it was.
 
     Raises:
         ConfigInvalid: there is none.
     """
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     try:
-        text = Path(path).read_text(encoding="ascii")
+        text = (Path(path).read_bytes() if content is None else content).decode("ascii")
         body = text[text.index(begin) : text.index(end) + len(end)]
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(body)).hexdigest()
     except (OSError, ValueError) as error:
@@ -118,53 +121,72 @@ class Replacement:
 
     Args:
         path: the file.
-        source: holds what is to be in it.
+        source: holds what is to be in it; may be the file that the old content is kept in.
     """
 
     def __init__(self, path: str, source: str) -> None:
-        self.path = path
-        self._source = source
+        self.path, self.source = path, source
         self._backup = f"{path}{SUFFIX}"
-        self._is_kept = False
+        self._new: bytes | None = None
+        self._held: dict[str, bytes] = {}  # before `do`, by path
+
+    def content(self) -> bytes:
+        """What is to be in it: read once, before anything is written, for `do` may write over the source.
+
+        Raises:
+            PreconditionUnmet: it cannot be read.
+        """
+        if self._new is None:
+            self._new = _content_of(self.source)
+        return self._new
 
     def is_done(self) -> bool:
         """It holds that already."""
-        return self._read(self.path) == self._read(self._source)
+        return _content_of(self.path) == self.content()
 
     def do(self) -> str:
         """Write beside, then rename."""
+        new, old = self.content(), _content_of(self.path)
         try:
-            shutil.copy2(self.path, self._backup)
-            self._is_kept = True
-            self._put(self._source)
+            if os.path.exists(self._backup):
+                self._held[self._backup] = _content_of(self._backup)
+            self._put(self._backup, old)
+            self._held[self.path] = old
+            self._put(self.path, new)
         except OSError as error:
             raise StepFailed(f"{self.path} cannot be replaced: {error.strerror}", path=self.path) from error
         return f"the old one is {self._backup}"
 
     def undo(self) -> str:
-        """What was in it before."""
+        """What was in it before, and in the file beside it if there was one."""
         try:
-            if self._is_kept:
-                self._put(self._backup)
+            for path in (self.path, self._backup):
+                if path in self._held:
+                    self._put(path, self._held[path])
         except OSError as error:
             raise StepFailed(f"{self.path} cannot be put back: {error.strerror}", path=self.path) from error
         return f"{self.path} holds what it held"
 
-    def _put(self, source: str) -> None:
-        temporary = f"{self.path}.new"
+    def _put(self, path: str, content: bytes) -> None:
+        """With the mode and the owner of the file that is replaced: all of it may be a private key."""
+        temporary = Path(f"{path}.{os.getpid()}.new")
         status = os.stat(self.path)
-        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(self._read(source))
-        os.chmod(temporary, status.st_mode & 0o777)
-        if os.geteuid() == 0:
-            os.chown(temporary, status.st_uid, status.st_gid)
-        os.replace(temporary, self.path)
-
-    def _read(self, path: str) -> bytes:
         try:
-            return Path(path).read_bytes()
-        except OSError as error:
-            raise PreconditionUnmet(f"{path} cannot be read: {error.strerror}", path=path) from error
+            with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(content)
+            os.chmod(temporary, status.st_mode & 0o777)
+            if os.geteuid() == 0:
+                os.chown(temporary, status.st_uid, status.st_gid)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _content_of(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise PreconditionUnmet(f"{path} cannot be read: {error.strerror}", path=path) from error
 
 
 SHOWN_S = 30.0  # files are looked at twice a second, on a machine that has time
@@ -197,7 +219,7 @@ class _Rotation:
             raise ConfigInvalid("give --cert-file and --key-file, or --ca-file, and what is to be in them")
         self._site = site
         order = ("ca_file", "key_file", "cert_file")  # until both are there, the pair before stays in use
-        self._files = [Replacement(*given[name]) for name in order if given[name][0]]
+        self._files = {name: Replacement(*given[name]) for name in order if given[name][0]}
         self._cert, self._key, self._ca = (given[name] for name in ("cert_file", "key_file", "ca_file"))
         self._min_days: float = options.min_days
         self._canaries = CanaryRuns(site)
@@ -213,22 +235,24 @@ class _Rotation:
         )
         trust = Check(
             name="the new authorities are those of every port",
-            look=self._look_at_trust,
+            look=lambda: self._look_at_trust(self._ca[1]),
             next="put old and new authority into one file everywhere; take the old one out after all certificates",
         )
+        trusted = Verification(name="every port is trusted", look=lambda: self._look_at_trust(self._ca[0]))
         shown = Verification(
             name="this host's ports show the new certificate",
             look=self._wait_shown,
             next="the old files are back; the router's and the workers' logs say why the new ones were not taken",
         )
         return [
+            Check(name="the new files can be read", look=self._read, next="correct the path that is named"),
             *([pair] if self._has_pair else []),
             *([trust] if self._has_ca else []),
             *([Check(name="ports show the old certificate", look=self._look_at_ports)] if self._has_pair else []),
             workers.expect(self._canaries),
-            *(self._replace(file) for file in self._files),
+            *(self._replace(file) for file in self._files.values()),
             *([shown] if self._has_pair else []),
-            *([Verification(name="every port is trusted", look=self._look_at_trust)] if self._has_ca else []),
+            *([trusted] if self._has_ca else []),
             Verification(
                 name="canaries get the tokens expected",
                 look=self._ask,
@@ -245,6 +269,16 @@ class _Rotation:
             next="the file must be writable, and its folder",
         )
 
+    def _read(self) -> str:
+        for file in self._files.values():
+            file.content()
+        return f"{len(self._files)} files"
+
+    def _fingerprint(self) -> str:
+        """Of the new certificate."""
+        file = self._files["cert_file"]
+        return fingerprint_of(file.source, file.content())
+
     def _look_at_pair(self) -> str:
         pair_fits(self._cert[1], self._key[1])
         left_days = days_left(self._cert[1])
@@ -253,16 +287,16 @@ class _Rotation:
         ca_file = self._ca[1] or current_access().tls.ca_file
         names = [current_access().tls.server_name] if current_access().tls.server_name else []
         is_trusted(self._cert[1], self._key[1], ca_file, names)
-        return f"ends in {left_days:.0f} days, fingerprint {fingerprint_of(self._cert[1])[:16]}"
+        return f"ends in {left_days:.0f} days, fingerprint {self._fingerprint()[:16]}"
 
-    def _look_at_trust(self) -> str:
-        found = ports(self._site.address, self._site.status(), self._ca[1])
+    def _look_at_trust(self, ca_file: str) -> str:
+        found = ports(self._site.address, self._site.status(), ca_file)
         bad = [f"{port.name} ({port.address})" for port in found if port.problem]
-        require(not bad, f"not trusted with {self._ca[1]}: {', '.join(bad)}", ports=bad)
+        require(not bad, f"not trusted with {ca_file}: {', '.join(bad)}", ports=bad)
         return f"{len(found)} ports"
 
     def _look_at_ports(self) -> str:
-        new = fingerprint_of(self._cert[1])
+        new = self._fingerprint()
         found = ports(self._site.address, self._site.status())
         self._own = [port.address for port in found if port.fingerprint in (self._before, new)]
         others = {port.name: port.fingerprint for port in found if port.address not in self._own and port.fingerprint}
@@ -271,7 +305,7 @@ class _Rotation:
         return f"{len(self._own)} ports; {len(others)} show other certificates"
 
     def _wait_shown(self) -> str:
-        new = fingerprint_of(self._cert[1])
+        new = self._fingerprint()
 
         def look() -> bool | None:
             shown = {port.address: port.fingerprint for port in ports(self._site.address, self._site.status())}

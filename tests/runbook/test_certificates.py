@@ -1,5 +1,6 @@
 """Certificates and authorities are replaced under streams, by the runbook, and put back where they will not do."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,9 +11,15 @@ import pytest
 
 from baton.client import Access, BatonClient
 from baton.cluster.deployment import Deployment
+from baton.cluster.doctor.wires import PairPath
+from baton.core.clock import MonotonicClock
 from baton.core.config import ServeConfig
 from baton.core.errors import PreconditionUnmet
 from baton.core.tls_files import TlsFiles
+from baton.proto import admin_pb2
+from baton.runbook import rotate_certificates
+from baton.runbook.common.site import Site
+from baton.runbook.common.steps import Run
 from baton.runbook.rotate_certificates import Replacement, days_left, fingerprint_of, is_trusted, pair_fits
 from baton.tests.router.certificates import Authority
 from baton.tests.runbook.conftest import CONFIG, RUNBOOKS, Done, Load, answer
@@ -56,6 +63,62 @@ class TestFiles:
         replacement.undo()
         assert path.read_text() == "old"
         assert sorted(file.name for file in tmp_path.iterdir()) == ["key", "key.before", "new"]
+
+
+class Quiet(Site):
+    """A deployment of which nothing is asked."""
+
+    def status(self):
+        return admin_pb2.StatusReply()
+
+
+def port_of(cert_file):
+    return PairPath("router", "127.0.0.1:1", True, "", fingerprint_of(cert_file))
+
+
+@pytest.mark.fast
+def test_the_way_back_is_a_replacement_by_what_was_kept(tmp_path):
+    path, kept, source = (tmp_path / name for name in ("key", "key.before", "new"))
+    path.write_text("old")
+    source.write_text("new")
+    Replacement(str(path), str(source)).do()
+    back = Replacement(str(path), str(kept))
+    assert not back.is_done()
+    back.do()
+    assert back.is_done()
+    assert (path.read_text(), kept.read_text()) == ("old", "new")
+    back.undo()
+    assert (path.read_text(), kept.read_text()) == ("new", "old"), "or the old one would be nowhere"
+
+
+@pytest.mark.fast
+def test_a_certificate_and_its_key_go_there_and_back(authority, tmp_path, monkeypatch):
+    """The ports are this test's: they show what is in the file."""
+    host, new = authority.files("host"), authority.issue("new", days=30)
+    monkeypatch.setenv("BATON_TLS_CA_FILE", host.ca_file)
+    old = {path: Path(path).read_bytes() for path in (host.cert_file, host.key_file)}
+
+    def rotate(cert_file, key_file):
+        monkeypatch.setattr(rotate_certificates, "ports", lambda *_: [port_of(host.cert_file)])
+        files = ("--cert-file", host.cert_file, "--new-cert-file", cert_file)
+        files += ("--key-file", host.key_file, "--new-key-file", key_file)
+        parser = argparse.ArgumentParser()
+        rotate_certificates.RUNBOOK.options(parser)
+        site = Quiet("nowhere", MonotonicClock(), 5.0)
+        steps = rotate_certificates.RUNBOOK.steps(site, parser.parse_args([*files, "--min-days", "1"]))
+        report = Run(MonotonicClock(), dry=False).carry_out([step for step in steps if "canaries" not in step.name])
+        return report, site.found
+
+    report, _ = rotate(new.cert_file, new.key_file)
+    assert report.error is None
+    assert Path(host.cert_file).read_bytes() == Path(new.cert_file).read_bytes()
+    report, found = rotate(f"{host.cert_file}.before", f"{host.key_file}.before")
+    assert report.error is None and report.is_changed
+    assert {path: Path(path).read_bytes() for path in old} == old
+    assert found["fingerprint"] == fingerprint_of(host.cert_file)
+    assert Path(f"{host.key_file}.before").read_bytes() == Path(new.key_file).read_bytes()
+    report, _ = rotate(f"{host.cert_file}.before", str(tmp_path / "nowhere"))
+    assert (report.exit_code, report.next) == (3, "correct the path that is named")
 
 
 class Secured:
