@@ -12,6 +12,7 @@ from baton.cluster.outcome import ExitCode, Output, run_command
 from baton.core.clock import MonotonicClock
 from baton.core.errors import ConfigInvalid
 from baton.runbook.common.canary import require_client
+from baton.runbook.common.output import lenient_output
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Run, RunbookReport, Step, Taken
 
@@ -64,7 +65,8 @@ def main(runbook: Runbook, arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         return _run(runbook, options, output)
 
-    return int(run_command(as_json, body))
+    with lenient_output():
+        return int(run_command(as_json, body))
 
 
 def _parser(runbook: Runbook) -> argparse.ArgumentParser:

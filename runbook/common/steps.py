@@ -6,6 +6,7 @@ checks and names the rest.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,19 +190,29 @@ class Run:
             report.exit_code = ExitCode.PARTIAL
 
     def _undo_all(self) -> bool:
+        """The last thing first; reported when all is done, and whatever one of them raises, the others are tried."""
         undos, self._undos = self._undos, []
-        return all([self._undo(action) for action in reversed(undos)])
+        undone: list[Taken] = []
 
-    def _undo(self, action: Action) -> bool:
+        def report() -> None:
+            for taken in undone:
+                self._note(taken)
+
+        with ExitStack() as stack:  # it too begins with what came last
+            stack.callback(report)
+            for action in undos:
+                stack.callback(self._undo, action, undone)
+        return all(taken.state == "ok" for taken in undone)
+
+    def _undo(self, action: Action, undone: list[Taken]) -> None:
         assert action.undo is not None
         start_s = self._clock.now_s()
         try:
             detail = action.undo()
         except BatonError as error:
-            self._note(self._taken("undo", action.name, "failed", error.message, start_s))
-            return False
-        self._note(self._taken("undo", action.name, "ok", detail, start_s))
-        return True
+            undone.append(self._taken("undo", action.name, "failed", error.message, start_s))
+        else:
+            undone.append(self._taken("undo", action.name, "ok", detail, start_s))
 
     def _taken(self, kind: Kind, name: str, state: State, detail: str, start_s: float) -> Taken:
         return Taken(kind=kind, name=name, state=state, detail=detail, seconds=self._clock.now_s() - start_s)

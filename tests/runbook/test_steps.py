@@ -1,6 +1,9 @@
 """How a list of steps is carried out: order, dry runs, undoing, exit codes. No deployment."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -182,3 +185,80 @@ def test_a_report_is_json():
     data = json.loads(json.dumps(report_data(carry_out(log))))
     assert data["fields"] == {"partial": True, "left": ["x"]}
     assert [step["kind"] for step in data["steps"]] == ["check", "action", "action", "verification"]
+
+
+def test_what_cannot_be_reported_is_undone_nevertheless():
+    log = Log(v=StepFailed("no"))
+
+    def show(taken):
+        if taken.kind == "undo":
+            raise OSError("nobody reads")
+
+    with pytest.raises(OSError, match="nobody reads"):
+        Run(MonotonicClock(), dry=False, on_taken=show).carry_out(log.steps())
+    assert log[-2:] == ["undo b", "undo a"]
+
+
+def test_a_bug_in_one_undo_leaves_out_no_other():
+    log = Log(**{"v": StepFailed("no"), "undo b": ZeroDivisionError()})
+    with pytest.raises(ZeroDivisionError):
+        carry_out(log)
+    assert log[-2:] == ["undo b", "undo a"]
+
+
+PROGRAM = """
+import sys, threading
+from baton.core.errors import StepFailed
+from baton.runbook.common.command import Runbook, main
+from baton.runbook.common.steps import Action, Verification, timed_out
+
+class Mark:
+    def __init__(self, name): self.path = f"{sys.argv[1]}/{name}"
+    def __call__(self):
+        with open(self.path, "a") as file: file.write("x")
+        return "did it"
+
+def fail():
+    raise StepFailed("no")
+
+def wait():
+    print("waits", file=sys.stderr, flush=True)
+    if not threading.Event().wait(60): raise timed_out("late")
+
+steps = [Action(name=name, do=Mark(name), undo=Mark(f"undo-{name}")) for name in ("a", "b")]
+steps.append(Verification(name="v", look={"fail": fail, "wait": wait}[sys.argv[2]]))
+sys.exit(main(Runbook(name="x", about="X.", steps=lambda site, options: steps, sends_canaries=False), sys.argv[3:]))
+"""
+UNDONE = ["a", "b", "undo-a", "undo-b"]
+
+
+def program(*arguments):
+    return [sys.executable, "-P", "-c", PROGRAM, *map(str, arguments)]
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "wb")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+@pytest.mark.parametrize("output", [closed_pipe, lambda: open("/dev/full", "wb")])
+def test_whose_output_no_one_takes_is_undone_with_its_own_exit_code(tmp_path, output, arguments):
+    with output() as stdout:
+        command = program(tmp_path, "fail", *arguments)
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == UNDONE
+    assert done.returncode == 1
+    assert done.stderr == "baton: StepFailed: no\nnext: see `baton status`, then try again\n"
+
+
+@pytest.mark.long
+def test_without_any_output_it_is_undone_with_its_own_exit_code(tmp_path):
+    with closed_pipe() as gone:
+        done = subprocess.run(program(tmp_path, "fail"), stdout=gone, stderr=gone, timeout=60)
+    assert done.returncode == 1
+    done = subprocess.run([*"sh -c".split(), 'exec "$@" >&- 2>&-', "sh", *program(tmp_path, "fail")], timeout=60)
+    assert done.returncode == 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(UNDONE, "xx")
