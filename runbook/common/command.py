@@ -12,6 +12,7 @@ from baton.cluster.outcome import ExitCode, Output, run_command
 from baton.core.clock import MonotonicClock
 from baton.core.errors import ConfigInvalid
 from baton.runbook.common.canary import require_client
+from baton.runbook.common.interrupts import interruptible
 from baton.runbook.common.output import lenient_output
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Run, RunbookReport, Step, Taken
@@ -65,7 +66,7 @@ def main(runbook: Runbook, arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         return _run(runbook, options, output)
 
-    with lenient_output():
+    with lenient_output(), interruptible():
         return int(run_command(as_json, body))
 
 

@@ -208,7 +208,7 @@ class Run:
         assert action.undo is not None
         start_s = self._clock.now_s()
         try:
-            detail = action.undo()
+            detail = _twice_if_interrupted(action.undo)
         except BatonError as error:
             undone.append(self._taken("undo", action.name, "failed", error.message, start_s))
         else:
@@ -220,6 +220,21 @@ class Run:
     def _note(self, taken: Taken) -> None:
         self.report.taken.append(taken)
         self._on_taken(taken)
+
+
+def _twice_if_interrupted(undo: Doing) -> str:
+    """An undo puts back, so it may be done again. A second Ctrl-C leaves it out.
+
+    Raises:
+        OperationError: interrupted again.
+    """
+    try:
+        return undo()
+    except KeyboardInterrupt:
+        try:
+            return undo()
+        except KeyboardInterrupt:
+            raise OperationError("interrupted") from None
 
 
 def _kind(step: Step) -> Kind:

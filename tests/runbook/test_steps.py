@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -262,3 +263,73 @@ def test_without_any_output_it_is_undone_with_its_own_exit_code(tmp_path):
     done = subprocess.run([*"sh -c".split(), 'exec "$@" >&- 2>&-', "sh", *program(tmp_path, "fail")], timeout=60)
     assert done.returncode == 1
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(UNDONE, "xx")
+
+
+class Waiting:
+    """A runbook in its last step, which waits for the end."""
+
+    def __init__(self, folder):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(program(folder, "wait", "--json"), text=True, **pipes)
+        assert self.process.stderr.readline() == "waits\n"
+
+    def end(self, number):
+        """Exit code and report after this signal."""
+        self.process.send_signal(number)
+        out, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, json.loads(out)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_ends_it_has_it_undone(tmp_path, number):
+    code, data = Waiting(tmp_path).end(number)
+    assert (code, data["message"], data["changed"]) == (1, "interrupted", False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == UNDONE
+
+
+def test_under_nohup_it_goes_on_when_its_terminal_closes():
+    steps = [Verification(name="v", look=lambda: os.kill(os.getpid(), signal.SIGHUP))]
+    book = Runbook(name="x", about="X.", steps=lambda site, options: steps, sends_canaries=False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(book, []) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_signal_does_not_end_the_undoing():
+    log = Log()
+    steps = log.steps()
+    steps[-1] = Verification(name="v", look=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    undo = log.does("undo b")
+    steps[2] = Action(name="b", do=log.does("b"), undo=lambda: os.kill(os.getpid(), signal.SIGHUP) or undo())
+    book = Runbook(name="x", about="X.", steps=lambda site, options: steps, sends_canaries=False)
+    assert main(book, []) == 1
+    assert log == ["c", "a", "b", "undo b", "undo a"], "each once"
+
+
+def test_an_undo_that_is_interrupted_is_done_again_once():
+    log = Log(v=StepFailed("no"))
+    undo = interrupted_in(log, "undo b", num_times=1)
+    steps = log.steps()
+    steps[2] = Action(name="b", do=log.does("b"), undo=undo)
+    report = Run(MonotonicClock(), dry=False).carry_out(steps)
+    assert (log[-3:], report.exit_code) == (["undo b", "undo b", "undo a"], ExitCode.FAILED)
+    steps[2] = Action(name="b", do=log.does("b"), undo=interrupted_in(log, "undo b", num_times=2))
+    report = Run(MonotonicClock(), dry=False).carry_out(steps)
+    assert (log[-3:], report.exit_code) == (["undo b", "undo b", "undo a"], ExitCode.PARTIAL)
+    assert report.is_changed
+
+
+def interrupted_in(log, name, *, num_times):
+    left = [KeyboardInterrupt()] * num_times
+
+    def undo():
+        log.append(name)
+        if left:
+            raise left.pop()
+        return "did it"
+
+    return undo
