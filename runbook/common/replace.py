@@ -29,12 +29,17 @@ def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequenc
         workers.check_alive(site, worker_id),
         *([] if options.force else [workers.check_others(site, [worker_id])]),
         workers.expect(canaries),
-        *another_incarnation(site, worker_id, canaries, options.grace),
+        *another_incarnation(site, worker_id, canaries, options.grace, is_forced=options.force),
     ]
 
 
 def another_incarnation(
-    site: Site, worker_id: str, canaries: CanaryRuns, grace_s: float | None, *verifications: Verification
+    site: Site,
+    worker_id: str,
+    canaries: CanaryRuns,
+    grace_s: float | None,
+    *verifications: Verification,
+    is_forced: bool = False,
 ) -> Sequence[Step]:
     """Drained, idle, ended, alive again, as it should be.
 
@@ -44,10 +49,13 @@ def another_incarnation(
         canaries: whose answers are known.
         grace_s: until its streams move; None for the router's own.
         *verifications: of the new incarnation, before its tokens are compared.
+        is_forced: even if no other worker of the role is left.
     """
     epoch = site.worker(worker_id).state.epoch
     return [
         workers.drain(site, worker_id, grace_s),
+        # Of two runbooks that take out the last two workers at once, each sees the other's drain by now.
+        *([] if is_forced else [workers.check_others(site, [worker_id], are_away=True)]),
         workers.idle(site, worker_id),
         workers.end_incarnation(site, worker_id, epoch),
         workers.new_incarnation(site, worker_id, epoch),

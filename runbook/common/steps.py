@@ -21,7 +21,7 @@ State = Literal["ok", "failed", "planned", "not needed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Something that must hold before anything is changed.
+    """Something that must hold before anything is changed, or, once more, before what cannot be undone.
 
     Attributes:
         name: what must hold.

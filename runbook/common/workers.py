@@ -46,9 +46,16 @@ def check_alive(site: Site, worker_id: str) -> Check:
     )
 
 
-def check_others(site: Site, worker_ids: Iterable[str]) -> Check:
-    """Without these workers every role still has one."""
+def check_others(site: Site, worker_ids: Iterable[str], *, are_away: bool = False) -> Check:
+    """Without these workers every role still has one.
+
+    Args:
+        site: where they are.
+        worker_ids: theirs.
+        are_away: they are out of routing by now; another runbook may have taken out the others since the first look.
+    """
     away = set(worker_ids)
+    still = "still " if are_away else ""
 
     def look() -> str:
         left = []
@@ -59,9 +66,11 @@ def check_others(site: Site, worker_ids: Iterable[str]) -> Check:
         return "; ".join(left)
 
     return Check(
-        name=f"others can serve without {', '.join(sorted(away))}",
+        name=f"others can {still}serve without {', '.join(sorted(away))}",
         look=look,
-        next="undrain another worker of the role, or give --force: requests are refused in between",
+        next="wait until the other workers of the role take requests again, and run this again"
+        if are_away
+        else "undrain another worker of the role, or give --force: requests are refused in between",
     )
 
 
