@@ -19,6 +19,7 @@ from baton.runbook.common.steps import Action, Check, Run, RunbookReport, Step, 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--build", default="", help="that workers should run  [this command's own]")
     workers.add_grace(parser)
+    parser.add_argument("--force", action="store_true", help="even if no other worker of a role is left meanwhile")
 
 
 class Upgrade:
@@ -26,6 +27,7 @@ class Upgrade:
 
     def __init__(self, site: Site, options: argparse.Namespace) -> None:
         self._site, self._grace_s = site, options.grace
+        self._is_forced: bool = options.force
         self._build: str = options.build or build_id()
         self._canaries = CanaryRuns(site)
 
@@ -57,13 +59,21 @@ class Upgrade:
         return f"wanted is {self._build}; " + ", ".join(f"{name} runs {build}" for name, build in builds.items())
 
     def _checks(self, name: str) -> list[Step]:
-        site = self._site
-        return [workers.check_alive(site, name), workers.check_others(site, [name])]
+        others = self._others(name, are_away=False)
+        return [workers.check_alive(self._site, name), *([] if others is None else [others])]
+
+    def _others(self, name: str, *, are_away: bool) -> Check | None:
+        if self._is_forced:
+            return None
+        return workers.check_others(self._site, [name], are_away=are_away, or_decode=True)
 
     def _one(self, name: str) -> Action:
         def do() -> str:
             # Steps of their own: until its process has ended the worker is put back when one of them fails.
-            steps = another_incarnation(self._site, name, self._canaries, self._grace_s, self._runs_it(name))
+            others = self._others(name, are_away=True)
+            steps = another_incarnation(
+                self._site, name, self._canaries, self._grace_s, self._runs_it(name), others=others
+            )
             report = Run(MonotonicClock(), dry=False).carry_out(steps)
             if report.error is not None:
                 raise partial(f"{name}: {_why(report)}", worker_id=name, **_timed_out(report))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from baton.runbook.common import workers
 from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.site import Site
-from baton.runbook.common.steps import Step, Verification
+from baton.runbook.common.steps import Check, Step, Verification
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +25,12 @@ def replace_steps(site: Site, options: argparse.Namespace, role: str) -> Sequenc
     worker_id = options.worker
     site.worker(worker_id, role)
     canaries = CanaryRuns(site)
+    others = None if options.force else workers.check_others(site, [worker_id], are_away=True)
     return [
         workers.check_alive(site, worker_id),
         *([] if options.force else [workers.check_others(site, [worker_id])]),
         workers.expect(canaries),
-        *another_incarnation(site, worker_id, canaries, options.grace, is_forced=options.force),
+        *another_incarnation(site, worker_id, canaries, options.grace, others=others),
     ]
 
 
@@ -39,7 +40,7 @@ def another_incarnation(
     canaries: CanaryRuns,
     grace_s: float | None,
     *verifications: Verification,
-    is_forced: bool = False,
+    others: Check | None = None,
 ) -> Sequence[Step]:
     """Drained, idle, ended, alive again, as it should be.
 
@@ -49,13 +50,13 @@ def another_incarnation(
         canaries: whose answers are known.
         grace_s: until its streams move; None for the router's own.
         *verifications: of the new incarnation, before its tokens are compared.
-        is_forced: even if no other worker of the role is left.
+        others: what must hold of other workers when this one is out of routing; None if nothing must.
     """
     epoch = site.worker(worker_id).state.epoch
     return [
         workers.drain(site, worker_id, grace_s),
         # Of two runbooks that take out the last two workers at once, each sees the other's drain by now.
-        *([] if is_forced else [workers.check_others(site, [worker_id], are_away=True)]),
+        *([] if others is None else [others]),
         workers.idle(site, worker_id),
         workers.end_incarnation(site, worker_id, epoch),
         workers.new_incarnation(site, worker_id, epoch),

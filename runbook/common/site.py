@@ -87,6 +87,18 @@ class Site:
             and worker.state.worker_id not in worker_ids
         ]
 
+    def computing(self, worker_ids: set[str]) -> list[str]:
+        """Live decode workers beside these that compute prompts when no prefill worker takes requests."""
+        status = self.status()
+        if status.local_prefill.mode in ("", "never"):  # --local-prefill; a router of before says nothing
+            return []
+        names = set(self.others(worker_ids, "decode"))
+        return [
+            worker.state.worker_id
+            for worker in status.workers
+            if worker.state.worker_id in names and worker.state.can_prefill
+        ]
+
     def drain(self, worker_id: str, *, grace_s: float | None = None, undo: bool = False) -> str:
         """Take this incarnation of a worker out of routing, or back in; one that is silent is out of it anyway."""
         if not self.worker(worker_id).alive:

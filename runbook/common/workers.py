@@ -46,12 +46,13 @@ def check_alive(site: Site, worker_id: str) -> Check:
     )
 
 
-def check_others(site: Site, worker_ids: Iterable[str], *, are_away: bool = False) -> Check:
+def check_others(site: Site, worker_ids: Iterable[str], *, are_away: bool = False, or_decode: bool = False) -> Check:
     """Without these workers every role still has one.
 
     Args:
         site: where they are.
         worker_ids: theirs.
+        or_decode: prefill workers may all be away for a while where decode workers compute the prompts.
         are_away: they are out of routing by now; another runbook may have taken out the others since the first look.
     """
     away = set(worker_ids)
@@ -61,6 +62,10 @@ def check_others(site: Site, worker_ids: Iterable[str], *, are_away: bool = Fals
         left = []
         for role in sorted({site.worker(worker_id).state.role for worker_id in away}):
             others = site.others(away, role)
+            computing = site.computing(away) if or_decode and role == "prefill" and not others else []
+            if computing:
+                left.append(f"{role}: none; {', '.join(computing)} compute the prompts")
+                continue
             require(bool(others), f"no other {role} worker takes requests", role=role)
             left.append(f"{role}: {', '.join(others)}")
         return "; ".join(left)

@@ -6,6 +6,7 @@ import pytest
 
 from baton.core.clock import MonotonicClock
 from baton.proto import admin_pb2, worker_pb2
+from baton.runbook import rolling_upgrade
 from baton.runbook.common import workers
 from baton.runbook.common.canary import CanaryRuns
 from baton.runbook.common.replace import add_options, replace_steps
@@ -20,6 +21,7 @@ class Few(Site):
 
     Attributes:
         ended: whose process was ended.
+        local_prefill: whether decode workers compute prompts.
         on_drain: called when a worker has been taken out of routing.
     """
 
@@ -27,14 +29,19 @@ class Few(Site):
         super().__init__("nowhere", MonotonicClock(), 5.0)
         self.ended = []
         self.on_drain = lambda: None
+        self.local_prefill = "never"
         self._workers = {name: self._begin(name) for name in names}
 
-    def _begin(self, name, epoch=1):
-        state = worker_pb2.WorkerState(worker_id=name, role=name.partition("-")[0], epoch=epoch)
+    def _begin(self, name, epoch=1, build="old"):
+        role = name.partition("-")[0]
+        state = worker_pb2.WorkerState(
+            worker_id=name, role=role, epoch=epoch, build=build, can_prefill=role == "decode"
+        )
         return admin_pb2.WorkerStatus(state=state, alive=True)
 
     def status(self):
-        return admin_pb2.StatusReply(workers=self._workers.values())
+        mode = admin_pb2.LocalPrefill(mode=self.local_prefill)
+        return admin_pb2.StatusReply(workers=self._workers.values(), local_prefill=mode)
 
     def inventory(self):
         return self._workers
@@ -47,7 +54,7 @@ class Few(Site):
 
     def end(self, address, worker_id, epoch):
         self.ended.append(worker_id)
-        self._workers[worker_id] = self._begin(worker_id, epoch + 1)
+        self._workers[worker_id] = self._begin(worker_id, epoch + 1, "new")
         return admin_pb2.RestartReply(ending=True)
 
     @property
@@ -76,6 +83,13 @@ def replace(site, *arguments, role="decode"):
     return Run(MonotonicClock(), dry=False).carry_out(steps)
 
 
+def upgrade(site, *arguments):
+    parser = argparse.ArgumentParser()
+    rolling_upgrade.RUNBOOK.options(parser)
+    steps = rolling_upgrade.RUNBOOK.steps(site, parser.parse_args(["--build", "new", *arguments]))
+    return Run(MonotonicClock(), dry=False).carry_out(steps)
+
+
 def test_a_worker_is_replaced_while_another_serves(site_of):
     site = site_of("decode-0", "decode-1")
     assert replace(site).exit_code == 0
@@ -98,3 +112,31 @@ def test_by_force_the_last_one_is_replaced(site_of):
     assert not site.ended
     assert replace(site, "--force").exit_code == 0
     assert (site.ended, site.away) == (["decode-0"], set())
+
+
+def test_the_only_prefill_worker_is_upgraded_where_decode_workers_compute_prompts_meanwhile(site_of):
+    site = site_of("prefill-0", "decode-0", "decode-1")
+    report = upgrade(site)
+    assert (report.exit_code, site.ended) == (3, []), "no decode worker does"
+    site.local_prefill = "auto"
+    report = upgrade(site)
+    assert report.exit_code == 0
+    assert sorted(site.ended) == ["decode-0", "decode-1", "prefill-0"]
+    assert "prefill: none; decode-0, decode-1 compute the prompts" in [taken.detail for taken in report.taken]
+
+
+def test_what_an_upgrade_advises_helps(site_of):
+    site = site_of("prefill-0", "decode-0")
+    report = upgrade(site)
+    assert (report.exit_code, site.ended) == (3, [])
+    assert "--force" in report.next
+    assert upgrade(site, "--force").exit_code == 0
+    assert sorted(site.ended) == ["decode-0", "prefill-0"]
+
+
+def test_an_upgrade_looks_again_too(site_of):
+    site = site_of("prefill-0", "prefill-1", "decode-0", "decode-1")
+    site.on_drain = lambda: setattr(site.inventory()["decode-1"], "draining", True)
+    report = upgrade(site)
+    assert (report.exit_code, site.ended, site.away) == (4, [], {"decode-1"})
+    assert "no other decode worker takes requests" in report.error.message
