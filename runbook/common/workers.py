@@ -75,8 +75,15 @@ def check_others(site: Site, worker_ids: Iterable[str], *, are_away: bool = Fals
         look=look,
         next="wait until the other workers of the role take requests again, and run this again"
         if are_away
-        else "undrain another worker of the role, or give --force: requests are refused in between",
+        else f"undrain another worker of the role, or give --force: {_meanwhile(site, away)}",
     )
+
+
+def _meanwhile(site: Site, away: set[str]) -> str:
+    """What becomes of requests without these workers, the last of their roles."""
+    if {site.worker(worker_id).state.role for worker_id in away} == {"prefill"}:
+        return "decode workers compute the prompts meanwhile (refused only with `--local-prefill never`)"
+    return "requests are refused meanwhile"
 
 
 def add_grace(parser: argparse.ArgumentParser) -> None:

@@ -125,6 +125,20 @@ def test_the_only_prefill_worker_is_upgraded_where_decode_workers_compute_prompt
     assert "prefill: none; decode-0, decode-1 compute the prompts" in [taken.detail for taken in report.taken]
 
 
+@pytest.mark.parametrize(
+    ("role", "meanwhile"),
+    [
+        ("decode", "requests are refused meanwhile"),
+        ("prefill", "decode workers compute the prompts meanwhile (refused only with `--local-prefill never`)"),
+    ],
+)
+def test_an_operator_is_told_what_force_costs(site_of, role, meanwhile):
+    site = site_of("prefill-0", "decode-0")
+    report = replace(site, role=role)
+    assert (report.exit_code, site.ended) == (3, [])
+    assert report.next == f"undrain another worker of the role, or give --force: {meanwhile}"
+
+
 def test_what_an_upgrade_advises_helps(site_of):
     site = site_of("prefill-0", "decode-0")
     report = upgrade(site)
