@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from baton.cluster.commands import operate
 from baton.core.errors import StepFailed
 from baton.runbook.common.canary import PROMPTS, ask
-from baton.runbook.common.command import Runbook, count, main
+from baton.runbook.common.command import Runbook, count_or_none, main
 from baton.runbook.common.site import Site
 from baton.runbook.common.steps import Action, Check, Step, Verification, require
 
@@ -19,8 +19,15 @@ REFUSAL_S = 1.0  # a refusal is said at once; this much is for a busy machine
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--limit", type=count, required=True, help="requests that the router holds from now on")
+    parser.add_argument(
+        "--limit", type=_limit, required=True, help="requests that the router holds from now on; none: no limit"
+    )
     parser.add_argument("--force", action="store_true", help="lower it even if nothing waits")
+
+
+def _limit(text: str) -> int:
+    """A number of requests, or 0 for none."""
+    return 0 if text == "none" else count_or_none(text)
 
 
 def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
@@ -28,22 +35,27 @@ def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
 
     def set_to(value: int) -> str:
         reply = operate.set_admission(site.address, value)
+        if not value and reply.max_queue_len:
+            message = f"the router was started with a limit of {reply.max_queue_len}, and has that when it has no other"
+            raise StepFailed(message, limit=reply.max_queue_len)
         now, before = reply.max_queue_len or "no limit", reply.previous or "no limit"
         return f"{now}, before {before}; {reply.num_in_flight} are in flight"
 
+    few = Verification(
+        name=f"no more than {limit} are in flight",
+        look=lambda: _wait_in_flight(site, limit),
+        next="the limit was put back: those in flight last longer than --timeout",
+    )
     return [
-        _check_load(site, limit, force=options.force),
+        _check_load(site, limit or math.inf, force=options.force),
         Action(
-            name=f"let the router hold {limit} requests",
+            name=f"let the router hold {limit or 'any number of'} requests",
             do=lambda: set_to(limit),
             undo=lambda: set_to(previous),
             is_done=lambda: site.status().max_queue_len == limit,
+            next="the limit was put back; give --limit a number",
         ),
-        Verification(
-            name=f"no more than {limit} are in flight",
-            look=lambda: _wait_in_flight(site, limit),
-            next="the limit was put back: those in flight last longer than --timeout",
-        ),
+        *([few] if limit else []),
         Verification(
             name="a request is answered, or refused at once",
             look=lambda: _probe(site),
@@ -52,12 +64,12 @@ def _steps(site: Site, options: argparse.Namespace) -> Sequence[Step]:
     ]
 
 
-def _check_load(site: Site, limit: int, *, force: bool) -> Check:
+def _check_load(site: Site, limit: float, *, force: bool) -> Check:
     def look() -> str:
         status = site.status()
         num_waiting = sum(worker.state.inventory.num_requests_waiting for worker in status.workers if worker.alive)
         site.found["before"] = {
-            "limit": status.max_queue_len,
+            "limit": status.max_queue_len,  # as --limit takes it: 0 for none
             "in_flight": status.num_requests_running,
             "waiting": num_waiting,
         }

@@ -86,7 +86,8 @@ def test_diagnostics_that_lack_something_are_partial_and_say_what(runbook, tmp_p
         ("hung-tp-group", ["--worker", "nobody"], 2),
         ("hung-tp-group", ["--worker", "decode-0", "--watch", "0.5"], 3),  # it is well
         ("overload", ["--limit", "1"], 3),  # there is no overload
-        ("overload", ["--limit", "0"], 2),
+        ("overload", ["--limit", "-1"], 2),
+        ("overload", ["--limit", "none"], 1),  # the router was started with a limit
         ("drain-node", ["--worker", "decode-0", "--worker", "decode-1"], 3),  # nobody would be left
         ("collect-diagnostics", ["--into", "/nonexistent"], 3),
         ("acceptance-regression", ["--min-acceptance", "2"], 2),
