@@ -1,6 +1,9 @@
 """The rules and the dashboard are well formed; what they name is checked by tests/e2e/test_deploy.py."""
 
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -8,13 +11,15 @@ import yaml
 from baton.core import errors
 from baton.router.metrics import is_clients
 from baton.tests.deploy.files import DEPLOY, dashboard, expressions, groups, rules
-from baton.tests.deploy.promql import parse
+from baton.tests.deploy.promql import AGGREGATIONS, BY, parse, tokens_of
 
 pytestmark = pytest.mark.fast
 
 WANTED = (
     "BatonWorkerDown",
     "BatonWorkerUnfit",
+    "BatonNoDecodeWorker",
+    "BatonNoPrefillWorker",
     "BatonHeartbeatLate",
     "BatonKvLeak",
     "BatonAcceptanceRegression",
@@ -52,6 +57,39 @@ def test_the_scrape_configuration_loads_the_rules_and_names_the_job():
 @pytest.mark.parametrize(("where", "expression"), expressions().items())
 def test_an_expression_is_well_formed(where, expression):
     assert parse(expression).selectors
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_a_rule_keeps_deployments_apart(rule):
+    """Their workers have the same names; their routers are `instance`."""
+    tokens = [value for _, value in tokens_of(rule["expr"])]
+    for at, token in enumerate(tokens):
+        if token in AGGREGATIONS:
+            assert tokens[at + 1] == "by", f"{token} of all deployments"
+        if token in BY:
+            assert "instance" in tokens[at : tokens.index(")", at)]
+    assert not {"absent", "ignoring", "without"} & set(tokens), "what is not there has no instance"
+
+
+def test_a_deployment_of_decode_workers_alone_is_no_reason_to_page():
+    """Its router has never shown a prefill worker."""
+    by_name = {rule["alert"]: rule for rule in rules()}
+    assert by_name["BatonNoPrefillWorker"]["labels"]["severity"] == "ticket"
+    assert by_name["BatonNoDecodeWorker"]["labels"]["severity"] == "page"
+    pages = [rule for rule in rules() if rule["labels"]["severity"] == "page"]
+    matchers = [m for rule in pages for s in parse(rule["expr"]).selectors for m in s.matchers]
+    assert ("role", "=", "prefill") not in matchers
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is Prometheus's own, and no Python package")
+def test_rules_fire_for_series_as_they_should(tmp_path):
+    plain = [{**rule, "annotations": {}} for rule in rules()]  # it would compare each text
+    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": plain}]}))
+    shutil.copy(Path(__file__).parent / "alerts_test.yaml", tmp_path)
+    command = ["promtool", "test", "rules", "alerts_test.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_errors_that_rules_name_exist():
