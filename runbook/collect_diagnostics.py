@@ -59,7 +59,6 @@ class Collection:
         return [
             *asked,
             Check(name="the archive can be written", look=self._is_writable, next="give another --into"),
-            Check(name="what was named is there", look=self._is_there, next="correct --logs"),
             Action(name="write the archive", do=self._write, undo=self._remove),
             Verification(name="the archive reads back as its manifest says", look=self._read_back),
             Verification(
@@ -77,12 +76,6 @@ class Collection:
         if not into.is_dir() or not os.access(into, os.W_OK):
             raise PreconditionUnmet(f"{into} is no directory that can be written", path=str(into))
         return str(into)
-
-    def _is_there(self) -> str:
-        for path in self._options.logs:
-            if not path.is_dir():
-                raise PreconditionUnmet(f"{path} is no directory", path=str(path))
-        return f"{len(self._options.logs)} directories of logs, {len(self._options.metrics)} URLs of metrics"
 
     def _write(self) -> str:
         self._collect()
@@ -133,6 +126,8 @@ class Collection:
         for index, url in enumerate(self._options.metrics):
             self._try(f"metrics-{index}.txt", partial_call(_fetch, url))
         for index, directory in enumerate(self._options.logs):
+            if not directory.is_dir():
+                self._missing[f"logs-{index}"] = f"{directory} is no directory"
             for path in sorted(directory.rglob("*")):
                 if path.suffix in LOG_SUFFIXES and path.is_file():
                     self._add_log(f"logs-{index}/{path.relative_to(directory)}", path)

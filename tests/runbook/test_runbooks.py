@@ -69,9 +69,10 @@ def test_every_worker_process_leaves_out_what_it_loaded_and_counts_what_collecti
 
 
 def test_diagnostics_that_lack_something_are_partial_and_say_what(runbook, tmp_path):
-    done = runbook("collect-diagnostics", "--into", str(tmp_path), "--metrics", "http://127.0.0.1:1/metrics")
+    lacking = ("--metrics", "http://127.0.0.1:1/metrics", "--logs", str(tmp_path / "nowhere"))
+    done = runbook("collect-diagnostics", "--into", str(tmp_path), *lacking)
     assert done.code == 4
-    assert list(done.data["fields"]["missing"]) == ["metrics-0.txt"]
+    assert sorted(done.data["fields"]["missing"]) == ["logs-0", "metrics-0.txt"]
     assert len(list(tmp_path.iterdir())) == 1
 
 
