@@ -17,7 +17,7 @@ from baton.cluster.outcome import Output
 from baton.core import inside
 from baton.core.config import ServeConfig
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
-from baton.router.access.api_keys import read_keys
+from baton.router.access.api_keys import digest_of, read_keys
 from baton.tests.cluster.test_cli import flags_of
 from baton.tests.core.test_tls_files import Echo, ask
 
@@ -61,9 +61,26 @@ def test_the_certificates_are_good_both_ways(tmp_path):
 
 @pytest.mark.long
 def test_the_keys_are_made_listed_and_revoked(tmp_path):
-    assert "baton-" in run(BLOCKS[1], tmp_path)
-    assert [entry.name for entry in read_keys(tmp_path / "clients.keys")] == []
-    assert [entry.tenant for entry in read_keys(tmp_path / "operators.keys")] == ["operators"]
+    assert run(BLOCKS[1], tmp_path).splitlines()[1].split()[:2] == ["ada", "acme"]
+    for name, holders in (("ada", "clients"), ("oncall", "operators")):
+        (entry,) = read_keys(tmp_path / f"{holders}.keys")
+        kept = tmp_path / f"{name}.key"
+        assert (entry.name, entry.sha256) == (name, digest_of(kept.read_text().strip()))
+        assert kept.stat().st_mode & 0o077 == 0
+    (revoke,) = re.findall(r"`(baton keys revoke [^`]+)`", SETUP)
+    run(revoke, tmp_path)
+    assert not read_keys(tmp_path / "clients.keys")
+
+
+@pytest.mark.long
+def test_the_files_that_commands_name_were_made_by_those_before(tmp_path):
+    for block in BLOCKS[:2]:
+        run(block, tmp_path)
+    named = set(re.findall(r"\b[a-z]+\.(?:pem|keys?)\b", "".join(BLOCKS[2:])))
+    assert {"host.pem", "ada.key", "operators.keys"} <= named
+    assert named <= {path.name for path in tmp_path.iterdir()}
+    used = set(re.findall(r"\$([A-Z_]+)", "".join(BLOCKS)))
+    assert not used, "variables that no command sets"
 
 
 @pytest.mark.long
