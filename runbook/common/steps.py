@@ -133,15 +133,17 @@ class Run:
         An error with the field `partial` says that what was done helps, and more is to be done: nothing is undone.
         """
         for step in steps:
+            unreported = []
             try:
                 error = self._take(step)
             except KeyboardInterrupt:
-                error = OperationError("interrupted")
+                error = OperationError("interrupted", interrupted=True)
+                unreported = [Taken(kind=_kind(step), name=step.name, state="failed", detail=error.message)]
             except BaseException:  # a bug; it must not leave a deployment half changed
                 self._undo_all()
                 raise
             if error is not None:
-                self._fail(step, error)
+                self._fail(step, error, unreported)
                 break
         return self.report
 
@@ -175,7 +177,7 @@ class Run:
             self._undos.append(action)
         self.report.is_changed = True
 
-    def _fail(self, step: Step, error: BatonError) -> None:
+    def _fail(self, step: Step, error: BatonError, unreported: Sequence[Taken]) -> None:
         report = self.report
         report.error, report.exit_code = error, exit_code_of(error)
         report.next = step.next or next_step(error)
@@ -184,18 +186,22 @@ class Run:
         if error.fields.get("partial"):
             report.exit_code = ExitCode.PARTIAL
             return
-        is_undone = self._undo_all()
+        was_changed = report.is_changed
+        is_undone = self._undo_all(unreported)
         report.is_changed = self._stays or not is_undone
+        if error.fields.get("interrupted"):  # which is not what the step's own advice is for
+            what = "see above for what stays changed; " if report.is_changed else "it was put back; " * was_changed
+            report.next = f"{what}run it again"
         if not is_undone or (self._stays and report.exit_code is not ExitCode.TIMEOUT):
             report.exit_code = ExitCode.PARTIAL
 
-    def _undo_all(self) -> bool:
+    def _undo_all(self, unreported: Sequence[Taken] = ()) -> bool:
         """The last thing first; reported when all is done, and whatever one of them raises, the others are tried."""
         undos, self._undos = self._undos, []
         undone: list[Taken] = []
 
         def report() -> None:
-            for taken in undone:
+            for taken in (*unreported, *undone):
                 self._note(taken)
 
         with ExitStack() as stack:  # it too begins with what came last

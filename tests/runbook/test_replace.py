@@ -154,3 +154,15 @@ def test_an_upgrade_looks_again_too(site_of):
     report = upgrade(site)
     assert (report.exit_code, site.ended, site.away) == (4, [], {"decode-1"})
     assert "no other decode worker takes requests" in report.error.message
+
+
+def test_an_upgrade_that_is_interrupted_puts_its_worker_back_and_says_which(site_of):
+    site = site_of("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    site.on_drain = interrupt
+    report = upgrade(site)
+    assert (report.exit_code, site.ended, site.away) == (4, [], set())
+    assert report.error.message == "decode-0: take decode-0 out of routing: interrupted"

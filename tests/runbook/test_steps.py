@@ -92,6 +92,24 @@ def test_what_was_done_is_undone_the_last_thing_first(failing, called):
     assert report.next
 
 
+@pytest.mark.parametrize(
+    ("failing", "advice"),
+    [
+        ({"v": KeyboardInterrupt()}, "it was put back; run it again"),
+        ({"c": KeyboardInterrupt()}, "run it again"),
+        (
+            {"v": KeyboardInterrupt(), "undo b": StepFailed("neither")},
+            "see above for what stays changed; run it again",
+        ),
+    ],
+)
+def test_who_interrupts_is_not_told_what_helps_a_step_that_failed(failing, advice):
+    report = carry_out(Log(**failing))
+    assert report.next == advice
+    (interrupted, *_) = [taken for taken in report.taken if taken.state == "failed"]
+    assert (interrupted.name, interrupted.detail) == (next(iter(failing)), "interrupted")
+
+
 def test_running_out_of_time_is_undone_too_and_has_its_code():
     log = Log(v=timed_out("late"))
     report = carry_out(log)
