@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -73,8 +74,12 @@ class Collection:
 
     def _is_writable(self) -> str:
         into: Path = self._options.into
-        if not into.is_dir() or not os.access(into, os.W_OK):
-            raise PreconditionUnmet(f"{into} is no directory that can be written", path=str(into))
+        try:
+            with tempfile.TemporaryFile(dir=into):  # that permissions allow it says nothing of /proc
+                pass
+        except OSError as error:
+            message = f"no file can be made in {into}: {error.strerror}"
+            raise PreconditionUnmet(message, path=str(into)) from error
         return str(into)
 
     def _write(self) -> str:

@@ -36,3 +36,17 @@ def test_a_directory_of_logs_that_is_not_there_is_missing_and_the_rest_is_collec
     assert report.error.fields["missing"] == {"logs-0": f"{tmp_path / 'nowhere'} is no directory"}
     with tarfile.open(report.found["archive"]) as archive:
         assert "baton-diagnostics/logs-1/a.log" in archive.getnames()
+
+
+@pytest.mark.parametrize("into", ["/proc", "/nonexistent", __file__])
+def test_where_no_archive_can_be_written_is_told_before_anything_is_collected(collect, into):
+    for dry in (True, False):
+        report = collect("--into", into, dry=dry)
+        assert report.exit_code == 3
+        assert [taken.name for taken in report.taken] == ["the archive can be written"]
+        assert report.next == "give another --into"
+
+
+def test_to_look_whether_it_can_be_written_leaves_nothing(collect, tmp_path):
+    assert collect("--into", str(tmp_path), dry=True).exit_code == 0
+    assert not list(tmp_path.iterdir())
