@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 def installation(tmp_path):
     package = tmp_path / "site" / "baton"
     package.mkdir(parents=True)
-    for package in sorted(path.parent for path in ROOT.glob("*/__init__.py")):
-        shutil.copytree(package, package / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in sorted(path.parent for path in ROOT.glob("*/__init__.py")):
+        shutil.copytree(part, package / part.name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("__init__.py", "cluster.yaml"):
         shutil.copy(ROOT / name, package / name)
     return package
