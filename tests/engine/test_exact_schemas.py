@@ -17,16 +17,17 @@ pytestmark = pytest.mark.fast
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 EXACT, MAX_I64 = 1 << 53, (1 << 63) - 1
 SNOWFLAKE = 1_420_070_400_123_456_789
+TOKENIZER = Tokenizer.from_directory(TINY)
 
 
 @pytest.fixture(scope="module")
 def compiler():
-    return GrammarCompiler(Tokenizer.from_directory(TINY), 4096)
+    return GrammarCompiler(TOKENIZER, 4096)
 
 
 def takes(compiler, schema, text):
     state = compiler.start(GrammarSpec("json_schema", json.dumps(schema)))
-    tokens = [*compiler._tokenizer.encode(text), compiler._eos_token_ids[0]]
+    tokens = [*TOKENIZER.encode(text), TOKENIZER.eos_token_ids[0]]
     return state.accept(tokens) == len(tokens)
 
 
