@@ -30,6 +30,11 @@ _POOLS_AT = 128
 _POOL = struct.Struct("<QQ")  # offset, bytes
 
 
+def _is_inside(offset_bytes: int, num_bytes: int, file_bytes: int) -> bool:
+    """Whether a pool lies behind the header, where pools begin, and ends in the file."""
+    return not offset_bytes % PAGE_BYTES and PAGE_BYTES <= offset_bytes <= file_bytes - num_bytes
+
+
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
@@ -121,10 +126,15 @@ class SharedRegion:
                 raise ProtocolError(f"{path} is no region", path=str(path))
             magic, version, num_pools, found, _, num_bytes = _HEADER.unpack(header)
             whole = (magic, version, found, num_bytes) == (MAGIC, VERSION, nonce, os.fstat(file).st_size)
-            if not whole or num_pools > MAX_POOLS:
+            if not whole or num_pools > MAX_POOLS or num_bytes < PAGE_BYTES:
                 raise ProtocolError(f"{path} is another region, or none", path=str(path))
+            places = os.pread(file, num_pools * _POOL.size, _POOLS_AT)
+            if not all(_is_inside(first, size, num_bytes) for first, size in _POOL.iter_unpack(places)):
+                raise ProtocolError(f"{path} has pools that do not lie in it", path=str(path))
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_touched else 0)
             memory = mmap.mmap(file, num_bytes, flags=flags)
+        except OSError as error:
+            raise ProtocolError(f"cannot map {path}: {error.strerror}", path=str(path)) from error
         finally:
             os.close(file)
         return cls(path, -1, memory, is_owner=False)

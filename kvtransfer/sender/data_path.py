@@ -64,10 +64,13 @@ class PushDataPath(Protocol):
         name: of the data path.
         num_blocks: blocks that the peer's pools have; a granted block id at or above it is refused.
         num_state_slots: the same of state slots.
+        block_size: positions of one of those blocks, as the pools that were opened say; what a peer says beside is not
+            believed.
     """
 
     name: str
     num_blocks: int
+    block_size: int
     num_state_slots: int
 
     def write(

@@ -147,12 +147,16 @@ class DataPathChooser:
             return problem, None
         if offer is None:
             return "the decode worker does not serve it", None
-        if data_path == RAW:
-            return self._transport.open_data_path(address, offer), None
         try:
+            if data_path == RAW:
+                return self._transport.open_data_path(address, offer), None
             return "", self._openers[data_path].open(offer, epoch, host_id)
         except DataPathRefused as refused:
             return str(refused) or "refused", None
+        # The boundary of an offer: what one peer says, or has in its memory, must not end the pushes to all others.
+        except Exception as error:
+            log.exception("the data path %s to %s could not be opened", data_path, address)
+            return f"opening it failed: {error!r}", None
 
     def _tell(self, address: str, choice: DataPathChoice) -> None:
         """Log once what is used to an address, and count when it is not the best; again only if that changes."""

@@ -129,7 +129,7 @@ class Route:
         """Why what was granted cannot be written through the open data path; empty if it can."""
         assert self.opened is not None
         num_blocks, num_slots = self.opened.num_blocks, self.opened.num_state_slots
-        blocks, block_size, slot = grant.blocks, grant.block_size, grant.state_slot
+        blocks, block_size, slot = grant.blocks, self.opened.block_size, grant.state_slot
         if (slot is None) == self.geometry.layout.has_state or (slot is not None and not 0 <= slot < num_slots):
             return f"the decode worker granted state slot {slot} of {num_slots}"
         stray = next((block for block in blocks if not 0 <= block < num_blocks), None)
@@ -138,7 +138,8 @@ class Route:
         if len(set(blocks)) != len(blocks):
             return "the decode worker granted a block twice"
         if len(blocks) * block_size < self.prompt_len:
-            return f"the decode worker granted {len(blocks)} blocks for {self.prompt_len} positions"
+            size = f"{len(blocks)} blocks of {block_size}"
+            return f"the decode worker granted {size} for {self.prompt_len} positions"
         return ""
 
 

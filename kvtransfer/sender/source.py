@@ -4,6 +4,7 @@ The raw data path sends from the pool itself, so for it nothing is copied. The r
 begin. A transfer that has ended meanwhile is no error.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,8 @@ from baton.kvtransfer.sender.data_path import DataPathFailed, Written
 from baton.kvtransfer.sender.route import Frame, KeptBytes, Route
 
 MASK = (1 << 64) - 1
+
+log = logging.getLogger(__name__)
 
 
 class SourcePool(Protocol):
@@ -202,6 +205,11 @@ class PushSource:
                 part.writes = (*part.writes, (span.first, span.count, written))
         except DataPathFailed as error:
             part.problem = str(error) or "the data path failed"
+            self._leave(route)
+        # The boundary of a transfer: what is written where is its peer's to say, and must not end the pushes to others.
+        except Exception as error:
+            log.exception("layer %d of %s could not be written", span.layer, route.attempt)
+            part.problem = f"the write failed: {error!r}"
             self._leave(route)
         except BaseException:
             self._leave(route)

@@ -280,6 +280,7 @@ class NixlDataPath:
     ) -> None:
         self.num_blocks = targets[0].geometry.num_blocks
         self.num_state_slots = targets[0].geometry.num_state_slots
+        self.block_size = targets[0].geometry.layout.block_size
         self._agent = agent
         self._pool = pool
         self._base = base

@@ -98,6 +98,7 @@ class NvlinkDataPath:
     ) -> None:
         self.num_blocks = targets[0].geometry.num_blocks
         self.num_state_slots = targets[0].geometry.num_state_slots
+        self.block_size = targets[0].geometry.layout.block_size
         self._device = pool.device
         self._source = PoolAddress(pool.data_bytes.data_ptr(), pool.geometry.layers)
         self._layers = pool.geometry.layers

@@ -45,6 +45,7 @@ class ShmDataPath:
     ) -> None:
         self.num_blocks = numbers.null_block
         self.num_state_slots = targets[0].geometry.num_state_slots
+        self.block_size = targets[0].geometry.layout.block_size
         self._region = region
         self._epoch = epoch
         self._source = source
@@ -130,7 +131,7 @@ class ShmOpener:
         try:
             targets = _map(region, epoch, offer.shm.pools, geometries)
             return ShmDataPath(region, epoch, self._source, targets, numbers)
-        except DataPathRefused:
+        except BaseException:
             region.close()
             raise
 

@@ -119,6 +119,21 @@ def test_a_peer_without_raw_sockets_is_served_inline_which_is_said_once_and_coun
     assert refusing.choose("a", 5, "there", ALL).refused == (("raw", "it is not encrypted"),)
 
 
+def test_an_offer_that_breaks_its_opener_is_refused_as_others_are(openers, caplog):
+    """The thread that opens it pushes to every other decode worker, too."""
+    shm, nvlink, _ = openers
+    nvlink.problem = "there is no GPU"
+
+    def fail(offer, epoch, host_id):
+        raise AssertionError(f"nobody thought of {offer.data_path}")
+
+    shm.open = fail
+    choice = DataPathChooser("auto", openers, FakeTransport()).choose("a", 5, "here", ALL)
+    assert choice.data_path == "raw"
+    assert "nobody thought of shm" in dict(choice.refused)["shm"]
+    assert "nobody thought of shm" in caplog.text
+
+
 @pytest.mark.parametrize("policy", ["shm", "nvlink", "nixl"])
 def test_a_data_path_that_was_asked_for_by_name_is_never_replaced(openers, policy, caplog):
     chooser = DataPathChooser(policy, openers, FakeTransport())

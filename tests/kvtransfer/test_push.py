@@ -7,6 +7,7 @@ import secrets
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,7 @@ class Hooked:
     def open(self, offer, epoch, host_id):
         self.data_path = self._real.open(offer, epoch, host_id)
         self.num_blocks, self.num_state_slots = self.data_path.num_blocks, self.data_path.num_state_slots
+        self.block_size = self.data_path.block_size
         return self
 
     def write(self, blocks, target_blocks, span, *, with_digest):
@@ -205,24 +207,32 @@ def test_nothing_drains_while_a_write_is_in_progress_and_nothing_is_written_afte
 
 @pytest.mark.fast
 @pytest.mark.long
-def test_a_data_path_that_fails_fails_its_transfer_and_neither_the_step_nor_others(make_prefill):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (DataPathFailed("the mapping is gone"), "the mapping is gone"),
+        # Nobody thought of it, but what is written where is one peer's doing, and these threads serve other peers.
+        (ValueError("too short"), "the write failed: ValueError('too short')"),
+    ],
+)
+def test_a_data_path_that_fails_fails_its_transfer_and_neither_the_step_nor_others(make_prefill, error, reason):
     broken = {}
 
     def on_write(go, span):
         if broken.get("layer") == span.layer:
-            raise DataPathFailed("the mapping is gone")
+            raise error
         return go()
 
     prefill = make_prefill(on_write=on_write)
-    bad = prefill.reserve("bad data path", 20)
+    bad = prefill.reserve(f"bad data path {reason}", 20)
     prefill.wait_for(Granted, bad)
     broken["layer"] = 1
     prefill.compute(bad)
-    assert prefill.wait_for(PushFailed, bad).reason == "the mapping is gone"
+    assert prefill.wait_for(PushFailed, bad).reason == reason
     prefill.wait_for(PushDrained, bad)
     prefill.wait_for(Drained, bad)
     broken.clear()
-    good = prefill.reserve("good data path", 20)
+    good = prefill.reserve(f"good data path {reason}", 20)
     prefill.wait_for(Granted, good)
     prefill.compute(good)
     prefill.commit(good)
@@ -230,13 +240,14 @@ def test_a_data_path_that_fails_fails_its_transfer_and_neither_the_step_nor_othe
 
 
 @pytest.mark.fast
-def test_an_error_that_nobody_foresaw_ends_step_and_worker_and_leaves_nobody_inside(make_prefill):
-    def on_write(go, span):
+def test_an_error_that_no_peer_can_cause_ends_step_and_worker_and_leaves_nobody_inside(make_prefill):
+    def split(*args):
         raise ZeroDivisionError("a bug")
 
-    prefill = make_prefill(on_write=on_write)
+    prefill = make_prefill(on_write=lambda go, span: go())
     key = prefill.reserve("bug", 20)
     prefill.wait_for(Granted, key)
+    prefill.push._source._shape = SimpleNamespace(split=split)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         prefill.compute(key)
     with pytest.raises(TransferFailed, match="a bug"):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 
@@ -84,6 +85,25 @@ def test_another_file_is_refused(region, tmp_path):
     link.symlink_to(region.path)
     with pytest.raises(ProtocolError):
         SharedRegion.attach(link, region.nonce)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(1 << 40, 4096), (2 * PAGE_BYTES, 1 << 40), (2 * PAGE_BYTES + 8, 64), (0, 64), (1 << 63, 1 << 63)],
+)
+def test_a_file_whose_pools_do_not_lie_in_it_is_refused(region, place):
+    """What stands in it is its maker's word, and the process that maps it may be another's."""
+    struct.pack_into("<QQ", region._memory, 128 + 16, *place)
+    with pytest.raises(ProtocolError, match="pools that do not lie in it"):
+        SharedRegion.attach(region.path, region.nonce)
+
+
+def test_a_file_that_ends_in_its_header_is_refused(region, tmp_path):
+    header = bytearray(region.path.read_bytes()[:40])
+    struct.pack_into("<Q", header, 32, len(header))
+    (tmp_path / "file").write_bytes(header)
+    with pytest.raises(ProtocolError, match="another region"):
+        SharedRegion.attach(tmp_path / "file", region.nonce)
 
 
 def test_more_than_there_is_names_the_key():

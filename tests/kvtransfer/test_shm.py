@@ -310,7 +310,9 @@ def test_granted_blocks_are_checked_before_the_first_write(make_target):
     assert "block 12 of 12" in problem_of(4, 0, 12)
     assert "4294967295" in problem_of(4, 0, 2**32 - 1)
     assert "twice" in problem_of(4, 0, 4)
-    assert "2 blocks for 9" in problem_of(4, 0)
+    assert "2 blocks of 4 for 9" in problem_of(4, 0)
+    grant = GrantInfo(EPOCH, 1, 1, 1.0, "shm", (4, 0), 64)  # as a HELLO_REPLY that lies about its block size says
+    assert "2 blocks of 4 for 9" in route.problem_of(grant)
     assert "state slot 0 of 0" in problem_of(4, 0, 11, state_slot=0)
 
 
