@@ -649,9 +649,9 @@ class PushProtocol:
     def _begin(self, transfer: Transfer, now_s: float) -> Actions:
         rules, address = self._rules, transfer.peer.kv_address
         known = rules.peers[address]
-        if known.epoch != transfer.peer.epoch:
+        if known.epoch != transfer.peer.epoch or not known.data_path:
             # Not met yet, or the router that named this incarnation is ahead of us or behind: the answer says which,
-            # and that decides.
+            # and that decides. With it comes an offer, so that a data path that could not be opened is opened anew.
             is_waiting = now_s - known.hello_s < self._config.heartbeat_s
             return [] if is_waiting else [rules.hello(address, now_s)]
-        return rules.connected(transfer, now_s) if known.data_path else []
+        return rules.connected(transfer, now_s)

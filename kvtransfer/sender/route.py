@@ -177,6 +177,7 @@ class KeptBytes:
 
 
 Actions = list[PushAction]
+REOPEN_S = 0.25  # after a data path could not be opened: until then requests are refused, and the next one tries again
 
 
 class PushRoutes:
@@ -194,6 +195,7 @@ class PushRoutes:
         self._clock = clock
         self._routes: dict[AttemptKey, Route] = {}
         self._num_two_sided = 0  # that are open
+        self._failed_s: dict[str, float] = {}  # when none could be opened, by address
 
     @property
     def are_one_sided(self) -> bool:
@@ -221,11 +223,16 @@ class PushRoutes:
         return route
 
     def refusal(self, attempt: AttemptKey, address: str, epoch: int) -> Actions:
-        """The answer to a request for a transfer that cannot be pushed to, by all that is known; empty if it may."""
+        """The answer to a request for a transfer that could not be pushed just now; empty if it may be.
+
+        What was in the way may pass (no file number was left), so it is never said that the two do not fit together.
+        """
         choice = self._chooser.data_path_of(address)
         if choice is None or choice.epoch != epoch or choice.data_path:
             return []
-        return [Denied(attempt, kv_pb2.Deny.LAYOUT, f"no data path to the decode worker: {choice.why}")]
+        if self._clock.now_s() - self._failed_s.get(address, CLOSED) > REOPEN_S:
+            return []
+        return [Denied(attempt, kv_pb2.Deny.DATA_PATH, f"no data path to the decode worker: {choice.why}")]
 
     def fail(self, route: Route, problem: str) -> Actions:
         """End a transfer for a reason of this side's own."""
@@ -239,7 +246,9 @@ class PushRoutes:
         """Open the best data path to a decode worker; without any, its transfers end."""
         choice = self._chooser.choose(action.peer, action.epoch, action.host_id, action.offers)
         if choice.data_path:
+            self._failed_s.pop(action.peer, None)
             return self._protocol.data_path_opened(action.peer, choice.data_path, self._clock.now_s())
+        self._failed_s[action.peer] = self._clock.now_s()
         problem = f"no data path to the decode worker: {choice.why}"
         return [failed for route in self._to(action.peer) for failed in self.fail(route, problem)]
 
@@ -288,6 +297,7 @@ class PushRoutes:
     def forget_peer(self, address: str) -> None:
         """Nothing leads to this decode worker any more."""
         self._chooser.forget(address)
+        self._failed_s.pop(address, None)
 
     def shut(self, attempt: AttemptKey) -> Actions:
         """Let no writer into an incoming transfer any more; when the last is out, the transfer may drain."""

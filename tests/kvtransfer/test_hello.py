@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from baton.core.clock import VirtualClock
 from baton.core.errors import MalformedMessage
 from baton.core.requests.request import AttemptKey
 from baton.kvcache.layout import Keep
@@ -22,8 +23,11 @@ from baton.kvtransfer.sender.actions import (
     PushFailed,
     SendControl,
 )
+from baton.kvtransfer.sender.data_path import DataPathRefused
+from baton.kvtransfer.sender.data_path_choice import DataPathChooser
 from baton.kvtransfer.sender.messages import PushIdentity
 from baton.kvtransfer.sender.protocol import PushProtocol
+from baton.kvtransfer.sender.route import PushRoutes
 from baton.proto import kv_pb2
 from baton.tests.kvtransfer.kept import latent
 from baton.tests.kvtransfer.proving import prove, prove_reply
@@ -205,6 +209,34 @@ def kinds(actions):
 
 
 OTHER = AttemptKey("b", 1)
+
+
+class FakeOpener:
+    name, problem, refusal = "shm", "", "cannot open it: Too many open files"
+
+    def open(self, offer, epoch, host_id):
+        if self.refusal:
+            raise DataPathRefused(self.refusal)
+        return object()
+
+
+def test_what_could_not_be_opened_is_opened_anew_by_a_later_request_and_the_pair_not_given_up():
+    """No file number was left, for instance; LAYOUT would keep these two apart as long as both live."""
+    push, opener, clock = Pushing(), FakeOpener(), VirtualClock()
+    routes = PushRoutes(push.protocol, DataPathChooser("shm", [opener], None), clock)
+    (wanted,) = push.reply_to(push.reserve(), offers=OFFERS)
+    assert routes.open_data_path(wanted) == []
+    (denied,) = routes.refusal(OTHER, "d", 1)
+    assert denied.reason == kv_pb2.Deny.DATA_PATH
+    assert "Too many open files" in denied.detail
+    clock.advance(1.0)
+    assert routes.refusal(OTHER, "d", 1) == []
+    asked = push.reserve(1.0, OTHER)
+    assert kinds(asked) == ["hello"], "at once, not with the next heartbeat"
+    opener.refusal = ""
+    (wanted,) = push.reply_to(asked, 1.0, offers=OFFERS)
+    assert kinds(routes.open_data_path(wanted)) == ["reserve", "reserve"]
+    assert routes.refusal(OTHER, "d", 1) == []
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

@@ -13,10 +13,12 @@ import pytest
 
 from baton.core.errors import ConfigInvalid, TransferFailed
 from baton.kvtransfer.receiver.service import Completed, Drained, IncomingFailed
+from baton.kvtransfer.sender import route
 from baton.kvtransfer.sender.data_path import DataPathFailed
 from baton.kvtransfer.sender.route import KeptBytes, WriteFence
 from baton.kvtransfer.sender.service import Acked, Denied, Granted, PushDrained, PushFailed
 from baton.kvtransfer.transports.shm import ShmOpener
+from baton.proto import kv_pb2
 from baton.tests.kvtransfer.conftest import make_layout
 from baton.tests.kvtransfer.push_bench import Decode, Prefill
 
@@ -394,7 +396,8 @@ def test_a_rank_that_gives_up_fails_all_of_them_and_each_says_when_it_is_out(mak
     ranks[0].wait_for(Drained, key)
 
 
-def test_a_incoming_without_a_data_path_is_refused_by_name_and_then_at_once(make_prefill):
+def test_a_incoming_without_a_data_path_is_refused_by_name_and_then_at_once(make_prefill, monkeypatch):
+    monkeypatch.setattr(route, "REOPEN_S", 60.0)
     decode = Decode(LAYOUT, data_paths=(), **TIMES)
     try:
         prefill = make_prefill(decode)
@@ -402,7 +405,9 @@ def test_a_incoming_without_a_data_path_is_refused_by_name_and_then_at_once(make
         assert "shm: the decode worker does not serve it" in prefill.wait_for(PushFailed, first).reason
         prefill.wait_for(PushDrained, first)
         second = prefill.reserve("no data path either", 20)
-        assert "shm: the decode worker does not serve it" in prefill.wait_for(Denied, second, 0.5).detail
+        denied = prefill.wait_for(Denied, second, 0.5)
+        assert denied.reason == kv_pb2.Deny.DATA_PATH
+        assert "shm: the decode worker does not serve it" in denied.detail
     finally:
         decode.incoming.close()
 

@@ -163,6 +163,7 @@ def test_a_push_that_fails_ends_its_request(phase):
         (kv_pb2.Deny.BUSY, Overloaded),
         (kv_pb2.Deny.TOO_LONG, PromptTooLong),
         (kv_pb2.Deny.STALE, TransferFailed),
+        (kv_pb2.Deny.DATA_PATH, TransferFailed),
         (kv_pb2.Deny.LAYOUT, TransferFailed),
     ],
 )
@@ -172,6 +173,7 @@ def test_a_request_that_is_refused_ends_at_once(reason, error):
     prefill.pushes.deny(key, reason)
     prefill.turn()
     assert type(prefill.sinks[key].error) is error
+    assert ("pair_refused" in prefill.sinks[key].error.fields) == (reason == kv_pb2.Deny.LAYOUT)
     check_nothing_left(prefill)
 
 
