@@ -109,9 +109,17 @@ class PushRules:
         return actions
 
     def send_again(self, transfer: Transfer, missing: Iterable[kv_pb2.LayerGap], now_s: float) -> Actions:
-        """Queue what the decode worker lacks of what was computed. What was posted before has landed or is lost."""
+        """Queue what the decode worker lacks of what was computed. What was posted before has landed or is lost.
+
+        It names nothing twice: so a short message cannot make this side queue more than the transfer has.
+        """
         pieces: list[LayerRange] = []
+        named = (0, 0)  # layer, and one past the last position named of it
         for gap in missing:
+            if (gap.layer, gap.first) < named:
+                reason = f"the decode worker lacks position {gap.first} of layer {gap.layer} twice, or out of order"
+                return self.fail(transfer, reason, now_s)
+            named = (gap.layer, gap.first + gap.count)
             if gap.layer >= self.layout.num_layers:
                 return self.fail(transfer, f"the decode worker lacks layer {gap.layer}", now_s)
             kept = self.layout.layers[gap.layer].span(transfer.prompt_len)

@@ -121,6 +121,40 @@ def test_a_layer_whose_digest_differs_twice_ends_the_incoming():
     assert "corrupt twice" in world.decodes["d0"].protocol._rules.table.tombstone(attempt).reason
 
 
+def name_twice(message):
+    message.missing.extend([message.missing[0]] * 1000)
+
+
+def name_again(message):
+    last = message.missing[-1]
+    message.missing.add(layer=last.layer, first=last.first + last.count - 1, count=1)
+
+
+def name_out_of_order(message):
+    gaps = list(message.missing)[::-1]
+    del message.missing[:]
+    message.missing.extend(gaps)
+
+
+@pytest.mark.parametrize("kind", ["have", "commit_nack"])
+@pytest.mark.parametrize("change", [name_twice, name_again, name_out_of_order])
+def test_a_decode_worker_that_lacks_a_position_twice_is_given_up(kind, change):
+    """Else a few bytes of its message would make the prefill worker queue a whole layer again, without end."""
+    world = World()
+    attempt = granted(world, prompt_len=2)
+    push_all(world, attempt)
+    take(world, frames)
+    forge(world, kind, change)
+    rank = world.prefills["p0"].ranks[0]
+    if kind == "commit_nack":
+        rank.commit(attempt)
+    for _ in range(20):
+        world.advance(0.1)
+        world.deliver_all()
+    assert rank.protocol.transfer(attempt) is None
+    assert "twice, or out of order" in world.decodes["d0"].protocol._rules.table.tombstone(attempt).reason
+
+
 @pytest.mark.parametrize("data_path", ["inline", "shm"])
 @pytest.mark.parametrize("name", ["d_epoch", "attempt"])
 def test_a_frame_of_another_life_or_attempt_is_late(name, data_path):
