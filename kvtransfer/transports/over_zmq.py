@@ -8,6 +8,7 @@ flat part, because libzmq handles few large parts two to three times faster than
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -16,6 +17,7 @@ from baton.core.config import KVTransferConfig
 from baton.core.errors import PortInUse
 from baton.core.kv_transports import INLINE, RAW, data_path_order, is_one_sided
 from baton.kvtransfer.protocol.transport import Delivery, PayloadDone, TransportCounts, deliveries_of
+from baton.kvtransfer.transports.endless_messages import EndlessMessages
 from baton.kvtransfer.transports.raw import TOKEN_BYTES, parse_place
 from baton.kvtransfer.transports.raw_receiver import RawReceiver
 from baton.kvtransfer.transports.raw_sender import RawSender
@@ -26,6 +28,7 @@ MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and comman
 MAX_BATCH_BYTES = 16 << 20
 MAX_HEADERS = 32  # of written frames in one message
 _LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH)  # a full queue, a peer that is gone
+_AROUND_BYTES = 64 << 10  # a message's second part, heartbeats, what encryption adds
 _MAX_WARNED = 1024
 _MAX_KNOWN = 4096
 
@@ -62,6 +65,7 @@ class ZmqTransport:
         self._secret = secrets.token_hex(8)
         self._router: zmq.Socket[bytes] | None = None
         self._receiver: RawReceiver | None = None
+        self._endless: EndlessMessages | None = None
         self._is_unbound = False  # while keys change; the port may be free only at the next try
         if bind is not None:
             self._listen(bind)
@@ -155,13 +159,18 @@ class ZmqTransport:
         if self._receiver is not None:
             self._receiver.tick()
             arrived += self._receiver.take_failed()
+        is_empty = True
         for source, events in self._poller.poll(0 if arrived else max(0, int(timeout_s * 1e3))):
             if self._sockets.attend(source):
                 continue
             if isinstance(source, int):
                 arrived += self._raw_ready(source, events)
+            elif self._endless is not None and source is self._endless.monitor:
+                self._endless.attend()
             else:
-                self._take_all(source, arrived)
+                is_empty &= self._take_all(source, arrived)
+        if self._endless is not None:
+            self.counts.connections_refused += self._endless.look(time.monotonic(), is_empty=is_empty)
         self.counts.connections_refused += self._sockets.take_num_refused()
         return arrived
 
@@ -198,6 +207,8 @@ class ZmqTransport:
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         # A peer that comes again by its name takes over from a connection that only this end believes alive.
         self._router.set(zmq.ROUTER_HANDOVER, 1)
+        self._endless = EndlessMessages(self._router, self._sockets.max_message_bytes + _AROUND_BYTES)
+        self._poller.register(self._endless.monitor, zmq.POLLIN)
         try:
             self._router.bind(bind)
         except zmq.ZMQError as error:
@@ -279,19 +290,22 @@ class ZmqTransport:
             sender.ready(file, events)
         return []
 
-    def _take_all(self, socket: "zmq.Socket[bytes]", arrived: Arrived) -> None:
+    def _take_all(self, socket: "zmq.Socket[bytes]", arrived: Arrived) -> bool:
+        """Take messages of one socket; whether it has no more."""
         num_bytes = 0
         for _ in range(MAX_BATCH):  # of each socket, so that none keeps the others waiting
             if num_bytes > MAX_BATCH_BYTES:
-                return
+                return False
             try:
                 parts = socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                return
+                return True
             buffers = [part.buffer for part in parts]
             if socket is self._router:
                 peer = bytes(buffers.pop(0)).decode("latin-1")
                 self._know(peer)
+                if self._endless is not None:
+                    self._endless.took(parts[-1])
             else:
                 peer = self._names[socket]
             deliveries = deliveries_of(peer, buffers)
@@ -299,6 +313,7 @@ class ZmqTransport:
             for delivery in deliveries:
                 num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
                 arrived.append(delivery)
+        return False
 
     def _know(self, peer: str) -> None:
         self._known.pop(peer, None)

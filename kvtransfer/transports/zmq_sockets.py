@@ -225,10 +225,15 @@ class ZmqSockets:
         self.poller.register(self._waker, zmq.POLLIN)
         self._is_woken = False
 
+    @property
+    def max_message_bytes(self) -> int:
+        """The most that a message of a peer may have."""
+        return max(self._config.max_frame_bytes, _MIN_MESSAGE_BYTES) + _HEADROOM_BYTES
+
     def network_socket(self, kind: int, *, is_server: bool) -> "zmq.Socket[bytes]":
         """A socket that takes no message beyond the limit, and notices a connection that is dead at one end only."""
         socket = self._socket(kind)
-        socket.set(zmq.MAXMSGSIZE, max(self._config.max_frame_bytes, _MIN_MESSAGE_BYTES) + _HEADROOM_BYTES)
+        socket.set(zmq.MAXMSGSIZE, self.max_message_bytes)  # of each part
         timeout_ms = int(max(self._config.lease_s, _MIN_HEARTBEAT_TIMEOUT_S) * 1e3)
         socket.set(zmq.HEARTBEAT_IVL, timeout_ms // 2)
         socket.set(zmq.HEARTBEAT_TIMEOUT, timeout_ms)

@@ -1,5 +1,6 @@
 """Who does not know the deployment's secret sends nothing that is kept, and ends nobody's connection."""
 
+import contextlib
 import re
 import socket
 import struct
@@ -10,6 +11,7 @@ import zmq
 
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.protocol.proof import connection_pass
+from baton.kvtransfer.transports import endless_messages
 from baton.kvtransfer.transports.over_grpc_stream import METHOD, NAME_KEY, PASS_KEY
 from baton.kvtransfer.transports.zmq_sockets import PlainAdmission
 from baton.tests.kvtransfer.transport_ends import Ends
@@ -18,6 +20,7 @@ MIB = 1 << 20
 PATIENCE_S = 20.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"%b" + bytes(32)
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+INITIATE = b"\x08INITIATE\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 HELLO = b"\x05HELLO\x05baton\x20" + b"0" * 32
 MORE = b"\x03" + struct.pack(">Q", MIB) + bytes(MIB)  # the first MiB of a message that never ends
 
@@ -39,6 +42,54 @@ def test_a_message_without_end_is_not_collected(tmp_path, mechanism, command):
                     num_sent += 1
         assert num_sent < 64, "more than what lies in the kernel's buffers was taken"
         ends.say(b"still there")
+    finally:
+        ends.close()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("part", [MORE, b"\x01\x00" * (MIB // 2)], ids=["large", "empty"])
+def test_a_message_without_end_of_one_who_shows_the_password_is_not_collected(tmp_path, part):
+    """The password is in clear, and no part is shown before the last: the bound of each part bounds nothing."""
+    ends = Ends("zmq", tmp_path, max_frame_bytes=MIB).meet()
+    password = connection_pass(bytes.fromhex(ends.config.key)).encode()
+    try:
+        host, _, port = ends.d.address.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+            stranger.sendall(GREETING % b"PLAIN".ljust(20, b"\0"))
+            hello = b"\x05HELLO\x05baton" + bytes([len(password)]) + password
+            stranger.sendall(b"\x04" + bytes([len(hello)]) + hello)
+            heard = b""
+            while b"WELCOME" not in heard:
+                ends.d.receive(0.0)  # which answers libzmq's question whom to admit
+                with contextlib.suppress(BlockingIOError):
+                    heard += stranger.recv(1024, socket.MSG_DONTWAIT)
+            stranger.sendall(b"\x04" + bytes([len(INITIATE)]) + INITIATE)
+            num_sent = 0
+            with pytest.raises(OSError, match=r"(?i)reset|broken pipe"):
+                while num_sent < 1024:
+                    ends.d.receive(0.001)
+                    stranger.sendall(part)
+                    num_sent += 1
+        assert num_sent < 64, "more than what lies in the kernel's buffers was taken"
+        ends.pump_until(lambda: ends.d.counts.connections_refused == 1)
+        ends.say(b"still there")
+    finally:
+        ends.close()
+
+
+def test_large_messages_that_wait_are_no_message_without_end(tmp_path, monkeypatch):
+    """Many of them lie in libzmq while their receiver is at others; it looks as often as it can."""
+    monkeypatch.setattr(endless_messages, "LOOK_S", 0.0)
+    ends = Ends("zmq", tmp_path, max_frame_bytes=MIB).meet()
+    payload = [memoryview(bytes(MIB))]
+    try:
+        for turn in range(6):
+            for seq in range(24):
+                ends.send_frame(payload, seq)
+            ends.pump_until(lambda: len(ends.at_d) == 24 * (turn + 1))  # noqa: B023
+        for _ in range(8):
+            ends.pump()  # and nothing comes
+        assert ends.d.counts.connections_refused == 0
     finally:
         ends.close()
 
