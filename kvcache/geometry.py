@@ -68,9 +68,13 @@ class LayerGeometry:
         return _ring(state_slot * self.blocks_per_slot, self.blocks_per_slot, -(-stop // self.rows_per_block))
 
 
-@functools.lru_cache(maxsize=4096)
+# Layers and frames of one hand-off ask for the same few, and device tables are known by their tuple. Not many are kept:
+# of a long prompt, each has as many entries as the prompt has blocks.
+@functools.lru_cache(maxsize=64)
 def _ring(first: int, count: int, num_blocks: int) -> tuple[int, ...]:
-    return tuple(first + index % count for index in range(num_blocks))
+    """`num_blocks` blocks of a ring, one after the other, which share their numbers."""
+    once = tuple(range(first, first + count))
+    return (once * -(-num_blocks // count))[:num_blocks]
 
 
 class PoolGeometry:

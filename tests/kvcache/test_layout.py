@@ -1,5 +1,6 @@
 """What n positions leave in a layer, against plain loops; what a layer may be; what two peers must agree on."""
 
+import tracemalloc
 from dataclasses import fields, replace
 
 import pytest
@@ -87,6 +88,17 @@ def test_layers_of_a_pool_lie_side_by_side_and_within_the_memory_asked_for():
     assert list(geometry.layer(0).blocks_of((), 3, 200)) == [6, 7, 6, 7], "blocks of a ring follow each other"
     assert list(geometry.layer(2).blocks_of((), 3, 2)) == [3, 3]
     assert geometry.layer(1).blocks_of((9, 4), 3, 20) == (9, 4)
+
+
+def test_blocks_of_rings_are_not_kept_for_every_prompt_there_was():
+    layout = KVLayout(model_hash="m", layers=(window(2, 8, length=32, ring=32),), block_size=16)
+    layer = PoolGeometry(layout, 4, num_state_slots=64).layer(0)
+    tracemalloc.start()
+    for index in range(256):
+        layer.blocks_of((), index % 64, 262_144 - index)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes < 8 << 20
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
