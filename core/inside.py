@@ -252,10 +252,10 @@ class ProofVerifier:
         while self._nonces:
             oldest = next(iter(self._nonces))
             its_sent_s, taken_s = self._nonces[oldest]
-            if now_s - taken_s <= 2 * VALID_S:
-                if len(self._nonces) <= MAX_NONCES:
-                    return
-                self._floor_s = max(self._floor_s, its_sent_s)
+            if now_s - taken_s <= 2 * VALID_S and len(self._nonces) <= MAX_NONCES:
+                return
+            # Also of what is old by this clock: the time of day may step forward and back, and make it young again.
+            self._floor_s = max(self._floor_s, its_sent_s)
             del self._nonces[oldest]
 
     def _refusal(self, reason: str, message: str) -> Unauthenticated:

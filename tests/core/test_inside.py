@@ -94,6 +94,17 @@ def test_any_text_is_refused(text):
     assert reason(worker(), text) in ("malformed", "unknown")
 
 
+def test_a_proof_is_good_once_though_the_time_of_day_steps_forward_and_back():
+    now = [1000.0]
+    verifier = worker(now_s=lambda: now[0])
+    assert verifier.verify(METHOD, router_proof(now_s=1000.0, nonce="first")) == ROUTER
+    now[0] += 2 * VALID_S + 1
+    assert verifier.verify(METHOD, router_proof(now_s=now[0], nonce="second")) == ROUTER
+    now[0] -= 2 * VALID_S + 1
+    assert reason(verifier, router_proof(now_s=1000.0, nonce="first")) == "stale"
+    assert verifier.verify(METHOD, router_proof(now_s=1000.1, nonce="third")) == ROUTER, "what is sent now is not"
+
+
 def test_what_is_forgotten_of_numbers_used_is_refused_as_old(monkeypatch):
     monkeypatch.setattr(inside, "MAX_NONCES", 4)
     verifier = worker()
