@@ -89,6 +89,10 @@ class FaultyTransport:
         """As it does."""
         self._inner.wake()
 
+    def welcome(self, peer: str) -> None:
+        """As it does."""
+        self._inner.welcome(peer)
+
     def drop(self, peer: str) -> None:
         """As it does."""
         self._inner.drop(peer)

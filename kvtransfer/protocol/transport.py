@@ -162,6 +162,10 @@ class Transport(Protocol):
         """Make the `receive` in progress, or the next one, return soon."""
         ...
 
+    def welcome(self, peer: str) -> None:
+        """A peer of the listening side has proved who it is: its connections are kept beyond a lease."""
+        ...
+
     def drop(self, peer: str) -> None:
         """Close what leads to a peer that is no longer talked to. Its payload memory is not read any more."""
         ...

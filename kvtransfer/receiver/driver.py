@@ -250,6 +250,8 @@ class ReceiverDriver:
             elif delivery.control is not None:
                 control = parse_control(delivery.control)
                 self._do(self._protocol.on_control(delivery.peer, control, self._clock.now_s()))
+                if control.HasField("hello") and self._protocol.is_met(delivery.peer):
+                    self._transport.welcome(delivery.peer)
         except BatonError as error:
             if delivery.header is not None:
                 self._protocol.on_corrupt_frame()

@@ -69,7 +69,10 @@ class ReceiverPeers:
         return len(self._by_name) >= MAX_PEERS
 
     def meet(self, name: str, peer: ReceiverPeer) -> None:
-        """Note what a HELLO said."""
+        """Note what a HELLO said. What the same rank said over another connection is over: it has come again."""
+        before = self.name_of(peer.epoch, peer.rank)
+        if before not in ("", name):
+            self._by_name.pop(before, None)
         known = self._by_name.get(name)
         if known is not None:
             peer.retired = known.retired

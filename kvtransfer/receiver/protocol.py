@@ -205,6 +205,7 @@ class ReceiverInbox:
         if incoming.p_epoch != reserve.epoch:
             why = "another incarnation of the prefill worker has it"
             return [replies.deny(peer, incoming.attempt, kv_pb2.Deny.STALE, why)]
+        incoming.peer = peer  # its rank 0 may have come again, over another connection
         match incoming.state:
             case IncomingState.WANTED:
                 incoming.parts[0].renewed.renew(now_s)
@@ -528,6 +529,10 @@ class ReceiverProtocol:
     def find(self, attempt: AttemptKey) -> IncomingTransfer | None:
         """The live incoming transfer of an attempt; to be read only."""
         return self._rules.table.get(attempt)
+
+    def is_met(self, peer: str) -> bool:
+        """Whether a connection's HELLO was proved and taken."""
+        return self._rules.peers.get(peer) is not None
 
     def suspects(self) -> list[PeerIncarnation]:
         """Ranks that hold up quarantined blocks: for each, `peer_is_dead` may be told once its death is proven."""

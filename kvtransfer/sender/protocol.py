@@ -198,6 +198,11 @@ class PushInbox:
         transfer = self._rules.transfers.get(attempt_of(deny.attempt))
         if transfer is None or transfer.peer.kv_address != address or transfer.state is not TransferState.RESERVING:
             return []
+        if deny.reason == kv_pb2.Deny.NO_HELLO:
+            # A connection that was made anew has proved nothing yet. It will, and then this is asked for again.
+            heartbeat_s = self._rules.config.heartbeat_s
+            transfer.retry_s = min(transfer.retry_s, now_s + heartbeat_s)
+            return [] if now_s - peer.hello_s < heartbeat_s else [self._rules.hello(address, now_s)]
         return self._rules.end(transfer, Denied(transfer.attempt, deny.reason, deny.detail))
 
     def _on_ack(self, address: str, peer: PushPeer, ack: kv_pb2.CommitAck, now_s: float) -> Actions:

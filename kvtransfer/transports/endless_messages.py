@@ -1,4 +1,7 @@
-"""Closes connections to a listening ZMQ socket that send a message without end.
+"""Which connection a message to a listening ZMQ socket came by; closes those that send one without end.
+
+A routing id is in clear, and who shows it takes it over: it says nothing of who is at the other end. So connections
+are numbered, and a number is no other's.
 
 libzmq shows no part of a message before the last one has come, and its bound is one of parts: a message of endless
 parts would be collected until memory is used up. So the bytes that the kernel has received for a connection are
@@ -36,6 +39,7 @@ class _Connection:
 
     Attributes:
         cookie: of its socket; its file number may be another's by now.
+        number: of the connection.
         mark_bytes: received when its last message was known to be out.
         has_spoken: a message of it came out since the last look.
         suspected: how many messages of all connections had come out when more was received than a message has; None:
@@ -43,6 +47,7 @@ class _Connection:
     """
 
     cookie: bytes
+    number: int
     mark_bytes: int = 0
     has_spoken: bool = False
     suspected: int | None = None
@@ -63,6 +68,7 @@ class EndlessMessages:
         self.monitor: zmq.Socket[bytes] = listener.get_monitor_socket(zmq.EVENT_ACCEPTED)
         self._max_message_bytes = max_message_bytes
         self._connections: dict[int, _Connection] = {}
+        self._num_accepted = 0
         self._num_taken = 0
         self._was_empty = False
         self._look_s = self._say_s = float("-inf")
@@ -71,16 +77,23 @@ class EndlessMessages:
         """Note connections that were accepted."""
         while self.monitor.poll(0):
             file = int(recv_monitor_message(self.monitor)["value"])
-            cookie = _cookie(file)
-            if cookie:
-                self._connections[file] = _Connection(cookie)
+            self._accept(file)
 
-    def took(self, part: zmq.Frame) -> None:
-        """A message came out; `part` is one of its own."""
+    def took(self, part: zmq.Frame) -> int:
+        """A message came out, of which `part` is one of its own; the number of its connection.
+
+        `attend` must have been called since: a file number may have become another connection's.
+        """
         self._num_taken += 1
-        connection = self._connections.get(part.get(zmq.SRCFD))
-        if connection is not None:
-            connection.has_spoken = True
+        file = int(part.get(zmq.SRCFD))
+        connection = self._connections.get(file) or self._accept(file)
+        connection.has_spoken = True
+        return connection.number
+
+    def _accept(self, file: int) -> _Connection:
+        self._num_accepted += 1
+        connection = self._connections[file] = _Connection(_cookie(file), self._num_accepted)
+        return connection
 
     def look(self, now_s: float, *, is_empty: bool) -> int:
         """Close what sends without end; how many were closed.

@@ -133,6 +133,9 @@ class LoopbackTransport:
         """End the wait."""
         self._wake.set()
 
+    def welcome(self, peer: str) -> None:
+        """There is nothing to keep."""
+
     def drop(self, peer: str) -> None:
         """There is nothing to close."""
 

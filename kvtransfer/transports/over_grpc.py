@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -227,6 +228,7 @@ class _Stream:
 
 
 STOP_S = 5.0
+LOOK_S = 0.1  # between looks at streams that proved nothing
 _NAME = re.compile(f"[0-9a-zA-Z_.-]{{1,{MAX_NAME_LEN}}}")
 
 
@@ -253,9 +255,13 @@ class GrpcServer:
         self._inbox = inbox
         self._counts = counts
         self._lock = threading.Lock()
-        self._streams: dict[tuple[str, bool], _ServedStream] = {}  # by name, and whether nothing is answered on it
+        self._streams: dict[tuple[str, bool], _ServedStream] = {}  # by peer, and whether nothing is answered on it
+        self._peers: dict[tuple[str, str], _ServedPeer] = {}  # by the name that is shown, and the connection
+        self._num_peers = 0
+        self._look_s = 0.0
         self._is_closed = False
         credentials = listener_credentials(config)
+        self._is_encrypted = credentials is not None
         options = [*channel_options(config), ("grpc.so_reuseport", 0)]
         self._pool = futures.ThreadPoolExecutor(MAX_STREAMS, "kv-grpc-send")
         self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=MAX_STREAMS)
@@ -279,6 +285,25 @@ class GrpcServer:
         with self._lock:
             stream = self._streams.get((peer, False))
         self._counts.messages_lost += stream is None or not stream.send_queue.put(message)
+
+    def welcome(self, peer: str) -> None:
+        """Keep the streams of a peer."""
+        with self._lock:
+            for served in self._peers.values():
+                served.is_welcome |= served.name == peer
+
+    def tick(self) -> None:
+        """End streams whose peer has proved nothing within a lease: there is room for so many."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + LOOK_S
+        limit_s = max(1.0, self._config.lease_s)
+        with self._lock:
+            late = [stream for stream in self._streams.values() if stream.is_late(now_s - limit_s)]
+        for stream in late:
+            self._refuse(stream.name, "its peer has proved nothing")
+            stream.stop()
 
     def drop(self, peer: str) -> None:
         """End a peer's streams."""
@@ -314,8 +339,9 @@ class GrpcServer:
         except PermissionDenied as error:
             self._refuse(context.peer(), error.message)
             context.abort(grpc.StatusCode.PERMISSION_DENIED, error.message)
-        stream = _ServedStream(name, metadata.get(KIND_KEY) == BULK, context, self._inbox, self._config)
         with self._lock:
+            peer = self._peer(name, context)
+            stream = _ServedStream(peer, metadata.get(KIND_KEY) == BULK, context, self._inbox, self._config)
             before = self._streams.pop(stream.key, None)
             if not self._is_closed:
                 self._streams[stream.key] = stream
@@ -331,6 +357,19 @@ class GrpcServer:
         if stream.refused:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, stream.refused)
 
+    def _peer(self, name: str, context: grpc.ServicerContext) -> "_ServedPeer":
+        """Whose a new stream is. With the lock held.
+
+        In clear, who reads the network can show a name that it has read. So there a peer is all streams that show one
+        name over one connection: another connection takes nobody's place, and has proved nothing.
+        """
+        key = name, "" if self._is_encrypted else context.peer()
+        if key not in self._peers:
+            self._num_peers += 1
+            self._peers[key] = _ServedPeer(key, f"{name}.{self._num_peers}")
+        self._peers[key].num_streams += 1
+        return self._peers[key]
+
     def _read(self, stream: "_ServedStream", packets: Iterator[bytes]) -> None:
         try:
             stream.reader.run(packets)
@@ -344,6 +383,9 @@ class GrpcServer:
             with self._lock:
                 if self._streams.get(stream.key) is stream:
                     del self._streams[stream.key]
+                stream.peer.num_streams -= 1
+                if not stream.peer.num_streams:
+                    del self._peers[stream.peer.key]
 
     def _refuse(self, name: str, why: str) -> None:
         with self._lock:
@@ -351,19 +393,41 @@ class GrpcServer:
         log.warning("the stream of %s is ended: %s", name, why)
 
 
+@dataclass(slots=True)
+class _ServedPeer:
+    """A peer, as long as it has streams.
+
+    Attributes:
+        key: of it.
+        name: of no other peer, before or after.
+        is_welcome: it has proved who it is.
+    """
+
+    key: tuple[str, str]
+    name: str
+    num_streams: int = 0
+    is_welcome: bool = False
+
+
 class _ServedStream:
     """One stream of a peer."""
 
     def __init__(
-        self, name: str, is_bulk: bool, context: grpc.ServicerContext, inbox: Inbox, config: KVTransferConfig
+        self, peer: _ServedPeer, is_bulk: bool, context: grpc.ServicerContext, inbox: Inbox, config: KVTransferConfig
     ) -> None:
-        self.name = name
+        self.peer = peer
+        self.name = name = peer.name
         self.is_bulk = is_bulk
         self.key = name, is_bulk
+        self._since_s = time.monotonic()
         self.refused = ""
         self.send_queue = GrpcSendQueue(0)
         self.reader = StreamReader(name, inbox, config.max_frame_bytes, takes_frames=True)
         self._context = context
+
+    def is_late(self, since_s: float) -> bool:
+        """Whether it was there at that moment, and its peer has proved nothing yet."""
+        return not self.peer.is_welcome and self._since_s < since_s
 
     def stop(self) -> None:
         """End both directions. Any thread, any number of times."""
@@ -453,6 +517,8 @@ class GrpcTransport:
 
     def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:
         """Up to MAX_BATCH messages."""
+        if self._server is not None:
+            self._server.tick()
         for client in self._clients.values():
             client.tick()
         arrived = self._inbox.take(timeout_s, MAX_BATCH)
@@ -462,6 +528,11 @@ class GrpcTransport:
     def wake(self) -> None:
         """Any thread."""
         self._inbox.put(None, None)
+
+    def welcome(self, peer: str) -> None:
+        """See `Transport.welcome`."""
+        if self._server is not None:
+            self._server.welcome(peer)
 
     def drop(self, peer: str) -> None:
         """End the stream."""

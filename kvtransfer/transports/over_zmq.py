@@ -60,7 +60,9 @@ class ZmqTransport:
         self._senders: dict[str, RawSender] = {}
         self._buffers = SendBuffers(self._config.window_bytes)
         self._written: dict[str, list[bytes]] = {}  # headers that wait for others, by peer
-        self._known: dict[str, None] = {}  # peers heard of, on the listening side; the last one spoke last
+        # On the listening side: the connection that has a routing id, by it; the last one spoke last. A peer's name is
+        # both, so that who takes over a routing id, which is in clear, is another peer, and has proved nothing.
+        self._known: dict[str, int] = {}
         self._warned: set[str] = set()
         self._secret = secrets.token_hex(8)
         self._router: zmq.Socket[bytes] | None = None
@@ -178,6 +180,9 @@ class ZmqTransport:
         """Any thread; at most one wake is pending."""
         self._sockets.wake()
 
+    def welcome(self, peer: str) -> None:
+        """Connections keep nobody out."""
+
     def drop(self, peer: str) -> None:
         """Close the connections to a peer; on the listening side those of its raw data path."""
         self._written.pop(peer, None)
@@ -185,7 +190,8 @@ class ZmqTransport:
             self._senders.pop(peer).close()
         if self._receiver is not None:
             self._receiver.drop(peer)
-            self._known.pop(peer, None)
+        if self._router is not None and self._current(_routing_id_of(peer)) == peer:
+            del self._known[_routing_id_of(peer)]
         socket = self._dealers.pop(peer, None)
         if socket is not None:
             self._poller.unregister(socket)
@@ -224,8 +230,7 @@ class ZmqTransport:
             log.info("no raw data path: it is not encrypted, and curve_key_file asks for encryption")
         else:
             host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-            is_known = self._known.__contains__
-            self._receiver = RawReceiver(host, self._config, self._poller, self.counts, is_known)
+            self._receiver = RawReceiver(host, self._config, self._poller, self.counts, self._current)
 
     def _follow_keys(self) -> None:
         """Have every connection made again with the new keys; what is on its way is lost, and asked for again."""
@@ -275,7 +280,11 @@ class ZmqTransport:
             return
         try:
             if self._router is not None:
-                self._router.send_multipart([peer.encode("latin-1"), *parts], zmq.DONTWAIT)
+                routing_id = _routing_id_of(peer)
+                if self._current(routing_id) != peer:
+                    self.counts.messages_lost += 1
+                    return
+                self._router.send_multipart([routing_id.encode("latin-1"), *parts], zmq.DONTWAIT)
             else:
                 self._dealers[peer].send_multipart(parts, zmq.DONTWAIT)
         except zmq.ZMQError as error:
@@ -292,31 +301,45 @@ class ZmqTransport:
 
     def _take_all(self, socket: "zmq.Socket[bytes]", arrived: Arrived) -> bool:
         """Take messages of one socket; whether it has no more."""
-        num_bytes = 0
-        for _ in range(MAX_BATCH):  # of each socket, so that none keeps the others waiting
-            if num_bytes > MAX_BATCH_BYTES:
-                return False
+        messages: list[list[zmq.Frame]] = []
+        num_bytes, is_empty = 0, False
+        while len(messages) < MAX_BATCH and num_bytes <= MAX_BATCH_BYTES:  # so that none keeps the others waiting
             try:
-                parts = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                messages.append(socket.recv_multipart(zmq.DONTWAIT, copy=False))
             except zmq.Again:
-                return True
+                is_empty = True
+                break
+            num_bytes += len(messages[-1][-1])
+        if messages and self._endless is not None:
+            self._endless.attend()  # else a new connection could be taken for one before
+        for parts in messages:
             buffers = [part.buffer for part in parts]
             if socket is self._router:
-                peer = bytes(buffers.pop(0)).decode("latin-1")
-                self._know(peer)
-                if self._endless is not None:
-                    self._endless.took(parts[-1])
+                peer = self._know(bytes(buffers.pop(0)).decode("latin-1"), parts[-1])
             else:
                 peer = self._names[socket]
             deliveries = deliveries_of(peer, buffers)
             self.counts.messages_refused += not deliveries
-            for delivery in deliveries:
-                num_bytes += 0 if delivery.payload is None else delivery.payload.num_bytes
-                arrived.append(delivery)
-        return False
+            arrived += deliveries
+        return is_empty
 
-    def _know(self, peer: str) -> None:
-        self._known.pop(peer, None)
-        self._known[peer] = None
+    def _know(self, routing_id: str, part: zmq.Frame) -> str:
+        """The name of the peer that a message came from."""
+        assert self._endless is not None
+        number, before = self._endless.took(part), self._current(routing_id)
+        self._known.pop(routing_id, None)
+        self._known[routing_id] = number
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
+        name = f"{routing_id}.{number}"
+        if self._receiver is not None and before not in ("", name):
+            self._receiver.drop(before)  # its payloads are nobody's any more
+        return name
+
+    def _current(self, routing_id: str) -> str:
+        """The name of the peer that has a routing id; empty if none is known."""
+        return f"{routing_id}.{self._known[routing_id]}" if routing_id in self._known else ""
+
+
+def _routing_id_of(peer: str) -> str:
+    return peer.rpartition(".")[0]

@@ -265,7 +265,7 @@ class RawReceiver:
         config: limits and times.
         poller: asked for readiness; events for this data path's files go to `ready`.
         counts: of the transport.
-        is_known: whether a name is one of a peer of the control channel.
+        name_of: the name of the peer that shows this one on the control channel; empty if there is none.
 
     Attributes:
         scratch: where unwanted bytes go.
@@ -281,13 +281,13 @@ class RawReceiver:
         config: KVTransferConfig,
         poller: zmq.Poller,
         counts: TransportCounts,
-        is_known: Callable[[str], bool],
+        name_of: Callable[[str], str],
     ) -> None:
         self.max_payload_bytes = config.max_frame_bytes
         self._config = config
         self._poller = poller
         self._counts = counts
-        self._is_known = is_known
+        self._name_of = name_of
         self._token = new_token()
         self._connections: dict[int, RawConnection] = {}
         self._failed: list[RawPayload] = []
@@ -395,8 +395,8 @@ class RawReceiver:
         found = decode_preface(preface)
         if found is None or not hmac.compare_digest(found[0], self._token):
             raise ProtocolError("a raw connection without the token")
-        peer = found[1].decode("latin-1")
-        if not self._is_known(peer):
+        peer = self._name_of(found[1].decode("latin-1"))
+        if not peer:
             raise ProtocolError("a raw connection of a peer without a control channel")
         same = [each for each in self._connections.values() if each.peer == peer]
         if len(same) >= MAX_STREAMS_PER_PEER:

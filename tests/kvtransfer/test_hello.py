@@ -133,6 +133,20 @@ def test_a_late_hello_of_an_older_life_does_not_mute_the_living():
     assert answer(protocol, hello(epoch=6), now_s=0.2 + 1.1 * CONFIG.lease_s).refused == ""
 
 
+def test_a_rank_that_comes_again_over_another_connection_is_answered_there_and_over_it_alone():
+    protocol = incoming()
+    reserve = kv_pb2.Reserve(
+        attempt=wire_attempt(KEY), epoch=5, peer_epoch=1, prompt_len=3, capacity_len=4, wait_ms=9000
+    )
+    answer(protocol, hello(), "p.1")
+    protocol.on_control("p.1", control_of(reserve), 0.0)
+    answer(protocol, hello(), "p.2")
+    assert (protocol.is_met("p.1"), protocol.is_met("p.2")) == (False, True)
+    protocol.on_control("p.2", control_of(reserve), 0.0)
+    (granted,) = protocol.grant(KEY, 0.0)
+    assert granted.peer == "p.2"
+
+
 def test_a_hello_with_endless_lists_is_malformed():
     with pytest.raises(MalformedMessage):
         parse_control(encode_control(hello(data_paths=["x"] * 100)))
@@ -237,6 +251,18 @@ def test_what_could_not_be_opened_is_opened_anew_by_a_later_request_and_the_pair
     (wanted,) = push.reply_to(asked, 1.0, offers=OFFERS)
     assert kinds(routes.open_data_path(wanted)) == ["reserve", "reserve"]
     assert routes.refusal(OTHER, "d", 1) == []
+
+
+def test_a_connection_that_was_made_anew_proves_itself_again_and_the_request_waits_for_it():
+    push = Pushing()
+    push.reply_to(push.reserve())
+    push.protocol.data_path_opened("d", "shm", 0.0)
+    deny = control_of(kv_pb2.Deny(attempt=wire_attempt(KEY), epoch=1, reason=kv_pb2.Deny.NO_HELLO))
+    asked = push.protocol.on_control("d", deny, 0.5)
+    assert kinds(asked) == ["hello"]
+    assert push.protocol.on_control("d", deny, 0.5) == [], "it is asked for once in a heartbeat"
+    push.reply_to(asked, 0.5)
+    assert "reserve" in kinds(push.protocol.tick(0.5 + CONFIG.heartbeat_s))
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

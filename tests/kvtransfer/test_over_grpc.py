@@ -284,13 +284,30 @@ def test_a_peer_that_comes_again_by_its_name_takes_over(ends, make_stranger):
     first = make_stranger(name="twice")
     first.say(encode_control_packet(b"one"))
     ends.pump_until(lambda: len(ends.at_d) == 1)
-    second = make_stranger(name="twice")
+    second = make_stranger(name="twice")  # over the same connection: channels of one process share it
     second.say(encode_control_packet(b"two"))
     ends.pump_until(lambda: len(ends.at_d) == 2)
     ends.pump_until(lambda: not first._thread.is_alive())
-    ends.d.send("twice", b"answer")
+    ends.d.send(ends.at_d[-1].peer, b"answer")
     ends.pump_until(lambda: second.heard)
     assert decode_packet(second.heard[0]).control == b"answer"
+
+
+def test_streams_whose_peer_proves_nothing_make_room_for_others(tmp_path):
+    """They show the pass, which is in clear; there is room for MAX_STREAMS."""
+    ends = Ends("grpc", tmp_path)
+    strangers = [Stranger(ends.d.address, f"idle-{index}") for index in range(4)]
+    try:
+        ends.pump_until(lambda: len(ends.d._server._streams) == 4)
+        ends.d.welcome(next(stream.name for stream in ends.d._server._streams.values()))
+        ends.pump_until(lambda: len(ends.d._server._streams) == 1)
+        assert ends.d.counts.connections_refused == 3
+        ends.pump_until(lambda: sum(stranger._thread.is_alive() for stranger in strangers) == 1)
+        assert len(ends.d._server._peers) == 1
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        ends.close()
 
 
 def test_a_stream_that_breaks_is_made_again(ends):

@@ -107,6 +107,9 @@ class HandTransport:
     def wake(self):
         pass
 
+    def welcome(self, peer):
+        pass
+
     def close(self):
         pass
 

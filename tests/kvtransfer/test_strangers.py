@@ -4,6 +4,7 @@ import contextlib
 import re
 import socket
 import struct
+import time
 
 import grpc
 import pytest
@@ -12,12 +13,13 @@ import zmq
 from baton.core.config import KVTransferConfig
 from baton.kvtransfer.protocol.proof import connection_pass
 from baton.kvtransfer.transports import endless_messages
-from baton.kvtransfer.transports.over_grpc_stream import METHOD, NAME_KEY, PASS_KEY
+from baton.kvtransfer.transports.over_grpc_stream import METHOD, NAME_KEY, PASS_KEY, encode_control_packet
 from baton.kvtransfer.transports.zmq_sockets import PlainAdmission
 from baton.tests.kvtransfer.transport_ends import Ends
 
 MIB = 1 << 20
 PATIENCE_S = 20.0
+ANOTHER_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]  # than other channels of this process
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"%b" + bytes(32)
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 INITIATE = b"\x08INITIATE\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -50,7 +52,7 @@ def test_a_message_without_end_is_not_collected(tmp_path, mechanism, command):
 @pytest.mark.parametrize("part", [MORE, b"\x01\x00" * (MIB // 2)], ids=["large", "empty"])
 def test_a_message_without_end_of_one_who_shows_the_password_is_not_collected(tmp_path, part):
     """The password is in clear, and no part is shown before the last: the bound of each part bounds nothing."""
-    ends = Ends("zmq", tmp_path, max_frame_bytes=MIB).meet()
+    ends = Ends("zmq", tmp_path, max_frame_bytes=MIB, lease_s=PATIENCE_S).meet()
     password = connection_pass(bytes.fromhex(ends.config.key)).encode()
     try:
         host, _, port = ends.d.address.removeprefix("tcp://").rpartition(":")
@@ -59,10 +61,13 @@ def test_a_message_without_end_of_one_who_shows_the_password_is_not_collected(tm
             hello = b"\x05HELLO\x05baton" + bytes([len(password)]) + password
             stranger.sendall(b"\x04" + bytes([len(hello)]) + hello)
             heard = b""
+            stranger.setblocking(False)
             while b"WELCOME" not in heard:
                 ends.d.receive(0.0)  # which answers libzmq's question whom to admit
                 with contextlib.suppress(BlockingIOError):
-                    heard += stranger.recv(1024, socket.MSG_DONTWAIT)
+                    heard += (new := stranger.recv(1024))
+                    assert new, "the connection was closed"
+            stranger.settimeout(PATIENCE_S)
             stranger.sendall(b"\x04" + bytes([len(INITIATE)]) + INITIATE)
             num_sent = 0
             with pytest.raises(OSError, match=r"(?i)reset|broken pipe"):
@@ -119,11 +124,55 @@ def test_a_stranger_with_a_peers_name_takes_nobodys_place(tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("kind", ["zmq", "raw", "grpc"])
+def test_who_shows_a_peers_password_and_name_is_another_peer(tmp_path, kind):
+    """Both are in clear. A connection has proved what was proved: under its name no other one speaks, or is heard."""
+    ends = Ends(kind, tmp_path).meet()
+    context, channel = zmq.Context(), None
+    password = connection_pass(bytes.fromhex(ends.config.key))
+    try:
+        ends.say(b"proved")
+        proved = ends.at_d[-1].peer
+        if kind == "grpc":
+            channel = grpc.insecure_channel(ends.d.address.removeprefix("grpc://"), ANOTHER_CONNECTION)
+            shown = ((PASS_KEY, password), (NAME_KEY, ends.p._name))
+            call = channel.stream_stream(METHOD)(iter([encode_control_packet(b"let me in")]), metadata=shown)
+        else:
+            dealer = context.socket(zmq.DEALER)
+            dealer.set(zmq.ROUTING_ID, ends.p._routing_id(ends.d.address))
+            PlainAdmission(password).arm(dealer, is_server=False)
+            dealer.connect(ends.d.address)
+            dealer.send(b"let me in")
+        ends.pump_until(lambda: b"let me in" in [bytes(item.control) for item in ends.at_d if item.control])
+        (stranger,) = {item.peer for item in ends.at_d if item.control == b"let me in"}
+        assert stranger != proved
+        if kind == "grpc":
+            ends.say(b"still there")
+            assert ends.at_d[-1].peer == proved, "its streams were not ended"
+            call.cancel()
+        else:
+            ends.d.send(proved, b"for the peer alone")
+            assert not dealer.poll(200), "what is for the peer went to who has its routing id"
+            dealer.close(linger=0)
+            end_s = time.monotonic() + PATIENCE_S
+            while ends.at_d[-1].control != b"here again":  # what goes into the connection that has ended is lost
+                assert time.monotonic() < end_s
+                ends.p.send(ends.d.address, b"here again")
+                ends.pump(0.02)
+            assert ends.at_d[-1].peer not in (proved, stranger), "and has to prove it again"
+    finally:
+        if channel is not None:
+            channel.close()
+        context.destroy(linger=0)
+        ends.close()
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("shown", [None, "", "0" * 64])
 def test_over_grpc_too(tmp_path, shown):
     ends = Ends("grpc", tmp_path).meet()
     try:
-        (known,) = {name for name, _ in ends.d._server._streams}
+        known = ends.p._name
         metadata = ((NAME_KEY, known), *(() if shown is None else ((PASS_KEY, shown),)))
         with grpc.insecure_channel(ends.d.address.removeprefix("grpc://")) as channel:
             call = channel.stream_stream(METHOD)(iter([b"x"]), metadata=metadata, timeout=PATIENCE_S)

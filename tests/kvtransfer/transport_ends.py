@@ -93,6 +93,7 @@ class Ends:
     def meet(self):
         """Say hello both ways, and open the data path."""
         self.say(b"hello")
+        self.d.welcome(self.at_d[-1].peer)
         self.reply(b"hello yourself")
         if self.data_path == "raw":
             (offer,) = self.d.offers()
