@@ -361,7 +361,7 @@ class GrpcServer:
         """Whose a new stream is. With the lock held.
 
         In clear, who reads the network can show a name that it has read. So there a peer is all streams that show one
-        name over one connection: another connection takes nobody's place, and has proved nothing.
+        name over one connection: another connection takes the place of none, and has proved nothing.
         """
         key = name, "" if self._is_encrypted else context.peer()
         if key not in self._peers:

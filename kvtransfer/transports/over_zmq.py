@@ -181,7 +181,7 @@ class ZmqTransport:
         self._sockets.wake()
 
     def welcome(self, peer: str) -> None:
-        """Connections keep nobody out."""
+        """Nothing: connections that prove nothing keep no peer out."""
 
     def drop(self, peer: str) -> None:
         """Close the connections to a peer; on the listening side those of its raw data path."""
@@ -333,7 +333,7 @@ class ZmqTransport:
             del self._known[next(iter(self._known))]
         name = f"{routing_id}.{number}"
         if self._receiver is not None and before not in ("", name):
-            self._receiver.drop(before)  # its payloads are nobody's any more
+            self._receiver.drop(before)  # its payloads have no owner any more
         return name
 
     def _current(self, routing_id: str) -> str:
