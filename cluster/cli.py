@@ -154,7 +154,9 @@ def serve(
     "batch_invariant",
 )
 def check(
-    model: Annotated[str, typer.Argument(help="model directory, or a bundled model")] = "tiny",
+    model: Annotated[
+        Text, typer.Argument(help="model directory, or a bundled model; without it, that of --config, else tiny")
+    ] = None,
     config: Annotated[Path | None, _option("YAML file of `baton serve`")] = None,
     json: Json = False,
     **flags: Any,

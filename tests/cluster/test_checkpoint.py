@@ -506,6 +506,15 @@ def test_check_prints_all_reasons_and_exits_3(tmp_path, capsys, monkeypatch):
     assert err.count("next: ") == 2
 
 
+def test_check_judges_the_model_of_its_file_unless_one_is_given(tmp_path, capsys, monkeypatch):
+    path, file = write_model(tmp_path / "m"), tmp_path / "serve.yaml"
+    file.write_text(f"model: {path}\n")
+    for given, judged_model in (([], str(path)), (["tiny"], "tiny")):
+        code, out, _ = run(["check", *given, "--config", str(file), "--json"], capsys, monkeypatch)
+        assert (code, json.loads(out)["model"]) == (0, judged_model)
+    assert json.loads(run(["check", "--json"], capsys, monkeypatch)[1])["model"] == "tiny"
+
+
 @pytest.mark.long
 def test_check_says_that_ranks_hold_whole_experts(capsys, monkeypatch):
     arguments = ["check", "tiny-mla", "--tensor-parallel-size", "2"]
