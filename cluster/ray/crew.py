@@ -103,7 +103,7 @@ class Crew:
         self._actors: dict[str, Any] = {}
         self._groups = PlacementGroups(session.ray, plan.name, is_detached=self._is_detached)
         self._restarts = Restarts(time.monotonic)
-        self._silence = SilenceWatch(session, plan.router_address) if self._is_detached else None
+        self._silence = SilenceWatch(session, plan.router_address)
         self._scaling: Scaling | None = None
         self._watch: WorkerWatch | None = None
         self._placed_by: list[str] = []
@@ -223,8 +223,7 @@ class Crew:
         if is_changed or self._watch is None:
             self._watch = WorkerWatch(self._ray, self._actors, self._scaling.roles, self._died)
         self._watch.check()
-        if self._silence is not None:
-            self._silence.check(self._actors)
+        self._silence.check(self._actors)
         return is_changed
 
     def _died(self, worker_id: str, why: str) -> bool:

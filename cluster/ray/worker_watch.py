@@ -1,7 +1,7 @@
-"""Noticing workers that are dead for good, without ever waiting for one.
+"""Noticing workers that are dead for good or stand still, without ever waiting for one; of a private Ray or a cluster.
 
-Ray restarts a worker that dies, a few times; only one that it has given up counts here, and may be started again yet.
-A worker that hangs is the router's business: its heartbeats stop.
+Ray restarts a worker that dies, a few times; only one that it has given up counts as dead, and may be started again
+yet. Of one that hangs Ray notices nothing: its heartbeats stop, the router moves its streams, and it is killed here.
 """
 
 import logging

@@ -5,8 +5,12 @@ import types
 import pytest
 
 from baton.cluster.ray import worker_watch
+from baton.cluster.ray.crew import Crew, CrewPlan
 from baton.cluster.ray.worker_watch import AGAIN_S, INTERVAL_S, SILENT_S, SilenceWatch
+from baton.cluster.resolve import find_model
+from baton.core.config import ServeConfig
 from baton.core.errors import StartupError
+from baton.core.inside import DeploymentSecret
 from baton.proto import admin_pb2, worker_pb2
 
 pytestmark = pytest.mark.fast
@@ -84,3 +88,26 @@ def test_it_does_not_look_all_the_time(world):
     world.alive = False
     world.watch.check({name: name for name in world.session.pids})
     assert world.session.killed == []
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+def test_a_crew_of_any_ray_looks_who_is_silent(world, is_private):
+    session = world.session
+    session.is_private = is_private
+    session.wait = lambda references, num_returns, timeout: ([], references)
+    about = {"device": "cpu", "name": "baton-x", "router_address": "router", "secret": DeploymentSecret.new()}
+    shells = {"prefill": None, "decode": None}
+    config = ServeConfig.from_mapping({"decode": 2})
+    crew = Crew(session, CrewPlan(config=config, model=find_model("tiny"), shells=shells, rank_shells=shells, **about))
+    crew._scaling = types.SimpleNamespace(step=lambda: False, roles=dict.fromkeys(session.pids, "decode"))
+    crew._actors.update({name: Actor(name) for name in session.pids})
+    crew.check()
+    assert session.killed == ["decode-0"]
+
+
+class Actor(str):
+    """A handle that is told by its name; it is asked for its process, and never answers."""
+
+    @property
+    def pid(self):
+        return types.SimpleNamespace(remote=object)

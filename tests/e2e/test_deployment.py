@@ -3,6 +3,7 @@
 Faults here are real ones: signals to real processes, clients that vanish. What a fault may leave behind is nothing.
 """
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -18,6 +19,7 @@ import torch
 
 from baton.client import BatonClient
 from baton.cluster.deployment import Deployment
+from baton.cluster.ray import worker_watch
 from baton.core.config import ServeConfig
 from baton.core.errors import BatonError, RequestCancelled
 from baton.core.requests.sampling import SamplingParams
@@ -242,3 +244,26 @@ def test_a_stopped_worker_is_fenced_by_its_silence(deployment, client, long_requ
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     assert len(generate(client, long_request)[0]) > 1
+
+
+def test_a_worker_that_stays_silent_is_killed_and_started_again(deployment, client, long_request, monkeypatch):
+    """On a private Ray the process that serves does what a supervisor does in a cluster."""
+    monkeypatch.setattr(worker_watch, "SILENT_S", 3.0)  # after its streams have moved, as ever, and not 20
+    want, _ = generate(client, long_request)
+    pid = deployment.worker_pids()["decode-0"]
+    epoch = next(one.state.epoch for one in client.status().workers if one.state.worker_id == "decode-0")
+    os.kill(pid, signal.SIGSTOP)
+    deadline_s = time.monotonic() + NEXT_INCARNATION_S
+    try:
+        while not any(
+            one.state.worker_id == "decode-0" and one.alive and one.state.epoch != epoch
+            for one in client.status().workers
+        ):
+            assert time.monotonic() < deadline_s, "it stands still for good"
+            deployment.check()
+            time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    assert deployment.worker_pids()["decode-0"] != pid
+    assert generate(client, long_request)[0] == want
