@@ -182,6 +182,7 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
             *check_staging(status),
             *check_compute(status),
             *check_prefill(status),
+            *check_silence(status),
             *check_fitness(status),
         ]
     )
@@ -341,6 +342,15 @@ def check_prefill(status: admin_pb2.StatusReply) -> Iterator[Finding]:
         return
     detail = "none is alive: decode workers compute the prompts"
     yield Finding("prefill workers", "warn", detail, "look at their logs; `baton runbook scale` starts more")
+
+
+def check_silence(status: admin_pb2.StatusReply) -> Iterator[Finding]:
+    """Workers that say nothing, and were not drained: they are dead, hang, or are cut off."""
+    for worker in status.workers:
+        if not worker.alive and not worker.draining:
+            name = worker.state.worker_id
+            detail = f"silent since {worker.heartbeat_age_s:.1f} s, and gets nothing"
+            yield Finding(f"worker {name}", "warn", detail, f"`baton runbook hung-tp-group --worker {name}`")
 
 
 def check_fitness(status: admin_pb2.StatusReply) -> Iterator[Finding]:

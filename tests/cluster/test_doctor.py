@@ -111,6 +111,21 @@ def test_what_one_handoff_can_carry_is_told():
     assert "--kv-staging-mib" in small.next and "/dev/shm" in small.next
 
 
+def test_a_worker_that_is_silent_is_told_and_exits_4(monkeypatch, capsys):
+    status = admin_pb2.StatusReply()
+    for name, alive, draining in (("decode-0", True, False), ("decode-1", False, False), ("decode-2", False, True)):
+        state = worker_pb2.WorkerState(worker_id=name, role="decode")
+        status.workers.add(state=state, alive=alive, draining=draining, heartbeat_age_s=42.25)
+    monkeypatch.setattr(doctor, "fetch_status", lambda address: status)
+    monkeypatch.setattr(doctor, "wires", lambda *_: ())
+    monkeypatch.setattr(doctor, "check_all", lambda port: ())
+    code = doctor.doctor(Output(as_json=True), grpc_port=50051, selftest=False, address="127.0.0.1:1")
+    (found,) = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] != "ok"]
+    assert (code, found["name"], found["level"]) == (ExitCode.PARTIAL, "worker decode-1", "warn")
+    assert "42.2 s" in found["detail"]
+    assert found["next"] == "`baton runbook hung-tp-group --worker decode-1`"
+
+
 def test_a_worker_that_answers_nothing_is_told():
     state = worker_pb2.WorkerState(worker_id="d0")
     status = admin_pb2.StatusReply(workers=[admin_pb2.WorkerStatus(alive=True, state=state)])

@@ -70,7 +70,8 @@ def test_doctor_warns_about_a_pair_without_a_data_path(status, monkeypatch, caps
     assert (exit.value.code, data["exit_code"]) == (4, 4)
     assert len(data["paths"]) == 4
     broken = [finding for finding in data["findings"] if finding["level"] == "warn"]
-    assert [finding["name"] for finding in broken] == ["KV prefill-1 to decode-0"]
+    silent = ["worker prefill-2", "worker decode-2"]
+    assert [finding["name"] for finding in broken] == [*silent, "KV prefill-1 to decode-0"]
 
 
 def test_a_deployment_that_does_not_answer_is_refused(monkeypatch, capsys):
