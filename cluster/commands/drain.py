@@ -5,7 +5,7 @@ from typing import Final
 
 import grpc
 
-from baton.cluster.admin import TIMEOUT_S, error_from_rpc, open_channel
+from baton.cluster.admin import TIMEOUT_S, error_from_rpc, fetch_status, open_channel
 from baton.cluster.outcome import ExitCode, Output
 from baton.core.errors import ConfigInvalid
 from baton.proto import admin_pb2, admin_pb2_grpc
@@ -16,7 +16,7 @@ POLL_S: Final = 0.2
 def drain(
     worker_id: str, address: str, output: Output, *, grace_s: float | None, wait_s: float, undo: bool
 ) -> ExitCode:
-    """Ask for it, and wait until no stream depends on the worker. PARTIAL when some still do.
+    """Ask for it, and wait until no stream depends on the worker. PARTIAL when some still do, or that ended otherwise.
 
     Args:
         worker_id: as `baton status` names it.
@@ -37,22 +37,36 @@ def drain(
     request = admin_pb2.DrainRequest(worker_id=worker_id, undo=undo)
     if grace_s is not None:
         request.grace_ms = int(1e3 * grace_s)
+    before = _look(address, worker_id)
     reply = _ask(address, request)
+    draining, num_streams, ended = reply.draining, reply.num_streams, ""
     deadline_s = time.monotonic() + wait_s
-    while reply.draining and reply.num_streams and time.monotonic() < deadline_s:
+    while not ended and draining and num_streams and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-        reply = _ask(address, admin_pb2.DrainRequest(worker_id=worker_id))
-    data = {"address": address, "worker_id": worker_id, "draining": reply.draining, "num_streams": reply.num_streams}
-    output.emit(data, _sentence(worker_id, reply))
-    return ExitCode.PARTIAL if reply.draining and reply.num_streams else ExitCode.OK
+        worker = _look(address, worker_id)  # asking for a drain again would undo another's --undo
+        draining, num_streams = worker.draining, worker.num_streams
+        if worker.state.epoch != before.state.epoch:
+            ended = f"{worker_id} has ended meanwhile" + "; its next incarnation is not drained" * worker.alive
+        elif not draining:
+            ended = f"{worker_id} serves again: another call has put it back"
+    text = ended or _sentence(worker_id, draining, num_streams)
+    data = {"address": address, "worker_id": worker_id, "draining": draining, "num_streams": num_streams}
+    output.emit(data | {"message": text}, text)
+    return ExitCode.PARTIAL if ended or (draining and num_streams) else ExitCode.OK
 
 
-def _sentence(worker_id: str, reply: admin_pb2.DrainReply) -> str:
-    if not reply.draining:
+def _sentence(worker_id: str, draining: bool, num_streams: int) -> str:
+    if not draining:
         return f"{worker_id} serves"
-    if reply.num_streams:
-        return f"{worker_id} gets nothing new; {reply.num_streams} streams are still there: ask again, or --wait"
+    if num_streams:
+        return f"{worker_id} gets nothing new; {num_streams} streams are still there: ask again, or --wait"
     return f"{worker_id} is empty and can be stopped"
+
+
+def _look(address: str, worker_id: str) -> admin_pb2.WorkerStatus:
+    """The worker as the router knows it, which changes nothing; one without an epoch if it knows none."""
+    found = [one for one in fetch_status(address).workers if one.state.worker_id == worker_id]
+    return found[0] if found else admin_pb2.WorkerStatus()
 
 
 def _ask(address: str, request: admin_pb2.DrainRequest) -> admin_pb2.DrainReply:

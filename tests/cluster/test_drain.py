@@ -26,6 +26,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
         self.asked = []
         self.num_streams = 2
         self.draining = False
+        self.epoch = 1
+        self.meanwhile = lambda: None  # what happens between two looks
         self.refused = ["aaaa", "bbbb"]
 
     def Drain(self, request, context):
@@ -33,7 +35,6 @@ class Admin(admin_pb2_grpc.AdminServicer):
             error = InvalidRequest("no worker of that name is alive", field="worker_id")
             context.set_trailing_metadata(((ERROR_KEY, error.to_wire()),))
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        self.num_streams -= bool(self.asked)
         self.asked.append(request)
         self.draining = not request.undo
         return admin_pb2.DrainReply(draining=self.draining, num_streams=self.num_streams)
@@ -44,8 +45,13 @@ class Admin(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ClearQuarantineReply(num_cleared=num_cleared)
 
     def Status(self, request, context):
-        state = worker_pb2.WorkerState(worker_id="decode-0", role="decode")
-        worker = admin_pb2.WorkerStatus(state=state, alive=True, draining=True, num_streams=3)
+        if self.asked:
+            self.num_streams -= 1
+            self.meanwhile()
+        state = worker_pb2.WorkerState(worker_id="decode-0", role="decode", epoch=self.epoch)
+        worker = admin_pb2.WorkerStatus(
+            state=state, alive=True, draining=self.draining, num_streams=max(0, self.num_streams)
+        )
         refused = [admin_pb2.Quarantined(fingerprint=name, workers=["d0", "d1"], left_s=9) for name in self.refused]
         return admin_pb2.StatusReply(model="stub", workers=[worker], quarantined=refused, num_migrations=4)
 
@@ -69,9 +75,8 @@ def run(admin, *arguments):
 
 def test_it_waits_until_the_worker_is_empty(admin):
     assert run(admin, "drain", "decode-0", "--grace", "1.5") == (0, "decode-0 is empty and can be stopped")
-    assert admin.asked[0].grace_ms == 1500
-    assert not any(request.HasField("grace_ms") for request in admin.asked[1:]), "the grace counts once"
-    assert len(admin.asked) == 3
+    (asked,) = admin.asked
+    assert asked.grace_ms == 1500, "the grace counts once"
 
 
 def test_it_only_asks_and_undoes(admin):
@@ -79,6 +84,22 @@ def test_it_only_asks_and_undoes(admin):
     assert (code, json.loads(text)["num_streams"]) == (4, 2)
     assert not admin.asked[0].HasField("grace_ms")
     assert run(admin, "drain", "decode-0", "--undo") == (0, "decode-0 serves")
+
+
+def test_waiting_drains_neither_what_another_put_back_nor_the_next_incarnation(admin):
+    admin.num_streams = 10
+    admin.meanwhile = lambda: setattr(admin, "draining", False)
+    text = "decode-0 serves again: another call has put it back"
+    assert run(admin, "drain", "decode-0") == (4, text)
+    assert (len(admin.asked), admin.draining) == (1, False)
+    admin.num_streams, admin.meanwhile = 10, lambda: vars(admin).update(draining=False, epoch=3)
+    admin.epoch, admin.asked = 2, []
+    code, text = run(admin, "drain", "decode-0", "--json")
+    assert (code, json.loads(text)["message"]) == (
+        4,
+        "decode-0 has ended meanwhile; its next incarnation is not drained",
+    )
+    assert (len(admin.asked), admin.draining) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +111,7 @@ def test_bad_input_is_usage(admin, arguments):
 
 
 def test_the_status_shows_drains_moves_and_who_is_refused(admin):
+    admin.draining, admin.num_streams = True, 3
     _, text = run(admin, "status")
     assert "draining, 3 streams" in text
     assert "4 streams moved" in text
