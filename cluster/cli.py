@@ -16,7 +16,7 @@ import baton
 from baton.cluster.commands import bench_cli, keys_cli
 from baton.cluster.flags import Address, Count, Json, Text, check_address, with_access, with_every_key, with_keys
 from baton.cluster.flags import option as _option
-from baton.cluster.outcome import ExitCode, Output, format_table, run_command
+from baton.cluster.outcome import ExitCode, Output, format_table, run_command, take_any_text
 from baton.core.errors import ConfigInvalid, FeatureNotBuilt
 
 COMMANDS = {
@@ -417,16 +417,21 @@ def _path_of(error: typer.TyperException) -> str:
 
 def main() -> None:
     """Run the command line and exit."""
+    take_any_text()
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        output = Output("--json" in sys.argv)
-        step = f"see `{_path_of(error)} --help`"
-        output.note(f"baton: {error.format_message()}\nnext: {step}")
-        if output.as_json:
-            message = error.format_message()
-            output.emit({"error": "Usage", "message": message, "next": step, "exit_code": ExitCode.USAGE})
-        code = ExitCode.USAGE
+        code = _refuse_usage(error.format_message(), f"see `{_path_of(error)} --help`")
     except typer.Abort:
         code = ExitCode.PARTIAL
     sys.exit(int(code or 0))
+
+
+def _refuse_usage(message: str, step: str) -> ExitCode:
+    def body(output: Output) -> ExitCode:
+        output.note(f"baton: {message}\nnext: {step}")
+        if output.as_json:
+            output.emit({"error": "Usage", "message": message, "next": step, "exit_code": ExitCode.USAGE})
+        return ExitCode.USAGE
+
+    return run_command("--json" in sys.argv, body)

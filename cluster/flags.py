@@ -137,14 +137,19 @@ def with_access(command: Command) -> Command:
     def reach(**values: Any) -> int:
         from baton.client.access import Access
         from baton.cluster.access import using
-        from baton.cluster.outcome import Output
+        from baton.cluster.outcome import ExitCode, Output, run_command
         from baton.core.errors import BatonError
 
         given = {name: values.pop(name) or "" for name in _ACCESS}
         try:
             access = Access.of(given, os.environ.get(KEY_VARIABLE, ""))
         except BatonError as error:
-            return Output(bool(values.get("json"))).fail(error)
+            refusal = error
+
+            def refuse(output: Output) -> ExitCode:
+                raise refusal
+
+            return run_command(bool(values.get("json")), refuse)
         with using(access):
             return command(**values)
 

@@ -1,17 +1,21 @@
 """How a command ends: its exit code, its one JSON object, and what to do next when it failed.
 
 Results go to stdout, everything else to stderr. With `--json` stdout holds exactly one object, also after a failure.
+A stdout that is closed takes nothing; one that fails fails the command. Who has closed a pipe is told nothing.
 """
 
 import contextlib
+import errno
+import io
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, TextIO
 
 from baton.cluster.log_tail import printable
 from baton.core.errors import (
@@ -167,35 +171,84 @@ def next_step(error: BatonError) -> str:
     return next(text for kind, text in _NEXT_STEPS if isinstance(error, kind))
 
 
+class OutputLost(OSError):
+    """Stdout took no more."""
+
+
+def take_any_text() -> None:
+    """Have stdout write what its encoding lacks as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 class Output:
-    """One command's stdout and stderr."""
+    """One command's stdout and stderr.
+
+    Attributes:
+        stdout: None if it is closed.
+    """
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self.log_format = default_format()  # of notes
         self._emitted = False
-        self.stdout = sys.stdout
+        take_any_text()
+        self.stdout: TextIO | None = sys.stdout
 
     @property
     def is_terminal(self) -> bool:
         """Whether stdout is a terminal."""
-        return self.stdout.isatty()
+        return self.stdout is not None and self.stdout.isatty()
+
+    def require_stdout(self) -> None:
+        """Check that what is printed goes somewhere.
+
+        Raises:
+            OutputLost: stdout is closed.
+        """
+        if self.stdout is None:
+            raise OutputLost(errno.EBADF, "stdout is closed")
 
     def emit(self, data: dict[str, Any], text: str = "") -> None:
-        """Print the result: `data` with `--json`, otherwise `text`. At most one object is ever printed."""
+        """Print the result: `data` with `--json`, otherwise `text`. At most one object is ever printed.
+
+        Raises:
+            OutputLost: stdout takes no more.
+        """
         if self.as_json:
             if not self._emitted:
-                print(json.dumps(data), file=self.stdout, flush=True)
+                self._print(json.dumps(data) + "\n")
         elif text:
-            print(text, file=self.stdout, flush=True)
+            self._print(text + "\n")
         self._emitted = True
 
     def write(self, text: str) -> None:
-        """Print a piece of text to stdout at once, unless stdout is for the JSON object."""
+        """Print a piece of text to stdout at once, unless stdout is for the JSON object.
+
+        Raises:
+            OutputLost: stdout takes no more.
+        """
         if not self.as_json and text:
             if self.is_terminal:  # a model's text must not drive it
                 text = printable(text)
-            print(text, end="", file=self.stdout, flush=True)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        stdout = self.stdout
+        if stdout is None:
+            return
+        try:
+            stdout.write(text)
+            stdout.flush()
+        except BrokenPipeError:  # who reads has enough
+            raise
+        except OSError as error:
+            self._emitted = True
+            own = sys.__stdout__
+            if own is not None and own is stdout:  # what it has not taken is not tried again as the process ends
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), own.fileno())
+            raise OutputLost(error.errno, error.strerror) from error
 
     def note(self, text: str, level: str = "INFO") -> None:
         """Print a line to stderr."""
@@ -218,6 +271,15 @@ class Output:
 def run_command(as_json: bool, body: Callable[[Output], ExitCode]) -> ExitCode:
     """Run a command's body; operating errors become messages and exit codes, bugs stay tracebacks."""
     output = Output(as_json)
+    try:
+        return _run(output, body)
+    except OutputLost as error:
+        step = "make room where stdout goes, or send it elsewhere"
+        output.note(f"baton: cannot write the output: {error.strerror}\nnext: {step}", "ERROR")
+        return ExitCode.FAILED
+
+
+def _run(output: Output, body: Callable[[Output], ExitCode]) -> ExitCode:
     try:
         # Stdout is for results. What libraries print (Ray does when a worker dies) goes to stderr.
         with contextlib.redirect_stdout(sys.stderr):

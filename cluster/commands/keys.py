@@ -28,7 +28,9 @@ def create(
 
     Raises:
         ConfigInvalid: the name is taken, or a value is not usable.
+        OSError: it could not be printed, and is not in the file any more.
     """
+    output.require_stdout()
     if days is not None and not 0 < days < 36_500:
         raise ConfigInvalid(f"--expires-days {days:g} is not between 0 and 36500", keys=["expires_days"])
     until = None if days is None else (datetime.now(UTC) + timedelta(days=days)).isoformat(timespec="seconds")
@@ -39,7 +41,13 @@ def create(
             raise ConfigInvalid(f"{file} has a key named {name!r} already", keys=["name"])
         _write(file, [*entries, entry])
     output.note(f"baton: {name} of tenant {tenant} added to {file}; the key is shown only now")
-    output.emit({"name": name, "tenant": tenant, "expires": until, "key": key}, key)
+    try:
+        output.emit({"name": name, "tenant": tenant, "expires": until, "key": key}, key)
+    except OSError:  # also of a pipe that is closed
+        with _changing(file) as entries:
+            _write(file, [other for other in entries if other.sha256 != entry.sha256])
+        output.note(f"baton: the key could not be shown, and is taken out of {file} again", "ERROR")
+        raise
     return ExitCode.OK
 
 

@@ -130,6 +130,7 @@ def top(address: str, output: Output, *, interval_s: float = 1.0, once: bool = F
         data: dict[str, Any] = top_data(before, now, time.monotonic() - begin_s) | {"address": address}
         output.emit(data, text_of(data))
         return ExitCode.OK if all(worker["alive"] for worker in data["workers"]) else ExitCode.PARTIAL
+    assert output.stdout is not None, "it is a terminal"
     _watch(address, before, interval_s, output.stdout)
     return ExitCode.OK
 

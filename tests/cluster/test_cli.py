@@ -1,6 +1,7 @@
 """The command line: every documented flag, exit codes, one JSON object, and what to do next."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -26,10 +27,12 @@ DESIGN_GENERATE_FLAGS = (
 ).split()
 
 
+BATON = [sys.executable, "-P", "-m", "baton.cluster"]
+
+
 def baton(*arguments, stdin=b"", environment=None):
     """Run the real command; (exit code, stdout, stderr)."""
-    command = [sys.executable, "-P", "-m", "baton.cluster", *arguments]
-    done = subprocess.run(command, input=stdin, capture_output=True, timeout=60, env=environment)
+    done = subprocess.run([*BATON, *arguments], input=stdin, capture_output=True, timeout=60, env=environment)
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
@@ -370,3 +373,36 @@ def test_an_address_without_a_port_is_an_error_of_usage(command):
     found = CliRunner().invoke(cli.app, [*command.split(), "--address", "foo"])
     assert found.exit_code == 2
     assert isinstance(found.exception, SystemExit)
+
+
+FAIL_OUTPUT = (["runbook"], ["runbook", "--json"], ["generate", "--local", "--prompt", "x", "--max-tokens", "2"])
+
+
+@pytest.mark.parametrize("arguments", FAIL_OUTPUT, ids=" ".join)
+def test_a_stdout_that_takes_nothing_fails_the_command_in_a_sentence(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*BATON, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "baton: cannot write the output: No space left on device\nnext: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", FAIL_OUTPUT, ids=" ".join)
+def test_a_closed_stdout_takes_nothing(arguments):
+    command = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *BATON, *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_who_closes_a_pipe_is_told_nothing():
+    with subprocess.Popen([*BATON, "runbook"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (1, b"")
+
+
+def test_what_an_encoding_lacks_is_escaped():
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "60"}
+    code, text, said = baton("serve", "--help", environment=environment)
+    assert (code, said) == (0, "")
+    assert "\\u2026" in text, "of what is cut"

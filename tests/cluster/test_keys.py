@@ -1,13 +1,18 @@
 """`baton keys`: a key is shown once, the file never holds it, and a slip changes nothing."""
 
+import contextlib
 import json
 import os
+import sys
 import threading
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
 
 from baton.cluster import cli
+from baton.cluster.commands.keys import create
+from baton.cluster.outcome import ExitCode, run_command
 from baton.router.access.api_keys import ApiKeys, digest_of, read_keys
 from baton.tests.cluster.test_cli import flags_of
 
@@ -38,6 +43,19 @@ def test_a_key_from_its_making_to_its_end(tmp_path):
     assert baton("revoke", "ada", "--file", file)[0] == 0
     assert [entry.name for entry in read_keys(file)] == ["bob"]
     assert os.stat(file).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("stdout", ["/dev/full", None])
+def test_a_key_that_could_not_be_shown_is_not_in_the_file(tmp_path, monkeypatch, stdout):
+    file = tmp_path / "keys"
+    baton("create", "ada", "--file", file, "--tenant", "acme")
+    with open(stdout or os.devnull, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out if stdout else None)
+        assert run_command(False, partial(create, file=file, name="bob", tenant="acme", days=None)) == ExitCode.FAILED
+        assert [entry.name for entry in read_keys(file)] == ["ada"]
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            out.close()
 
 
 @pytest.mark.parametrize("command", ["create", "list", "revoke"])
