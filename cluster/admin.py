@@ -39,15 +39,21 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> BatonError:
             except MalformedMessage as malformed:
                 return malformed
     code = error.code() if isinstance(error, grpc.Call) else None
+    details = (error.details() or "") if isinstance(error, grpc.Call) else ""
     if is_refused_certificate(error):
-        details = error.details() if isinstance(error, grpc.Call) else ""
         message = f"{address} and this end do not accept each other's certificates: {details}"
         return StartupError(message, address=address)
-    if code is grpc.StatusCode.UNAVAILABLE and "Failed parsing HTTP/2" in (error.details() or ""):
+    if code is grpc.StatusCode.UNAVAILABLE and "Failed parsing HTTP/2" in details:
         message = f"what answers at {address} does not speak gRPC; use an address of gRPC that `baton serve` printed"
         return StartupError(message, address=address)
+    if code is grpc.StatusCode.UNAVAILABLE and "errors resolving" in details:
+        host = address.rpartition(":")[0]
+        return StartupError(f"no deployment at {address}: the name {host} does not resolve", address=address)
     if code is grpc.StatusCode.UNAVAILABLE:
-        perhaps = ", or it does not accept this certificate" if current_access().tls.is_on else ""
+        is_closed = "failed to connect" in details and "Connection refused" not in details  # as it does who wants TLS
+        perhaps = ", or it speaks TLS: give --tls-ca-file" if is_closed and not address.startswith("unix:") else ""
+        if current_access().tls.is_on:
+            perhaps = ", or it does not accept this certificate"
         return StartupError(f"no deployment answers at {address}{perhaps}; `baton serve` starts one", address=address)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return StartupError(f"{address} did not answer in time", address=address, timed_out=True)

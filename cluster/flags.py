@@ -15,17 +15,25 @@ Json = Annotated[bool, typer.Option("--json", help="print exactly one JSON objec
 Text = str | None
 Count = int | None
 Command = Callable[..., int]
+MAX_PORT = 65535
 
 
 def check_address(address: str | None) -> str | None:
     """An address as it is.
 
     Raises:
-        BadParameter: it has no port.
+        BadParameter: it is a URL of HTTP, or has no port that there is.
     """
-    if address is None or re.fullmatch(r".+:\d{1,5}", address) or address.startswith("unix:"):
+    if address is None or address.startswith("unix:"):
         return address
-    raise typer.BadParameter(f"{address!r} is not HOST:PORT, such as 127.0.0.1:50051")
+    if re.match("https?://", address):
+        message = f"{address!r} is a URL; gRPC has HOST:PORT, such as 127.0.0.1:50051; `baton serve` prints both"
+        raise typer.BadParameter(message)
+    if not (found := re.fullmatch(r".+:([0-9]{1,9})", address)):
+        raise typer.BadParameter(f"{address!r} is not HOST:PORT, such as 127.0.0.1:50051")
+    if not 1 <= int(found[1]) <= MAX_PORT:
+        raise typer.BadParameter(f"{address!r}: a port is between 1 and {MAX_PORT}")
+    return address
 
 
 Address = Annotated[str, typer.Option(help="HOST:PORT of a deployment", callback=check_address)]

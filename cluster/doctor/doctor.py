@@ -24,10 +24,10 @@ from baton.cluster.commands.status import ranks_cell
 from baton.cluster.doctor.decode_report import decode_data, format_decode
 from baton.cluster.doctor.wires import PairPath, format_paths, is_loopback, paths, paths_data, wires
 from baton.cluster.doctor.wires import Path as KvPath
-from baton.cluster.outcome import ExitCode, Output, format_table
+from baton.cluster.outcome import ExitCode, Output, exit_code_of, format_table
 from baton.cluster.ray.session import TESTED_RAY
 from baton.cluster.resolve import require_port_free
-from baton.core.errors import NumericsUnsupported, PortInUse
+from baton.core.errors import NumericsUnsupported, PortInUse, StartupError
 from baton.core.kv_transports import KV_TRANSPORTS
 from baton.proto import admin_pb2, worker_pb2
 
@@ -165,9 +165,12 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
     """Run every check and print the findings; with the address of a deployment, its KV paths and decode steps too.
 
     Raises:
-        BatonError: no deployment answers at `address`.
+        BatonError: the deployment at `address` refuses. That none answers there is a finding beside the others.
     """
-    status = None if address is None else fetch_status(address)
+    try:
+        status = None if address is None else fetch_status(address)
+    except StartupError as error:
+        return _without_deployment(output, error, selftest=selftest)
     found = [] if status is None else paths(status)
     findings = list(check_all(grpc_port if status is None else None))
     if selftest:
@@ -206,6 +209,20 @@ def doctor(output: Output, *, grpc_port: int, selftest: bool, address: str | Non
         tables = format_paths(found), format_compute(data["compute"]), format_decode(data["decode"])
         text += "".join(f"\n\n{table}" for table in tables)
     output.emit(data, text)
+    return code
+
+
+def _without_deployment(output: Output, error: StartupError, *, selftest: bool) -> ExitCode:
+    """Say what was found on this machine, and of the deployment why there is nothing to say."""
+    step = "give an address of gRPC that `baton serve` has printed, on the host that printed it"
+    findings = [*check_all(None), *([check_numerics()] if selftest else [])]
+    findings.append(Finding("deployment", "fail", error.message, step))
+    code = exit_code_of(error)
+    data = {"ok": False, "exit_code": code, "findings": [asdict(item) for item in findings]}
+    data |= {"error": type(error).__name__, "message": error.message, "fields": error.fields, "next": step}
+    rows = [(item.level, item.name, item.detail, item.next) for item in findings]
+    output.emit(data, format_table(("", "what", "found", "next"), rows))
+    output.note(f"baton: {type(error).__name__}: {error.message}\nnext: {step}", "ERROR")
     return code
 
 

@@ -370,9 +370,10 @@ def test_local_generation_follows_a_schema(tmp_path):
 @pytest.mark.fast
 @pytest.mark.parametrize("command", ["status", "top", "generate --prompt x", "doctor", "drain w"])
 def test_an_address_without_a_port_is_an_error_of_usage(command):
-    found = CliRunner().invoke(cli.app, [*command.split(), "--address", "foo"])
-    assert found.exit_code == 2
-    assert isinstance(found.exception, SystemExit)
+    for address in ("foo", "http://127.0.0.1:50051", "127.0.0.1:65536", "127.0.0.1:0", "127.0.0.1:1234567890"):
+        found = CliRunner().invoke(cli.app, [*command.split(), "--address", address])
+        assert found.exit_code == 2, address
+        assert isinstance(found.exception, SystemExit)
 
 
 FAIL_OUTPUT = (["runbook"], ["runbook", "--json"], ["generate", "--local", "--prompt", "x", "--max-tokens", "2"])

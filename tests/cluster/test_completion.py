@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent import futures
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from baton.cluster.commands import demo
 from baton.cluster.commands.completion import Completion, CompletionArguments, Interrupted, complete_remotely
 from baton.core.errors import BatonError, InvalidSampling, Overloaded, StartupError, WorkerLost
 from baton.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, wire, worker_pb2
+from baton.tests.router.certificates import Authority
 
 pytestmark = pytest.mark.fast
 
@@ -191,6 +193,23 @@ def test_held_resources_are_counted(front):
 def test_nothing_at_the_address_is_a_precondition():
     with pytest.raises(StartupError, match="no deployment answers"):
         admin.fetch_status("127.0.0.1:1")
+
+
+def test_why_nothing_answers_is_told_where_it_is_known(tmp_path):
+    def said(address):
+        with pytest.raises(StartupError) as refused:
+            admin.fetch_status(address)
+        return refused.value.message
+
+    assert "the name no..where does not resolve" in said("no..where:50051"), "told without asking a name server"
+    assert "TLS" not in said("127.0.0.1:1")
+    files = Authority(tmp_path).issue()
+    credentials = grpc.ssl_server_credentials([(Path(files.key_file).read_bytes(), Path(files.cert_file).read_bytes())])
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    assert "or it speaks TLS: give --tls-ca-file" in said(f"127.0.0.1:{port}")
+    server.stop(0).wait()
 
 
 def test_a_port_that_speaks_http_is_named_as_such():

@@ -74,12 +74,17 @@ def test_doctor_warns_about_a_pair_without_a_data_path(status, monkeypatch, caps
     assert [finding["name"] for finding in broken] == [*silent, "KV prefill-1 to decode-0"]
 
 
-def test_a_deployment_that_does_not_answer_is_refused(monkeypatch, capsys):
+def test_a_deployment_that_does_not_answer_is_a_finding_beside_those_of_this_machine(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "check_all", lambda port: iter([doctor.Finding("one", "ok", "fine")]))
     monkeypatch.setattr(sys, "argv", ["baton", "doctor", "--address", "127.0.0.1:1", "--json"])
     with pytest.raises(SystemExit) as exit:
         cli.main()
     assert exit.value.code == 3
-    assert json.loads(capsys.readouterr().out)["error"] == "StartupError"
+    said = capsys.readouterr()
+    data = json.loads(said.out)
+    assert data["error"] == "StartupError"
+    assert [(one["name"], one["level"]) for one in data["findings"]] == [("one", "ok"), ("deployment", "fail")]
+    assert "baton doctor" not in said.err + data["next"], "it was that"
 
 
 def test_transports_of_this_machine_are_named(monkeypatch):
