@@ -5,6 +5,7 @@ dataclasses and trusts them.
 """
 
 import difflib
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -646,8 +647,39 @@ class ServeConfig(BaseModel):
         return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
+_SCALARS: Final = {  # YAML 1.2's; and of 1.1 merges, binary numbers and `1_000`, which mean nothing else there
+    "null": ("~|null|Null|NULL|", ("~", "n", "N", "")),
+    "bool": ("true|True|TRUE|false|False|FALSE", tuple("tTfF")),
+    "int": ("[-+]?(0b[01_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)", tuple("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        tuple("-+.0123456789"),
+    ),
+    "merge": ("<<", ("<",)),
+}
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """What PyYAML takes a plain scalar for, by its first character."""
+    found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for name, (form, firsts) in _SCALARS.items():
+        for first in firsts:
+            found.setdefault(first, []).append((f"tag:yaml.org,2002:{name}", re.compile(f"(?:{form})$")))
+    return found
+
+
 class _OnceLoader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, `-` and `_` being the same; YAML itself lets the last one win."""
+    """YAML 1.2's words and numbers: 1.1, as PyYAML has it, reads `off` as false, `010` as 8 and `1e3` as text.
+
+    Refuses a mapping that has a key twice, `-` and `_` being the same; YAML itself lets the last one win.
+    """
+
+    yaml_implicit_resolvers = _resolvers()
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Its number; without a letter behind the 0 it is decimal."""
+        text = str(self.construct_scalar(node)).replace("_", "")
+        return int(text, 0 if text.lstrip("+-")[:2].lower() in ("0x", "0o", "0b") else 10)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping, if each key is there once."""
@@ -658,6 +690,9 @@ class _OnceLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"the key {name} is given twice", key.start_mark)
             names.add(name)
         return super().construct_mapping(node, deep)
+
+
+_OnceLoader.add_constructor("tag:yaml.org,2002:int", _OnceLoader.construct_yaml_int)
 
 
 def _own_kv_key() -> str:

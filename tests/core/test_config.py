@@ -113,6 +113,37 @@ def test_files(tmp_path):
         ServeConfig.read_file(tmp_path)
 
 
+def test_words_and_numbers_are_those_of_yaml_1_2(tmp_path):
+    path = tmp_path / "serve.yaml"
+    for text, value in {
+        "off": "off",
+        "no": "no",
+        "true": True,
+        "False": False,
+        "~": None,
+        "": None,
+        "010": 10,
+        "-08": -8,
+        "0o17": 15,
+        "0x1F": 31,
+        "1_000": 1000,
+        "1e3": 1000.0,
+        "-2.5E-1": -0.25,
+        ".inf": math.inf,
+        "1:30": "1:30",
+        "2001-02-03": "2001-02-03",
+        "'010'": "010",
+    }.items():
+        path.write_text(f"a: {text}\n")
+        read = ServeConfig.read_file(path)["a"]
+        assert (read, type(read)) == (value, type(value)), text
+    path.write_text("cuda_graphs: off\ndecode: 010\nrequest_timeout_s: 1e3\nmigration: false\n")
+    config = ServeConfig.from_mapping(ServeConfig.read_file(path))
+    assert (config.cuda_graphs, config.decode, config.request_timeout_s, config.migration) == ("off", 10, 1e3, False)
+    path.write_text("a: &a {b: 1}\nc: {<<: *a, d: 2}\n")
+    assert ServeConfig.read_file(path)["c"] == {"b": 1, "d": 2}
+
+
 def test_a_dumped_config_is_read_back():
     config = ServeConfig.from_mapping({"batch_invariant": True, "gpu_memory_utilization": 0.5, "request_timeout_s": 3})
     assert ServeConfig.from_mapping(config.model_dump(mode="json")) == config
@@ -126,7 +157,7 @@ def test_a_dumped_config_is_read_back():
         "grpc-port: 1\ngrpc_port: 1\n",
         '{"decode": 1, "decode": 1}',
         "a: " + "[" * 2000,
-        "a: 2001-99-99",
+        "a: !!int 0x",
         "? [a]\n: 1",
     ],
     ids=range(6),
