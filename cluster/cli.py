@@ -421,7 +421,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        code = _refuse_usage(error.format_message(), f"see `{_path_of(error)} --help`")
+        code = _refuse_usage(error.format_message() or "no command is given", f"see `{_path_of(error)} --help`")
     except typer.Abort:
         code = ExitCode.PARTIAL
     sys.exit(int(code or 0))

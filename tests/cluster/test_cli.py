@@ -376,6 +376,17 @@ def test_an_address_without_a_port_is_an_error_of_usage(command):
         assert isinstance(found.exception, SystemExit)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("group", [[], ["keys"], ["bench"]], ids=" ".join)
+def test_without_a_command_that_is_said_and_help_is_shown(group, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["baton", *group])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    said = capsys.readouterr()
+    assert (exit.value.code, "Usage:" in said.out) == (2, True)
+    assert said.err == f"baton: no command is given\nnext: see `{' '.join(['baton', *group])} --help`\n"
+
+
 FAIL_OUTPUT = (["runbook"], ["runbook", "--json"], ["generate", "--local", "--prompt", "x", "--max-tokens", "2"])
 
 
