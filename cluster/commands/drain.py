@@ -7,7 +7,7 @@ import grpc
 
 from baton.cluster.admin import TIMEOUT_S, error_from_rpc, fetch_status, open_channel
 from baton.cluster.outcome import ExitCode, Output
-from baton.core.errors import ConfigInvalid
+from baton.core.errors import ConfigInvalid, InvalidRequest
 from baton.proto import admin_pb2, admin_pb2_grpc
 
 POLL_S: Final = 0.2
@@ -37,7 +37,7 @@ def drain(
     request = admin_pb2.DrainRequest(worker_id=worker_id, undo=undo)
     if grace_s is not None:
         request.grace_ms = int(1e3 * grace_s)
-    before = _look(address, worker_id)
+    before = _look(address, worker_id, must_be_known=True)
     reply = _ask(address, request)
     draining, num_streams, ended = reply.draining, reply.num_streams, ""
     deadline_s = time.monotonic() + wait_s
@@ -63,10 +63,17 @@ def _sentence(worker_id: str, draining: bool, num_streams: int) -> str:
     return f"{worker_id} is empty and can be stopped"
 
 
-def _look(address: str, worker_id: str) -> admin_pb2.WorkerStatus:
-    """The worker as the router knows it, which changes nothing; one without an epoch if it knows none."""
-    found = [one for one in fetch_status(address).workers if one.state.worker_id == worker_id]
-    return found[0] if found else admin_pb2.WorkerStatus()
+def _look(address: str, worker_id: str, *, must_be_known: bool = False) -> admin_pb2.WorkerStatus:
+    """The worker as the router knows it, which changes nothing; one without an epoch if it knows none.
+
+    Raises:
+        InvalidRequest: it must be known and is not.
+    """
+    workers = {one.state.worker_id: one for one in fetch_status(address).workers}
+    if must_be_known and worker_id not in workers:
+        message = f"no worker {worker_id[:200]!r} is known; known are {', '.join(workers) or 'none'}"
+        raise InvalidRequest(message, field="worker_id", known=list(workers))
+    return workers.get(worker_id, admin_pb2.WorkerStatus())
 
 
 def _ask(address: str, request: admin_pb2.DrainRequest) -> admin_pb2.DrainReply:

@@ -102,6 +102,13 @@ def test_waiting_drains_neither_what_another_put_back_nor_the_next_incarnation(a
     assert (len(admin.asked), admin.draining) == (1, False)
 
 
+def test_who_names_no_worker_is_told_the_names(admin):
+    for more in ((), ("--undo",)):
+        code, text = run(admin, "drain", "decode-9", "--json", *more)
+        assert (code, json.loads(text)["message"]) == (2, "no worker 'decode-9' is known; known are decode-0")
+    assert not admin.asked
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("nobody",), ("decode-0", "--grace", "-1"), ("decode-0", "--wait", "nan"), ("decode-0", "--undo", "--grace", "1")],
