@@ -1,5 +1,6 @@
 """`baton top`: a deployment's load as it changes, on a terminal; once, as text or JSON, elsewhere."""
 
+import os
 import signal
 import threading
 import time
@@ -109,11 +110,19 @@ COLUMNS: Final = (
     "k",
 )
 LEFT: Final = frozenset(map(COLUMNS.index, ("worker", "role", "alive", "waiting")))
+# What a narrow terminal can do without, first to last.
+SPARED: Final = tuple(
+    map(
+        COLUMNS.index,
+        ("k", "accepted", "KV MB/s", "req/s", "role", "waiting", "tok/s", "KV", "running", "quarantined"),
+    )
+)
+DUMB: Final = ("dumb", "unknown")  # of TERM: such a terminal's lines cannot be written again
 IF_ANY: Final = frozenset(map(COLUMNS.index, ("waiting", "quarantined", "accepted", "k")))  # a terminal is narrow
 
 
 def top(address: str, output: Output, *, interval_s: float = 1.0, once: bool = False) -> ExitCode:
-    """Show it until Ctrl-C; once where stdout is no terminal, or is for JSON. PARTIAL as `baton status`.
+    """Show it until Ctrl-C; once where stdout is no terminal or a dumb one, or is for JSON. PARTIAL as `baton status`.
 
     Raises:
         BatonError: no deployment answers at `address`.
@@ -123,7 +132,8 @@ def top(address: str, output: Output, *, interval_s: float = 1.0, once: bool = F
         message = f"interval: {interval_s} s is not between {MIN_INTERVAL_S} and {MAX_INTERVAL_S:.0f}"
         raise ConfigInvalid(message, keys=["interval"])
     before = fetch_status(address)
-    if once or output.as_json or not output.is_terminal:
+    is_dumb = os.environ.get("TERM", "").lower() in DUMB
+    if once or output.as_json or not output.is_terminal or is_dumb:
         begin_s = time.monotonic()
         time.sleep(interval_s)
         now = fetch_status(address)
@@ -145,7 +155,7 @@ def _watch(address: str, before: admin_pb2.StatusReply, interval_s: float, stdou
     try:
         with Live(console=Console(file=stdout), screen=True, auto_refresh=False) as live:
             for data in samples(address, before, interval_s, stop):
-                live.update(view(data), refresh=True)
+                live.update(view(data, live.console.width), refresh=True)
     finally:
         signal.signal(signal.SIGINT, handler)
 
@@ -169,17 +179,22 @@ def samples(
         yield data
 
 
-def view(data: dict[str, Any]) -> "RenderableType":
-    """For a terminal."""
+def view(data: dict[str, Any], width: int) -> "RenderableType":
+    """For a terminal of so many columns. Where they are too few, the table leaves columns out, and cuts no cell."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     rows = [_cells(worker) for worker in data["workers"]]
     shown = [at for at in range(len(COLUMNS)) if at not in IF_ANY or any(row[at] not in (NOTHING, "0") for row in rows)]
+    widths = [max(map(len, column)) + 1 for column in zip(COLUMNS, *rows, strict=True)]
+    for spared in SPARED:
+        if sum(widths[at] for at in shown) <= width:
+            break
+        shown = [at for at in shown if at != spared]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for at in shown:
-        table.add_column(COLUMNS[at], justify="left" if at in LEFT else "right", no_wrap=True)
+        table.add_column(COLUMNS[at], justify="left" if at in LEFT else "right", no_wrap=True, overflow="fold")
     for worker, row in zip(data["workers"], rows, strict=True):
         is_well = worker["alive"] and not worker["quarantined_blocks"] and not worker["unfit"]
         style = "" if is_well else "yellow" if worker["alive"] else "bold red"

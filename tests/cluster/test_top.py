@@ -70,7 +70,7 @@ def test_without_drafts_in_between_acceptance_is_of_the_whole_life():
 
 def drawn(data, width=150):
     stream = io.StringIO()
-    Console(file=stream, width=width).print(view(data))
+    Console(file=stream, width=width).print(view(data, width))
     return stream.getvalue()
 
 
@@ -96,6 +96,17 @@ def test_a_busy_deployment_fits_into_80_columns_and_what_is_nowhere_takes_none()
     workers[0].state.inventory.num_blocks_quarantined = 3
     data = top_data(before, reply(*workers), 1.0) | {"address": "127.0.0.1:50051"}
     assert "quarantined" in drawn(data)
+
+
+@pytest.mark.parametrize("width", [80, 60, 40, 20])
+def test_a_narrow_terminal_gets_fewer_columns_and_every_name_whole(width):
+    many = {"num_requests_running": 256, "num_requests_finished": 200, "kv_bytes": 9_000_000_000}
+    workers = [worker(name, name[:-3], **many) for name in ("prefill-10", "decode-127")]
+    data = top_data(reply(*workers), reply(*workers), 1.0) | {"address": "here:1"}
+    text = drawn(data, width)
+    assert {"prefill-10", "decode-127", "alive"} <= set(text.split())
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_both_views_show_every_worker_path_and_problem():
@@ -151,6 +162,14 @@ def test_once_prints_one_object_or_one_text(admin, capsys):
     assert capsys.readouterr().out.startswith("tiny at")
 
 
+def test_a_dumb_terminal_gets_one_text(admin, capsys, monkeypatch):
+    admin.replies = [reply(worker("d", "decode"))]
+    monkeypatch.setattr(Output, "is_terminal", True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert top(admin.address, Output(False), interval_s=0.1) is ExitCode.OK
+    assert capsys.readouterr().out.startswith("tiny at")
+
+
 def test_a_worker_that_is_lost_makes_it_partial(admin, capsys):
     admin.replies = [reply(worker("d", "decode", alive=False))]
     assert top(admin.address, Output(True), interval_s=0.1) is ExitCode.PARTIAL
@@ -187,6 +206,7 @@ def test_ctrl_c_ends_the_live_view_well(monkeypatch):
     monkeypatch.setattr(module, "samples", looks)
     monkeypatch.setattr(module, "fetch_status", lambda address: reply())
     monkeypatch.setattr(Output, "is_terminal", True)
+    monkeypatch.setenv("TERM", "xterm")
     assert top("here:1", Output(False)) is ExitCode.OK
     assert shown == ["here:1"]
 
