@@ -52,7 +52,7 @@ from baton.cluster.router_process import RouterProcess, router_command
 from baton.cluster.supervisor_process import Order, SupervisorProcess
 from baton.cluster.undertaker import Undertaker
 from baton.core.config import ServeConfig
-from baton.core.errors import BatonError, WorkerStartFailed
+from baton.core.errors import BatonError, ConfigInvalid, WorkerStartFailed
 from baton.core.inside import DeploymentSecret
 from baton.proto.secure_channel import SecureChannels
 from baton.router.access.api_keys import digest_of, new_key
@@ -286,6 +286,7 @@ class Deployment:
         require_startable(config)
         security_of(config)
         SecureChannels(config.tls)
+        _require_curve_key(config)
         deadline_s = time.monotonic() + config.start_timeout_s
         num_total = len(worker_ids(config)) + 2
         leftovers.sweep()
@@ -415,6 +416,22 @@ def _name_of(config: ServeConfig) -> str:
         return f"baton-{secrets.token_hex(4)}"
     said = json.dumps([socket.gethostname(), config.model_dump(mode="json")], sort_keys=True)
     return f"baton-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+def _require_curve_key(config: ServeConfig) -> None:
+    """Check that the workers of this host will have the key pair that is to encrypt KV, before any is started.
+
+    Raises:
+        ConfigInvalid: they will not.
+    """
+    if not config.kv_curve_key_file or config.ray_address != "local":
+        return
+    from baton.kvtransfer.transports.zmq_sockets import CurveKeys
+
+    try:
+        CurveKeys(Path(config.kv_curve_key_file))
+    except ConfigInvalid as error:
+        raise ConfigInvalid(f"kv_{error.message}", keys=["kv_curve_key_file"]) from error
 
 
 def _secret_of(config: ServeConfig, name: str) -> DeploymentSecret:

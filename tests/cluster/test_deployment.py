@@ -101,6 +101,9 @@ def test_what_can_be_refused_is_refused_before_anything_starts(model, tmp_path):
                 pass
     with pytest.raises(ModelMissing), make(tmp_path / "nowhere"):
         pass
+    for key in ("nowhere", "config.json"):
+        with pytest.raises(ConfigInvalid, match="kv_curve_key_file"), make(model, kv_curve_key_file=str(model / key)):
+            pass
     assert our_processes() == before
 
 
