@@ -4,6 +4,7 @@ A server asks for the files at every handshake, so a new certificate serves the 
 A channel keeps what it was opened with; `SecureChannels` says when it is to be opened anew.
 """
 
+import ipaddress
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
 
 
 class SecureChannels:
-    """Opens channels, encrypted if the files say so.
+    """Opens channels, encrypted if the files say so. To this host itself none goes through the environment's proxy.
 
     Args:
         files: of this end; None or empty ones for no encryption.
@@ -74,14 +75,16 @@ class SecureChannels:
     def open_aio(self, address: str, options: Options = ()) -> grpc.aio.Channel:
         """A channel for asyncio."""
         if self.watch is None:
-            return grpc.aio.insecure_channel(address, options=tuple(options))
-        return grpc.aio.secure_channel(address, self._credentials(), options=(*options, *self._name()))
+            return grpc.aio.insecure_channel(address, options=(*options, *_route(address)))
+        return grpc.aio.secure_channel(
+            address, self._credentials(), options=(*options, *self._name(), *_route(address))
+        )
 
     def open(self, address: str, options: Options = ()) -> grpc.Channel:
         """A channel for threads."""
         if self.watch is None:
-            return grpc.insecure_channel(address, options=tuple(options))
-        return grpc.secure_channel(address, self._credentials(), options=(*options, *self._name()))
+            return grpc.insecure_channel(address, options=(*options, *_route(address)))
+        return grpc.secure_channel(address, self._credentials(), options=(*options, *self._name(), *_route(address)))
 
     def _credentials(self) -> grpc.ChannelCredentials:
         assert self.watch is not None
@@ -91,6 +94,16 @@ class SecureChannels:
         assert self.watch is not None
         name = self.watch.files.server_name
         return ((NAME_OPTION, name),) if name else ()
+
+
+def _route(address: str) -> Options:
+    """What keeps a channel to this host out of `http_proxy`, which gRPC obeys unless `no_proxy` names the host."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    return (("grpc.enable_http_proxy", 0),) if is_loopback else ()
 
 
 def is_refused_certificate(error: grpc.RpcError) -> bool:

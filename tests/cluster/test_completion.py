@@ -195,6 +195,16 @@ def test_nothing_at_the_address_is_a_precondition():
         admin.fetch_status("127.0.0.1:1")
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_this_host(front, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    port = front.address.rpartition(":")[2]
+    assert admin.fetch_status(front.address).workers
+    assert admin.fetch_status(f"localhost:{port}").workers
+
+
 def test_why_nothing_answers_is_told_where_it_is_known(tmp_path):
     def said(address):
         with pytest.raises(StartupError) as refused:
