@@ -3,6 +3,7 @@
 import gc
 import inspect
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,12 @@ os.environ.setdefault("BATON_SECRET", "5e" * 32)
 
 from baton.tests.model.checkpoints import write_checkpoint
 from baton.tests.shared_memory import owned_by
+
+# Started by nohup or in the background, this process ignores these signals, and so would all that tests start: what is
+# ignored is inherited, a handler is not.
+for _number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda number, frame: None)
 
 GARBAGE_BYTES = 512 << 20
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "PYTHONBREAKPOINT", "RAY_", "TORCHINDUCTOR_")  # the second by Ray

@@ -294,7 +294,10 @@ class Waiting:
     def end(self, number):
         """Exit code and report after this signal."""
         self.process.send_signal(number)
-        out, _ = self.process.communicate(timeout=60)
+        try:
+            out, _ = self.process.communicate(timeout=60)
+        finally:
+            self.process.kill()
         return self.process.returncode, json.loads(out)
 
 
