@@ -109,7 +109,7 @@ class PlainEndpoints:
         """Both roles have a live worker and nothing shuts down, so requests are served."""
         self._front.inference.shutdown.require_open()
         if not self._front.is_serving():
-            return JsonResponse.of_error(NoWorker("a role has no live worker"))
+            return JsonResponse.of_error(NoWorker("no pair of live workers could serve a request"))
         return JsonResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:

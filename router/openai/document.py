@@ -529,7 +529,11 @@ _REPLIES: Final[Mapping[tuple[str, str], tuple[str, Schema, type | None]]] = {
     ("/detokenize", "post"): ("The text of token ids.", _json("DetokenizeReply"), DetokenizeRequest),
     ("/tokenizer_info", "get"): ("The tokenizer's configuration.", _json("TokenizerInfo"), None),
     ("/health", "get"): ("This process answers.", _json("State"), None),
-    ("/ready", "get"): ("Both roles have a live worker.", _json("State"), None),
+    ("/ready", "get"): (
+        "Requests are served: a decode worker lives, and a prefill worker, or decode workers compute prompts.",
+        _json("State"),
+        None,
+    ),
     ("/metrics", "get"): ("Prometheus' text format.", {"text/plain": {"schema": {"type": "string"}}}, None),
     ("/openapi.json", "get"): ("This document.", {JSON: {"schema": {"type": "object"}}}, None),
     ("/docs", "get"): ("This document as a page.", {"text/html": {"schema": {"type": "string"}}}, None),
