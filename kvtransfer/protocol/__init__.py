@@ -1,1 +1,1 @@
-"""What both ends of a hand-off share: frames, messages, coverage, proofs. Sans I/O."""
+"""The hand-off protocol that both sides share: frames, messages, coverage and proofs. It does no I/O."""

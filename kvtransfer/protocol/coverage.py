@@ -1,4 +1,4 @@
-"""Which positions of which layers, for which heads, are there. Both sides keep one for each transfer."""
+"""Tracks which positions of each layer and head have arrived. Each side keeps one `Coverage` per transfer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from baton.kvcache.layout import Range
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """Positions of one layer that at least one head lacks."""
+    """A range of positions of one layer that at least one head lacks."""
 
     layer: int
     first: int
@@ -16,11 +16,11 @@ class LayerRange:
 
 
 class Coverage:
-    """A bitmap of positions for each layer and head; Python integers hold the bits.
+    """A bitmap of positions for each layer and head, held in Python integers.
 
     Args:
-        spans: positions of each layer; there may be none.
-        num_heads: heads of each layer.
+        spans: the positions of each layer; a layer may have none.
+        num_heads: the number of heads of each layer.
     """
 
     def __init__(self, spans: Sequence[Range], num_heads: Sequence[int]) -> None:
@@ -28,34 +28,34 @@ class Coverage:
         self._bits = [[0] * count for count in num_heads]
 
     def overlaps(self, layer: int, first: int, count: int, head_first: int, head_count: int) -> bool:
-        """Whether any of these is already there."""
+        """Return whether any of these positions is already present for any of these heads."""
         mask = _mask(first, count)
         return any(bits & mask for bits in self._bits[layer][head_first : head_first + head_count])
 
     def add(self, layer: int, first: int, count: int, head_first: int, head_count: int) -> None:
-        """Note that these are there."""
+        """Mark these positions as present for these heads."""
         mask = _mask(first, count)
         heads = self._bits[layer]
         for head in range(head_first, head_first + head_count):
             heads[head] |= mask
 
     def is_layer_complete(self, layer: int) -> bool:
-        """Whether every position is there for every head."""
+        """Return whether every position of a layer is present for every head."""
         full = self._full[layer]
         return all(bits == full for bits in self._bits[layer])
 
     def is_complete(self) -> bool:
-        """Whether every layer is."""
+        """Return whether every layer is complete."""
         return all(self.is_layer_complete(layer) for layer in range(len(self._bits)))
 
     def remove(self, layer: int, first: int, count: int, head_first: int, head_count: int) -> None:
-        """Forget that these are there."""
+        """Mark these positions as missing for these heads."""
         kept, heads = ~_mask(first, count), self._bits[layer]
         for head in range(head_first, head_first + head_count):
             heads[head] &= kept
 
     def layer_gaps(self, layer: int, head_first: int, head_count: int) -> Iterator[LayerRange]:
-        """What is missing of a layer for these heads, in order, as long ranges as possible."""
+        """Yield the ranges of a layer that any of these heads lacks, in order and as long as possible."""
         missing = 0
         for bits in self._bits[layer][head_first : head_first + head_count]:
             missing |= self._full[layer] & ~bits
@@ -63,12 +63,12 @@ class Coverage:
             yield LayerRange(layer, first, count)
 
     def gaps(self) -> Iterator[LayerRange]:
-        """Everything that is missing."""
+        """Yield every missing range of every layer."""
         for layer, heads in enumerate(self._bits):
             yield from self.layer_gaps(layer, 0, len(heads))
 
     def present(self, layer: int, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """What every head has of these positions, as (first, count)."""
+        """Yield the ranges among these positions that every head has, as (first, count)."""
         bits = _mask(first, count)
         for head_bits in self._bits[layer]:
             bits &= head_bits

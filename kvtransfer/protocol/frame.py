@@ -1,12 +1,12 @@
-"""The header of a data frame, and what a layout says about it. The payload's order of bytes is `pool_io`'s.
+"""The header of a data frame, and its checks against a KV layout. `pool_io` defines the byte order of payloads.
 
 A frame is a header and the rows of consecutive positions of a head range of one layer. The payload follows the header,
-or lies in the receiver's pool already (`is_written`). Every number is little endian. The header has a checksum of its
-own, so that it can be believed before the payload is there; the payload has exactly one check: its digest
+or is already in the receiver's pool (`is_written`). All numbers are little endian. The header has its own checksum, so
+that the receiver can trust it before the payload arrives. The payload has exactly one check: its digest
 (`kernels.kv.digest`), or its crc32c where digests are off.
 
-A length on the wire is never trusted: `FrameShape.check` compares all of them with the layout. This module refuses to
-know about incoming transfers; fencing is `receiver_protocol`'s.
+A length on the wire is never trusted: `FrameShape.check` compares all of them with the layout. This module does not
+know about incoming transfers; fencing is `receiver_protocol`'s job.
 """
 
 import struct
@@ -18,7 +18,7 @@ from crc32c import crc32c
 from baton.core.errors import ProtocolError
 from baton.kvcache.layout import MAX_BLOCK_SIZE, KVLayout
 
-# What a frame covers: some positions of some heads of one layer.
+# What a frame covers: a range of positions and heads of one layer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class KVRange:
 
 MAGIC = b"KVP2"
 VERSION = 2
-FRAME_OVERHEAD_BYTES = 32 << 10  # what a frame is charged beside its payload, so that a window bounds their number too
+FRAME_OVERHEAD_BYTES = 32 << 10  # charged per frame beside its payload: so a window also bounds the number of frames
 _HEADER = struct.Struct("<4sBBHQQIIHHHHIIIQII")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
@@ -51,20 +51,20 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
-    """Where a payload belongs. (`d_epoch`, `incoming_id`, `attempt`) is its fence."""
+    """The destination of a payload. (`d_epoch`, `incoming_id`, `attempt`) is its fence."""
 
     d_epoch: int
     incoming_id: int
     attempt: int
-    seq: int  # counts the frames posted for an incoming transfer; for logs, never trusted
+    seq: int  # number of the frame within its incoming transfer; for logs, never trusted
     layer: int
     head_first: int
     head_count: int
-    order_block_size: int  # the sender's block size, which orders the payload
+    order_block_size: int  # the sender's block size, which determines the order of the payload
     first: int  # logical position
     count: int
     payload_bytes: int
-    is_written: bool = False  # the payload is in the receiver's pool already
+    is_written: bool = False  # the payload is already in the receiver's pool
     payload_digest: int | None = None
     payload_crc: int | None = None
 
@@ -75,22 +75,22 @@ class FrameHeader:
 
     @property
     def span(self) -> KVRange:
-        """What it covers."""
+        """The positions and heads that the frame covers."""
         return KVRange(self.layer, self.first, self.count, self.head_first, self.head_count)
 
     @property
     def charge_bytes(self) -> int:
-        """What it takes of the window."""
+        """Bytes of the window that the frame uses."""
         return self.payload_bytes + FRAME_OVERHEAD_BYTES
 
 
 def is_frame(message: Bytes) -> bool:
-    """Whether a message that begins like this claims to be a data frame. A Control never does."""
+    """Return whether the message starts with the magic of a data frame. A Control never does."""
     return bytes(message[: len(MAGIC)]) == MAGIC
 
 
 def crc_of(pieces: Iterable[Bytes]) -> int:
-    """crc32c of a payload that lies in pieces."""
+    """Return the crc32c of a payload given in pieces."""
     value = 0
     for piece in pieces:
         value = crc32c(piece, value)
@@ -98,7 +98,7 @@ def crc_of(pieces: Iterable[Bytes]) -> int:
 
 
 def encode_header(header: FrameHeader, payload_digest: int | None = None, payload_crc: int | None = None) -> bytes:
-    """The bytes of a header, its checksum included; the payload's check may be given apart."""
+    """Encode a header with its checksum. `payload_digest` and `payload_crc` override those in `header`."""
     assert header.layer <= _MAX_U16
     digest = header.payload_digest if payload_digest is None else payload_digest
     payload_crc = header.payload_crc if payload_crc is None else payload_crc
@@ -129,10 +129,11 @@ def encode_header(header: FrameHeader, payload_digest: int | None = None, payloa
 
 
 def decode_header(data: Bytes) -> FrameHeader:
-    """The header that arrived whole and unchanged; nothing is said about its payload.
+    """Decode a header and verify its checksum. The payload is not checked here.
 
     Raises:
-        ProtocolError: it did not, or is of another version. Nothing about it can be believed, not even whose it is.
+        ProtocolError: the header is damaged or of another version. None of its fields can be trusted, not even those
+            that identify the transfer.
     """
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
@@ -161,7 +162,7 @@ def decode_header(data: Bytes) -> FrameHeader:
 
 
 class FrameShape:
-    """What a layout, and the limit on a frame, say about frames."""
+    """The constraints on frames that follow from a layout and the maximum frame size."""
 
     def __init__(self, layout: KVLayout, max_frame_bytes: int) -> None:
         self.layout = layout
@@ -169,11 +170,11 @@ class FrameShape:
         self._head_bytes = tuple(layer.head_bytes for layer in layout.layers)
 
     def payload_bytes(self, layer: int, count: int, head_count: int) -> int:
-        """Bytes of `count` positions of `head_count` heads of a layer."""
+        """Return the payload size of `count` positions of `head_count` heads of a layer."""
         return count * head_count * self._head_bytes[layer]
 
     def split(self, layer: int, first: int, count: int, head_count: int) -> Iterator[tuple[int, int]]:
-        """Cut positions into pieces (first, count) that fit a frame, at block boundaries if a block fits."""
+        """Split positions into ranges (first, count) that fit a frame, at block boundaries if a block fits."""
         size = self.layout.rows_per_block(layer)
         limit = max(1, self.max_frame_bytes // self.payload_bytes(layer, 1, head_count))
         end = first + count
@@ -185,10 +186,11 @@ class FrameShape:
             first = stop
 
     def check(self, header: FrameHeader) -> None:
-        """Compare a header with the layout.
+        """Check a header against the layout.
 
         Raises:
-            ProtocolError: it names layers, heads or an order that are not there, or its payload has another size.
+            ProtocolError: the header names layers, heads or a block order that do not exist, or its payload has another
+                size.
         """
         layout = self.layout
         if header.layer >= layout.num_layers:

@@ -1,12 +1,12 @@
-"""When something was last heard of, and how much of the silence since then does not count.
+"""Tracks when a peer was last heard from, and how much of the silence since then is excused.
 
-A process that was stopped itself must not blame its peers for what it did not hear. It refuses to excuse more than one
-limit between two signs, so that a process that stops again and again still notices that a peer is gone.
+A process that was itself paused must not blame its peers for what it did not hear. The excuse between two signs of life
+is limited, so that a process that pauses again and again still notices that a peer is gone.
 """
 
 
 class LastSign:
-    """One sign of life: its moment, shifted by what was forgiven since."""
+    """The time of the last sign of life, shifted by the silence forgiven since then."""
 
     __slots__ = ("_forgiven_s", "at_s")
 
@@ -15,16 +15,19 @@ class LastSign:
         self._forgiven_s = 0.0
 
     def renew(self, now_s: float) -> None:
-        """Heard of now."""
+        """Record a sign of life at `now_s`."""
         self.at_s = now_s
         self._forgiven_s = 0.0
 
     def silence_s(self, now_s: float) -> float:
-        """How long nothing was heard."""
+        """Return how long nothing was heard."""
         return now_s - self.at_s
 
     def forgive(self, pause_s: float, limit_s: float, now_s: float) -> None:
-        """Take `pause_s` off the silence; with what was taken off before, no more than `limit_s`, or than there is."""
+        """Shorten the silence by `pause_s`, at most to zero.
+
+        All such reductions since the last sign of life add up to at most `limit_s`.
+        """
         share_s = max(0.0, min(pause_s, limit_s - self._forgiven_s, now_s - self.at_s))
         self._forgiven_s += share_s
         self.at_s += share_s

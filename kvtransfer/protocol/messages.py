@@ -1,4 +1,4 @@
-"""Small translations between protobuf control messages and Baton's own types, shared by both sides."""
+"""Conversions between protobuf control messages and Baton's own types, shared by both sides."""
 
 import struct
 from dataclasses import asdict
@@ -28,40 +28,41 @@ Message = (
     | kv_pb2.Resume
     | kv_pb2.Have
 )
-# What a peer may make this side keep. A record of it fits the transfer's rings (link.MIN_RING_BYTES) many times.
-MAX_REQUEST_ID_BYTES = 512  # every id the router lets in: 128 characters
+# Limits on what a peer can make this side keep. A record of it fits the transfer's rings (link.MIN_RING_BYTES) many
+# times.
+MAX_REQUEST_ID_BYTES = 512  # every id that the router accepts: 128 characters
 MAX_TEXT_BYTES = 1024
 MAX_STATE_BYTES = 256 << 10
 MAX_DRAFT_TOKENS = 16
 MAX_DATA_PATHS = 16
 MAX_PROOF_BYTES = 64
 MAX_TP_SIZE = 64
-DIGEST = "digest"  # the capability
-_TAG = bytes([15 << 3 | 5])  # of Control.checksum, a fixed32
+DIGEST = "digest"  # the name of the capability
+_TAG = bytes([15 << 3 | 5])  # tag of Control.checksum, a fixed32
 _CHECKSUM = struct.Struct("<I")
 _TEXTS = {"abort": "reason", "deny": "detail", "hello_reply": "refused"}
 _FIELDS = {field.message_type.name: field.name for field in kv_pb2.Control.DESCRIPTOR.fields if field.message_type}
 
 
 def control_of(message: Message) -> kv_pb2.Control:
-    """The Control that carries `message`."""
+    """Return the Control that carries `message`."""
     control = kv_pb2.Control()
     getattr(control, _FIELDS[message.DESCRIPTOR.name]).CopyFrom(message)
     return control
 
 
 def encode_control(control: kv_pb2.Control) -> bytes:
-    """What goes on the wire: the message, and its checksum as the last field."""
+    """Encode a Control for the wire, with its checksum as the last field."""
     assert not control.checksum
     body = control.SerializeToString()
     return body + _TAG + _CHECKSUM.pack(crc32c(body))
 
 
 def parse_control(data: Bytes) -> kv_pb2.Control:
-    """The Control that `data` holds, as `encode_control` made it; explanations in it are shortened.
+    """Decode a Control from `encode_control`'s format. Explanatory texts in it are shortened.
 
     Raises:
-        MalformedMessage: it holds none, a damaged or an empty one, or one with an id or a state beyond the limits.
+        MalformedMessage: `data` is not a Control, is damaged or empty, or holds an id or a state beyond the limits.
     """
     whole = bytes(data)
     body, end = whole[: -1 - _CHECKSUM.size], whole[-1 - _CHECKSUM.size :]
@@ -78,12 +79,12 @@ def parse_control(data: Bytes) -> kv_pb2.Control:
 
 
 def shorten(text: str) -> str:
-    """`text`, or as much of it as an explanation may have."""
+    """Return `text`, cut to the maximum length of an explanatory text."""
     return text if len(text) * 4 <= MAX_TEXT_BYTES else text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
 
 
 def request_id_problem(request_id: str) -> str:
-    """Why this cannot be the id of a request; empty if it can."""
+    """Return why this string cannot be a request id; empty if it can."""
     size = len(request_id.encode())
     return (
         "" if 0 < size <= MAX_REQUEST_ID_BYTES else f"a request id of {size} bytes, {MAX_REQUEST_ID_BYTES} are the most"
@@ -112,10 +113,10 @@ def _bound(control: kv_pb2.Control) -> None:
 
 
 def attempt_of(attempt: kv_pb2.Attempt) -> AttemptKey:
-    """The identity in a message.
+    """Convert an attempt's identity from its wire form.
 
     Raises:
-        MalformedMessage: it names no request.
+        MalformedMessage: the message names no request.
     """
     if not attempt.request_id:
         raise MalformedMessage("an attempt without a request id")
@@ -123,12 +124,12 @@ def attempt_of(attempt: kv_pb2.Attempt) -> AttemptKey:
 
 
 def wire_attempt(attempt: AttemptKey) -> kv_pb2.Attempt:
-    """The message for an identity."""
+    """Convert an attempt's identity to its wire form."""
     return kv_pb2.Attempt(request_id=attempt.request_id, attempt=attempt.attempt)
 
 
 def layout_message(layout: KVLayout) -> kv_pb2.Layout:
-    """What HELLO says about a pool."""
+    """Return the description of a pool that HELLO carries."""
     return kv_pb2.Layout(
         model_hash=layout.model_hash,
         block_size=layout.block_size,
@@ -139,7 +140,7 @@ def layout_message(layout: KVLayout) -> kv_pb2.Layout:
 
 
 def hello_problem(version: int, theirs: kv_pb2.Layout, ours: KVLayout) -> str:
-    """Why two peers must not talk; empty if they may."""
+    """Return why two peers must not exchange KV; empty if they may."""
     if version != VERSION:
         return f"KVP version {version}, here {VERSION}"
     if theirs.hash == ours.hash:
@@ -158,12 +159,12 @@ def hello_problem(version: int, theirs: kv_pb2.Layout, ours: KVLayout) -> str:
             pairs = ((name, getattr(one, name), getattr(other, name)) for name in fields)
             said = ", ".join(f"{name} {its!r} here {own!r}" for name, its, own in pairs if its != own)
             differ.append(f"layer {index}: {said}")
-            break  # the others mostly differ alike
+            break  # the other layers mostly differ in the same way
     return shorten("KV layouts differ: " + ("; ".join(differ) or "layout hash"))
 
 
 def ranks_problem(hello: kv_pb2.Hello, layout: KVLayout) -> str:
-    """Why a rank cannot be what its HELLO says; empty if it can. `layout` was found to be shared."""
+    """Return why a rank's HELLO is inconsistent; empty if it is not. `layout` is already known to match."""
     rank, size, num_heads = hello.tp_rank, hello.tp_size, layout.layers[0].num_heads
     if not rank < size <= MAX_TP_SIZE:
         return f"tensor parallel rank {rank} of {size}"

@@ -1,10 +1,13 @@
-"""How the two sides of a hand-off prove to each other, in HELLO, that they are of one deployment. Sans I/O.
+"""Mutual proof, in HELLO, that both sides of a hand-off belong to one deployment. It does no I/O.
 
-A HELLO holds a number of its own, and the challenge that the decode worker gave to this connection; its proof is a
-digest of all of it, keyed by what the workers of a deployment share. The HELLO_REPLY holds the same of itself and of
-that number. The first HELLO has no challenge: the answer is one, and nothing else, and nothing is kept for it. So
-neither an epoch, nor an address, nor anything that was heard before on another connection lets a stranger in; and a
-proof of one side is none of the other. A challenge grows old, and a HELLO that was taken is not taken again.
+A HELLO holds a number of its own and the challenge that the decode worker gave to this connection. Its proof is a
+digest of the whole message, keyed with the secret that the workers of a deployment share. The HELLO_REPLY proves itself
+the same way, together with the HELLO's number.
+
+The first HELLO has no challenge. The reply to it is a challenge and nothing else, and the decode worker keeps no state
+for it. So neither an epoch, nor an address, nor anything overheard on another connection lets a stranger in, and a
+proof made by one side is not valid for the other. A challenge expires, and a HELLO that was accepted is not accepted
+again.
 """
 
 import hashlib
@@ -14,16 +17,17 @@ from typing import Final
 
 from baton.proto import kv_pb2
 
-CHALLENGE_S: Final = 30.0  # the one before is still taken, so that none is refused that was given out just now
+CHALLENGE_S: Final = 30.0  # the previous challenge stays valid, so that one given out just before the change works
 NUMBER_BYTES: Final = 16
 PROOF_BYTES: Final = 32
 _U64: Final = struct.Struct("<Q")
 
 
 def connection_pass(key: bytes) -> str:
-    """What a connection shows before anything of it is read or kept; who reads the network can show it, too.
+    """Return the token that a connection presents before any of its data is read or kept.
 
-    It bounds what a stranger costs. What lets a peer in is its HELLO.
+    It bounds the resources that a stranger can use. It does not authenticate: an eavesdropper can replay it, and HELLO
+    is what admits a peer.
 
     Args:
         key: see `KvProofs`.
@@ -32,48 +36,48 @@ def connection_pass(key: bytes) -> str:
 
 
 class KvProofs:
-    """Makes and checks them, for both sides.
+    """Makes and checks proofs, for both sides.
 
     Args:
-        key: what the workers of a deployment share.
+        key: the secret that the workers of a deployment share.
     """
 
     def __init__(self, key: bytes) -> None:
         assert key, "there is no hand-off without a key"
         self._key = key
 
-    # The prefill side
+    # The prefill worker's side
 
     def number(self, address: str, epoch: int, sent_ns: int) -> bytes:
-        """The number of one HELLO: no other process can tell it before, and no other HELLO has it."""
+        """Return the number of one HELLO: unique to it, and not predictable by another process."""
         return self._mac(b"number", _U64.pack(epoch), _U64.pack(sent_ns), address.encode())[:NUMBER_BYTES]
 
     def prove_hello(self, hello: kv_pb2.Hello) -> None:
-        """Complete a HELLO."""
+        """Add the proof to a HELLO."""
         hello.proof = self._of_hello(hello)
 
     def is_proved(self, reply: kv_pb2.HelloReply, number: bytes) -> bool:
-        """Whether this is the answer of a decode worker of the deployment to the HELLO with this number."""
+        """Return whether this is the reply of a decode worker of the deployment to the HELLO with this number."""
         return hmac.compare_digest(reply.proof, self._of_reply(reply, number))
 
-    # The decode side
+    # The decode worker's side
 
     def challenge(self, epoch: int, peer: str, now_s: float) -> bytes:
-        """What a connection to this incarnation has to prove now."""
+        """Return the challenge that a connection to this incarnation must answer now."""
         return self._challenge(epoch, peer, int(now_s // CHALLENGE_S))
 
     def has_challenge(self, hello: kv_pb2.Hello, epoch: int, peer: str, now_s: float) -> bool:
-        """Whether a HELLO answers what this connection was asked, not too long ago."""
+        """Return whether a HELLO answers a recent challenge to this connection."""
         period = int(now_s // CHALLENGE_S)
         given = [self._challenge(epoch, peer, at) for at in (period, period - 1)]
         return any([hmac.compare_digest(hello.challenge, each) for each in given])
 
     def knows_key(self, hello: kv_pb2.Hello) -> bool:
-        """Whether a HELLO was made by a worker of the deployment."""
+        """Return whether a HELLO was made by a worker of the deployment."""
         return len(hello.number) == NUMBER_BYTES and hmac.compare_digest(hello.proof, self._of_hello(hello))
 
     def prove_reply(self, reply: kv_pb2.HelloReply, number: bytes) -> None:
-        """Complete an answer."""
+        """Add the proof to a HELLO_REPLY."""
         reply.proof = self._of_reply(reply, number)
 
     def _challenge(self, epoch: int, peer: str, period: int) -> bytes:

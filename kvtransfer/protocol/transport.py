@@ -1,8 +1,8 @@
-"""The seam between the hand-off and whatever moves bytes: a control channel, and data paths that carry payloads.
+"""The interface between the hand-off and what moves bytes: a control channel, and data paths that carry payloads.
 
 A transport promises little: a message arrives whole or not at all, perhaps late, twice or out of order, and a payload
-may end in the middle. The protocol copes. It refuses to block on a dead peer, to keep more than bounded memory for one,
-and to know what a message means.
+may be cut off. The protocol handles all of these. A transport never blocks on a dead peer, keeps only bounded memory
+for each peer, and does not know what a message means.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,34 +14,34 @@ from baton.proto import kv_pb2
 
 
 class Payload(Protocol):
-    """The payload of a frame that arrived; it lives until it was read or discarded.
+    """The payload of a frame that arrived; valid until it is read or discarded.
 
-    One of the two must be called soon: until then nothing more is taken from the connection it came by.
+    The receiver must call `read_into` or `discard` soon: until then nothing more is read from the same connection.
     """
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the payload."""
         ...
 
     def read_into(self, pieces: Sequence[memoryview]) -> bool:
-        """Bring it into `pieces`, which are as large together. True: it is there. False: `PayloadDone` follows."""
+        """Read it into `pieces`, whose total size matches. True: it is there. False: `PayloadDone` follows."""
         ...
 
     def discard(self) -> None:
-        """Not wanted, or, while it is being read, no longer: after this nothing of it is written anywhere."""
+        """Drop the payload, also while it is being read. After this, none of it is written anywhere."""
         ...
 
 
 class MemoryPayload:
-    """A payload that came in a message."""
+    """A payload that arrived within a message."""
 
     def __init__(self, data: Bytes) -> None:
         self._data: memoryview | None = memoryview(data)
         self.num_bytes = len(data)
 
     def read_into(self, pieces: Sequence[memoryview]) -> bool:
-        """Copy it."""
+        """Copy the payload into `pieces`."""
         assert self._data is not None, "a payload is read once"
         start = 0
         for piece in pieces:
@@ -52,19 +52,19 @@ class MemoryPayload:
         return True
 
     def discard(self) -> None:
-        """Give the message back."""
+        """Drop the reference to the message."""
         self._data = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What arrived: a control message, or a frame's header and payload.
+    """A message that arrived: a control message, or a frame's header and payload.
 
     Attributes:
-        peer: the name to answer to. On the side that connects, the address; on the side that listens, an opaque name.
-        control: of a control message; memory that stays as it is while the delivery is referenced.
-        header: of a frame; of the right size, and otherwise not looked at.
-        payload: of a frame, unless it has none, because its header says that it is in the pool already.
+        peer: the name to reply to. On the connecting side it is the address; on the listening side, an opaque name.
+        control: a control message; its memory does not change while the delivery is referenced.
+        header: a frame's header; of the right size, otherwise not checked.
+        payload: a frame's payload; None if the header says that it is already in the pool.
     """
 
     peer: str
@@ -75,7 +75,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class PayloadDone:
-    """A payload that was being read is there; or it is not, and never will be: its connection ended.
+    """The end of a payload that was being read: `ok`, or never complete because its connection ended.
 
     Never sent for a payload that was discarded.
     """
@@ -86,16 +86,16 @@ class PayloadDone:
 
 @dataclass(slots=True)
 class TransportCounts:
-    """What went wrong, and how payloads travelled. They only grow.
+    """Counters of faults, and of how payloads travelled. They only grow.
 
     Attributes:
-        messages_lost: posted, and thrown away here: the peer was gone or its queue full.
-        messages_refused: arrived, and fit no form that this transport speaks.
-        connections_refused: wrong key or token, unknown peer, bad header, too many, or too slow to say who they are.
+        messages_lost: messages posted here and dropped because the peer was gone or its queue full.
+        messages_refused: messages that arrived in no format that this transport knows.
+        connections_refused: wrong key or token, unknown peer, bad header, too many, or too slow to identify themselves.
         payloads_cut: frames whose connection ended before their payload.
         data_paths_failed: data paths that could not be opened, or broke; payloads then travel inline.
-        frames_fallen_back: frames for another data path that went inline.
-        frames_dropped: frames that were dropped unsent, because their memory is wanted back or their connection broke.
+        frames_fallen_back: frames that were meant for another data path and went inline.
+        frames_dropped: frames dropped unsent because their memory was reclaimed or their connection broke.
     """
 
     messages_lost: int = 0
@@ -108,11 +108,11 @@ class TransportCounts:
 
 
 class Transport(Protocol):
-    """Driven by exactly one thread; only `wake` may be called from others.
+    """A transport endpoint, driven by exactly one thread; other threads may call only `wake`.
 
     Attributes:
         address: where peers reach this side; empty on a side that only connects.
-        counts: see there.
+        counts: its `TransportCounts`.
     """
 
     address: str
@@ -123,39 +123,39 @@ class Transport(Protocol):
         ...
 
     def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
-        """Post a frame. Its payload's memory is read until it has left; there is none if it is written already.
+        """Post a frame. The payload's memory is read until the frame has been sent; a written frame has no payload.
 
-        If `data_path` is not open to that peer, or broke, the payload goes inline. The header of a written frame may
-        wait for others until the next `receive` or `send`.
+        If `data_path` is not open to that peer, or broke, the payload goes inline. Headers of written frames may be
+        held back and batched until the next `receive` or `send`.
         """
         ...
 
     def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
-        """Read no memory any more of frames whose headers match: drop those not begun, copy the one half sent."""
+        """Stop reading the memory of frames whose headers match: drop those not begun, copy one that is half sent."""
         ...
 
     def num_pinned(self, peer: str) -> int:
-        """Frames whose memory may still be read."""
+        """Return the number of frames whose memory may still be read."""
         ...
 
     def offers(self) -> list[kv_pb2.DataPathOffer]:
-        """Data paths of its own that a listening side serves, beside inline."""
+        """Return the data paths, besides inline, that a listening side serves itself."""
         ...
 
     def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
-        """Open a data path that a peer offered; empty, or why that is not possible. Never waits for the peer."""
+        """Open a data path that a peer offered. Return why that failed, or empty. Never waits for the peer."""
         ...
 
     def data_path_of(self, peer: str) -> str:
-        """The data path that a frame posted now would really take."""
+        """Return the data path that a frame posted now would actually take."""
         ...
 
     def problem(self, peer: str) -> str:
-        """Why `peer` can never be talked to, as one sentence; empty if it may be."""
+        """Return why this side can never communicate with `peer`, as one sentence; empty if it can."""
         ...
 
     def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:
-        """What arrived; waits for the first at most `timeout_s`, and not at all after a `wake`. Sends, too."""
+        """Return what arrived, waiting at most `timeout_s` for the first, or not at all after `wake`. Also sends."""
         ...
 
     def wake(self) -> None:
@@ -163,22 +163,22 @@ class Transport(Protocol):
         ...
 
     def welcome(self, peer: str) -> None:
-        """A peer of the listening side has proved who it is: its connections are kept beyond a lease."""
+        """Keep a peer's connections beyond a lease: the peer, on the listening side, has proved its identity."""
         ...
 
     def drop(self, peer: str) -> None:
-        """Close what leads to a peer that is no longer talked to. Its payload memory is not read any more."""
+        """Close the connections to a peer that is not used any more. Its payload memory is not read any more."""
         ...
 
     def close(self) -> None:
-        """Give sockets and threads back. What was not sent yet is lost, and no payload memory is read or written."""
+        """Release sockets and threads. Unsent messages are lost, and no payload memory is read or written any more."""
         ...
 
 
 def deliveries_of(peer: str, parts: Sequence[Bytes]) -> list[Delivery]:
-    """What a message is: of one part a control message, of two a frame, or several that are written already.
+    """Parse a multipart message: one part is a control message; two are a frame, or several that are already written.
 
-    Empty if it is none of these.
+    Return an empty list for anything else.
     """
     if len(parts) == 1:
         return [Delivery(peer, control=parts[0])]

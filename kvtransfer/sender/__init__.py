@@ -1,1 +1,1 @@
-"""The prefill worker's end of the hand-off."""
+"""The prefill worker's side of the hand-off."""

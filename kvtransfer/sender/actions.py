@@ -1,4 +1,4 @@
-"""What the push protocol tells its caller: events for the prefill worker, and things to do for it."""
+"""What the push protocol returns to its caller: events for the prefill worker, and actions to perform."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from baton.proto import kv_pb2
 
 @dataclass(frozen=True, slots=True)
 class DecodePeer:
-    """The decode worker a request goes to, as the router knows it.
+    """The decode worker that a request goes to, as the router knows it.
 
     Attributes:
-        worker_id: for logs and messages.
-        kv_address: where its incoming transfer listens.
-        epoch: of the incarnation the router chose; another incarnation at the same address is refused.
+        worker_id: name for logs and messages.
+        kv_address: address where its KV receiver listens.
+        epoch: the incarnation that the router chose; another incarnation at the same address is refused.
     """
 
     worker_id: str
@@ -24,17 +24,17 @@ class DecodePeer:
 
 @dataclass(frozen=True, slots=True)
 class GrantInfo:
-    """What rank 0 was granted, for `PushProtocol.adopt` on the other ranks.
+    """The grant that rank 0 received, for `PushProtocol.adopt` on the other ranks.
 
     Attributes:
         d_epoch: the decode worker's incarnation.
         incoming_id: with the epoch, the fence of every frame.
-        credit_bytes: the most that may be in flight on one connection.
+        credit_bytes: the most bytes in flight on one connection.
         lease_s: how long the decode worker waits for a sign of life.
-        data_path: named in the RESERVE.
-        blocks: the decode worker's, in order; empty on data paths where it writes itself.
-        block_size: the decode worker's.
-        state_slot: the decode worker's, where blocks are and the layout has state.
+        data_path: the data path named in the RESERVE.
+        blocks: the decode worker's blocks, in order; empty on data paths where the decode worker writes them itself.
+        block_size: the decode worker's block size.
+        state_slot: the decode worker's state slot, if `blocks` are given and the layout has state.
     """
 
     d_epoch: int
@@ -49,7 +49,7 @@ class GrantInfo:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The decode worker has blocks: layers may be pushed. Only rank 0 hears it; `grant` goes to the other ranks."""
+    """The decode worker granted blocks; layers may be pushed. Only rank 0 gets it; `grant` goes to the other ranks."""
 
     attempt: AttemptKey
     grant: GrantInfo
@@ -60,7 +60,7 @@ class Denied:
     """The decode worker refused; the transfer has ended and reads no source blocks.
 
     Attributes:
-        attempt: whose.
+        attempt: the attempt that was refused.
         reason: a `kv_pb2.Deny.Reason`.
         detail: one sentence.
     """
@@ -72,7 +72,7 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """Complete at the decode worker. The transfer has ended and reads no source blocks."""
+    """The transfer is complete at the decode worker. It has ended and reads no source blocks."""
 
     attempt: AttemptKey
     bytes_pushed: int
@@ -80,7 +80,7 @@ class Acked:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """The transfer failed. Source blocks stay taken until `PushDrained`, which follows by itself."""
+    """The transfer failed. Its source blocks stay in use until `PushDrained`, which always follows."""
 
     attempt: AttemptKey
     reason: str
@@ -88,14 +88,14 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushDrained:
-    """The last word on an aborted or failed transfer: nothing reads its source blocks or writes its transfer."""
+    """The last event of an aborted or failed transfer: nothing reads its source blocks or writes its target now."""
 
     attempt: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class SendControl:
-    """Send a message (`messages.encode_control`) to a peer. It may get lost."""
+    """Send a message (`messages.encode_control`) to a peer. The message may be lost."""
 
     peer: str
     control: kv_pb2.Control
@@ -106,17 +106,17 @@ class SendFrame:
     """Send a payload from the source blocks.
 
     `header` lacks its `payload_digest` (if `has_digest`), or else, on a two-sided data path, its `payload_crc`. On a
-    one-sided data path: write into `target_blocks`, send the header (`is_written` is set in it) when the bytes are
-    there, and call `PushProtocol.written`, exactly once for each SendFrame, be it written or, after a `StopFrames`, not
-    begun.
+    one-sided data path: write into `target_blocks`, send the header (its `is_written` is set) when the bytes are there,
+    and call `PushProtocol.written` exactly once for each SendFrame, whether it was written or, after a `StopFrames`,
+    not begun.
 
     Attributes:
-        peer: the decode worker's address.
-        attempt: whose blocks are read.
-        header: of the frame.
-        data_path: what it goes by.
-        target_blocks: the decode worker's; empty on a two-sided data path.
-        has_digest: the decode worker verifies by digest.
+        peer: address of the decode worker.
+        attempt: the attempt whose blocks are read.
+        header: header of the frame.
+        data_path: the data path to use.
+        target_blocks: the decode worker's blocks; empty on a two-sided data path.
+        has_digest: whether the decode worker verifies by digest.
     """
 
     peer: str
@@ -129,10 +129,10 @@ class SendFrame:
 
 @dataclass(frozen=True, slots=True)
 class StopFrames:
-    """From now on read nothing for this transfer and begin no write: take back what is queued (`Transport.unpin`).
+    """From now on, read nothing for this transfer and begin no write; take back what is queued (`Transport.unpin`).
 
-    The source blocks may be free right after this action. Writes that have begun on a one-sided data path go on; the
-    transfer ends when `written` was called for each.
+    The source blocks may be freed right after this action. Writes that have begun on a one-sided data path go on; the
+    transfer ends when `written` has been called for each.
     """
 
     peer: str
@@ -143,9 +143,9 @@ class StopFrames:
 
 @dataclass(frozen=True, slots=True)
 class OpenDataPath:
-    """An incarnation of a decode worker was met: open the best working data path; then `data_path_opened`.
+    """An incarnation of a decode worker was met: open the best working data path, then call `data_path_opened`.
 
-    What was opened for an earlier incarnation at this address leads nowhere any more.
+    Data paths opened for an earlier incarnation at this address are no longer valid.
     """
 
     peer: str
@@ -156,7 +156,7 @@ class OpenDataPath:
 
 @dataclass(frozen=True, slots=True)
 class DropPeer:
-    """Close what leads to this peer: it is not used any more, or silent. What is sent later connects anew."""
+    """Close the connections to a peer that is unused or silent. A later send connects anew."""
 
     peer: str
 

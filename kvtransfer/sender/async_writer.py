@@ -1,10 +1,10 @@
-"""Pushes a layer's new KV while the forward computes the next layer: `open -> submit* -> close` (or `wait`), per step.
+"""Pushes a layer's new KV while the forward pass computes the next: `open -> submit* -> close` (or `wait`) per step.
 
-The writer owns the life of steps, of which several may be open. It refuses to know what a push is (`push_fn`), and to
-promise any order between tasks. The first error of a step is raised at `wait`, as it was raised, so that callers can
-tell its type; the others are attached to it as notes. Without parts, or without a `push_fn`, a step is a clean no-op.
+The writer manages the lifetime of steps, several of which may be open. It does not know what a push is (`push_fn`) and
+guarantees no order between tasks. `wait` raises the first error of a step unchanged, so that callers can tell its type;
+the others are attached to it as notes. A step without parts, or a writer without a `push_fn`, does nothing.
 
-Beside steps there is work *aside*: tasks that belong to no step and run while no task of a step waits.
+Besides steps there is work *aside*: tasks that belong to no step and run while no task of a step waits.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ import torch
 
 from baton.core.requests.request import AttemptKey
 
-# While tasks may come at any moment, one idle thread looks for them so often, and `put` wakes no thread: a wake
-# costs the step of the model more than all the rest of `put`.
+# While tasks may come at any moment, one idle thread polls for them at this interval, and `put` wakes no thread: a wake
+# costs the model's step more than all the rest of `put`.
 LOOK_S = 0.0002
 
 log = logging.getLogger(__name__)
 
 
 class WriterStalled(RuntimeError):
-    """The threads did not keep up within the limits; the step failed."""
+    """The threads did not keep up within the limits, so the step failed."""
 
 
 class WriterDied(RuntimeError):
-    """A thread ended outside of any push, and its task with it; the step failed. The next step replaces the thread."""
+    """A thread ended outside of any push and lost its task, so the step failed. The next step replaces the thread."""
 
 
 class WriterCancelled(RuntimeError):
-    """What was asked for will not be done: it was cancelled, or the writer closed, meanwhile."""
+    """The work will not be done: it was cancelled, or the writer was closed, in the meantime."""
 
 
 Job = Callable[[], None]
@@ -47,20 +47,20 @@ OnQuiet = Callable[[BaseException | None], None]
 
 @dataclass(slots=True, eq=False)
 class TaskGroup:
-    """Tasks that end together. Changed with the lock of `WriterThreads` held.
+    """Tasks that end together. Changed only while the lock of `WriterThreads` is held.
 
     Attributes:
-        on_quiet: told the first error, or None, at the end.
-        errors: of the tasks, in the order in which they happened.
+        on_quiet: called at the end with the first error, or None.
+        errors: errors of the tasks, in the order in which they happened.
     """
 
     on_quiet: OnQuiet
     num_submitted: int = 0
     num_done: int = 0
-    is_closed: bool = False  # nothing is submitted any more
-    is_cancelled: bool = False  # what has not begun never will
-    is_expected: bool = False  # tasks of it may come at any moment
-    is_left_alone: bool = False  # no thread waits for it: its last task reports
+    is_closed: bool = False  # no more submits
+    is_cancelled: bool = False  # tasks that have not begun never will
+    is_expected: bool = False  # its tasks may come at any moment
+    is_left_alone: bool = False  # no thread waits for it: its last task reports the end
     is_told: bool = False
     errors: list[BaseException] = field(default_factory=list)
 
@@ -70,13 +70,13 @@ class TaskGroup:
         return self.num_done == self.num_submitted
 
     def take_telling(self) -> bool:
-        """Whether the caller must call `tell`, now that the group is quiet; it answers yes once."""
+        """Return whether the caller must call `tell` because the group is quiet; returns True only once."""
         tell = self.is_quiet and not self.is_told
         self.is_told |= tell
         return tell
 
     def tell(self) -> None:
-        """Say that it has ended. Without the lock."""
+        """Report the end of the group. Call it without the lock."""
         self.on_quiet(self.errors[0] if self.errors else None)
 
 
@@ -88,13 +88,13 @@ class _Task:
 
 
 class WriterThreads:
-    """Runs tasks in no promised order; those aside only while no other waits.
+    """Runs tasks in no guaranteed order; tasks aside run only while no other task waits.
 
-    On CUDA the thread's own stream is current, and waits for the event of the task.
+    On CUDA the thread's own stream is current, and waits for the task's event.
 
     Args:
-        num_threads: how many.
-        device: every thread makes it its own.
+        num_threads: number of threads.
+        device: device that every thread makes current.
     """
 
     def __init__(self, num_threads: int, device: torch.device) -> None:
@@ -106,31 +106,32 @@ class WriterThreads:
         self._device = device
         self._tasks: deque[_Task] = deque()
         self._aside: deque[_Task] = deque()
-        # A token for each task, but for those that come while a thread looks; so idle threads wait without touching the
-        # interpreter's lock. A token without a task does no harm.
+        # One token per task, except for tasks that come while a thread polls, so that idle threads wait without
+        # touching the interpreter's lock. A token without a task is harmless.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._num_expected = 0  # groups
+        self._num_expected = 0  # number of groups
         self._has_looker = False
-        self._is_looking = False  # it waits now
+        self._is_looking = False  # the polling thread waits now
         self._look = threading.Event()
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
-        # Callers at `_changed`. They are woken only for what they wait for: a wake takes the interpreter from a writer.
+        # Numbers of callers that wait on `_changed`. They are woken only for what they wait for: a wake takes the
+        # interpreter from a writer.
         self._num_for_end = 0
         self._num_for_room = 0
         self._num_alive = 0
         self._num_started = 0
-        self._dead = WriterDied("no writer thread is left")  # what ended the last one
+        self._dead = WriterDied("no writer thread is left")  # the error that ended the last thread
         self._threads: list[threading.Thread] = []
         self.start()
 
     @property
     def num_waiting(self) -> int:
-        """Tasks that wait, but for those aside."""
+        """Number of waiting tasks, not counting those aside."""
         return len(self._tasks)
 
     def start(self) -> None:
-        """Have all threads there should be."""
+        """Start threads until all that should exist do."""
         with self._changed:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             while self._num_alive < self._num_threads and not self._is_closed:
@@ -141,14 +142,14 @@ class WriterThreads:
                 self._threads[-1].start()
 
     def expect(self, group: TaskGroup) -> None:
-        """Tasks of a group may come at any moment, until `finish`."""
+        """Announce that tasks of a group may come at any moment, until `finish`."""
         with self._changed:
             group.is_expected = True
             self._num_expected += 1
-        self._tokens.put(None)  # a thread begins to look
+        self._tokens.put(None)  # makes a thread begin to poll
 
     def record(self) -> torch.cuda.Event | None:
-        """An event at the current place of the current stream; None on a CPU, where everything before has happened."""
+        """Record an event on the current stream; None on a CPU, where all earlier work has already happened."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -163,7 +164,7 @@ class WriterThreads:
         queue_len: int,
         limit_s: float,
     ) -> bool:
-        """Queue a task; waits for room, counted, if `queue_len` of them wait. False: the group takes no more."""
+        """Queue a task, waiting for room (counted as a stall) if `queue_len` tasks wait. False: the group is closed."""
         with self._changed:
             if len(self._tasks) >= queue_len and not (group.is_closed or group.is_cancelled):
                 self._wait_for_room(group, queue_len, limit_s)
@@ -188,14 +189,14 @@ class WriterThreads:
             self._tokens.put(None)
 
     def cancel(self, group: TaskGroup) -> None:
-        """Begin no task of a group any more."""
+        """Cancel the tasks of a group that have not begun."""
         with self._changed:
             group.is_cancelled = True
             self._throw_away(group)
             self._changed.notify_all()
 
     def finish(self, group: TaskGroup, limit_s: float) -> None:
-        """Take nothing more for a group, and wait until no task of it is left: then, or when one is at last, tell."""
+        """Close a group and wait until its tasks have ended; `tell` follows then, or later with its last task."""
         with self._changed:
             group.is_closed = True
             self._expect_no_more(group)
@@ -213,7 +214,7 @@ class WriterThreads:
             group.tell()
 
     def leave_alone(self, group: TaskGroup) -> None:
-        """Take nothing more for a group, which tells when no task of it is left."""
+        """Close a group without waiting; `tell` follows when none of its tasks is left."""
         with self._changed:
             group.is_closed = group.is_left_alone = True
             self._expect_no_more(group)
@@ -226,7 +227,7 @@ class WriterThreads:
             group.tell()
 
     def close(self, limit_s: float) -> None:
-        """Throw away what waits, and end the threads."""
+        """Drop waiting tasks and end the threads."""
         with self._changed:
             self._is_closed = True
             ended = self._fail_aside(WriterCancelled("the writer was closed"))
@@ -249,12 +250,12 @@ class WriterThreads:
             self._look.set()
 
     def _wake_for_tasks(self, num_tasks: int) -> None:
-        """They came without a token."""
+        """Wake a thread for each task that came without a token."""
         for _ in range(num_tasks):
             self._tokens.put(None)
 
     def _throw_away(self, group: TaskGroup) -> None:
-        """Drop what waits. Threads take tasks without the lock, so one at a time."""
+        """Drop a group's waiting tasks, one at a time because threads take tasks without the lock."""
         for tasks in (self._tasks, self._aside):
             for _ in range(len(tasks)):
                 with contextlib.suppress(IndexError):
@@ -265,7 +266,7 @@ class WriterThreads:
                         tasks.append(task)
 
     def _fail_aside(self, error: BaseException) -> list[TaskGroup]:
-        """Drop all that waits aside; the groups to tell."""
+        """Drop all tasks that wait aside; return the groups to tell."""
         groups = {id(task.group): task.group for task in tuple(self._aside)}
         for group in groups.values():
             group.is_cancelled = True
@@ -295,7 +296,7 @@ class WriterThreads:
             self._serve(hand)
             with self._changed:
                 self._num_alive -= 1
-        # The boundary of the thread: its task must count as done, or a step would wait for it for ever.
+        # The boundary of the thread: its task must count as done, or a step would wait for it forever.
         except BaseException as error:  # noqa: BLE001
             self._died(hand, error)
 
@@ -331,12 +332,12 @@ class WriterThreads:
             if task is None:
                 if self._is_closed:
                     return
-                continue  # the token of a task that was thrown away
+                continue  # the token of a dropped task
             hand.append(task)
             group = task.group
             error = None if group.is_cancelled else self._execute(task, stream)
-            # Before the task counts as done, nothing of it may be referenced any more: no event, no frame of a failed
-            # push with tensors in its locals.
+            # Nothing may reference the task any more before it counts as done: no event, and no frame of a failed push
+            # with tensors in its locals.
             hand.clear()
             del task
             with self._changed:
@@ -351,7 +352,7 @@ class WriterThreads:
             del error, group
 
     def _wait(self) -> None:
-        """Until there may be a task, or the end."""
+        """Wait until there may be a task, or until the end."""
         with self._changed:
             looks = self._num_expected > 0 and not self._has_looker
             self._has_looker |= looks
@@ -366,7 +367,7 @@ class WriterThreads:
                     self._has_looker = False
                     self._wake_for_tasks(num_tasks - 1)
                     return
-                while not self._tokens.empty():  # there is no task that a thread would be woken for
+                while not self._tokens.empty():  # no task is left that needs a thread woken
                     with contextlib.suppress(queue.Empty):
                         self._tokens.get_nowait()
             self._look.wait(LOOK_S)
@@ -401,7 +402,7 @@ class WriterThreads:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Clear the locals of every frame that the error, or what led to it, passed through."""
+    """Clear the locals of every frame that the error, or a cause of it, passed through."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -428,7 +429,7 @@ MAX_NOTES = 8  # errors attached to the one that is raised
 
 @dataclass(frozen=True, slots=True)
 class PushRange:
-    """`count` positions from `first` of one attempt: what one step computes for it in every layer."""
+    """`count` positions of one attempt from `first` on: what one step computes for it in every layer."""
 
     attempt: AttemptKey
     first: int
@@ -441,11 +442,11 @@ OnPartsEnd = Callable[[Sequence[PushRange], BaseException | None], None]
 
 
 class WriterStateError(RuntimeError):
-    """A call that the writer's state does not allow: a bug in the caller."""
+    """The writer's state does not allow this call: a bug in the caller."""
 
 
 class WriterStep:
-    """One step; `AsyncWriter.open` makes it. Its caller alone calls it, but for `cancel`."""
+    """One step, made by `AsyncWriter.open`. Only its caller uses it, except that any thread may call `cancel`."""
 
     def __init__(self, writer: "AsyncWriter", parts: tuple[PushRange, ...], group: TaskGroup) -> None:
         self._writer = writer
@@ -454,21 +455,21 @@ class WriterStep:
         self._is_over = False
 
     def submit(self, layer: int) -> None:
-        """The layer's K and V of every part are in the pool, or will be when the current stream gets here."""
+        """Push a layer: its K and V of every part are in the pool, or will be when the current stream gets here."""
         if self._is_over:
             raise WriterStateError("submit to a step that is over")
         self._writer._submit(self._group, self._parts, layer)
 
     def close(self) -> None:
-        """Nothing is submitted any more; returns at once. `on_end` is told when the last task is over."""
+        """End the step without waiting: no more submits. `on_end` is called when the last task has ended."""
         self._end()
         self._writer._close_step(self._group)
 
     def wait(self) -> None:
-        """Nothing is submitted any more: wait for every task.
+        """End the step and wait for every task: no more submits.
 
         Raises:
-            BaseException: what the first task that failed raised; notes tell of the others.
+            BaseException: the error of the first task that failed; notes list the others.
             WriterStalled: the threads did not keep up. Tasks that still run end before `on_end` is called.
             WriterDied: threads ended.
             WriterCancelled: another thread cancelled the step.
@@ -481,7 +482,7 @@ class WriterStep:
             raise WriterCancelled("the step was cancelled while it was waited for")
 
     def cancel(self) -> None:
-        """Throw tasks that wait away, and wait for those that run. After the end, nothing to do."""
+        """Drop waiting tasks and wait for those that run. Does nothing after the end."""
         self._is_over = True
         self._writer._cancel(self._group)
 
@@ -492,19 +493,19 @@ class WriterStep:
 
 
 class AsyncWriter:
-    """The one writer of an engine. Only its loop calls it, but for `aside` and `close`.
+    """The one writer of an engine. Only the engine's loop calls it, except for `aside` and `close`.
 
     Args:
         push_fn: reads and hands over one part of one layer; runs on the threads. On CUDA the thread's own stream is
-            current and waits for the layer; what `push_fn` posts there, it synchronizes itself if it must. None: every
-            step is a no-op.
-        num_threads: how many.
-        queue_len: tasks of a step that may wait; a submit beyond that waits itself, and is counted in `num_stalls`.
-        device: where the pool is; every thread makes it its own.
-        on_begin: told the parts before the first task.
-        on_end: told them once no task reads their blocks any more, and what the first task that failed raised.
-        stall_limit_s: a submit that finds no room for so long fails the step.
-        wait_limit_s: for the tasks of a step to end, once all are submitted.
+            current and waits for the layer; `push_fn` synchronizes what it launches there itself if it must. None:
+            every step does nothing.
+        num_threads: number of threads.
+        queue_len: how many tasks of a step may wait; a further submit blocks, and is counted in `num_stalls`.
+        device: device of the pool; every thread makes it current.
+        on_begin: called with the parts before the first task.
+        on_end: called once no task reads the parts' blocks any more, with the parts and the first task's error, if any.
+        stall_limit_s: how long a submit may wait for room before the step fails.
+        wait_limit_s: how long the tasks of a step may take to end once all are submitted.
     """
 
     def __init__(
@@ -527,33 +528,33 @@ class AsyncWriter:
         self._wait_limit_s = wait_limit_s
         self._push_fn = push_fn
         self._threads = None if push_fn is None else WriterThreads(num_threads, device)
-        self._open: list[TaskGroup] = []  # steps that may not be over
+        self._open: list[TaskGroup] = []  # steps that may still be running
         self._is_closed = False
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # guards the two above
 
     @property
     def num_waiting(self) -> int:
-        """Tasks of steps that no thread has begun. Any thread."""
+        """Number of steps' tasks that no thread has begun. Any thread may read it."""
         return self._threads.num_waiting if self._threads else 0
 
     @property
     def num_stalls(self) -> int:
-        """Submits that had to wait for room."""
+        """Number of submits that had to wait for room."""
         return self._threads.num_stalls if self._threads else 0
 
     @property
     def stalled_s(self) -> float:
-        """How long they waited."""
+        """Total time that submits waited."""
         return self._threads.stalled_s if self._threads else 0.0
 
     @property
     def num_deaths(self) -> int:
-        """Threads that died, and were or will be replaced."""
+        """Number of threads that died, and were or will be replaced."""
         return self._threads.num_deaths if self._threads else 0
 
     @contextlib.contextmanager
     def step(self, parts: Sequence[PushRange]) -> Iterator[WriterStep]:
-        """`open`, then `wait`, or `cancel` if the block raises."""
+        """Run a step: `open`, then `wait`, or `cancel` if the block raises."""
         step = self.open(parts)
         try:
             yield step
@@ -563,7 +564,7 @@ class AsyncWriter:
         step.wait()
 
     def open(self, parts: Sequence[PushRange]) -> WriterStep:
-        """Begin a step. Earlier ones need not be over."""
+        """Begin a step. Earlier steps may still be open."""
         own = tuple(parts) if self._threads else ()
         on_end = self._on_end
 
@@ -587,11 +588,11 @@ class AsyncWriter:
         return WriterStep(self, own, group)
 
     def aside(self, jobs: Sequence[Job], on_done: OnQuiet) -> None:
-        """Do something that belongs to no step, on the threads; returns at once. Any thread may call this.
+        """Run jobs that belong to no step on the threads; returns at once. Any thread may call this.
 
         Args:
-            jobs: run in no promised order.
-            on_done: told the first error, or None, on any thread, once no task reads the blocks any more.
+            jobs: run in no guaranteed order.
+            on_done: called on any thread with the first error, or None, once no task reads the blocks any more.
 
         Raises:
             WriterCancelled: the writer is closed.
@@ -603,7 +604,7 @@ class AsyncWriter:
         self._threads.put_aside(TaskGroup(on_done), jobs, self._threads.record())
 
     def close(self) -> None:
-        """Cancel what is open and end the threads."""
+        """Cancel open steps and end the threads."""
         with self._lock:
             self._is_closed, groups = True, tuple(self._open)
         for group in groups:
@@ -611,7 +612,7 @@ class AsyncWriter:
         if self._threads is not None:
             self._threads.close(self._wait_limit_s)
 
-    # What steps ask for
+    # Called by steps
 
     def _submit(self, group: TaskGroup, parts: Sequence[PushRange], layer: int) -> None:
         if not parts:
@@ -621,7 +622,7 @@ class AsyncWriter:
         for part in parts:
             job = functools.partial(self._push_fn, part, layer)
             if not self._threads.put(group, job, event, self._queue_len, self._stall_limit_s):
-                return  # `wait` raises what happened, and `on_end` is told
+                return  # `wait` raises the error, and `on_end` is called
 
     def _close_step(self, group: TaskGroup) -> None:
         if self._threads is not None:
@@ -638,7 +639,7 @@ class AsyncWriter:
 
 
 def _first_of(errors: list[BaseException]) -> BaseException:
-    """The first error, with the others attached as notes."""
+    """Return the first error, with the others attached as notes."""
     first, *others = errors
     for other in others[:MAX_NOTES]:
         first.add_note(f"also, in the same step: {other!r}")

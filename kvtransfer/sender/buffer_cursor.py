@@ -1,18 +1,18 @@
-"""A place in a list of pieces of memory that are sent, or filled, one after the other."""
+"""A position in a list of memory pieces that are sent, or filled, one after the other."""
 
 from collections.abc import Iterable
 
 from baton.kvtransfer.protocol.frame import Bytes
 
-MAX_BUFFERS = 1024  # IOV_MAX on Linux; a system call takes no more
+MAX_BUFFERS = 1024  # IOV_MAX on Linux, the most buffers that a system call takes
 
 
 class BufferCursor:
-    """What is left of `pieces`. Their memory is only touched through what `buffers` returns, and by `fill` and `keep`.
+    """The rest of `pieces`. Their memory is accessed only through what `buffers` returns, and by `fill` and `keep`.
 
     Attributes:
-        num_left: bytes that are left.
-        is_kept: they are a copy.
+        num_left: number of bytes left.
+        is_kept: whether the rest is a copy.
     """
 
     __slots__ = ("_index", "_pieces", "is_kept", "num_left")
@@ -24,11 +24,11 @@ class BufferCursor:
         self.num_left = sum(map(len, self._pieces))
 
     def buffers(self, limit: int = MAX_BUFFERS) -> list[Bytes]:
-        """The next pieces, for one system call."""
+        """Return the next pieces, for one system call."""
         return self._pieces[self._index : self._index + limit]
 
     def advance(self, num_bytes: int) -> None:
-        """Leave so many bytes behind."""
+        """Move forward by `num_bytes`."""
         assert 0 <= num_bytes <= self.num_left
         self.num_left -= num_bytes
         while num_bytes:
@@ -40,7 +40,7 @@ class BufferCursor:
             self._index += 1
 
     def fill(self, data: memoryview) -> int:
-        """Copy as much of `data` as there is room for into the pieces, and go on behind it; how much that was."""
+        """Copy as much of `data` into the pieces as fits, and move past it; return the number of bytes copied."""
         taken = 0
         for piece in self._pieces[self._index :]:
             part = data[taken : taken + len(piece)]
@@ -52,7 +52,7 @@ class BufferCursor:
         return taken
 
     def keep(self) -> None:
-        """Copy what is left, so that the pieces' memory is not touched any more."""
+        """Copy the rest, so that the pieces' memory is not accessed any more."""
         if not self.is_kept:
             self._pieces = [b"".join(self._pieces[self._index :])]
             self._index = 0

@@ -1,9 +1,9 @@
-"""A way to write straight into a peer's pools: what a one-sided data path is to the push side.
+"""The KV sender's interface to one-sided data paths, which write straight into a peer's pools.
 
-`DataPathOpener` is a data path as this process has it, made once; `PushDataPath` is that data path opened towards one
+`DataPathOpener` is a kind of data path in this process, made once; `PushDataPath` is that data path opened to one
 incarnation of one peer. `sender_data_paths` makes the openers that `core.kv_transports` declares. Two-sided data paths
-are the transport's (`Transport.open_data_path`). Whether a write is allowed is not asked here: `push` calls `write`
-only while a transfer is granted and not given up, and answers for the window.
+belong to the transport (`Transport.open_data_path`). This module does not check whether a write is allowed: `push`
+calls `write` only while a transfer is granted and not abandoned, and accounts for the window.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from baton.kvtransfer.protocol.frame import KVRange
 from baton.proto import kv_pb2
 
 if TYPE_CHECKING:
-    from baton.kvcache.pool import KVPool  # the KV receiver process imports this module, and no torch
+    from baton.kvcache.pool import KVPool  # the KV receiver process imports this module without torch
 
 
 class DataPathRefused(Exception):
@@ -24,27 +24,27 @@ class DataPathRefused(Exception):
 
 
 class DataPathFailed(Exception):
-    """A write failed. What it did to the target blocks is unknown, but it is over."""
+    """A write failed. Its effect on the target blocks is unknown, but it is over."""
 
 
 class Written(Protocol):
-    """A write that was posted. `done` and `digest` are asked by the push thread, and never wait.
+    """A write that was posted. The push thread reads `done` and `digest`, which never wait.
 
-    A write must become done or raise by itself, whatever the peer does: until then the transfer cannot drain.
+    A write must become done or raise on its own, whatever the peer does: until then the transfer cannot drain.
     """
 
     @property
     def done(self) -> bool:
-        """Whether the bytes are in the peer's pool, and the source blocks are not read any more.
+        """Whether the bytes are in the peer's pool and the source blocks are not read any more.
 
         Raises:
-            DataPathFailed: they are not, and nothing is written any more.
+            DataPathFailed: the bytes are not there, and nothing is written any more.
         """
         ...
 
     @property
     def digest(self) -> int | None:
-        """The span's digest (`kernels.kv.digest`) as read from the source; None if none was wanted. Only when done."""
+        """The span's digest (`kernels.kv.digest`) as read from the source; None if not requested. Valid once done."""
         ...
 
 
@@ -58,14 +58,13 @@ class WrittenAtOnce:
 
 
 class PushDataPath(Protocol):
-    """One peer's pools, of all of its ranks. `write` is called from several threads at once, the rest from one.
+    """The pools of all ranks of one peer. Several threads may call `write` at once; the rest is for one thread.
 
     Attributes:
-        name: of the data path.
-        num_blocks: blocks that the peer's pools have; a granted block id at or above it is refused.
-        num_state_slots: the same of state slots.
-        block_size: positions of one of those blocks, as the pools that were opened say; what a peer says beside is not
-            believed.
+        name: name of the data path.
+        num_blocks: number of blocks in the peer's pools; a granted block id at or above it is refused.
+        num_state_slots: number of state slots, checked the same way.
+        block_size: positions per block, as read from the opened pools; what a peer says elsewhere is not trusted.
     """
 
     name: str
@@ -78,14 +77,14 @@ class PushDataPath(Protocol):
     ) -> Written:
         """Copy a span into the peer's pools: to every rank that holds one of its heads.
 
-        On a GPU it is called with the writer thread's side stream current, which waits for the layer already; the
-        write is posted to that stream and nothing here waits for it. On a CPU it is over when this returns.
+        On a GPU, the writer thread's side stream is current and already waits for the layer; the write is posted to
+        that stream, and nothing here waits for it. On a CPU, the write is over when this returns.
 
         Args:
-            blocks: of the span's layer here, by position // its rows per block (`LayerGeometry.blocks_of`).
-            target_blocks: the same of the peer's pools; what was granted is checked against `num_blocks` beforehand.
-            span: some positions of heads that this rank's pool holds.
-            with_digest: whether the digest is wanted.
+            blocks: blocks of the span's layer here, indexed by position // rows per block (`LayerGeometry.blocks_of`).
+            target_blocks: the same for the peer's pools; the caller has checked the grant against `num_blocks`.
+            span: a range of positions of heads that this rank's pool holds.
+            with_digest: whether to compute the digest.
 
         Raises:
             DataPathFailed: nothing was, or will be, written.
@@ -93,15 +92,15 @@ class PushDataPath(Protocol):
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing posted is under way any more; False if that took longer."""
+        """Wait until no posted write is in progress; return False after `timeout_s`."""
         ...
 
     def outlived(self) -> None:
-        """Another incarnation answers where this one did, so this one is dead, and applies nothing any more."""
+        """Note that this incarnation is dead, since another answers at its address: it applies no more writes."""
         ...
 
     def close(self) -> None:
-        """Unmap. Called when no write is under way, or never will be again."""
+        """Unmap the pools. Called when no write is in progress, or none can ever be again."""
         ...
 
 
@@ -109,7 +108,7 @@ class DataPathOpener(Protocol):
     """One kind of data path on this side.
 
     Attributes:
-        name: of the data path.
+        name: name of the data path.
     """
 
     name: str
@@ -120,28 +119,28 @@ class DataPathOpener(Protocol):
         ...
 
     def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> PushDataPath:
-        """Open the data path to one incarnation of a peer, and prove that what was opened is that incarnation's.
+        """Open the data path to one incarnation of a peer, and prove that what was opened belongs to that incarnation.
 
         Args:
-            offer: the peer's, of this data path; it is data, and may be nonsense.
-            epoch: of the peer's incarnation.
-            host_id: the peer's; its data paths that stay on one host compare it with `messages.host_id`.
+            offer: the peer's offer for this data path; untrusted, and possibly nonsense.
+            epoch: the peer's incarnation.
+            host_id: the peer's host; data paths that stay on one host compare it with `messages.host_id`.
 
         Raises:
-            DataPathRefused: and why.
+            DataPathRefused: the data path cannot be opened; the message says why.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SenderSide:
-    """What the data paths of a prefill rank are made of.
+    """What the data paths of a prefill rank are built from.
 
     Attributes:
-        pool: this rank's.
-        io: the same, if it is in host memory.
-        epoch: of this incarnation.
-        host_id: of this host.
+        pool: this rank's pool.
+        io: access to the pool, if it is in host memory.
+        epoch: this incarnation.
+        host_id: this host.
     """
 
     pool: "KVPool"
@@ -158,7 +157,7 @@ class NoDataPath:
     problem: str
 
     def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> PushDataPath:
-        """Refused.
+        """Refuse to open.
 
         Raises:
             DataPathRefused: always.
@@ -167,9 +166,10 @@ class NoDataPath:
 
 
 def sender_data_paths(transport: str, side: SenderSide) -> list[DataPathOpener]:
-    """An opener for each one-sided data path that a worker may use which was told this transport.
+    """Make an opener for each one-sided data path that a worker with this `--transport` may use.
 
-    What a data path needs is imported only where its pools are: Triton comes with one, which CPUs have no use for.
+    A data path's dependencies are imported only where its pools are: one of them needs Triton, which CPUs have no use
+    for.
     """
     memory = "host" if side.pool.device.type == "cpu" else "GPU"
     openers: list[DataPathOpener] = []

@@ -1,7 +1,7 @@
-"""Which data data path a prefill rank uses to each decode worker, and why not a better one.
+"""Chooses the data path from a prefill rank to each decode worker, and records why better ones are not used.
 
-Owns the data paths that are open, one for each peer's address and incarnation. A choice is made by policy and proved:
-what cannot be opened is not chosen. It refuses to speak to peers; offers come from the protocol.
+It owns the open data paths, one per peer address and incarnation. A choice follows the policy and is proved: a data
+path that cannot be opened is not chosen. It does not communicate with peers; the protocol passes it their offers.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ class DataPathChoice:
     """The data path to one incarnation of one decode worker.
 
     Attributes:
-        epoch: of that incarnation.
-        data_path: its name; empty if none that the policy allows could be opened.
-        opened: what to write with, on a one-sided data path.
+        epoch: the decode worker's incarnation.
+        data_path: name of the data path; empty if none that the policy allows could be opened.
+        opened: the opened data path to write with, if it is one-sided.
         refused: better data paths, each with the reason why it is not used.
     """
 
@@ -38,17 +38,17 @@ class DataPathChoice:
 
     @property
     def why(self) -> str:
-        """The reasons as one sentence."""
+        """The reasons, joined into one sentence."""
         return "; ".join(f"{data_path}: {reason}" for data_path, reason in self.refused)
 
 
 class DataPathChooser:
-    """All data paths of one prefill rank. Driven by one thread, but for `data_paths`.
+    """All data paths of one prefill rank. One thread drives it; any thread may call `data_paths`.
 
     Args:
-        policy: the option `transport`.
-        openers: of every one-sided data path that it allows.
-        transport: opens the two-sided ones.
+        policy: value of the option `transport`.
+        openers: an opener for every one-sided data path that the policy allows.
+        transport: opens the two-sided data paths.
     """
 
     def __init__(self, policy: str, openers: Sequence[DataPathOpener], transport: Transport) -> None:
@@ -57,8 +57,8 @@ class DataPathChooser:
         self._openers = {opener.name: opener for opener in openers}
         self._transport = transport
         self._choices: dict[str, DataPathChoice] = {}
-        self._retired: list[tuple[str, int, PushDataPath]] = []  # address, incarnation, and what led there
-        self._told: dict[str, str] = {}  # what was logged last about each address
+        self._retired: list[tuple[str, int, PushDataPath]] = []  # address, incarnation, data path
+        self._told: dict[str, str] = {}  # the last log text for each address
 
     @property
     def problem(self) -> str:
@@ -68,11 +68,11 @@ class DataPathChooser:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Data paths for HELLO, best first."""
+        """The data paths to name in HELLO, best first."""
         return tuple(data_path for data_path in self._order if not self._own_problem(data_path))
 
     def choose(self, address: str, epoch: int, host_id: str, offers: Sequence[kv_pb2.DataPathOffer]) -> DataPathChoice:
-        """Open the best data path that works; what was opened before for this address is used no more."""
+        """Open the best data path that works; the previous one for this address is retired."""
         by_data_path = {offer.data_path: offer for offer in offers}
         refused: list[tuple[str, str]] = []
         choice = None
@@ -94,29 +94,29 @@ class DataPathChooser:
         return choice
 
     def data_path_of(self, address: str) -> DataPathChoice | None:
-        """The data path that was chosen."""
+        """Return the data path that was chosen for this address, if any."""
         return self._choices.get(address)
 
     def data_paths(self) -> dict[str, DataPathChoice]:
-        """What payloads really go by now, by address. Any thread."""
+        """Return the data paths that payloads actually use now, by address. Any thread may call this."""
         return {address: self._in_use(address, choice) for address, choice in tuple(self._choices.items())}
 
     def forget(self, address: str) -> None:
-        """The peer is not used any more. Writes under way go on; the data path is closed when they are over."""
+        """Stop using a peer. Writes in progress go on; the data path is closed when they are over."""
         choice = self._choices.pop(address, None)
         if choice is not None and choice.opened is not None:
             self._retired.append((address, choice.epoch, choice.opened))
         self.sweep()
 
     def sweep(self) -> None:
-        """Close what was retired and is quiet."""
+        """Close retired data paths that have no write in progress."""
         for item in tuple(self._retired):
             if item[-1].drain(0.0):
                 item[-1].close()
                 self._retired.remove(item)
 
     def close(self, timeout_s: float) -> None:
-        """Close everything, once nothing is under way or `timeout_s` has passed."""
+        """Close everything, once no write is in progress or `timeout_s` has passed."""
         for address in tuple(self._choices):
             self.forget(address)
         for _, _, data_path in self._retired:
@@ -133,13 +133,13 @@ class DataPathChooser:
 
     def _own_problem(self, data_path: str) -> str:
         if data_path in (INLINE, RAW):
-            return ""  # whether the transport has it, shows when it is opened
+            return ""  # the transport shows whether it has the data path when it is opened
         return self._openers[data_path].problem
 
     def _open(
         self, data_path: str, address: str, epoch: int, host_id: str, offer: kv_pb2.DataPathOffer | None
     ) -> tuple[str, PushDataPath | None]:
-        """(why not, or empty; what to write with, on a one-sided data path)."""
+        """Return (why it cannot be opened, or empty; the opened data path, if it is one-sided)."""
         if data_path == INLINE:
             return "", None
         problem = self._own_problem(data_path)
@@ -159,14 +159,14 @@ class DataPathChooser:
             return f"opening it failed: {error!r}", None
 
     def _tell(self, address: str, choice: DataPathChoice) -> None:
-        """Log once what is used to an address, and count when it is not the best; again only if that changes."""
+        """Log once which data path an address uses, and count it if it is not the best; again only if that changes."""
         said = f"{choice.data_path or 'no data path'} ({choice.why})" if choice.refused else choice.data_path
         if self._told.get(address) == said:
             return
         if len(self._told) >= MAX_TOLD:
             self._told.clear()
         self._told[address] = said
-        # That a peer is on another host, or has no GPU, is as it should be. That it lacks raw sockets is not.
+        # A peer on another host, or without a GPU, is normal. A peer without raw sockets is not.
         is_fallback = choice.data_path == INLINE and RAW in self._order
         self.num_fallbacks += is_fallback
         if is_fallback or not choice.data_path:
