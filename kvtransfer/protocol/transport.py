@@ -163,7 +163,7 @@ class Transport(Protocol):
         ...
 
     def welcome(self, peer: str) -> None:
-        """Keep a peer's connections beyond a lease: the peer, on the listening side, has proved its identity."""
+        """Keep a peer's connections beyond a lease: it has proved its identity to this listening side."""
         ...
 
     def drop(self, peer: str) -> None:

@@ -1,7 +1,7 @@
-"""A GPU pool as `push_source` reads it for sockets: payloads are gathered into pinned host memory, digested on the way.
+"""Reads a GPU pool as `push_source`'s source for sockets: gathers payloads into pinned host memory and digests them.
 
-A call waits for its own launch, and lets other threads run meanwhile. Pinned memory is torch's: it goes back when the
-last view of a payload is gone, that is when it was sent. It refuses to write.
+A call waits for its own launch and lets other threads run meanwhile. PyTorch owns the pinned memory and reclaims it
+when the last view of a payload is gone, that is, when the payload has been sent. This module never writes the pool.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _DataPath:
-    """Of one thread.
+    """The launch state of one thread.
 
     Attributes:
-        stream: that launches go to.
-        launches: what they need.
-        words: pinned; where they report.
-        sequence: of the last.
+        stream: the stream for launches.
+        launches: helper that passes arguments to launches.
+        words: pinned words where launches report.
+        sequence: number of the last launch.
     """
 
     stream: torch.cuda.Stream
@@ -39,10 +39,10 @@ class _DataPath:
 
 
 class DeviceSource:
-    """See `push_source.SourcePool`. Any thread; on a writer thread, launches go to its own stream.
+    """A `push_source.SourcePool` for a GPU pool. Any thread may use it; a writer thread's launches use its own stream.
 
     Args:
-        pool: on a GPU.
+        pool: the pool, on a GPU.
     """
 
     in_host_memory = False
@@ -55,26 +55,26 @@ class DeviceSource:
         self._warm_up()
 
     def pieces(self, blocks: Sequence[int], span: KVRange, order_block_size: int) -> list[memoryview]:
-        """A copy of the span, in one piece: no socket reads a GPU's memory."""
+        """Return a copy of the span as one piece, since no socket reads a GPU's memory."""
         return [self.read(blocks, span, order_block_size)]
 
     def read(self, blocks: Sequence[int], span: KVRange, order_block_size: int) -> memoryview:
-        """A copy of the span, in payload order."""
+        """Return a copy of the span, in payload order."""
         return self.read_digested(blocks, span, order_block_size, with_digest=False)[0]
 
     def read_digested(
         self, blocks: Sequence[int], span: KVRange, order_block_size: int, *, with_digest: bool
     ) -> tuple[memoryview, int | None]:
-        """The copy, and the digest of what was read."""
+        """Return a copy of the span, and the digest of what was read if requested."""
         layer = self._pool.geometry.layer(span.layer)
         size = layer.rows_per_block
         assert order_block_size == size
         first_block, num_blocks = span.first // size, -(-(span.first + span.count) // size) - span.first // size
         gathered = _gathered_shape(layer, span, num_blocks)
         data = torch.empty(gathered.num_bytes, dtype=torch.uint8, pin_memory=True)
-        # By logical index, as the kernel looks blocks up; what comes before the first is not looked at.
+        # Indexed by logical block, as the kernel looks blocks up; entries before the first block are not read.
         places = torch.arange(-first_block, num_blocks, dtype=torch.int32)
-        layers = [gathered] * (span.layer + 1)  # a pool of this one layer, under its number
+        layers = [gathered] * (span.layer + 1)  # a pool that looks as if it held only this layer, under its number
         with self._data_path() as data_path:
             kv_scatter(
                 self._address,
@@ -92,7 +92,7 @@ class DeviceSource:
         return payload, digest if with_digest else None
 
     def digest(self, blocks: Sequence[int], span: KVRange) -> int:
-        """Digest of a span."""
+        """Return the digest of a span."""
         with self._data_path() as data_path:
             kv_digest(
                 self._address,
@@ -105,7 +105,7 @@ class DeviceSource:
             return self._wait(data_path)
 
     def _warm_up(self) -> None:
-        """Have kernels compiled before the first push, by reading a block of every kind."""
+        """Compile the kernels before the first push, by reading a block of every kind."""
         shapes = set()
         for index, layer in enumerate(self._pool.geometry.layers):
             shape = (layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)
@@ -117,7 +117,7 @@ class DeviceSource:
                 self.digest((0,), span)
 
     def _data_path(self) -> "_Entered":
-        """Of this thread and its stream. A thread that has none of its own gets one: it must not use the model's."""
+        """Return the state of this thread and its stream. A thread without its own stream gets one, not the model's."""
         device = self._pool.device
         current = torch.cuda.current_stream(device)
         data_paths: dict[int, _DataPath] = self._local.__dict__.setdefault("data_paths", {})
@@ -134,7 +134,7 @@ class DeviceSource:
         return WriteCompletion(data_path.words.data_ptr(), data_path.sequence)
 
     def _wait(self, data_path: _DataPath) -> int:
-        """Until the launch is over; its digest."""
+        """Wait until the launch is over; return its digest."""
         event = torch.cuda.Event(blocking=True)
         event.record(data_path.stream)
         event.synchronize()
@@ -144,7 +144,7 @@ class DeviceSource:
 
 
 class _Entered:
-    """Makes a data path's stream current for a block."""
+    """Makes a data path's stream current for the duration of a block."""
 
     def __init__(self, data_path: _DataPath) -> None:
         self._data_path = data_path
@@ -169,17 +169,17 @@ def _piece(span: KVRange) -> ScatterRange:
 
 
 def _gathered_shape(layer: LayerGeometry, span: KVRange, num_blocks: int) -> LayerGeometry:
-    """The heads of a span alone, in as many blocks as it touches."""
+    """Return a layer shape with only the heads of a span, in as many blocks as the span touches."""
     return dataclasses.replace(
         layer, offset_bytes=0, num_blocks=num_blocks, head_first=span.head_first, num_heads=span.head_count
     )
 
 
 def _close_up(memory: memoryview, shape: LayerGeometry, span: KVRange) -> memoryview:
-    """Move the rows of blocks that are there in part towards the start: what is left is the payload.
+    """Compact the rows of partially used blocks towards the start, so that what is left is the payload.
 
-    Whole blocks are in payload order as they lie. Of the others, [head][part] keep only the rows of the span. What
-    comes later never lies before what comes earlier, so bytes move downwards only.
+    Whole blocks are already in payload order. In the others, each [head][part] keeps only the rows of the span. Later
+    bytes always lie behind earlier ones, so bytes move downwards only.
     """
     size, row_bytes = shape.rows_per_block, shape.row_bytes
     end = span.first + span.count

@@ -1,7 +1,7 @@
-"""The push thread: drives protocol, transport and data paths, and is the only one that does.
+"""The push thread, the only thread that drives the sender's protocol, transport and data paths.
 
-Others post commands, and parts of layers that were read or written; both are taken once a turn. Nothing here waits for
-a peer. It refuses to know the model's steps (`async_writer`) and what a payload looks like (`push_source`).
+Other threads post commands, and parts of layers that were read or written; the push thread takes both once per turn. It
+never waits for a peer. It does not know the model's steps (`async_writer`) or the format of payloads (`push_source`).
 """
 
 import logging
@@ -56,17 +56,17 @@ class _Rewrite:
         self._written: Written | None = None
 
     def run(self) -> None:
-        """On a writer thread. A fence that was shut means: do not begin."""
+        """Write the frame, on a writer thread. If the fence is shut, do not begin."""
         if not self._route.fence.is_shut:
             self._written = self._source.write(self._route, self.action.header.span, with_digest=self.action.has_digest)
 
     def end(self, error: BaseException | None) -> None:
-        """It ran, or never will."""
+        """Record that the write ran, or never will."""
         if error is not None:
             self.problem = str(error) or repr(error)
 
     def is_over(self) -> bool:
-        """Whether nothing is written any more."""
+        """Return whether nothing is written any more."""
         try:
             return self._written is None or self._written.done
         except DataPathFailed as error:
@@ -80,14 +80,14 @@ class _Rewrite:
 
 
 class FrameSender:
-    """See the module.
+    """Sends the frames that the protocol asks for.
 
     Args:
-        protocol: of this rank.
+        protocol: this rank's protocol.
         transport: carries frames.
-        source: of payloads.
+        source: makes payloads.
         config: limits.
-        clock: the worker's.
+        clock: the worker's clock.
         aside: runs jobs on writer threads.
     """
 
@@ -110,16 +110,16 @@ class FrameSender:
         self._config = config
         self._clock = clock
         self._aside = aside
-        self._rewrites: deque[_Rewrite] = deque()  # that ran
+        self._rewrites: deque[_Rewrite] = deque()  # those that ran
         self._warned_of_drops = False
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a device is at a write of ours."""
+        """Whether a device still performs one of our writes."""
         return bool(self._rewrites)
 
     def send(self, route: Route, action: SendFrame) -> Actions:
-        """Do what a SendFrame asks for."""
+        """Perform a SendFrame."""
         header = action.header
         self.num_frames += 1
         self.num_bytes += header.payload_bytes
@@ -146,7 +146,7 @@ class FrameSender:
         return []
 
     def finish(self, now_s: float) -> Actions:
-        """Take note of the writes that are over."""
+        """Report the writes that are over."""
         actions: Actions = []
         for _ in range(len(self._rewrites)):
             rewrite = self._rewrites.popleft()
@@ -160,7 +160,7 @@ class FrameSender:
         return actions
 
     def _announce(self, action: SendFrame, digest: int | None) -> None:
-        """Its bytes are there."""
+        """Send the header of a frame whose bytes are in the peer's pool."""
         data = encode_header(action.header, digest if action.has_digest else None)
         self._transport.send_frame(action.peer, data, (), action.data_path)
 
@@ -190,28 +190,28 @@ T = TypeVar("T")
 Command = Callable[[float], Actions]
 
 IDLE_S = 0.02
-POLL_S = 0.001  # between looks at writes that a device has not finished
-HURRY_S = 30e-6  # the same where a commit waits for them
+POLL_S = 0.001  # interval between checks of writes that a device has not finished
+HURRY_S = 30e-6  # the same, while a commit waits for them
 TICK_S = 0.02
-# While a step runs and keeps this thread busy, parts and credits that come faster are taken together: each turn here
-# costs writers more than it takes, since they need the interpreter back after every block. Longer, if they lag behind.
+# While a step runs and keeps this thread busy, parts and credits that come faster are batched: each turn here costs the
+# writers more than it takes, since they need the interpreter back after every block. Longer if the writers lag behind.
 NAP_S = 0.0015
 LAG_NAP_S = 0.004
 
 
 class PushDriver:
-    """See the module.
+    """The push thread's loop.
 
     Args:
-        protocol: of this rank.
-        transport: the connecting side.
-        routes: of its transfers.
-        source: of payloads.
-        sender: of frames.
-        clock: the worker's.
-        emit: told every event of the worker, on this thread.
+        protocol: this rank's protocol.
+        transport: the connecting side of the transport.
+        routes: routes of the transfers.
+        source: makes payloads.
+        sender: sends frames.
+        clock: the worker's clock.
+        emit: called on this thread with every event for the worker.
         aside: runs jobs on writer threads.
-        num_waiting: jobs that wait for them.
+        num_waiting: returns the number of jobs that wait for writer threads.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class PushDriver:
         self._emit = emit
         self._aside = aside
         self._num_waiting = num_waiting
-        # One queue: a part comes after the adoption of its transfer and before its commit.
+        # A single queue, so that a part comes after the adoption of its transfer and before its commit.
         self._queue: deque[Command | PushedRange] = deque()
         self._open_parts: list[PushedRange] = []
         self._turn_s = self._tick_s = clock.now_s()
@@ -250,10 +250,10 @@ class PushDriver:
         self._is_waiting_for_lag = False
         self._nap = threading.Event()
 
-    # Any thread
+    # Called by any thread
 
     def post(self, command: Command) -> None:
-        """Run something in the next turn, after what was pushed before. The thread takes it up at once."""
+        """Run a command in the next turn, after what was pushed before. The thread takes it up at once."""
         self._queue.append(command)
         if self._is_napping:
             self._nap.set()
@@ -261,7 +261,8 @@ class PushDriver:
             self._transport.wake()
 
     def begin_step(self, attempts: Set[AttemptKey]) -> None:
-        """Parts of these will come until `end_step`: until then nothing is urgent, unless sockets wait.
+        """Announce that parts of these attempts will come until `end_step`. Until then nothing is urgent, unless
+        sockets wait.
 
         Their transfers are held, and not committed, until the step ends; several steps may be open.
         """
@@ -280,7 +281,7 @@ class PushDriver:
         self.post(begin)
 
     def end_step(self, attempts: Set[AttemptKey]) -> None:
-        """The last part of a step was pushed."""
+        """Announce that the last part of a step was pushed."""
         with self._steps_lock:
             self._num_steps -= 1
             self._is_step_open = self._num_steps > 0 and self._routes.are_one_sided
@@ -297,17 +298,17 @@ class PushDriver:
         self.post(end)
 
     def push(self, part: PushedRange) -> None:
-        """A writer is through with a part."""
+        """Hand over a part that a writer has finished."""
         self._queue.append(part)
         if not self._is_napping:
             self._transport.wake()
         elif self._is_waiting_for_lag and not self._num_waiting():
             self._nap.set()
 
-    # The thread
+    # On the push thread
 
     def turn(self) -> None:
-        """Take what is there, wait for more, and do what is due."""
+        """Process what is queued, wait for more, and do what is due."""
         now_s = self._clock.now_s()
         self._protocol.forgive(now_s - self._turn_s, now_s)
         self._turn_s = now_s
@@ -338,11 +339,11 @@ class PushDriver:
             self.paths = self._protocol.paths(now_s)
 
     def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
-        """The worker gives up."""
+        """Give a transfer up for the worker."""
         return [*self._protocol.abort(attempt, reason, now_s), *self._routes.shut(attempt)]
 
     def commit(self, attempt: AttemptKey, commit: Command, now_s: float) -> Actions:
-        """Commit now, or as soon as what was begun for it is over."""
+        """Commit now, or as soon as what was begun for the transfer is over."""
         route = self._routes.get(attempt)
         if route is None or not route.num_open:
             return commit(now_s)
@@ -350,7 +351,7 @@ class PushDriver:
         return []
 
     def begin_aside(self, route: Route, jobs: Sequence[Callable[[], None]]) -> Actions:
-        """Push parts that no step computes; the transfer is held, and not committed, until they are through."""
+        """Push parts that no step computes; the transfer is held, and not committed, until they are done."""
         if not self._routes.is_live(route) or self._protocol.transfer(route.attempt) is None:
             return []
         self._protocol.hold(route.attempt)
@@ -364,7 +365,7 @@ class PushDriver:
         return []
 
     def _receive(self, has_worked: bool) -> Sequence[Delivery | PayloadDone]:
-        """What arrived; waits for it as long as nothing else is to be looked at."""
+        """Receive messages; waits only as long as there is nothing else to check."""
         if not any(part.route.commit is not None for part in self._open_parts):
             return self._transport.receive(self._patience_s(has_worked))
         arrived = self._transport.receive(0.0)
@@ -374,24 +375,24 @@ class PushDriver:
 
     def _patience_s(self, has_worked: bool) -> float:
         if has_worked and self._is_step_open:
-            return 0.0  # it rests anyway
+            return 0.0  # `_rest` waits anyway
         return POLL_S if self._open_parts or self._sender.is_waiting else IDLE_S
 
     def _rest(self) -> None:
-        """Leave the interpreter to the model's step and its writers for a moment; a command ends it."""
+        """Leave the interpreter to the model's step and its writers for a moment; a command ends the pause."""
         self._is_napping = True
-        if self._is_step_open:  # the thread that ends it, or posts anything, sees that this naps
+        if self._is_step_open:  # a thread that ends the step, or posts anything, sees that this thread naps
             self._is_waiting_for_lag = self._num_waiting() > 1
             self._nap.wait(LAG_NAP_S if self._is_waiting_for_lag else NAP_S)
         self._is_napping = self._is_waiting_for_lag = False
         self._nap.clear()
 
-    # Parts
+    # Parts of layers
 
     def _take(self, part: PushedRange, now_s: float) -> None:
         route = part.route
         if not self._routes.is_live(route):
-            self._source.forget(route)  # it ended while the writer was at it
+            self._source.forget(route)  # the transfer ended while the writer worked
         if part.writes:
             route.num_open += 1
             self._open_parts.append(part)
@@ -401,7 +402,7 @@ class PushDriver:
             self._do(self._protocol.pushed(route.attempt, part.layer, part.first, part.count, part.digest, now_s))
 
     def _look_again(self, now_s: float) -> None:
-        """At writes that were posted to a device."""
+        """Check again the writes that were posted to a device."""
         for part in tuple(self._open_parts):
             if self._source.finish(part):
                 self._open_parts.remove(part)
@@ -409,7 +410,7 @@ class PushDriver:
                 self._do(self._close_one(part.route))
 
     def _close_one(self, route: Route) -> Actions:
-        """Something that was begun for a route is over; it may be what its commit waited for."""
+        """Note that one thing begun for a route is over; commit if its commit waited for it."""
         route.num_open -= 1
         if route.num_open or route.commit is None:
             return []
@@ -483,5 +484,5 @@ class PushDriver:
 
 
 def _take_all(queue: deque[T]) -> list[T]:
-    """Everything that is in a queue now; others may append meanwhile."""
+    """Remove and return everything that is in a queue now; others may append meanwhile."""
     return [queue.popleft() for _ in range(len(queue))]

@@ -1,4 +1,4 @@
-"""The messages and frame headers of a push, built from records; no rule is made here."""
+"""Builds the messages and frame headers of a push from its records. It makes no decisions."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ MAX_I64 = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class PushIdentity:
-    """Who pushes: one rank of one incarnation of a prefill worker.
+    """The identity of the sender: one rank of one incarnation of a prefill worker.
 
     Attributes:
-        epoch: of this incarnation; all ranks have the same.
-        rank: of the tensor-parallel group.
-        size: of it.
-        data_paths: what this process can send on, best first.
-        host_id: of this machine.
-        incarnation_file: this process holds a lock on it; empty: none.
-        has_digest: frames and layers are digested.
+        epoch: this incarnation; the same for all ranks.
+        rank: rank in the tensor-parallel group.
+        size: size of the group.
+        data_paths: data paths that this process can send on, best first.
+        host_id: identifier of this machine.
+        incarnation_file: file that this process keeps locked; empty: none.
+        has_digest: whether frames and layers are digested.
     """
 
     epoch: int
@@ -39,7 +39,7 @@ class PushIdentity:
 
 
 class PushMessages:
-    """Builds what one rank sends."""
+    """Builds the messages that one rank sends."""
 
     def __init__(self, identity: PushIdentity, layout: KVLayout, shape: FrameShape, proofs: KvProofs) -> None:
         self.proofs = proofs
@@ -50,11 +50,11 @@ class PushMessages:
         self.heads: Sequence[Range] = [layout.pushed_heads(layer, identity.rank, identity.size) for layer in layers]
 
     def own(self, layer: int, first: int, count: int) -> Iterator[Range]:
-        """Of positions from `first` on, those that this rank pushes."""
+        """Yield those of `count` positions from `first` on that this rank pushes."""
         return self._layout.pushed_positions(layer, first, count, self._me.rank, self._me.size)
 
     def hello(self, address: str, sent_ns: int, challenge: bytes) -> kv_pb2.Control:
-        """HELLO to a decode worker that gave this challenge, or none yet."""
+        """Build a HELLO to a decode worker that gave this challenge; empty if it gave none yet."""
         held = self._layout.heads_of(0, self._me.rank, self._me.size)
         hello = kv_pb2.Hello(
             version=VERSION,
@@ -77,7 +77,7 @@ class PushMessages:
         return control_of(hello)
 
     def reserve(self, transfer: Transfer, now_s: float) -> kv_pb2.Control:
-        """RESERVE, with the time that is left for an answer."""
+        """Build a RESERVE, with the time that is left for the reply."""
         reserve = kv_pb2.Reserve(
             attempt=wire_attempt(transfer.attempt),
             epoch=self._me.epoch,
@@ -91,7 +91,7 @@ class PushMessages:
         return control_of(reserve)
 
     def frame(self, transfer: Transfer, gap: LayerRange) -> FrameHeader:
-        """Header of the next frame, for positions that `FrameShape.split` gave."""
+        """Build the header of the next frame, for positions that `FrameShape.split` returned."""
         heads = self.heads[gap.layer]
         return FrameHeader(
             d_epoch=transfer.peer.epoch,
@@ -109,7 +109,7 @@ class PushMessages:
         )
 
     def commit(self, transfer: Transfer, clock_offset_s: float, has_digest: bool) -> kv_pb2.Control:
-        """COMMIT of this rank's part."""
+        """Build the COMMIT of this rank's part."""
         commit = kv_pb2.Commit(
             epoch=transfer.peer.epoch,
             incoming_id=transfer.incoming_id,
@@ -128,7 +128,7 @@ class PushMessages:
         return control_of(commit)
 
     def resume(self, transfer: Transfer) -> kv_pb2.Control:
-        """RESUME: which of the frames posted have landed?"""
+        """Build a RESUME, which asks which of the posted frames have arrived."""
         resume = kv_pb2.Resume(
             epoch=transfer.peer.epoch,
             incoming_id=transfer.incoming_id,
@@ -138,11 +138,11 @@ class PushMessages:
         return control_of(resume)
 
     def lease(self, incoming_ids: Iterable[int]) -> kv_pb2.Control:
-        """LEASE."""
+        """Build a LEASE."""
         return control_of(kv_pb2.Lease(epoch=self._me.epoch, incoming_ids=incoming_ids))
 
     def abort(self, transfer: Transfer, reason: str) -> kv_pb2.Control:
-        """ABORT."""
+        """Build an ABORT."""
         abort = kv_pb2.Abort(
             epoch=transfer.peer.epoch,
             incoming_id=transfer.incoming_id,
@@ -152,7 +152,7 @@ class PushMessages:
         return control_of(abort)
 
     def abort_ack(self, abort: kv_pb2.Abort, *, is_told: bool) -> kv_pb2.Control:
-        """ABORT_ACK: this rank reads, posts and writes nothing for that incoming transfer, and never will.
+        """Build an ABORT_ACK: this rank reads, posts and writes nothing for that incoming transfer, and never will.
 
         `is_told`: other ranks may know of the grant, and must be asked too.
         """

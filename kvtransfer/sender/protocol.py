@@ -1,14 +1,14 @@
 """The prefill side of KVP/1: what is posted, when it is posted again, and when source blocks are free.
 
-A pure state machine: no I/O, no clock of its own. Every method returns, in order, what its caller must do or tell the
-worker (`push_actions`). It promises:
+A pure state machine: no I/O, no clock of its own. Every method returns, in order, the actions that its caller must
+perform and the events for the worker (`push_actions`). It guarantees:
 
-- a transfer ends once, with `Denied`, `Acked` or `PushDrained`, and until then its source blocks may be read;
-- bytes in flight to one decode worker never exceed the window;
-- where this side writes the decode worker's pool, it says that it has drained only when no write is in progress and
-  none will ever begin; it commits only when none is in progress; and it begins none without a fresh sign that the
-  incoming transfer is still its own;
-- every wait has a deadline: for a GRANT, for credit, for the answer to a COMMIT, and for any sign of life.
+- A transfer ends once, with `Denied`, `Acked` or `PushDrained`; until then its source blocks may be read.
+- Bytes in flight to one decode worker never exceed the window.
+- Where this side writes the decode worker's pool, it reports that it has drained only when no write is in progress and
+  none will ever begin. It commits only when no write is in progress. It begins no write without a recent sign that the
+  incoming transfer still belongs to it.
+- Every wait has a deadline: for a GRANT, for credit, for the reply to a COMMIT, and for any sign of life.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,7 +52,7 @@ Actions = list[PushAction]
 
 
 class PushInbox:
-    """Takes control messages for one rank."""
+    """Handles the control messages that one rank receives."""
 
     def __init__(self, identity: PushIdentity, rules: PushRules) -> None:
         self.num_refused = 0
@@ -60,10 +60,10 @@ class PushInbox:
         self._rules = rules
 
     def take(self, address: str, control: kv_pb2.Control, now_s: float) -> Actions:
-        """Take a message of the decode worker at `address`.
+        """Handle a message from the decode worker at `address`.
 
         Raises:
-            ProtocolError: it breaks the protocol; nothing changed.
+            ProtocolError: the message breaks the protocol; nothing changed.
         """
         peer = self._rules.peers.get(address)
         kind = str(control.WhichOneof("message"))
@@ -113,7 +113,7 @@ class PushInbox:
         refused = reply.refused or hello_problem(reply.version, reply.layout, rules.layout)
         is_new = peer.epoch != reply.epoch
         if is_new:
-            peer.forget_incarnation()  # and with it every HELLO that the old one may still answer
+            peer.forget_incarnation()  # including every HELLO that the old incarnation may still answer
             peer.hello_s = now_s
             peer.epoch = reply.epoch
             peer.offsets.clear()
@@ -127,13 +127,13 @@ class PushInbox:
             elif refused or transfer.peer.epoch != peer.epoch:
                 actions += rules.fail(transfer, refused or "the decode worker restarted", now_s)
         if refused:
-            peer.forget_incarnation()  # the next transfer asks again
+            peer.forget_incarnation()  # the next transfer sends a new HELLO
         elif not peer.data_path:
             actions.append(OpenDataPath(address, peer.epoch, reply.host_id, tuple(reply.offers)))
         return actions
 
     def _on_challenge(self, address: str, peer: PushPeer, reply: kv_pb2.HelloReply, now_s: float) -> Actions:
-        """The answer to it is known to be believed only by what comes next; at once not more often than HELLOs go."""
+        """Answer a challenge, at once at most once per heartbeat. Only a later reply proves who sent it."""
         if len(reply.challenge) != NUMBER_BYTES or reply.challenge == peer.challenge:
             self.num_refused += 1
             return []
@@ -144,7 +144,7 @@ class PushInbox:
         return [self._rules.hello(address, now_s)]
 
     def _doubt(self, peer: PushPeer, reply: kv_pb2.HelloReply) -> Actions:
-        """It may be any process: what it says has no consequence, and is said once."""
+        """Ignore an unproved reply, which any process may have sent; raise an error only the first time."""
         self.num_refused += 1
         if peer.is_doubted:
             return []
@@ -156,7 +156,7 @@ class PushInbox:
         rules = self._rules
         transfer = rules.transfers.get(attempt_of(grant.attempt))
         if transfer is None or transfer.peer.kv_address != address:
-            return []  # it ended; its ABORT is on the way or done
+            return []  # the transfer ended; its ABORT is on the way or was delivered
         if transfer.peer.epoch != grant.epoch:
             return []
         rules.named(transfer, now_s)
@@ -199,7 +199,7 @@ class PushInbox:
         if transfer is None or transfer.peer.kv_address != address or transfer.state is not TransferState.RESERVING:
             return []
         if deny.reason == kv_pb2.Deny.NO_HELLO:
-            # A connection that was made anew has proved nothing yet. It will, and then this is asked for again.
+            # A new connection has proved nothing yet. Once it has, RESERVE is sent again.
             heartbeat_s = self._rules.config.heartbeat_s
             transfer.retry_s = min(transfer.retry_s, now_s + heartbeat_s)
             return [] if now_s - peer.hello_s < heartbeat_s else [self._rules.hello(address, now_s)]
@@ -219,13 +219,13 @@ class PushInbox:
             return []
         rules.named(transfer, now_s)
         if not transfer.is_commit_posted or nack.round != transfer.round:
-            return []  # about an earlier COMMIT
+            return []  # refers to an earlier COMMIT
         transfer.round += 1
         transfer.is_commit_posted = False
         rules.credit(transfer, nack.charged_bytes, now_s)
         rules.write_off(transfer)
         if not nack.missing:
-            return rules.pump(address, now_s)  # all of it came meanwhile; say again that it is all
+            return rules.pump(address, now_s)  # everything arrived meanwhile; repeat the COMMIT
         return rules.send_again(transfer, nack.missing, now_s)
 
     def _on_have(self, address: str, peer: PushPeer, have: kv_pb2.Have, now_s: float) -> Actions:
@@ -235,7 +235,7 @@ class PushInbox:
             return []
         rules.named(transfer, now_s)
         if not transfer.is_resume_posted or have.round != transfer.resume_round:
-            return []  # it answers a RESUME that was answered before
+            return []  # the reply to a RESUME that was answered before
         transfer.is_resume_posted = False
         transfer.resume_round += 1
         transfer.is_confirmed = True
@@ -252,7 +252,7 @@ class PushInbox:
             rules.named(transfer, now_s)
             rules.credit(transfer, entry.charged_bytes, now_s)
             if transfer.is_resume_posted and transfer.is_confirmed and not transfer.in_flight_bytes:
-                transfer.is_resume_posted = False  # nothing is open that it asks about
+                transfer.is_resume_posted = False  # nothing that it asks about is open any more
                 transfer.resume_round += 1
         return rules.pump(address, now_s)
 
@@ -264,11 +264,11 @@ class PushInbox:
         return []
 
     def _on_abort(self, address: str, peer: PushPeer | None, abort: kv_pb2.Abort, now_s: float) -> Actions:
-        """The decode worker gave a transfer up, in this or an earlier incarnation, and asks when it is quiet."""
+        """Handle an ABORT: the decode worker, perhaps an earlier incarnation, gave up and asks when all is quiet."""
         rules = self._rules
         if abort.peer_epoch not in (0, self._me.epoch):
             self.num_refused += 1
-            return []  # only the incarnation that was granted it may answer
+            return []  # only the incarnation that received the grant may answer
         attempt = attempt_of(abort.attempt)
         transfer = rules.transfers.get(attempt)
         if peer is not None and abort.epoch == peer.epoch:
@@ -299,21 +299,21 @@ class PushInbox:
         return []
 
 
-# What time makes necessary for a decode worker as such: signs of life, farewells, a new connection, forgetting.
+# What is due by time for a decode worker as such: signs of life, farewells, reconnecting, forgetting.
 
 
 class PushPeers:
-    """Looks after the connections of one rank."""
+    """Maintains the connections of one rank."""
 
     def __init__(self, rules: PushRules, config: KVTransferConfig) -> None:
         self._rules = rules
         self._config = config
 
     def due(self, address: str, peer: PushPeer, now_s: float, is_heartbeat: bool) -> Actions:
-        """What is due for the decode worker at `address`."""
+        """Return the actions that are due for the decode worker at `address`."""
         rules, lease_s = self._rules, self._config.lease_s
         actions = self._end_silent(address, peer, now_s)
-        actions += rules.pump(address, now_s)  # a transfer that ended left its share of the window
+        actions += rules.pump(address, now_s)  # a transfer that ended has freed its share of the window
         actions += self._farewells(address, peer, now_s)
         live = rules.active_on(address)
         if live or peer.farewells:
@@ -326,7 +326,8 @@ class PushPeers:
             if live and peer.epoch:
                 ids = [transfer.incoming_id for transfer in live if transfer.incoming_id]
                 actions.append(SendControl(address, rules.messages.lease(ids)))
-        # Out of touch, it may be asking whether its pool is still written: it keeps the blocks until it is answered.
+        # If it is out of touch, the decode worker may be asking whether its pool is still written; it keeps the blocks
+        # until it gets an answer.
         is_out_of_touch = peer.may_ask and peer.heard.silence_s(now_s) > lease_s
         limit_s = ONE_SIDED_FAREWELL_S if is_out_of_touch else IDLE_LEASES * lease_s
         if not rules.live_on(address) and not peer.farewells and now_s - peer.used_s > limit_s:
@@ -341,7 +342,7 @@ class PushPeers:
         is_missed = bool(live) or (bool(peer.farewells) and peer.epoch != 0)
         if not is_missed or peer.heard.silence_s(now_s) <= lease_s:
             return []
-        # The connection may be dead at the other end only; what is said from now on goes over a new one.
+        # The connection may be dead at the other end only; later messages go over a new one.
         actions: Actions = [DropPeer(address)]
         for transfer in live:
             actions += rules.fail(transfer, f"nothing heard from the decode worker for {lease_s} s", now_s)
@@ -353,22 +354,22 @@ class PushPeers:
         for attempt, farewell in tuple(peer.farewells.items()):
             if now_s > farewell.until_s:
                 del peer.farewells[attempt]
-            elif peer.epoch and now_s >= farewell.retry_s:  # before it has met this rank, it refuses what the rank says
+            elif peer.epoch and now_s >= farewell.retry_s:  # it refuses messages of a rank that it has not met
                 farewell.retry_s = now_s + self._config.heartbeat_s * RETRY_HEARTBEATS
                 actions.append(SendControl(address, farewell.control))
         return actions
 
 
 MASK = (1 << 64) - 1
-ROUNDS = 64  # of RESUME that one transfer will not need; answers to an earlier one with the same id are told apart
+ROUNDS = 64  # more RESUME rounds than one transfer needs; tell apart replies to an earlier transfer with its id
 
 
 class PushProtocol:
-    """Every transfer of one rank of a prefill worker.
+    """All transfers of one rank of a prefill worker.
 
     Args:
-        identity: of this rank.
-        layout: of its pool.
+        identity: identity of this rank.
+        layout: layout of its pool.
         config: limits and times.
     """
 
@@ -384,35 +385,36 @@ class PushProtocol:
 
     @property
     def num_messages_refused(self) -> int:
-        """Messages of other incarnations, or about them."""
+        """Number of messages refused because they came from, or concerned, other incarnations."""
         return self._inbox.num_refused
 
     @property
     def num_bytes_resent(self) -> int:
-        """Payload that was posted more than once."""
+        """Payload bytes that were posted more than once."""
         return self._rules.num_bytes_resent
 
     @property
     def totals(self) -> PushTotals:
-        """For metrics; to be read only."""
+        """Totals for metrics; read-only."""
         return self._rules.totals
 
     def paths(self, now_s: float) -> tuple[PathCounts, ...]:
-        """Every decode worker that is used."""
+        """Return the counts of every decode worker in use."""
         return self._rules.paths(now_s)
 
     def transfers(self) -> Iterable[Transfer]:
-        """All live transfers, oldest first; to be read only."""
+        """Return all live transfers, oldest first; read-only."""
         return tuple(self._rules.transfers.values())
 
     def transfer(self, attempt: AttemptKey) -> Transfer | None:
-        """One of them; to be read only."""
+        """Return the live transfer of an attempt; read-only."""
         return self._rules.transfers.get(attempt)
 
     def write_deadline_s(self, attempt: AttemptKey) -> float:
-        """Until when writes into granted blocks may begin before a `SendFrame` asks for them.
+        """Return until when writes into granted blocks may begin before a `SendFrame` asks for them.
 
-        It moves with every sign that the transfer is still this transfer's. A writer that does so holds the transfer.
+        Every sign that the decode worker still knows this transfer extends it. A writer that writes early holds the
+        transfer.
         """
         transfer = self._rules.transfers.get(attempt)
         if transfer is None or transfer.state is not TransferState.PUSHING or not transfer.is_one_sided:
@@ -423,10 +425,10 @@ class PushProtocol:
         return transfer.named_s + SELF_FENCE * transfer.lease_s
 
     def data_paths(self) -> dict[str, str]:
-        """The data path to each decode worker that was met, by address."""
+        """Return the data path to each decode worker that was met, by address."""
         return {address: peer.data_path for address, peer in self._rules.peers.items() if peer.data_path}
 
-    # From the worker
+    # Calls from the worker
 
     def reserve(
         self,
@@ -438,7 +440,7 @@ class PushProtocol:
         wait_s: float,
         now_s: float,
     ) -> Actions:
-        """Rank 0: ask `peer` for an incoming transfer; it answers within `wait_s`, or the transfer fails."""
+        """Ask `peer` for an incoming transfer (rank 0 only); it replies within `wait_s`, or the transfer fails."""
         assert self._me.rank == 0, "rank 0 reserves; the others adopt"
         problem = request_id_problem(attempt.request_id)
         if problem or capacity_len > MAX_U32:
@@ -450,10 +452,11 @@ class PushProtocol:
     def adopt(
         self, attempt: AttemptKey, peer: DecodePeer, *, prompt_len: int, grant: GrantInfo, now_s: float
     ) -> Actions:
-        """Any other rank: push into what rank 0 was granted. No event follows before `Acked` or `PushFailed`.
+        """Push into what rank 0 was granted (ranks above 0 only). No event follows before `Acked` or `PushFailed`.
 
-        Each `Granted` of rank 0 must come to every other rank, even if the transfer has failed meanwhile: a decode
-        worker whose pool the ranks write asks all of them before it frees the blocks, and only now they meet it.
+        Each `Granted` of rank 0 must reach every other rank, even if the transfer has failed meanwhile. If the ranks
+        write a decode worker's pool, it asks all of them before it frees the blocks, and they meet it only through this
+        call.
         """
         assert self._me.rank > 0, "rank 0 hears of its grants itself"
         if grant.d_epoch != peer.epoch:
@@ -471,7 +474,7 @@ class PushProtocol:
         return self._begin(transfer, now_s)
 
     def pushed(self, attempt: AttemptKey, layer: int, first: int, count: int, digest: int, now_s: float) -> Actions:
-        """These positions of a layer are computed, and `digest` is that of those that this rank pushes.
+        """Report that these positions of a layer are computed; `digest` covers those that this rank pushes.
 
         They are sent when the window allows.
         """
@@ -481,7 +484,7 @@ class PushProtocol:
             return []
         heads = rules.messages.heads[layer]
         if not heads.count:
-            return []  # a lower rank has them too
+            return []  # a lower rank holds the same heads
         if transfer.coverage.overlaps(layer, first, count, 0, 1):
             return rules.fail(transfer, f"layer {layer} from position {first} was pushed twice", now_s)
         transfer.coverage.add(layer, first, count, 0, 1)
@@ -493,14 +496,14 @@ class PushProtocol:
     def commit(
         self, attempt: AttemptKey, state: kv_pb2.SequenceState | None, prefill_end_s: float, now_s: float
     ) -> Actions:
-        """All of the prompt was pushed; hand the sequence over. `prefill_end_s` is a reading of the clock here.
+        """Hand the sequence over: the whole prompt was pushed. `prefill_end_s` is a time on this side's clock.
 
-        Rank 0 gives the state; the others give None.
+        Rank 0 passes the state; the others pass None.
         """
         rules = self._rules
         transfer = rules.transfers.get(attempt)
         if transfer is None or transfer.state is TransferState.ABORTING:
-            return []  # it failed meanwhile, and the worker was told
+            return []  # the transfer failed meanwhile, and the worker was told
         assert transfer.state is TransferState.PUSHING, f"{attempt} is committed in {transfer.state.name}"
         assert (state is not None) == (self._me.rank == 0)
         gap = next(transfer.coverage.gaps(), None)
@@ -514,20 +517,20 @@ class PushProtocol:
         return rules.pump(transfer.peer.kv_address, now_s)
 
     def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
-        """Give a transfer up; `PushDrained` follows. One that has ended stays ended."""
+        """Give a transfer up; `PushDrained` follows. Does nothing if the transfer has ended."""
         transfer = self._rules.transfers.get(attempt)
         if transfer is None or transfer.state is TransferState.ABORTING:
             return []
         return self._rules.give_up(transfer, reason, now_s)
 
     def hold(self, attempt: AttemptKey) -> None:
-        """A writer may read the source blocks of this attempt until `unhold`."""
+        """Note that a writer may read the source blocks of this attempt until `unhold`."""
         transfer = self._rules.transfers.get(attempt)
         if transfer is not None:
             transfer.num_holds += 1
 
     def unhold(self, attempt: AttemptKey) -> Actions:
-        """The writer is past them."""
+        """Note that the writer does not read the source blocks any more."""
         transfer = self._rules.transfers.get(attempt)
         if transfer is None:
             return []
@@ -535,10 +538,10 @@ class PushProtocol:
         transfer.num_holds -= 1
         return self._rules.drain_if_quiet(transfer)
 
-    # From data paths
+    # Calls from data paths
 
     def data_path_opened(self, address: str, data_path: str, now_s: float) -> Actions:
-        """The answer to `OpenDataPath`: payloads go to this decode worker by `data_path` ("inline" always works)."""
+        """Report the data path that `OpenDataPath` opened to this decode worker ("inline" always works)."""
         peer = self._rules.peers.get(address)
         if peer is None or not peer.epoch:
             return []
@@ -550,7 +553,7 @@ class PushProtocol:
         return actions
 
     def data_path_lost(self, address: str, now_s: float) -> Actions:
-        """The connection of a two-sided data path broke: ask now which of the frames posted have landed."""
+        """Ask which posted frames have arrived, because the connection of a two-sided data path broke."""
         return [
             self._rules.resume_message(transfer, now_s)
             for transfer in self._rules.active_on(address)
@@ -558,7 +561,7 @@ class PushProtocol:
         ]
 
     def written(self, attempt: AttemptKey, header: FrameHeader, now_s: float, problem: str = "") -> Actions:
-        """A write by a one-sided data path (`SendFrame`) is over, or was never begun; `problem`: it failed."""
+        """Report that a one-sided write (`SendFrame`) ended or was never begun; `problem` says why it failed."""
         transfer = self._rules.transfers.get(attempt)
         assert transfer is not None, "a transfer stays until all its writes are over"
         assert transfer.num_writes > 0
@@ -571,20 +574,20 @@ class PushProtocol:
         transfer.progress.renew(now_s)  # the wait for credit begins
         return self._rules.pump(transfer.peer.kv_address, now_s)
 
-    # From the wire
+    # Messages
 
     def on_control(self, address: str, control: kv_pb2.Control, now_s: float) -> Actions:
-        """Take a message of the decode worker at `address`.
+        """Handle a message from the decode worker at `address`.
 
         Raises:
             ProtocolError: the message breaks the protocol; nothing changed.
         """
         return self._inbox.take(address, control, now_s)
 
-    # From time
+    # Time
 
     def tick(self, now_s: float) -> Actions:
-        """Do what is due: deadlines, repeats, heartbeats, forgetting."""
+        """Return what is due: deadlines, repeats, heartbeats, forgetting."""
         actions: Actions = []
         for transfer in self.transfers():
             actions += self._rules.due(transfer, now_s)
@@ -596,7 +599,7 @@ class PushProtocol:
         return actions
 
     def forgive(self, pause_s: float, now_s: float) -> None:
-        """This process did nothing for so long: peers must not be blamed for a silence that is mostly its own."""
+        """Excuse the silence of peers during `pause_s`, in which this process itself did nothing."""
         lease_s = self._config.lease_s
         if pause_s <= lease_s / 2:
             return
@@ -607,7 +610,7 @@ class PushProtocol:
             transfer.progress.forgive(pause_s, lease_s, now_s)
 
     def clock_offset_s(self, address: str) -> float:
-        """What to add to a reading here to get the decode worker's."""
+        """Return what to add to a time on this side's clock to get the decode worker's."""
         return self._rules.peers[address].clock_offset_s
 
     def _add(
@@ -645,7 +648,7 @@ class PushProtocol:
         elif not rules.active_on(peer.kv_address):
             is_silent = known.heard.silence_s(now_s) > self._config.lease_s
             if is_silent or known.epoch not in (0, peer.epoch):
-                known.forget_incarnation()  # out of touch: it may have forgotten us, or be another incarnation
+                known.forget_incarnation()  # out of touch: it may have forgotten this rank, or be another incarnation
                 known.heard.renew(now_s)
         known.used_s = now_s
         rules.transfers[attempt] = transfer
@@ -655,8 +658,8 @@ class PushProtocol:
         rules, address = self._rules, transfer.peer.kv_address
         known = rules.peers[address]
         if known.epoch != transfer.peer.epoch or not known.data_path:
-            # Not met yet, or the router that named this incarnation is ahead of us or behind: the answer says which,
-            # and that decides. With it comes an offer, so that a data path that could not be opened is opened anew.
+            # Not met yet, or the router that named this incarnation is ahead of this rank or behind: the reply decides.
+            # It also brings an offer, so that a data path that could not be opened is opened anew.
             is_waiting = now_s - known.hello_s < self._config.heartbeat_s
             return [] if is_waiting else [rules.hello(address, now_s)]
         return rules.connected(transfer, now_s)

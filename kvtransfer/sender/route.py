@@ -1,7 +1,8 @@
-"""Where one transfer's frames come from and go to, as writer threads see it, and the fence before its blocks.
+"""The route of one transfer: where its frames come from and go to, and the fence that writer threads pass.
 
-The push thread decides: it fills in the data path and opens and closes the fence. Writer threads pass it, or not. Once
-it is closed and the last of them is out, nothing writes the incoming transfer any more, and that is said on the wire.
+The push thread sets the data path, and opens and shuts the fence. Writer threads enter the fence or are refused. Once
+it is shut and the last writer has left, nothing writes the incoming transfer any more, and the protocol reports that to
+the decode worker.
 """
 
 import threading
@@ -29,11 +30,11 @@ class Frame:
     """What is known of a frame before it is posted.
 
     Attributes:
-        count: its positions.
-        digest: of the pool's rows; None with digests off.
-        crc: of the payload, where it has no digest and goes by a socket.
-        data: its payload, gathered, on a data path that needs it in one piece.
-        is_written: it lies in the decode worker's pool.
+        count: number of positions.
+        digest: digest of the pool's rows; None with digests off.
+        crc: crc32c of the payload, if it has no digest and is sent over a socket.
+        data: the gathered payload, on a data path that needs it in one piece.
+        is_written: whether the payload is in the decode worker's pool.
     """
 
     count: int
@@ -44,7 +45,7 @@ class Frame:
 
 
 class WriteFence:
-    """Who is inside an incoming transfer. Any thread."""
+    """Controls which writers are inside an incoming transfer. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,11 +54,11 @@ class WriteFence:
         self._is_shut = False
 
     def open_until(self, moment_s: float) -> None:
-        """Let writers in until this moment, unless it was shut."""
+        """Let writers in until this moment, unless the fence was shut."""
         self._until_s = moment_s
 
     def enter(self, now_s: float) -> bool:
-        """Go in, if that is allowed; `leave` must follow."""
+        """Enter, if that is allowed; `leave` must follow."""
         with self._lock:
             if self._is_shut or now_s > self._until_s:
                 return False
@@ -65,41 +66,41 @@ class WriteFence:
             return True
 
     def leave(self) -> bool:
-        """Go out; whether the fence is shut and no writer is inside any more."""
+        """Leave; return whether the fence is shut and no writer is inside any more."""
         with self._lock:
             self._num_inside -= 1
             return self._is_shut and not self._num_inside
 
     def shut(self) -> bool:
-        """Let no writer in any more; whether none is inside. For good."""
+        """Let no writer in any more, for good; return whether none is inside."""
         with self._lock:
             self._is_shut = True
             return not self._num_inside
 
     @property
     def is_shut(self) -> bool:
-        """Whether it was."""
+        """Whether the fence was shut."""
         return self._is_shut
 
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """One transfer.
+    """The route of one transfer.
 
     Attributes:
-        attempt: whose.
-        address: of the decode worker.
-        geometry: of this rank's pool.
-        table: the source.
-        prompt_len: positions that will be pushed.
-        data_path: empty until it is known.
-        opened: what to write with, on a one-sided data path.
+        attempt: the attempt that is pushed.
+        address: address of the decode worker.
+        geometry: geometry of this rank's pool.
+        table: the source blocks.
+        prompt_len: number of positions to push.
+        data_path: the data path; empty until it is known.
+        opened: the opened data path to write with, if it is one-sided.
         grant: the decode worker's blocks and state slot, on a one-sided data path.
-        frames: read, or written, and not posted yet, by (layer, first position).
-        fence: before the incoming transfer.
-        is_held: the push thread holds the transfer in the protocol for as long as a writer may be inside.
-        num_open: what was begun for it and has to be over before it may be committed. Of the push thread.
-        commit: waits for that.
+        frames: frames that were read or written and not posted yet, by (layer, first position).
+        fence: fence of the incoming transfer.
+        is_held: whether the push thread holds the transfer in the protocol because a writer may be inside.
+        num_open: number of operations that must end before the commit. Only the push thread uses it.
+        commit: the commit that waits for them.
     """
 
     attempt: AttemptKey
@@ -117,16 +118,16 @@ class Route:
     commit: Callable[[float], list[PushAction]] | None = None
 
     def blocks_of(self, span: KVRange) -> Sequence[int]:
-        """Where a span's layer lies here, by position // its rows per block."""
+        """Return the blocks of a span's layer in this rank's pool, indexed by position // rows per block."""
         return self.geometry.layer(span.layer).blocks_of(self.table.blocks, self.table.state_slot, span.end)
 
     def target_blocks_of(self, span: KVRange) -> Sequence[int]:
-        """The same in the decode worker's pools."""
+        """Return the same for the decode worker's pools."""
         assert self.grant is not None
         return self.geometry.layer(span.layer).blocks_of(self.grant.blocks, self.grant.state_slot, span.end)
 
     def problem_of(self, grant: GrantInfo) -> str:
-        """Why what was granted cannot be written through the open data path; empty if it can."""
+        """Return why the grant cannot be written through the open data path; empty if it can."""
         assert self.opened is not None
         num_blocks, num_slots = self.opened.num_blocks, self.opened.num_state_slots
         blocks, block_size, slot = grant.blocks, self.opened.block_size, grant.state_slot
@@ -144,10 +145,10 @@ class Route:
 
 
 class KeptBytes:
-    """How much memory gathered payloads may take, shared fairly among decode workers.
+    """Limits the memory of gathered payloads, and shares it fairly among decode workers.
 
-    Each may have as much as is left: one that is slow takes half, two of them two thirds, so there always is some for
-    those that get on.
+    Each decode worker may use as much as is left for others: a slow one gets at most half, two get two thirds together,
+    so some memory always remains for those that make progress.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -156,7 +157,7 @@ class KeptBytes:
         self._lock = threading.Lock()
 
     def take(self, address: str, num_bytes: int) -> bool:
-        """Take memory for a payload to this decode worker; False if it has its share."""
+        """Take memory for a payload to this decode worker; False if it has used its share."""
         with self._lock:
             taken = self._by_address.get(address, 0) + num_bytes
             if taken > self._free_bytes - num_bytes:
@@ -166,7 +167,7 @@ class KeptBytes:
             return True
 
     def give(self, address: str, num_bytes: int) -> None:
-        """Give it back."""
+        """Return memory taken by `take`."""
         with self._lock:
             self._free_bytes += num_bytes
             left = self._by_address[address] - num_bytes
@@ -177,16 +178,16 @@ class KeptBytes:
 
 
 Actions = list[PushAction]
-REOPEN_S = 0.25  # after a data path could not be opened: until then requests are refused, and the next one tries again
+REOPEN_S = 0.25  # how long requests are refused after a data path could not be opened; the next one tries again
 
 
 class PushRoutes:
-    """See the module.
+    """The routes of all transfers of one rank.
 
     Args:
-        protocol: of this rank.
-        chooser: of data paths.
-        clock: the worker's.
+        protocol: this rank's protocol.
+        chooser: chooses data paths.
+        clock: the worker's clock.
     """
 
     def __init__(self, protocol: PushProtocol, chooser: DataPathChooser, clock: Clock) -> None:
@@ -194,28 +195,28 @@ class PushRoutes:
         self._chooser = chooser
         self._clock = clock
         self._routes: dict[AttemptKey, Route] = {}
-        self._num_two_sided = 0  # that are open
-        self._failed_s: dict[str, float] = {}  # when none could be opened, by address
+        self._num_two_sided = 0  # number of open two-sided routes
+        self._failed_s: dict[str, float] = {}  # when no data path could be opened, by address
 
     @property
     def are_one_sided(self) -> bool:
-        """Whether no payload leaves by the push thread now."""
+        """Whether no payload currently leaves through the push thread."""
         return not self._num_two_sided
 
     def add(self, route: Route) -> None:
-        """A transfer is about to begin. Any thread."""
+        """Add the route of a transfer that is about to begin. Any thread may call this."""
         self._routes[route.attempt] = route
 
     def get(self, attempt: AttemptKey) -> Route | None:
-        """The route of a live transfer. Any thread."""
+        """Return the route of a live transfer. Any thread may call this."""
         return self._routes.get(attempt)
 
     def is_live(self, route: Route) -> bool:
-        """Whether its transfer has not ended."""
+        """Return whether the route's transfer has not ended."""
         return self._routes.get(route.attempt) is route
 
     def pop(self, attempt: AttemptKey) -> Route | None:
-        """The transfer has ended."""
+        """Remove the route of a transfer that has ended, and return it."""
         route = self._routes.pop(attempt, None)
         if route is not None:
             route.fence.shut()
@@ -223,9 +224,10 @@ class PushRoutes:
         return route
 
     def refusal(self, attempt: AttemptKey, address: str, epoch: int) -> Actions:
-        """The answer to a request for a transfer that could not be pushed just now; empty if it may be.
+        """Refuse a transfer to a decode worker without a usable data path; return an empty list if there may be one.
 
-        What was in the way may pass (no file number was left), so it is never said that the two do not fit together.
+        The cause may be temporary (no file descriptor was left), so the refusal never claims that the two are
+        incompatible.
         """
         choice = self._chooser.data_path_of(address)
         if choice is None or choice.epoch != epoch or choice.data_path:
@@ -235,7 +237,7 @@ class PushRoutes:
         return [Denied(attempt, kv_pb2.Deny.DATA_PATH, f"no data path to the decode worker: {choice.why}")]
 
     def fail(self, route: Route, problem: str) -> Actions:
-        """End a transfer for a reason of this side's own."""
+        """End a transfer for a reason on this side."""
         transfer = self._protocol.transfer(route.attempt)
         if not self.is_live(route) or transfer is None or transfer.state is TransferState.ABORTING:
             return []
@@ -243,7 +245,7 @@ class PushRoutes:
         return [PushFailed(route.attempt, problem), *abort]
 
     def open_data_path(self, action: OpenDataPath) -> Actions:
-        """Open the best data path to a decode worker; without any, its transfers end."""
+        """Open the best data path to a decode worker; if none works, its transfers end."""
         choice = self._chooser.choose(action.peer, action.epoch, action.host_id, action.offers)
         if choice.data_path:
             self._failed_s.pop(action.peer, None)
@@ -265,7 +267,7 @@ class PushRoutes:
         return actions
 
     def open(self, route: Route, data_path: str, grant: GrantInfo) -> str:
-        """Let writers know how to push; why that cannot be, or empty."""
+        """Tell writers how to push; return why that is not possible, or empty."""
         if is_one_sided(data_path):
             choice = self._chooser.data_path_of(route.address)
             if choice is None or choice.data_path != data_path or choice.epoch != grant.d_epoch:
@@ -279,33 +281,33 @@ class PushRoutes:
             route.fence.open_until(self._protocol.write_deadline_s(route.attempt))
         else:
             self._num_two_sided += 1
-        route.data_path = data_path  # last: with it writers begin
+        route.data_path = data_path  # set last: writers begin once they see it
         return ""
 
     def ask_for_lost(self, now_s: float) -> Actions:
-        """A connection of a two-sided data path broke, and what was queued there is gone: ask what has landed."""
+        """Ask what has arrived, because a two-sided connection broke and its queue was lost."""
         addresses = {route.address for route in self._routes.values() if route.data_path == RAW}
         return [action for address in addresses for action in self._protocol.data_path_lost(address, now_s)]
 
     def renew(self) -> None:
-        """Move the moments until which writers may go in."""
+        """Extend the times until which writers may enter."""
         for route in self._routes.values():
             if route.is_held and not route.fence.is_shut:
                 route.fence.open_until(self._protocol.write_deadline_s(route.attempt))
         self._chooser.sweep()
 
     def forget_peer(self, address: str) -> None:
-        """Nothing leads to this decode worker any more."""
+        """Forget a decode worker that is not connected any more."""
         self._chooser.forget(address)
         self._failed_s.pop(address, None)
 
     def shut(self, attempt: AttemptKey) -> Actions:
-        """Let no writer into an incoming transfer any more; when the last is out, the transfer may drain."""
+        """Let no writer into an incoming transfer any more; once the last has left, the transfer may drain."""
         route = self._routes.get(attempt)
         return self.release(route) if route is not None and route.fence.shut() else []
 
     def release(self, route: Route) -> Actions:
-        """No writer is inside the incoming transfer, nor ever will be."""
+        """Release the hold on a transfer: no writer is inside it, nor ever will be."""
         if not route.is_held:
             return []
         route.is_held = False

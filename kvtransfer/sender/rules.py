@@ -1,6 +1,6 @@
-"""When a transfer posts, posts again, fails and ends: the rules that workers, messages and time all lead to.
+"""The sender's rules: when a transfer posts, posts again, fails and ends.
 
-Who calls them decides which rule applies.
+Calls from the worker, messages and time all lead to these rules; the caller decides which one applies.
 """
 
 from collections.abc import Iterable
@@ -27,9 +27,11 @@ from baton.kvtransfer.sender.messages import PushIdentity, PushMessages
 from baton.kvtransfer.sender.table import PathCounts, PushPeer, PushTotals, RepeatedAbort, Transfer, TransferState
 from baton.proto import kv_pb2
 
-HELLO_HEARTBEATS = 4  # a HELLO goes out with every so many heartbeats, for the clock and to notice a new epoch
+HELLO_HEARTBEATS = 4  # a HELLO is sent with every fourth heartbeat, for the clock offset and to notice a new epoch
 RETRY_HEARTBEATS = 2
-SELF_FENCE = 0.75  # of a lease without a sign: nothing more is written into blocks that may be another's by then
+# A fraction of the lease: after that long without a sign of life, nothing is written into blocks that may be reused by
+# then.
+SELF_FENCE = 0.75
 ONE_SIDED_FAREWELL_S = 600.0  # the decode worker cannot free the blocks before it knows
 MAX_FAREWELLS = 4096
 IDLE_LEASES = 5
@@ -52,19 +54,19 @@ class PushRules:
         self._retry_s = config.heartbeat_s * RETRY_HEARTBEATS
 
     def paths(self, now_s: float) -> tuple[PathCounts, ...]:
-        """Every decode worker that is used."""
+        """Return the counts of every decode worker in use."""
         return tuple(self.totals.path(address, peer, now_s) for address, peer in self.peers.items())
 
     def live_on(self, address: str) -> list[Transfer]:
-        """Transfers to the decode worker at `address`, oldest first."""
+        """Return the transfers to the decode worker at `address`, oldest first."""
         return [transfer for transfer in self.transfers.values() if transfer.peer.kv_address == address]
 
     def active_on(self, address: str) -> list[Transfer]:
-        """Those of them that were not given up."""
+        """Return those of `live_on` that were not given up."""
         return [transfer for transfer in self.live_on(address) if transfer.state is not TransferState.ABORTING]
 
     def two_layers_bytes(self, prompt_len: int) -> int:
-        """What two layers of a prompt take of the window."""
+        """Return how many bytes of the window two layers of a prompt use."""
         spans = [layer.span(prompt_len) for layer in self.layout.layers]
         sizes = [self.own_bytes(index, span.first, span.count) for index, span in enumerate(spans)]
         return 2 * max(size + -(-size // self.config.max_frame_bytes) * FRAME_OVERHEAD_BYTES for size in sizes)
@@ -85,7 +87,7 @@ class PushRules:
                 continue
             while transfer.to_send:
                 header = self.messages.frame(transfer, transfer.to_send[0])
-                # A frame larger than the whole window goes alone: waiting would never end.
+                # A frame larger than the whole window is sent alone: waiting would never end.
                 if in_flight_bytes and in_flight_bytes + header.charge_bytes > window_bytes:
                     is_full = True
                     break
@@ -109,12 +111,12 @@ class PushRules:
         return actions
 
     def send_again(self, transfer: Transfer, missing: Iterable[kv_pb2.LayerGap], now_s: float) -> Actions:
-        """Queue what the decode worker lacks of what was computed. What was posted before has landed or is lost.
+        """Queue again what the decode worker lacks of what was computed. Earlier frames have arrived or are lost.
 
-        It names nothing twice: so a short message cannot make this side queue more than the transfer has.
+        It may name nothing twice, so a short message cannot make this side queue more than the transfer has.
         """
         pieces: list[LayerRange] = []
-        named = (0, 0)  # layer, and one past the last position named of it
+        named = (0, 0)  # layer, and one past the last position named in it
         for gap in missing:
             if (gap.layer, gap.first) < named:
                 reason = f"the decode worker lacks position {gap.first} of layer {gap.layer} twice, or out of order"
@@ -140,13 +142,13 @@ class PushRules:
             transfer.num_resends += 1
             self.num_bytes_resent += num_bytes_lost
             self.totals.frames_resent += max(1, len(pieces) - len(transfer.to_send))
-        transfer.to_send.clear()  # of it, everything is missing over there
+        transfer.to_send.clear()  # the decode worker lacks everything that was queued
         transfer.to_send.extend(pieces)
         transfer.progress.renew(now_s)
         return self.pump(transfer.peer.kv_address, now_s)
 
     def split(self, layer: int, first: int, count: int) -> list[LayerRange]:
-        """Frames for those of these positions that this rank pushes."""
+        """Split those of these positions that this rank pushes into frames."""
         num_heads = self.messages.heads[layer].count
         return [
             LayerRange(layer, *piece)
@@ -155,12 +157,12 @@ class PushRules:
         ]
 
     def own_bytes(self, layer: int, first: int, count: int) -> int:
-        """Payload of those of these positions that this rank pushes."""
+        """Return the payload bytes of those of these positions that this rank pushes."""
         num_positions = sum(own.count for own in self.messages.own(layer, first, count))
         return self.shape.payload_bytes(layer, num_positions, self.messages.heads[layer].count)
 
     def credit(self, transfer: Transfer, charged_bytes: int, now_s: float) -> None:
-        """So much of what was posted has landed."""
+        """Credit a transfer: `charged_bytes` of what was posted have arrived in total."""
         charged_bytes = min(charged_bytes, transfer.charged_bytes)
         news = charged_bytes - transfer.credited_bytes
         if news > 0:
@@ -171,17 +173,17 @@ class PushRules:
             peer.window.credited(news, now_s)
 
     def write_off(self, transfer: Transfer) -> None:
-        """What has not landed of what was posted never will, or will not count."""
+        """Write off posted bytes that were not credited: they will not arrive, or will not count."""
         self.peers[transfer.peer.kv_address].window.lost(transfer.in_flight_bytes)
         transfer.charged_bytes = transfer.credited_bytes
 
     def named(self, transfer: Transfer, now_s: float) -> None:
-        """The decode worker showed that it knows this transfer."""
+        """Note a sign that the decode worker knows this transfer."""
         transfer.renewed.renew(now_s)
         transfer.named_s = now_s
 
     def connected(self, transfer: Transfer, now_s: float) -> Actions:
-        """There is a data path to the incarnation that this transfer is for: reserve, or push what rank 0 reserved."""
+        """Reserve, or push what rank 0 reserved, now that there is a data path to the transfer's incarnation."""
         peer = self.peers[transfer.peer.kv_address]
         if transfer.state is TransferState.RESERVING:
             transfer.data_path = transfer.data_path or peer.data_path
@@ -196,18 +198,19 @@ class PushRules:
         transfer.data_path = (
             wanted if is_one_sided(wanted) else INLINE if is_one_sided(peer.data_path) else peer.data_path
         )
-        # The transfer may have been fenced, and this rank have said that it writes nothing, before it knew of it.
+        # The transfer may have been fenced before this rank knew of it, and this rank have reported that it writes
+        # nothing.
         return [self.resume_message(transfer, now_s)]
 
     def due(self, transfer: Transfer, now_s: float) -> Actions:
-        """What time makes necessary for one transfer: a repeat, a question, or its end."""
+        """Return what is due by time for one transfer: a repeat, a question, or its end."""
         address = transfer.peer.kv_address
         peer = self.peers[address]
         if transfer.state is TransferState.ABORTING:
             return []
         if transfer.state is TransferState.RESERVING:
             if now_s > transfer.deadline_s:
-                # No HELLO answered either: the connection may be dead, and short waits must not hide that for ever.
+                # No HELLO was answered either: the connection may be dead, and short waits must not hide that forever.
                 dropped: Actions = [] if peer.epoch else [DropPeer(address)]
                 return [*dropped, *self.fail(transfer, "the decode worker did not answer a RESERVE in time", now_s)]
             is_connected = peer.data_path and peer.epoch == transfer.peer.epoch
@@ -225,19 +228,20 @@ class PushRules:
         return []
 
     def fail(self, transfer: Transfer, reason: str, now_s: float, *, tell: bool = True) -> Actions:
-        """End a transfer that the worker believes alive."""
+        """End a transfer that the worker believes to be alive."""
         return [PushFailed(transfer.attempt, reason), *self.give_up(transfer, reason, now_s, tell=tell)]
 
     def give_up(self, transfer: Transfer, reason: str, now_s: float, *, tell: bool = True) -> Actions:
-        """Post nothing more; tell the decode worker, unless it said so itself and waits for nothing."""
+        """Stop posting and tell the decode worker, unless it gave up itself and waits for nothing."""
         transfer.state = TransferState.ABORTING
         transfer.to_send.clear()
         address = transfer.peer.kv_address
         actions = self._stop(transfer)
         peer = self.peers[address]
         one_sided = transfer.is_one_sided
-        is_known = bool(transfer.data_path or transfer.grant)  # over there
-        # A rank may give up what rank 0 was granted before it has met the decode worker: it says so when it has.
+        is_known = bool(transfer.data_path or transfer.grant)  # whether the decode worker knows the transfer
+        # A rank may give up what rank 0 was granted before it has met the decode worker; then it sends the ABORT once
+        # it has.
         is_met = peer.epoch == transfer.peer.epoch
         if is_known and (one_sided or (tell and (is_met or not peer.epoch))):
             until_s = now_s + (ONE_SIDED_FAREWELL_S if one_sided else self.config.lease_s)
@@ -257,7 +261,7 @@ class PushRules:
         return self.end(transfer, PushDrained(transfer.attempt))
 
     def end(self, transfer: Transfer, event: Acked | Denied | PushDrained) -> Actions:
-        """Forget a transfer; `event` is the last word on it."""
+        """Forget a transfer; `event` is its last event."""
         assert not transfer.num_writes
         address = transfer.peer.kv_address
         self.write_off(transfer)
@@ -271,20 +275,20 @@ class PushRules:
         return actions
 
     def hello(self, address: str, now_s: float) -> SendControl:
-        """HELLO, noted so that the reply can be matched and timed."""
+        """Build a HELLO, and record it so that the reply can be matched and timed."""
         peer = self.peers[address]
         peer.hello_s = now_s
-        sent_ns = peer.hello_ns = max(int(now_s * 1e9), peer.hello_ns + 1)  # no two are alike
+        sent_ns = peer.hello_ns = max(int(now_s * 1e9), peer.hello_ns + 1)  # no two are equal
         peer.hellos.append(sent_ns)
         return SendControl(address, self.messages.hello(address, sent_ns, peer.challenge))
 
     def reserve_message(self, transfer: Transfer, now_s: float) -> SendControl:
-        """RESERVE, noted so that it is repeated."""
+        """Build a RESERVE, and schedule its repeat."""
         transfer.retry_s = now_s + self._retry_s
         return SendControl(transfer.peer.kv_address, self.messages.reserve(transfer, now_s))
 
     def resume_message(self, transfer: Transfer, now_s: float) -> SendControl:
-        """RESUME, noted so that it is repeated; nothing is posted until it is answered."""
+        """Build a RESUME, and schedule its repeat; nothing is posted until it is answered."""
         transfer.is_resume_posted = True
         transfer.retry_s = now_s + self._retry_s
         return SendControl(transfer.peer.kv_address, self.messages.resume(transfer))
@@ -307,7 +311,7 @@ class PushRules:
         credits = [transfer.grant.credit_bytes for transfer in live if transfer.grant is not None]
         limit_bytes = min(self.config.window_bytes, *credits)
         if all(transfer.is_one_sided for transfer in live):
-            return limit_bytes  # nothing is on its way or waits for memory: what is posted lies in the pool already
+            return limit_bytes  # nothing is on its way or waits for memory: posted payloads are already in the pool
         return peer.window.size_bytes(two_layers_bytes, peer.round_trip_s, limit_bytes, now_s)
 
     def _may_post(self, transfer: Transfer, peer: PushPeer, now_s: float) -> bool:
@@ -318,12 +322,12 @@ class PushRules:
         return not transfer.is_one_sided or now_s - transfer.named_s <= SELF_FENCE * transfer.lease_s
 
     def _overdue(self, transfer: Transfer, peer: PushPeer, now_s: float) -> str:
-        """Why a transfer that was granted has waited long enough; empty if it has not."""
+        """Return why a granted transfer has waited too long; empty if it has not."""
         if transfer.renewed.silence_s(now_s) > transfer.lease_s:
             return f"the decode worker did not name it for {transfer.lease_s} s"
         progress_s = transfer.progress.at_s
         if transfer.to_send and not transfer.in_flight_bytes:
-            # Others have the window; as long as they get on, it is only not this one's turn.
+            # Other transfers use the window; as long as they progress, this one is only waiting for its turn.
             progress_s = max(progress_s, peer.progress_s)
         is_waiting = transfer.in_flight_bytes or transfer.to_send or transfer.state is TransferState.COMMITTING
         if is_waiting and now_s - progress_s > self.config.commit_timeout_s:

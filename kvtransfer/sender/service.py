@@ -1,11 +1,11 @@
-"""The prefill worker's end of the hand-off: `PushService`, which its loop talks to, and whose writer its steps use.
+"""The prefill worker's side of the hand-off: `PushService`, used by the worker's loop, and its writer, used by steps.
 
-The loop calls `reserve`, `commit`, `abort`, `poll` and the writer; none of them waits for the network, or for a decode
-worker that is slow. Writer threads read new KV from the pool; a thread of its own drives protocol and data paths
+The loop calls `reserve`, `commit`, `abort`, `poll` and the writer; none of them waits for the network or for a slow
+decode worker. Writer threads read new KV from the pool; a separate thread drives protocol and data paths
 (`push_driver`).
 
-Of a tensor-parallel group, every rank has a service. Rank 0 reserves and hears the answers; the others `adopt` what it
-was granted. Each pushes the heads that no lower rank holds, and commits its part.
+In a tensor-parallel group, every rank has a service. Rank 0 reserves and receives the replies; the others `adopt` what
+it was granted. Each rank pushes the heads that no lower rank holds, and commits its part.
 """
 
 import functools
@@ -72,19 +72,19 @@ def _do_nothing() -> None:
 
 
 class PushService:
-    """Every push of one rank of a prefill worker.
+    """All pushes of one rank of a prefill worker.
 
     Args:
-        pool: source of the blocks.
-        layout: of the pool.
-        epoch: of this incarnation; random, and the same for all ranks.
+        pool: the pool to push from.
+        layout: layout of the pool.
+        epoch: this incarnation; random, and the same for all ranks.
         transport: the connecting side; owned from here on.
         config: limits and times; `transport` is the policy for data paths.
-        clock: the worker's.
-        openers: of one-sided data paths; without them, those that `core.kv_transports` declares.
+        clock: the worker's clock.
+        openers: openers of one-sided data paths; None: those that `core.kv_transports` declares.
 
     Raises:
-        ConfigInvalid: the layout cannot be pushed, or no data path that the policy allows can be used here.
+        ConfigInvalid: the layout cannot be pushed, or this process can use no data path that the policy allows.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class PushService:
         self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the push thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; what was not acknowledged is lost, and decode workers notice by lease."""
+        """Stop. Transfers that were not acknowledged are lost; decode workers notice when leases expire."""
         self.writer.close()
         self._is_closing = True
         self._transport.wake()
@@ -174,7 +174,7 @@ class PushService:
             self._thread.join(JOIN_S)
 
     def poll(self) -> list[PushEvent]:
-        """What happened since the last call, in order.
+        """Return the events since the last call, in order.
 
         Raises:
             TransferFailed: the thread ended on an error; this worker cannot push any more.
@@ -196,7 +196,7 @@ class PushService:
         capacity_len: int,
         wait_s: float,
     ) -> None:
-        """Rank 0: ask for a transfer. One of `Granted`, `Denied`, `PushFailed` follows within `wait_s`, or a lease."""
+        """Ask for a transfer (rank 0). One of `Granted`, `Denied`, `PushFailed` follows within `wait_s`, or a lease."""
         assert 0 < prompt_len <= min(capacity_len, table.capacity_len)
         self._routes.add(Route(attempt, peer.kv_address, self._geometry, table, prompt_len))
 
@@ -214,7 +214,7 @@ class PushService:
     def adopt(
         self, attempt: AttemptKey, peer: DecodePeer, table: BlockTable, prompt_len: int, grant: GrantInfo
     ) -> None:
-        """Any other rank: push into what rank 0 was granted. No event follows before `Acked` or `PushFailed`.
+        """Push into what rank 0 was granted (ranks above 0). No event follows before `Acked` or `PushFailed`.
 
         Parts may be pushed at once.
         """
@@ -233,13 +233,14 @@ class PushService:
     def push_cached(self, attempt: AttemptKey, first: int, count: int) -> None:
         """Push positions that earlier steps computed, in every layer; returns at once.
 
-        For a prompt whose prefix was found in the pool: after `Granted`, or `adopt`, and before its first step. Their
-        blocks are read until `Acked`, `PushDrained` or `Denied`, as the others are. A commit waits for it.
+        For a prompt whose prefix was found in the pool: call it after `Granted`, or `adopt`, and before the prompt's
+        first step. The blocks are read until `Acked`, `PushDrained` or `Denied`, like the others. A commit waits for
+        it.
         """
         assert count > 0
         route = self._routes.get(attempt)
         if route is None:
-            return  # it failed meanwhile, and the worker was told
+            return  # the transfer failed meanwhile, and the worker was told
         jobs = []
         for layer in range(self._layout.num_layers):
             num_heads = max(1, self._layout.pushed_heads(layer, self._rank, self._size).count)
@@ -248,9 +249,9 @@ class PushService:
         self._driver.post(lambda _: self._driver.begin_aside(route, jobs))
 
     def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState | None, prefill_end_s: float) -> None:
-        """The prompt is computed and its last step has ended: hand over. `Acked` or `PushFailed` follows.
+        """Hand over a prompt that is computed and whose last step has ended. `Acked` or `PushFailed` follows.
 
-        Rank 0 gives the state, the others None.
+        Rank 0 passes the state, the others None.
         """
 
         def commit(now_s: float) -> list[PushAction]:
@@ -259,11 +260,11 @@ class PushService:
         self._driver.post(lambda now_s: self._driver.commit(attempt, commit, now_s))
 
     def abort(self, attempt: AttemptKey, reason: str) -> None:
-        """Give up. `PushDrained` follows, unless the transfer has ended already."""
+        """Give a transfer up. `PushDrained` follows, unless the transfer has already ended."""
         self._driver.post(lambda now_s: self._driver.abort(attempt, reason, now_s))
 
     def inventory(self) -> dict[str, int]:
-        """Counts, as of the thread's last turn. Any thread."""
+        """Return the counters as of the thread's last turn. Any thread may call this."""
         totals = self._protocol.totals
         return {
             "num_acked": totals.num_acked,
@@ -285,15 +286,15 @@ class PushService:
         }
 
     def paths(self) -> tuple[PathCounts, ...]:
-        """What was measured of the way to each decode worker, as of the thread's last turns. Any thread."""
+        """Return the measurements of the path to each decode worker, as of the last turns. Any thread may call this."""
         return self._driver.paths
 
     def data_path_of(self, address: str) -> DataPathChoice | None:
-        """The data path in use to a decode worker that was met, and why no better one. Any thread."""
+        """Return the data path in use to a decode worker, and why it is not a better one. Any thread may call this."""
         return self.data_paths().get(address)
 
     def data_paths(self) -> dict[str, DataPathChoice]:
-        """The same for all of them, by address. Any thread."""
+        """Return the data paths in use to all decode workers, by address. Any thread may call this."""
         return self._chooser.data_paths()
 
     def _identity(self, epoch: int, config: KVTransferConfig) -> PushIdentity:
@@ -307,12 +308,12 @@ class PushService:
             has_digest=config.digest,
         )
 
-    # Writer threads
+    # On writer threads
 
     def _push_part(self, part: PushRange, layer: int) -> None:
         route = self._routes.get(part.attempt)
         if route is None:
-            return  # it ended during the step
+            return  # the transfer ended during the step
         pushed = self._source.part(route, layer, part.first, part.count)
         if pushed is not None:
             self._driver.push(pushed)
@@ -322,14 +323,14 @@ class PushService:
 
     def _unhold(self, parts: Sequence[PushRange], error: BaseException | None) -> None:
         if error is not None and self._broken is None:
-            self._broken = error  # the loop hears of it: this worker cannot push any more
+            self._broken = error  # `poll` raises it in the loop: this worker cannot push any more
             self.wakeup()
         self._driver.end_step({part.attempt for part in parts})
 
     def _left(self, route: Route) -> None:
         self._driver.post(lambda _: self._routes.release(route))
 
-    # The push thread
+    # On the push thread
 
     def _emit(self, event: PushEvent) -> None:
         self._events.append(event)
@@ -354,6 +355,6 @@ class PushService:
 
 
 def _device_source(pool: KVPool) -> SourcePool:
-    from baton.kvtransfer.sender.device_source import DeviceSource  # with it comes Triton, which CPUs have no use for
+    from baton.kvtransfer.sender.device_source import DeviceSource  # imports Triton, which CPUs do not need
 
     return DeviceSource(pool)

@@ -1,7 +1,7 @@
-"""What writer threads do with one part of a layer: digest it, and gather it or write it into the decode worker's pool.
+"""The writer threads' work on one part of a layer: digest it, and gather it or write it into the decode worker's pool.
 
-The raw data path sends from the pool itself, so for it nothing is copied. The route's fence knows whether a write may
-begin. A transfer that has ended meanwhile is no error.
+The raw data path sends from the pool itself, so nothing is copied for it. The route's fence decides whether a write may
+begin. It is not an error if the transfer has ended meanwhile.
 """
 
 import logging
@@ -23,33 +23,33 @@ log = logging.getLogger(__name__)
 
 
 class SourcePool(Protocol):
-    """The pool that is pushed from.
+    """The pool to push from.
 
     Attributes:
-        in_host_memory: sockets may send its pieces; if not, they are copies, too.
+        in_host_memory: whether sockets may send its memory directly; if not, `pieces` returns copies.
     """
 
     @property
     def in_host_memory(self) -> bool:
-        """See there."""
+        """Whether sockets may send the pool's memory directly."""
         ...
 
     def pieces(self, blocks: Sequence[int], span: KVRange, order_block_size: int) -> list[memoryview]:
-        """Memory of a span in payload order, to be read while it is sent."""
+        """Return the memory of a span in payload order, to be read while it is sent."""
         ...
 
     def read(self, blocks: Sequence[int], span: KVRange, order_block_size: int) -> memoryview:
-        """A copy of a span, in payload order."""
+        """Return a copy of a span, in payload order."""
         ...
 
     def read_digested(
         self, blocks: Sequence[int], span: KVRange, order_block_size: int, *, with_digest: bool
     ) -> tuple[memoryview, int | None]:
-        """A copy of a span, and its digest if that is wanted."""
+        """Return a copy of a span, and its digest if requested."""
         ...
 
     def digest(self, blocks: Sequence[int], span: KVRange) -> int:
-        """Digest of a span."""
+        """Return the digest of a span."""
         ...
 
 
@@ -58,11 +58,11 @@ class PushedRange:
     """One part of one layer, on its way from a writer thread to the push thread.
 
     Attributes:
-        route: of its transfer.
-        layer: of the model.
-        first: position.
-        count: of positions.
-        digest: of the frames that are done.
+        route: route of its transfer.
+        layer: layer of the model.
+        first: first position.
+        count: number of positions.
+        digest: sum of the digests of the frames that are done.
         writes: frames whose write was posted and may not be done.
         problem: why a write failed.
     """
@@ -77,16 +77,16 @@ class PushedRange:
 
 
 class PushSource:
-    """Makes frames out of parts. Any number of threads.
+    """Makes frames of parts. Thread-safe.
 
     Args:
-        pool: of this rank.
-        layout: of it.
-        rank: in its tensor-parallel group.
-        size: of that group.
+        pool: pool of this rank.
+        layout: layout of the pool.
+        rank: rank in its tensor-parallel group.
+        size: size of that group.
         config: limits.
-        clock: the worker's.
-        on_left: told a route when its fence is shut and the last writer is out.
+        clock: the worker's clock.
+        on_left: called with a route when its fence is shut and the last writer has left.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class PushSource:
         self._on_left = on_left
 
     def part(self, route: Route, layer: int, first: int, count: int) -> PushedRange | None:
-        """Digest a part, and bring it on its way; None if this rank pushes nothing of the layer.
+        """Digest a part, and gather or write its frames; None if this rank pushes nothing of the layer.
 
-        What of its positions other ranks push is none of its frames.
+        Positions that other ranks push are not in its frames.
         """
         heads = self._heads[layer]
         if not heads.count:
@@ -122,7 +122,7 @@ class PushSource:
         spec = self._layout.layers[layer]
         if spec.is_state:
             if first + count < route.prompt_len:
-                return None  # only the state after the last position is one that decode goes on from
+                return None  # decode continues only from the state after the last position
             kept = spec.span(route.prompt_len)
             if not kept.count:
                 return None
@@ -135,11 +135,11 @@ class PushSource:
         return part
 
     def make(self, route: Route, span: KVRange) -> Frame:
-        """A frame that was posted before, or is cut otherwise now: digested again from the pool."""
+        """Make a frame again that was posted before, or is now split differently; digests it from the pool."""
         return Frame(span.count, self._pool.digest(route.blocks_of(span), span) if self._has_digest else None)
 
     def payload(self, route: Route, span: KVRange, frame: Frame) -> list[memoryview]:
-        """What is sent of a frame."""
+        """Return the payload of a frame, to be sent."""
         if frame.data is not None:
             return [frame.data]
         return self._pool.pieces(route.blocks_of(span), span, self._layout.rows_per_block(span.layer))
@@ -148,18 +148,18 @@ class PushSource:
         """Write a frame that the push thread asked for.
 
         Raises:
-            DataPathFailed: it is not written.
+            DataPathFailed: the frame is not written.
         """
         assert route.opened is not None
         return route.opened.write(route.blocks_of(span), route.target_blocks_of(span), span, with_digest=with_digest)
 
     def give_back(self, route: Route, frame: Frame) -> None:
-        """The frame was sent, or will not be."""
+        """Return a frame's memory: the frame was sent, or will not be."""
         if frame.data is not None:
             self._kept.give(route.address, len(frame.data))
 
     def forget(self, route: Route) -> None:
-        """Nothing of what was read for a route will be sent."""
+        """Drop all frames that were read for a route."""
         while route.frames:
             self.give_back(route, route.frames.popitem()[1])
 
@@ -180,7 +180,7 @@ class PushSource:
         route.frames[span.layer, span.first] = Frame(span.count, digest, crc, data)
 
     def _is_gathered(self, route: Route) -> bool:
-        """Whether what is sent has to be copied first. From host memory the transport itself gathers, if it has to."""
+        """Return whether a payload must be copied before it is sent. The transport gathers from host memory itself."""
         return bool(route.data_path) and not is_one_sided(route.data_path) and not self._pool.in_host_memory
 
     def _gather(self, route: Route, span: KVRange) -> tuple[memoryview | None, int | None]:
@@ -188,11 +188,11 @@ class PushSource:
         if self._kept.take(route.address, num_bytes):
             order = self._layout.rows_per_block(span.layer)
             return self._pool.read_digested(route.blocks_of(span), span, order, with_digest=self._has_digest)
-        self.num_frames_not_kept += 1  # it is read again when its turn comes
+        self.num_frames_not_kept += 1  # it is read again when it is sent
         return None, None
 
     def _write(self, part: PushedRange, span: KVRange) -> None:
-        """Inside the fence. What is not over when this returns stays inside until it is."""
+        """Write a frame inside the fence. A write that is not over when this returns stays inside until it is."""
         route = part.route
         try:
             written = self.write(route, span, with_digest=self._has_digest)
@@ -206,7 +206,7 @@ class PushSource:
         except DataPathFailed as error:
             part.problem = str(error) or "the data path failed"
             self._leave(route)
-        # The boundary of a transfer: what is written where is its peer's to say, and must not end the pushes to others.
+        # The boundary of a transfer: what its peer lets it write where must not end the pushes to others.
         except Exception as error:
             log.exception("layer %d of %s could not be written", span.layer, route.attempt)
             part.problem = f"the write failed: {error!r}"
@@ -216,7 +216,7 @@ class PushSource:
             raise
 
     def finish(self, part: PushedRange) -> bool:
-        """Whether all writes of a part are over; the push thread asks until they are."""
+        """Return whether all writes of a part are over; the push thread calls this until they are."""
         route, open_writes = part.route, []
         for first, count, written in part.writes:
             try:

@@ -1,6 +1,6 @@
-"""The records of the prefill side: one for each transfer, one for each decode worker it goes to.
+"""The records of the prefill side: one per transfer, and one per decode worker that it pushes to.
 
-Bookkeeping only; every rule about when a record changes is in `push_rules` and those who call it.
+Bookkeeping only; the rules about when a record changes are in `push_rules` and its callers.
 """
 
 from collections import OrderedDict, deque
@@ -20,22 +20,22 @@ MAX_SAMPLES = 256
 
 
 class Window:
-    """The estimate for one connection."""
+    """The window estimate for one connection."""
 
     def __init__(self) -> None:
         self._posted_bytes = 0
         self._credited_bytes = 0
-        # (moment, posted in all with it, credited in all by then)
+        # (moment, total posted including this post, total credited by then)
         self._posts: deque[tuple[float, int, int]] = deque(maxlen=MAX_SAMPLES)
-        self._rates: deque[tuple[float, float]] = deque()  # (moment, bytes per second), falling
+        self._rates: deque[tuple[float, float]] = deque()  # (moment, bytes per second), decreasing
 
     def posted(self, num_bytes: int, now_s: float) -> None:
-        """So much left."""
+        """Record that bytes were posted."""
         self._posted_bytes += num_bytes
         self._posts.append((now_s, self._posted_bytes, self._credited_bytes))
 
     def credited(self, num_bytes: int, now_s: float) -> None:
-        """So much of it landed."""
+        """Record that posted bytes arrived."""
         self._credited_bytes += num_bytes
         newest = None
         while self._posts and self._posts[0][1] <= self._credited_bytes:
@@ -50,28 +50,28 @@ class Window:
             self._rates.popleft()
 
     def lost(self, num_bytes: int) -> None:
-        """So much will never be credited."""
+        """Record that posted bytes will never be credited."""
         self._credited_bytes += num_bytes
         while self._posts and self._posts[0][1] <= self._credited_bytes:
             self._posts.popleft()
 
     def size_bytes(self, two_layers_bytes: int, round_trip_s: float, limit_bytes: int, now_s: float) -> int:
-        """What may be in flight now."""
+        """Return how many bytes may be in flight now."""
         return min(limit_bytes, max(two_layers_bytes, int(2 * self.rate(now_s) * round_trip_s)))
 
     def rate(self, now_s: float) -> float:
-        """The best lately, in bytes per second; 0 if there was none."""
+        """Return the best recent rate, in bytes per second; 0 if there was none."""
         while self._rates and self._rates[0][0] < now_s - RATE_MEMORY_S:
             self._rates.popleft()
         return self._rates[0][1] if self._rates else 0.0
 
 
-MAX_HELLOS = 16  # sent and not answered
-MAX_OFFSETS = 16  # clock samples looked back at
+MAX_HELLOS = 16  # number of HELLOs sent and not answered
+MAX_OFFSETS = 16  # number of clock samples considered
 
 
 class TransferState(Enum):
-    """Where one attempt is. What leaves the last is gone."""
+    """The state of one attempt. A transfer that leaves the last state is gone."""
 
     RESERVING = auto()
     PUSHING = auto()  # granted; frames may be posted
@@ -81,23 +81,23 @@ class TransferState(Enum):
 
 @dataclass(slots=True)
 class Transfer:
-    """One attempt on its way to a decode worker; of this rank's heads.
+    """One attempt on its way to a decode worker, for this rank's heads.
 
     Attributes:
-        deadline_s: for the answer to RESERVE.
+        deadline_s: deadline for the reply to RESERVE.
         retry_s: when RESERVE, COMMIT or RESUME is repeated.
         renewed: when the decode worker last showed that it knows this transfer.
         named_s: the same, with nothing forgiven.
-        progress: when it last did something about it.
-        is_told: `Granted` was said, so other ranks may know of the grant.
-        is_confirmed: the decode worker said so after this rank knew of the grant.
-        num_writes: into the decode worker's pool, that have begun and not ended.
-        two_layers_bytes: what two layers take of the window.
-        charged_bytes: posted, but for what was written off as lost.
-        credited_bytes: of those, no longer in flight.
-        bytes_pushed: payload, each position once.
-        first_posted_s: when its first frame was; None before.
-        abort: of the decode worker, which waits for an AbortAck.
+        progress: when the decode worker last made progress on it.
+        is_told: whether `Granted` was emitted, so that other ranks may know of the grant.
+        is_confirmed: whether the decode worker confirmed the transfer after this rank learned of the grant.
+        num_writes: writes into the decode worker's pool that have begun and not ended.
+        two_layers_bytes: how many bytes of the window two layers use.
+        charged_bytes: bytes posted, except those written off as lost.
+        credited_bytes: of those, bytes no longer in flight.
+        bytes_pushed: payload bytes, each position counted once.
+        first_posted_s: when its first frame was posted; None before.
+        abort: the decode worker's ABORT, which waits for an ABORT_ACK.
     """
 
     attempt: AttemptKey
@@ -137,17 +137,17 @@ class Transfer:
 
     @property
     def incoming_id(self) -> int:
-        """0 before the grant."""
+        """Id of the incoming transfer; 0 before the grant."""
         return self.grant.incoming_id if self.grant is not None else 0
 
     @property
     def incoming_key(self) -> tuple[str, int, int]:
-        """Which incoming transfer: every incarnation of a decode worker counts its own from 1."""
+        """Key of the incoming transfer: every incarnation of a decode worker counts its transfers from 1."""
         return self.peer.kv_address, self.peer.epoch, self.incoming_id
 
     @property
     def in_flight_bytes(self) -> int:
-        """Charged bytes that no credit has come back for."""
+        """Charged bytes that were not credited."""
         return self.charged_bytes - self.credited_bytes
 
     @property
@@ -157,13 +157,13 @@ class Transfer:
 
     @property
     def is_commit_due(self) -> bool:
-        """Whether all is posted and, where this side writes, all is written, and that was not said yet."""
+        """Whether all frames are posted and, where this side writes, written, but no COMMIT was posted yet."""
         is_ready = self.state is TransferState.COMMITTING and not self.to_send and not self.num_writes
         return is_ready and not self.is_commit_posted
 
     @property
     def has_something_to_post(self) -> bool:
-        """A frame or a COMMIT."""
+        """Whether a frame or a COMMIT waits to be posted."""
         return bool(self.to_send) or self.is_commit_due
 
     @property
@@ -174,7 +174,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class RepeatedAbort:
-    """An ABORT that is repeated until it is acknowledged or pointless. `is_told` as in the transfer."""
+    """An ABORT that is repeated until it is acknowledged or pointless. `is_told` is the transfer's."""
 
     control: kv_pb2.Control
     is_told: bool
@@ -188,20 +188,20 @@ class PushPeer:
 
     Attributes:
         heard: its last sign of life.
-        used_s: when something was last to be said to it.
+        used_s: when this side last needed to communicate with it.
         progress_s: when credit last came from it.
-        epoch: 0 until a HELLO was answered.
-        data_path: the best that was opened to that incarnation; empty until then.
-        has_digest: it verifies by digest.
-        block_size: of its pools.
-        hellos: moments of those sent and not answered, in ns.
-        hello_ns: moment of the last one.
-        challenge: that it gave to this connection; empty until then.
-        challenged_s: when one was last answered at once.
-        is_doubted: it answered without a proof, and that was said.
-        may_ask: a transfer to it was on a data path where this side writes: it asks every rank before it frees the
-            blocks.
-        offsets: (round trip, clock offset).
+        epoch: its incarnation; 0 until a HELLO was answered.
+        data_path: the best data path opened to that incarnation; empty until then.
+        has_digest: whether it verifies by digest.
+        block_size: block size of its pools.
+        hellos: send times of unanswered HELLOs, in ns.
+        hello_ns: send time of the last HELLO.
+        challenge: the challenge that it gave to this connection; empty until then.
+        challenged_s: when a challenge was last answered at once.
+        is_doubted: whether it replied without a proof, and that was reported.
+        may_ask: whether a transfer to it used a data path where this side writes; then it asks every rank before it
+            frees the blocks.
+        offsets: pairs (round trip, clock offset).
     """
 
     heard: LastSign
@@ -224,38 +224,37 @@ class PushPeer:
 
     @property
     def clock_offset_s(self) -> float:
-        """What to add to a reading here to get one there: the estimate with the shortest round trip."""
+        """What to add to a time on this side's clock to get its clock's: the estimate with the shortest round trip."""
         return min(self.offsets)[1] if self.offsets else 0.0
 
     @property
     def round_trip_s(self) -> float:
-        """The shortest lately; 0 if none was measured."""
+        """The shortest recent round trip; 0 if none was measured."""
         return min(self.offsets)[0] if self.offsets else 0.0
 
     def forget_incarnation(self) -> None:
-        """What answers next may be another incarnation; replies of the old one are no answers any more."""
+        """Forget the incarnation: the next reply may be another's, and replies of the old one do not count any more."""
         self.epoch = 0
         self.data_path = ""
         self.hellos.clear()
         self.hello_s = float("-inf")
 
 
-# What the push side counts for metrics and the doctor: transfers, times, waits for the window, and each path.
-#
-# Owned by `PushRules`, on the push thread. It refuses to decide anything.
+# What the sender counts for metrics and the doctor: transfers, times, waits for the window, and each path. Owned by
+# `PushRules`, on the push thread. It makes no decisions.
 
 
 @dataclass(frozen=True, slots=True)
 class PathCounts:
-    """How one decode worker is reached.
+    """Measurements of the path to one decode worker.
 
     Attributes:
-        address: of its incoming transfer.
-        epoch: of its incarnation; 0 if it is not known now.
-        bytes_pushed: of transfers that were acknowledged.
-        num_acked: transfers.
-        bytes_per_s: the best rate at which pushed bytes were credited lately; 0 if none was measured.
-        round_trip_s: of control messages, the shortest lately; 0 if none was measured.
+        address: address of its KV receiver.
+        epoch: its incarnation; 0 if it is not known now.
+        bytes_pushed: bytes of transfers that were acknowledged.
+        num_acked: number of acknowledged transfers.
+        bytes_per_s: the best recent rate at which pushed bytes were credited; 0 if none was measured.
+        round_trip_s: the shortest recent round trip of control messages; 0 if none was measured.
     """
 
     address: str
@@ -280,7 +279,7 @@ class PushTotals:
         self._acked: dict[str, tuple[int, int]] = {}  # by address: transfers, bytes
 
     def acked(self, transfer: Transfer, now_s: float) -> None:
-        """A transfer was complete over there."""
+        """Count a transfer that the decode worker acknowledged."""
         self.num_acked += 1
         transfer_s = now_s - (transfer.first_posted_s or now_s)
         exposed_s = max(0.0, now_s - transfer.prefill_end_s)
@@ -291,7 +290,7 @@ class PushTotals:
         self._acked[transfer.peer.kv_address] = num_acked + 1, num_bytes + transfer.bytes_pushed
 
     def window(self, address: str, is_full: bool, now_s: float) -> None:
-        """Whether frames for a decode worker wait for its credit now."""
+        """Record whether frames for a decode worker wait for its credit now."""
         since_s = self._blocked_since_s.pop(address, None)
         if since_s is not None:
             self.credit_stall_s += now_s - since_s
@@ -299,11 +298,11 @@ class PushTotals:
             self._blocked_since_s[address] = now_s
 
     def forget(self, address: str) -> None:
-        """A decode worker is not used any more."""
+        """Forget a decode worker that is not used any more."""
         self._blocked_since_s.pop(address, None)
         self._acked.pop(address, None)
 
     def path(self, address: str, peer: PushPeer, now_s: float) -> PathCounts:
-        """One decode worker."""
+        """Return the measurements of one decode worker."""
         num_acked, num_bytes = self._acked.get(address, (0, 0))
         return PathCounts(address, peer.epoch, num_bytes, num_acked, peer.window.rate(now_s), peer.round_trip_s)
