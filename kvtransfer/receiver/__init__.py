@@ -1,1 +1,1 @@
-"""The decode worker's end of the hand-off."""
+"""The decode worker's side of the hand-off."""

@@ -1,4 +1,4 @@
-"""What the incoming transfer protocol tells its caller: events for the decode worker, and things to do for it."""
+"""What the receiver's protocol returns to its caller: events for the decode worker, and actions to perform."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ class ReserveWanted:
     """A prefill worker asks for blocks: answer with `grant` or `deny` before `deadline_s`. Nothing is held yet.
 
     Attributes:
-        attempt: whose.
-        prompt_len: positions that will be pushed.
-        capacity_len: positions to grant blocks for.
-        deadline_s: on this side's clock.
-        p_epoch: the incarnation of the prefill worker.
-        tp_size: its ranks; each pushes its own heads.
-        data_path: how payloads come. On a one-sided data path the worker must keep (p_epoch, tp_size) beside the
+        attempt: the attempt that needs them.
+        prompt_len: number of positions that will be pushed.
+        capacity_len: number of positions to grant blocks for.
+        deadline_s: deadline on this side's clock.
+        p_epoch: incarnation of the prefill worker.
+        tp_size: number of its ranks; each pushes its own heads.
+        data_path: the data path of the payloads. If it is one-sided, the worker must keep (p_epoch, tp_size) with the
             blocks: if the KV receiver process dies, its next incarnation needs them to ask for evidence
             (`ReceiverProtocol.inherit`).
     """
@@ -35,18 +35,18 @@ class ReserveWanted:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Every position of every layer and head has landed and is verified; the blocks are the sequence's from here on.
+    """Every position of every layer and head has arrived and is verified; from here on the sequence owns the blocks.
 
     Attributes:
-        attempt: whose.
-        incoming_id: of this incoming transfer; never used again in this epoch.
-        prompt_len: positions that landed.
-        state: what decode needs beside the KV.
+        attempt: the attempt that is complete.
+        incoming_id: id of this incoming transfer; never used again in this epoch.
+        prompt_len: number of positions that arrived.
+        state: what decoding needs besides the KV.
         bytes_landed: payload bytes, each counted once.
-        bytes_landed_before_prefill_end: those of frames that were in the pool when the first token was known.
-        prefill_end_s: when that was, on this side's clock.
+        bytes_landed_before_prefill_end: bytes of those frames that were in the pool when the first token was known.
+        prefill_end_s: when the first token was known, on this side's clock.
         completed_s: when the completion word was set, on this side's clock; 0 until then.
-        complete_s: when everything that is verified was there, likewise; 0 if that is not known.
+        complete_s: when everything that is verified had arrived, on this side's clock; 0 if that is not known.
     """
 
     attempt: AttemptKey
@@ -62,12 +62,12 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class IncomingFailed:
-    """Stop the request. If blocks were granted and the transfer was not complete, they stay taken until `Drained`.
+    """The request must stop. Blocks that were granted to an incomplete transfer stay in use until `Drained`.
 
     Attributes:
-        attempt: whose.
+        attempt: the attempt that failed.
         reason: one sentence.
-        by_peer: the prefill worker gave it up, and counts the failure itself.
+        by_peer: whether the prefill worker gave up; it counts the failure itself.
     """
 
     attempt: AttemptKey
@@ -84,22 +84,22 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class DigestWanted:
-    """Where pools are on GPUs: layers [layer, layer + num_layers) of a transfer are complete; have them verified.
+    """With pools on GPUs, layers [layer, layer + num_layers) of a transfer are complete: have them verified.
 
-    One is for the pool of one rank, and the heads that it holds. `ReceiverService` answers by itself, with kernels: the
-    last one raises the flag.
+    Each one is for the pool of one rank, and the heads that it holds. `ReceiverService` handles it itself, with
+    kernels; the last kernel raises the flag.
 
     Attributes:
-        attempt: whose.
-        rank: whose pool.
-        flag: slot of the flag page.
-        sequence: the number to put there, with the digest of each layer behind it.
-        layer: first.
-        num_layers: of one shape.
-        first: position.
-        count: of positions.
-        staging: if it has blocks: bring the layers from there into the pool first.
-        has_digest: False: only that.
+        attempt: the attempt whose layers are complete.
+        rank: rank that owns the pool.
+        flag: slot in the flag page.
+        sequence: number to write there, followed by the digest of each layer.
+        layer: first layer.
+        num_layers: number of layers, all of one shape.
+        first: first position.
+        count: number of positions.
+        staging: staging blocks; if not empty, copy the layers from there into the pool first.
+        has_digest: whether to digest; if False, only copy.
     """
 
     attempt: AttemptKey
@@ -116,7 +116,7 @@ class DigestWanted:
 
 @dataclass(frozen=True, slots=True)
 class AnswerControl:
-    """Send a message (`messages.encode_control`) to a peer. It may get lost."""
+    """Send a message (`messages.encode_control`) to a peer. The message may be lost."""
 
     peer: str
     control: kv_pb2.Control
@@ -124,10 +124,10 @@ class AnswerControl:
 
 @dataclass(frozen=True, slots=True)
 class WriteFrame:
-    """Bring the payload of `header` into the transfer's blocks, then call `landed`, or `write_failed` if that fails.
+    """Write the payload of `header` into the transfer's blocks, then call `landed`, or `write_failed` if that fails.
 
-    Several may be in progress; they never overlap. If the header has the flag WRITTEN, the payload is there already:
-    only compute its digest from the pool. A frame for which no WriteFrame follows `on_frame` is to be discarded.
+    Several may be in progress; they never overlap. If the header has the flag WRITTEN, the payload is already there:
+    only compute its digest from the pool. A frame whose `on_frame` returns no WriteFrame must be discarded.
     """
 
     incoming_id: int
@@ -136,7 +136,7 @@ class WriteFrame:
 
 @dataclass(frozen=True, slots=True)
 class DiscardWrites:
-    """The transfer was fenced: discard every payload of it still being written, then call `write_failed` for each."""
+    """The transfer was fenced: discard each of its payloads still being written, and call `write_failed` for each."""
 
     incoming_id: int
 
@@ -145,7 +145,7 @@ class DiscardWrites:
 class DigestLayer:
     """Have the digest of a complete layer computed from the pool, then call `digested`.
 
-    Only where the process that runs the protocol cannot read the pool itself (`digests_layers`).
+    Only used where the process that runs the protocol cannot read the pool itself (`digests_layers`).
     """
 
     incoming_id: int

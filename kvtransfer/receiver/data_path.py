@@ -1,6 +1,6 @@
-"""The one-sided data paths of a decode worker: what it tells prefill workers so that they can write its pools.
+"""The one-sided data paths that a decode worker serves: what it offers so that prefill workers can write its pools.
 
-`receiver_data_paths` makes those that `core.kv_transports` declares. Imports no torch.
+`receiver_data_paths` makes those that `core.kv_transports` declares. It does not import torch.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ class ServedDataPath:
     """A data path that is served.
 
     Attributes:
-        offer: for HELLO_REPLY.
-        close: called at the end: nothing is written any more once it has returned.
+        offer: the offer for HELLO_REPLY.
+        close: called at the end; once it has returned, nothing is written any more.
     """
 
     offer: kv_pb2.DataPathOffer
@@ -36,11 +36,11 @@ class ServedDataPath:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverSide:
-    """What the data paths of a decode worker are made of.
+    """What the data paths of a decode worker are built from.
 
     Attributes:
-        setup: of this incarnation of its incoming transfer.
-        region: the shared memory: its pools, or the staging memory and flags before those on GPUs.
+        setup: setup of this incarnation of the KV receiver.
+        region: the shared memory: the pools, or staging memory and flags if the pools are on GPUs.
     """
 
     setup: ReceiverSetup
@@ -53,16 +53,16 @@ class ReceiverSide:
 
     @property
     def places(self) -> list[kv_pb2.PoolPlace]:
-        """Where they are in the region."""
+        """Descriptions of the pools in the region."""
         pools = enumerate(self.region.pools)
         return [pool_place(self.setup, rank, place.offset_bytes, place.num_bytes) for rank, place in pools]
 
 
 def pool_place(setup: ReceiverSetup, rank: int, offset_bytes: int, num_bytes: int) -> kv_pb2.PoolPlace:
-    """What the offer of a one-sided transport says of one rank's pool.
+    """Describe one rank's pool for the offer of a one-sided transport.
 
-    One of sequences of its own is a whole worker's pool, as of one rank. So a sender that does not know owners refuses
-    several of them, and writes none.
+    A pool with sequences of its own is described like the pool of a one-rank worker. So a sender that does not know
+    owners refuses an offer of several such pools, and writes none.
     """
     has_owners = setup.num_pools > 1
     return kv_pb2.PoolPlace(
@@ -77,10 +77,10 @@ def pool_place(setup: ReceiverSetup, rank: int, offset_bytes: int, num_bytes: in
 
 
 def receiver_data_paths(side: ReceiverSide) -> list[ServedDataPath]:
-    """The data paths that `Listen` names, as far as they reach pools such as these.
+    """Make those data paths named in `Listen` that can reach the pools of this worker.
 
     Raises:
-        PackageMissing: one of them needs a package that is not there, or does not work.
+        PackageMissing: a package that one of them needs is missing or does not work.
     """
     memory = "host" if side.setup.device is None else "GPU"
     served: list[ServedDataPath] = []

@@ -1,8 +1,9 @@
-"""The engine's part in transfers whose pools are on GPUs: kernels that fill them from staging memory and verify them.
+"""The engine's part in transfers to pools on GPUs: kernels that fill the pools from staging memory and verify them.
 
-Runs in the decode worker, at rank 0, on the loop's thread; nothing waits for the device. One GPU launches for the pools
-of all ranks, each on a stream of its own, on few multiprocessors: a decode step goes on meanwhile. The memory that it
-shares with the KV receiver process - staging blocks, and the flags by which its kernels answer - is page-locked here.
+It runs in the decode worker, at rank 0, on the loop's thread; nothing waits for the device. One GPU launches the
+kernels for the pools of all ranks, each on its own stream and on few multiprocessors, so that decode steps continue
+meanwhile. The memory shared with the KV receiver process (staging blocks, and the flags that kernels set) is
+page-locked here.
 """
 
 import mmap
@@ -31,11 +32,11 @@ MIN_STAGING_STATE_SLOTS, MAX_STAGING_STATE_SLOTS = 1, 16
 
 @dataclass(frozen=True, slots=True)
 class ReceiverMemory:
-    """What engine and incoming transfer share beside the link.
+    """What the engine and the KV receiver share besides the link.
 
     Attributes:
-        staging: a pool's bytes.
-        flags: a flag page's.
+        staging: memory of the staging pool.
+        flags: memory of the flag page.
     """
 
     staging: memoryview
@@ -43,16 +44,16 @@ class ReceiverMemory:
 
 
 class DeviceReceiver:
-    """See `incoming.ReceiverDevice`. Each rank's launches are in order, on a stream of this GPU.
+    """An `incoming.ReceiverDevice`. Each rank's launches are in order, on a stream of this GPU.
 
     Args:
-        pools: of all ranks; owned from here on.
-        own: rank 0's, on this GPU.
-        staging: of the staging memory.
-        memory: shared with the incoming transfer.
+        pools: pools of all ranks; owned from here on.
+        own: rank 0's pool, on this GPU.
+        staging: geometry of the staging memory.
+        memory: memory shared with the KV receiver.
 
     Raises:
-        CudaFailed: it cannot be page-locked.
+        CudaFailed: the memory cannot be page-locked.
     """
 
     def __init__(self, pools: RankPools, own: KVPool, staging: PoolGeometry, memory: ReceiverMemory) -> None:
@@ -77,7 +78,7 @@ class DeviceReceiver:
         self.drain()
 
     def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
-        """Of one rank; see `RankKernels`."""
+        """Launch the kernels of one rank; see `RankKernels`."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._streams[wanted.rank]):
             self._ranks[wanted.rank].launch(wanted, table)
 
@@ -87,7 +88,7 @@ class DeviceReceiver:
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait, and give the memory back."""
+        """Wait for the streams, and release the memory."""
         self.drain()
         for pinned in self._pinned:
             pinned.close()
@@ -95,15 +96,15 @@ class DeviceReceiver:
 
 
 def staging_geometry(pool: KVPool, config: KVTransferConfig) -> PoolGeometry:
-    """Of the staging memory before a pool, with every head: as large as is configured.
+    """Return the geometry of the staging memory for a pool, with every head, as large as is configured.
 
-    It has no more blocks than the pool, and takes no more than half of what /dev/shm has free. State slots, one for
-    each transfer at a time, take half of it at most, so that there is room for rows.
+    It has no more blocks than the pool, and takes at most half of the free space of /dev/shm. State slots, one per
+    transfer in progress, take at most half of it, so that there is room for rows.
     """
     layout, free = pool.layout, os.statvfs(DIRECTORY)
     limit_bytes = min(config.staging_mib << 20, free.f_bavail * free.f_frsize // 2)
     num_state_slots = 0
-    if layout.has_state:  # one more is scratch
+    if layout.has_state:  # one more slot is scratch
         num_state_slots = limit_bytes // 2 // layout.bytes_per_state_slot - 1
         num_state_slots = max(MIN_STAGING_STATE_SLOTS, min(MAX_STAGING_STATE_SLOTS, num_state_slots))
     num_blocks = num_blocks_for_memory(layout, limit_bytes, num_state_slots)
@@ -112,16 +113,16 @@ def staging_geometry(pool: KVPool, config: KVTransferConfig) -> PoolGeometry:
 
 
 def private_memory(staging: PoolGeometry) -> ReceiverMemory:
-    """Memory for an incoming transfer on a thread of this process."""
+    """Allocate the memory for a KV receiver on a thread of this process."""
     memory, flags = (memoryview(mmap.mmap(-1, size)) for size in (staging.num_bytes, flag_bytes()))
     return ReceiverMemory(memory, flags)
 
 
 def device_region(pool: KVPool, staging: PoolGeometry, config: KVTransferConfig) -> SharedRegion:
-    """Shared memory for a transfer in a process of its own, before a pool on a GPU; dead owners' are removed first.
+    """Create the shared memory for a KV receiver process whose pool is on a GPU; first remove regions of dead owners.
 
     Raises:
-        ConfigInvalid: there is no room for it.
+        ConfigInvalid: there is not enough room for it.
     """
     sweep()
     sizes = [staging.num_bytes, flag_bytes()]
@@ -130,5 +131,5 @@ def device_region(pool: KVPool, staging: PoolGeometry, config: KVTransferConfig)
 
 
 def memory_of(region: SharedRegion) -> ReceiverMemory:
-    """The parts of a `device_region`."""
+    """Return the parts of a `device_region`."""
     return ReceiverMemory(region.pool(0), region.pool(FLAGS_POOL))

@@ -1,13 +1,13 @@
-"""What a transfer asks of the engine where pools are on GPUs, which the KV receiver process cannot touch.
+"""Jobs that a KV receiver gives to the engine where pools are on GPUs, which the receiver's process cannot access.
 
-Payloads of two-sided data paths lie in *staging* blocks of host memory first. Each complete layer becomes a job
-(`DigestWanted`, one for each rank's pool): bring it from staging into the pool, if it is there, and digest it in the
-pool. The engine's kernels answer through flag words, one flag for each rank; a job is done when all of them are
-up, and their digests are put together (`rank_digests`). One job of a transfer is open at a time, so that layers gather
-while the engine is at a step; once all have arrived, the rest is asked for at once.
+Payloads of two-sided data paths first arrive in *staging* blocks of host memory. Each complete layer becomes a job
+(`DigestWanted`, one per rank's pool): copy the layer from staging into the pool, if it is there, and digest it in the
+pool. The engine's kernels report through flag words, one flag per rank. A job is done when all of its flags are up and
+their digests have been combined (`rank_digests`). Each transfer has one open job at a time, so that layers gather while
+the engine runs a step; once all have arrived, the rest is requested at once.
 
-A job once asked for is waited for: until then its staging is not used again, and its transfer has not drained, because
-a kernel may still read the one and write the other.
+A job that was requested must end before its staging is used again and before its transfer has drained, because a kernel
+may still read the one and write the other.
 """
 
 from collections import deque
@@ -26,17 +26,17 @@ from baton.kvtransfer.receiver.table import IncomingTransfer
 
 
 class RankDigests:
-    """Who of the ranks of a worker holds what.
+    """Which ranks of a worker hold which heads.
 
     Args:
-        layout: of the worker.
-        num_ranks: its ranks.
+        layout: layout of the worker.
+        num_ranks: number of its ranks.
     """
 
     def __init__(self, layout: KVLayout, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._heads: list[tuple[Range, ...]] = []  # by layer and rank
-        self._holders: list[tuple[tuple[int, ...], ...]] = []  # by layer: ranks with the same heads
+        self._holders: list[tuple[tuple[int, ...], ...]] = []  # by layer: groups of ranks with the same heads
         for layer in range(layout.num_layers):
             heads = tuple(layout.heads_of(layer, rank, num_ranks) for rank in range(num_ranks))
             holders: dict[Range, list[int]] = {}
@@ -47,15 +47,15 @@ class RankDigests:
             self._holders.append(tuple(tuple(ranks) for ranks in holders.values()))
 
     def heads(self, layer: int) -> tuple[Range, ...]:
-        """What each rank holds of a layer."""
+        """Return the heads of a layer that each rank holds."""
         return self._heads[layer]
 
     def total(self, layer: int, digests: Sequence[int]) -> int:
-        """The digest of all heads of a layer, or one that matches nothing if holders of the same heads differ.
+        """Return the digest of all heads of a layer, or one that matches nothing if holders of the same heads differ.
 
         Args:
-            layer: whose.
-            digests: of the part of each rank, in order.
+            layer: the layer.
+            digests: digest of each rank's part, by rank.
         """
         assert len(digests) == self.num_ranks
         total = 0
@@ -65,20 +65,20 @@ class RankDigests:
         return total & MASK
 
 
-FLAGS_POOL = 1  # of the shared region; staging memory is pool 0
-SLOT_WORDS = 264  # MAX_LAYERS of a launch, and the number
+FLAGS_POOL = 1  # index in the shared region; staging memory is pool 0
+SLOT_WORDS = 264  # MAX_LAYERS of a launch, and the sequence number
 MAX_LAYERS = 256
-NUM_SLOTS = 256  # jobs at a time, times the ranks
-SCRATCH_SLOT = NUM_SLOTS  # where launches report that are not asked about
+NUM_SLOTS = 256  # jobs at a time, times the number of ranks
+SCRATCH_SLOT = NUM_SLOTS  # where launches report that nothing waits for
 
 
 def flag_bytes() -> int:
-    """Size of a decode worker's memory for flags."""
+    """Return the size of a decode worker's flag memory."""
     return FlagPage.num_bytes(NUM_SLOTS + 1, SLOT_WORDS)
 
 
 def flag_page(memory: memoryview) -> FlagPage:
-    """The flags in that memory, but for the scratch slot; cleared."""
+    """Return the flags in that memory, cleared and without the scratch slot."""
     return FlagPage(memory[: FlagPage.num_bytes(NUM_SLOTS, SLOT_WORDS)], SLOT_WORDS)
 
 
@@ -88,12 +88,12 @@ class _Filling:
 
     Attributes:
         incoming: its record.
-        staging: its blocks there; empty on a one-sided data path.
-        first_rank: of those whose pools it goes into.
-        has_digest: its layers are to be digested.
-        ready: complete layers that were not asked for yet.
-        num_open: jobs that were asked for and not answered.
-        is_over: it was fenced, or has drained: nothing more is asked for.
+        staging: its staging blocks; empty on a one-sided data path.
+        first_rank: first of the ranks into whose pools it goes.
+        has_digest: whether its layers are digested.
+        ready: complete layers that were not requested yet.
+        num_open: number of jobs that were requested and not answered.
+        is_over: whether it was fenced or has drained, so that nothing more is requested.
     """
 
     incoming: IncomingTransfer
@@ -107,13 +107,13 @@ class _Filling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """What was asked of the engine.
+    """A job that was given to the engine.
 
     Attributes:
-        filling: for which.
-        flags: of each rank.
-        layer: first.
-        num_layers: that it is about.
+        filling: the transfer that it is for.
+        flags: flag of each rank.
+        layer: first layer.
+        num_layers: number of layers.
     """
 
     filling: _Filling
@@ -126,10 +126,10 @@ class DeviceJobs:
     """All incoming transfers of one incarnation of a KV receiver process over pools on GPUs.
 
     Args:
-        staging: of the host memory.
-        flags: shared with the engine.
-        num_ranks: whose pools they are.
-        has_owners: each incoming transfer goes into the pool of one rank, which holds all heads.
+        staging: geometry of the host memory.
+        flags: flags shared with the engine.
+        num_ranks: number of ranks with pools.
+        has_owners: whether each incoming transfer goes into the pool of one rank, which holds all heads.
     """
 
     def __init__(self, staging: PoolGeometry, flags: FlagPage, num_ranks: int = 1, *, has_owners: bool = False) -> None:
@@ -146,21 +146,21 @@ class DeviceJobs:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a flag is to be looked at."""
+        """Whether a flag must be checked."""
         return bool(self._jobs)
 
     @property
     def staging_len(self) -> int:
-        """Positions that the staging memory has room for."""
+        """Number of positions that fit the staging memory."""
         return self._staging.num_blocks * self._layout.block_size
 
     def begin(self, incoming: IncomingTransfer, *, has_digest: bool, owner: int = 0) -> bool:
-        """An incoming transfer is to be granted; False if it has to wait for staging memory.
+        """Begin an incoming transfer that is to be granted; False if it has to wait for staging memory.
 
         Args:
             incoming: its record.
-            has_digest: its layers are to be digested.
-            owner: the rank into whose pool it goes; 0 where it goes into those of all.
+            has_digest: whether its layers are digested.
+            owner: rank into whose pool it goes; 0 if it goes into all pools.
         """
         if is_one_sided(incoming.data_path):
             staging = BlockTable((), self._layout.block_size)
@@ -173,11 +173,11 @@ class DeviceJobs:
         return True
 
     def staging_of(self, attempt: AttemptKey) -> BlockTable:
-        """Where payloads of an incoming transfer go."""
+        """Return the staging blocks for payloads of an incoming transfer."""
         return self._fillings[attempt].staging
 
     def complete(self, attempt: AttemptKey, layer: int) -> bool:
-        """A layer has landed. True: the engine has to do with it. False: it counts as it is."""
+        """Note a layer that arrived. True: the engine must process it. False: it counts as it is."""
         filling = self._fillings[attempt]
         if not filling.has_digest and not filling.staging.blocks:
             return False
@@ -185,7 +185,7 @@ class DeviceJobs:
         return True
 
     def desired_state(self) -> list[DigestWanted]:
-        """What the engine has to be asked for now."""
+        """Return what the engine has to be asked for now."""
         found: list[DigestWanted] = []
         for filling in self._fillings.values():
             while filling.ready and not filling.is_over and self._may_ask(filling):
@@ -196,7 +196,7 @@ class DeviceJobs:
         return found
 
     def answers(self) -> list[tuple[int, int, int]]:
-        """(incoming transfer id, layer, digest) of every job that was done since the last call."""
+        """Return (incoming transfer id, layer, digest) of every job that ended since the last call."""
         found = []
         for _ in range(len(self._jobs)):
             job = self._jobs.popleft()
@@ -204,7 +204,7 @@ class DeviceJobs:
                 self._jobs.append(job)
                 continue
             by_rank = [self._flags.digests(flag, job.num_layers) for flag in job.flags]
-            for flag in job.flags:  # none before all: a kernel may still be at the blocks
+            for flag in job.flags:  # no flag before all are up: a kernel may still use the blocks
                 self._flags.release(flag)
             job.filling.num_open -= 1
             incoming_id = job.filling.incoming.incoming_id
@@ -213,19 +213,19 @@ class DeviceJobs:
         return found
 
     def is_busy(self, attempt: AttemptKey) -> bool:
-        """Whether a kernel may still be at an incoming transfer's blocks."""
+        """Return whether a kernel may still use an incoming transfer's blocks."""
         filling = self._fillings.get(attempt)
         return filling is not None and bool(filling.num_open)
 
     def stop(self, attempt: AttemptKey) -> None:
-        """The incoming transfer was fenced: ask for nothing more."""
+        """Request nothing more for an incoming transfer that was fenced."""
         filling = self._fillings.get(attempt)
         if filling is not None:
             filling.is_over = True
             filling.ready.clear()
 
     def end(self, attempt: AttemptKey) -> None:
-        """The incoming transfer was complete, or has drained, and no kernel is at it; its staging is free."""
+        """Free the staging of a transfer that is complete or has drained; no kernel uses it any more."""
         filling = self._fillings.pop(attempt, None)
         if filling is not None:
             assert not filling.num_open
@@ -236,7 +236,7 @@ class DeviceJobs:
         return not filling.num_open or filling.incoming.coverage.is_complete()
 
     def _desired(self, filling: _Filling) -> list[DigestWanted]:
-        """A launch for each rank: layers of one shape that follow each other. Nothing if there are no flags for it."""
+        """Build one launch per rank for consecutive layers of one shape; an empty list if no flags are free."""
         flags = self._flags.claim(self._ranks.num_ranks)
         if flags is None:
             return []

@@ -1,8 +1,9 @@
-"""What runs beside the decode loop: takes messages from the transport, has payloads written into the pools, verifies.
+"""The receiver's loop beside the decode loop: takes messages, has payloads written into the pools, and verifies them.
 
-It drives one transport and one `ReceiverProtocol`, and shares a `ReceiverLink` and the pools' memory with the worker's
-side (`incoming`), nothing else: the caller of `turn`, a thread or a process, decides what the two have in common. No
-turn waits for one peer: a payload that is still on its way is read by the transport while other frames are taken.
+It drives one transport and one `ReceiverProtocol`. It shares only a `ReceiverLink` and the pools' memory with the
+worker's side (`incoming`); whether the two share a process is up to the caller of `turn`, which may be a thread or a
+process. No turn waits for one peer: the transport reads a payload that is still arriving while other frames are
+processed.
 """
 
 import logging
@@ -55,12 +56,12 @@ from baton.proto import kv_pb2
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.02
-STAGING_KEY = "kv_staging_mib"  # what a denial for want of staging memory begins with
-FLAG_S = 50e-6  # between looks at the flags of kernels
-SAY_EVERY_S = 10.0  # refusals are counted always, and said no more often
-COUNT_S = 0.01  # counts may be so old
+STAGING_KEY = "kv_staging_mib"  # prefix of a denial for lack of staging memory
+FLAG_S = 50e-6  # interval between checks of the kernels' flags
+SAY_EVERY_S = 10.0  # every refusal is counted, but logged no more often than this
+COUNT_S = 0.01  # maximum age of the published counters
 CREDIT_BYTES = 1 << 20
-TICK_S = 0.005  # nothing that time makes due is more urgent
+TICK_S = 0.005  # nothing that becomes due by time is more urgent
 GAUGE_NAMES = frozenset(("num_kv_receives", "num_reserves_waiting"))
 COUNT_NAMES = (
     *sorted(GAUGE_NAMES),
@@ -71,17 +72,17 @@ COUNT_NAMES = (
 
 
 class ReceiverDriver:
-    """One life of an incoming transfer.
+    """One incarnation of a KV receiver.
 
     Args:
         setup: epoch, layout, limits and times.
         io: the pools of all ranks.
-        transport: owned from here on.
-        clock: comparable with the worker's.
-        link: to the worker.
+        transport: the listening transport; owned from here on.
+        clock: a clock comparable with the worker's.
+        link: link to the worker.
         notify: called after events were written.
         offers: data paths on which senders write the pools themselves.
-        jobs: what the engine does, where the pool is on a GPU; `io` is then the staging memory.
+        jobs: the engine's jobs, if the pool is on a GPU; `io` is then the staging memory.
     """
 
     def __init__(
@@ -114,16 +115,14 @@ class ReceiverDriver:
         self._jobs = jobs
         self._numbers = setup.blocks
         self._has_digest = setup.config.digest
-        self._granted: dict[AttemptKey, BlockTable] = {}  # by the worker; they wait for staging memory, oldest first
-        self._undrained: list[AttemptKey] = []  # by what the protocol knows they have; a kernel may be at them
-        self._backlog: deque[bytes] = (
-            deque()
-        )  # events that found the ring full; at most a few for each incoming transfer
+        self._granted: dict[AttemptKey, BlockTable] = {}  # granted; these wait for staging memory, oldest first
+        self._undrained: list[AttemptKey] = []  # drained for the protocol; a kernel may still use the blocks
+        self._backlog: deque[bytes] = deque()  # events that found the ring full; at most a few per incoming transfer
         self._has_news = False
         self._tables: dict[AttemptKey, BlockTable] = {}
         self._slots: dict[AttemptKey, int] = {}
         self._free_slots = deque(range(len(link.words)))
-        self._reading: dict[int, tuple[Payload, FrameHeader]] = {}  # by id of the payload: still on their way
+        self._reading: dict[int, tuple[Payload, FrameHeader]] = {}  # payloads that are still arriving, by id
         self._evidence = Evidence(setup.legacies)
         self._heartbeat_s = setup.config.heartbeat_s
         self._num_unproved, self._say_unproved_s = 0, float("-inf")
@@ -133,7 +132,7 @@ class ReceiverDriver:
         self._count_incoming_transfers(self._turn_s)
 
     def turn(self) -> None:
-        """Do what there is to do; sleeps a little if that is nothing."""
+        """Do what there is to do; sleep a little if there is nothing."""
         now_s = self._clock.now_s()
         self._link.beat()
         self._protocol.forgive(now_s - self._turn_s, now_s)
@@ -148,7 +147,8 @@ class ReceiverDriver:
                 self._finish(item)
             else:
                 self._deliver(item)
-        # A CREDIT costs as much as transfer 100 KiB; a few frames share one, as long as more come without a pause.
+        # A CREDIT costs as much as transferring 100 KiB, so a few frames share one, as long as more come without a
+        # pause.
         if self._protocol.uncredited_bytes and not (arrived and self._protocol.uncredited_bytes < CREDIT_BYTES):
             self._do(self._protocol.flush())
         now_s = self._clock.now_s()
@@ -171,7 +171,7 @@ class ReceiverDriver:
         self._transport.close()
 
     def _receive(self) -> list[Delivery | PayloadDone]:
-        """What arrived; waits for it as long as nothing else is to be looked at."""
+        """Receive messages; waits only as long as there is nothing else to check."""
         if self._jobs is None or not self._jobs.is_waiting:
             return self._transport.receive(0.0 if self._backlog or self._protocol.uncredited_bytes else IDLE_S)
         arrived = self._transport.receive(0.0)
@@ -214,14 +214,14 @@ class ReceiverDriver:
                 return []
         self._granted.pop(attempt, None)
         self._tables[attempt] = table
-        if self._free_slots:  # none are left only if the incoming transfer has ended meanwhile
+        if self._free_slots:  # none is left only if the incoming transfer has ended meanwhile
             self._slots[attempt] = self._free_slots.popleft()
         return self._protocol.grant(attempt, now_s, table.blocks, table.state_slot)
 
-    # What a GPU's engine does
+    # Work of the engine on GPUs
 
     def _attend_to(self, jobs: DeviceJobs, now_s: float) -> None:
-        """Hear what kernels did, ask for what is complete, and go on with what waited for them."""
+        """Process the results of kernels, request jobs for complete layers, and continue what waited for either."""
         for incoming_id, layer, digest in jobs.answers():
             self._do(self._protocol.digested(incoming_id, layer, digest, now_s))
         quiet = [attempt for attempt in self._undrained if not jobs.is_busy(attempt)]
@@ -241,7 +241,7 @@ class ReceiverDriver:
         if not self._jobs.complete(attempt, action.layer):
             self._do(self._protocol.digested(action.incoming_id, action.layer, 0, now_s))
 
-    # What arrived
+    # Arrivals
 
     def _deliver(self, delivery: Delivery) -> None:
         try:
@@ -286,7 +286,7 @@ class ReceiverDriver:
     def _finish(self, done: PayloadDone) -> None:
         found = self._reading.pop(id(done.payload), None)
         if found is None:
-            return  # it was discarded meanwhile
+            return  # the payload was discarded meanwhile
         _, header = found
         if done.ok:
             self._land(header)
@@ -294,13 +294,13 @@ class ReceiverDriver:
             self._do(self._protocol.write_failed(header, self._clock.now_s()))
 
     def _land(self, header: FrameHeader) -> None:
-        """The payload lies in the pool: have its one check made there, while it is in the cache."""
+        """Perform the one check of a payload that is in the pool, while it is in the cache."""
         blocks, span = self._blocks(header), header.span
         digest: int | None = None
         if not header.is_written:
             self._io.spread(blocks, span)
         if self._jobs is not None and header.payload_digest is not None:
-            pass  # kernels do that, when the layer is complete
+            pass  # kernels digest the layer when it is complete
         elif header.payload_digest is not None:
             digest = self._io.digest(blocks, span)
         elif header.payload_crc is not None:
@@ -313,11 +313,11 @@ class ReceiverDriver:
         attempt = self._protocol.incoming(header.incoming_id).attempt
         table = self._tables[attempt] if self._jobs is None else self._jobs.staging_of(attempt)
         if not table.blocks:
-            return ()  # the sender wrote the pool, which this process does not reach
+            return ()  # the sender wrote the pool, which this process cannot access
         layer = self._io.ranks[0].geometry.layer(header.layer)
         return layer.blocks_of(table.blocks, table.state_slot, header.end)
 
-    # What the protocol wants
+    # Actions of the protocol
 
     def _do(self, actions: Sequence[ReceiverAction]) -> None:
         for action in actions:
@@ -358,7 +358,7 @@ class ReceiverDriver:
             self._link.words.set(slot, 0)
         elif isinstance(event, Drained):
             self._forget(event.attempt)
-        # At once: what is said to a prefill worker after this must be known to the worker if this process dies.
+        # Immediately: if this process dies, the worker must know what prefill workers are told after this.
         self._post(encode_record(event, slot))
         if isinstance(event, IncomingFailed) and self._granted.pop(event.attempt, None) is not None:
             self._tell(Drained(event.attempt))  # the protocol does not know that it has blocks

@@ -1,7 +1,7 @@
-"""What joins a decode worker's loop to its KV receiver: rings, completion words, counts, a heartbeat: one buffer.
+"""The link between a decode worker's loop and its KV receiver: rings, completion words, counters and a heartbeat.
 
-The buffer may be private (both sides are threads) or lie in a `SharedRegion`. Each word has one writer. Only `reset`
-breaks that rule, and only when the receiver's side is known to be dead.
+All of it is in one buffer, which may be private (both sides are threads) or lie in a `SharedRegion`. Each word has one
+writer. Only `reset` breaks that rule, and only when the receiver's side is known to be dead.
 """
 
 from collections.abc import Mapping
@@ -9,18 +9,17 @@ from typing import Any
 
 from baton.core.errors import ProtocolError
 
-# A bounded queue of records between one producer and one consumer, and words that say what is complete.
+# A bounded queue of records between one producer and one consumer, and words that say which transfers are complete.
 #
-# Both live in a plain buffer, positions included, so that they can be put into memory that two processes share. Each
-# position is written by one side only, as one aligned 64-bit store, after the bytes it announces; that is enough on
-# processors with total store order and between threads of one interpreter. Nothing here ever waits: a full ring says
-# so. The consumer believes no position and no length that the producer wrote: a producer may be killed, or be another
-# build.
+# Both live in a plain buffer, positions included, so that two processes can share the memory. Each position is written
+# by one side only, as one aligned 64-bit store, after the bytes that it announces; that is enough on processors with
+# total store order, and between threads of one interpreter. Nothing here ever waits: `push` reports a full ring. The
+# consumer trusts no position and no length that the producer wrote: a producer may be killed, or be another build.
 
 
 _LENGTH_BYTES = 4
-_HEAD_WORD = 0  # bytes ever consumed; written by the consumer
-_TAIL_WORD = 8  # bytes ever produced; written by the producer, on a cache line of its own
+_HEAD_WORD = 0  # total bytes consumed; written by the consumer
+_TAIL_WORD = 8  # total bytes produced; written by the producer, on its own cache line
 HEADER_BYTES = 128
 
 Buffer = bytearray | memoryview
@@ -37,7 +36,7 @@ class Ring:
         self._data = view[HEADER_BYTES:]
 
     def push(self, record: bytes) -> bool:
-        """Append a record; False, and nothing appended, if there is no room now. Only the producer calls this."""
+        """Append a record; return False, without appending, if there is no room now. Only the producer calls this."""
         size = _LENGTH_BYTES + len(record)
         assert size <= self.capacity_bytes, f"a record of {size} bytes never fits a ring of {self.capacity_bytes}"
         tail = self._words[_TAIL_WORD]
@@ -49,10 +48,10 @@ class Ring:
         return True
 
     def pop(self) -> bytes | None:
-        """Take the oldest record; None if there is none. Only the consumer calls this.
+        """Remove and return the oldest record; None if there is none. Only the consumer calls this.
 
         Raises:
-            ProtocolError: what lies there cannot have been pushed; the ring is of no use any more.
+            ProtocolError: what is there cannot have been pushed; the ring is unusable from now on.
         """
         head, tail = self._words[_HEAD_WORD], self._words[_TAIL_WORD]
         if head == tail:
@@ -68,7 +67,7 @@ class Ring:
         return record
 
     def reset(self) -> None:
-        """Make it empty. The other end must not be in use."""
+        """Empty the ring. The other end must not be in use."""
         self._words[_HEAD_WORD] = self._words[_TAIL_WORD] = 0
 
     def _write(self, position: int, data: bytes) -> None:
@@ -84,36 +83,36 @@ class Ring:
 
 
 class CompletionWords:
-    """One 64-bit word for each incoming transfer slot: the id of the one that is complete there, 0 for none."""
+    """One 64-bit word per incoming transfer slot: the id of the transfer that is complete there, 0 for none."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._words = memoryview(buffer).cast("B").cast("Q")
 
     @staticmethod
     def num_bytes(num_slots: int) -> int:
-        """Size of the buffer."""
+        """Return the size of the buffer."""
         return num_slots * _WORD_BYTES
 
     def __len__(self) -> int:
         return len(self._words)
 
     def set(self, slot: int, incoming_id: int) -> None:
-        """Only the incoming transfer side writes."""
+        """Write a word. Only the KV receiver's side writes."""
         self._words[slot] = incoming_id
 
     def get(self, slot: int) -> int:
-        """The engine's side reads; 0 for a slot that is none."""
+        """Read a word, on the engine's side; 0 for a slot that does not exist."""
         return self._words[slot] if slot < len(self._words) else 0
 
     def reset(self) -> None:
-        """Nothing is complete. The other end must not be in use."""
+        """Mark nothing as complete. The other end must not be in use."""
         for slot in range(len(self._words)):
             self._words[slot] = 0
 
 
 MIN_RING_BYTES = 1 << 20  # four of the largest states (messages.MAX_STATE_BYTES)
 RING_BYTES_PER_SLOT = 1024
-RING_BYTES_PER_BLOCK = 8  # a grant names each of its blocks with four
+RING_BYTES_PER_BLOCK = 8  # a grant names each of its blocks with four bytes
 MAX_COUNTS = 128
 _WORD_BYTES = 8
 _COUNTS_AT = 64
@@ -121,12 +120,12 @@ _RINGS_AT = _COUNTS_AT + MAX_COUNTS * _WORD_BYTES
 
 
 class ReceiverLink:
-    """Views of one buffer of `num_bytes`; a zeroed one is a link on which nothing was said yet.
+    """Views of one buffer of `num_bytes`; a zeroed buffer is an unused link.
 
     Args:
-        buffer: starts at a multiple of eight bytes.
-        num_slots: incoming transfers at a time.
-        num_blocks: of the pool.
+        buffer: memory that starts at a multiple of eight bytes.
+        num_slots: number of incoming transfers at a time.
+        num_blocks: number of blocks in the pool.
     """
 
     def __init__(self, buffer: Buffer, num_slots: int, num_blocks: int) -> None:
@@ -142,30 +141,30 @@ class ReceiverLink:
 
     @staticmethod
     def num_bytes(num_slots: int, num_blocks: int) -> int:
-        """Size of the buffer."""
+        """Return the size of the buffer."""
         return _RINGS_AT + 2 * _ring_bytes(num_slots, num_blocks) + CompletionWords.num_bytes(num_slots)
 
     @property
     def num_beats(self) -> int:
-        """Turns of the incoming transfer so far: it hangs if this stands still."""
+        """Number of turns of the KV receiver so far; if it stands still, the receiver hangs."""
         return self._heartbeat[0]
 
     def beat(self) -> None:
-        """The incoming transfer has begun a turn."""
+        """Record that the KV receiver has begun a turn."""
         self._heartbeat[0] += 1
 
     def set_counts(self, counts: Mapping[Any, int]) -> None:
-        """The incoming transfer publishes its counts; always the same names in the same order."""
+        """Publish the KV receiver's counters; always the same names in the same order."""
         assert len(counts) <= MAX_COUNTS
         for index, count in enumerate(counts.values()):
             self._counts[index] = count
 
     def counts(self, names: tuple[str, ...]) -> dict[str, int]:
-        """What was published last."""
+        """Return the counters that were published last."""
         return {name: self._counts[index] for index, name in enumerate(names)}
 
     def reset(self) -> None:
-        """As new. The incoming transfer is dead, and everything it said was read."""
+        """Reset the link to its initial state. The KV receiver must be dead, and all its records read."""
         self.commands.reset()
         self.events.reset()
         self.words.reset()

@@ -1,6 +1,6 @@
-"""The prefill ranks that a decode worker has met: by connection, and by incarnation and rank.
+"""The prefill ranks that a decode worker has met, by connection, and by incarnation and rank.
 
-Bookkeeping only. A connection's name is the transport's; a rank that comes back over another keeps its incarnation.
+Bookkeeping only. The transport names connections; a rank that reconnects keeps its incarnation.
 """
 
 from collections import deque
@@ -8,7 +8,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 MAX_PEERS = 4096
-MAX_RETIRED_EPOCHS = 16  # of a connection; a HELLO of one before those would take a very long way
+MAX_RETIRED_EPOCHS = 16  # per connection; a HELLO of an earlier incarnation would have to be delayed very long
 PEER_FORGOTTEN_S = 60.0
 
 
@@ -23,13 +23,13 @@ class ReceiverPeer:
     host_id: str
     incarnation_file: str
     heard_s: float
-    hello_ns: int  # when that HELLO was sent, by the clock of its rank
-    retired: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))  # its incarnations before
+    hello_ns: int  # when that HELLO was sent, by its rank's clock
+    retired: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_RETIRED_EPOCHS))  # its former incarnations
 
 
 @dataclass(frozen=True, slots=True)
 class PeerIncarnation:
-    """One rank's process, alive or not: what could prove its death."""
+    """The process of one rank, alive or not: what could prove its death."""
 
     p_epoch: int
     rank: int
@@ -38,7 +38,7 @@ class PeerIncarnation:
 
 
 class ReceiverPeers:
-    """All of them."""
+    """All prefill ranks that were met."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, ReceiverPeer] = {}
@@ -46,30 +46,30 @@ class ReceiverPeers:
         self._incarnations: dict[tuple[int, int], PeerIncarnation] = {}
 
     def get(self, name: str) -> ReceiverPeer | None:
-        """Who is at the other end of a connection."""
+        """Return the peer at the other end of a connection."""
         return self._by_name.get(name)
 
     def name_of(self, p_epoch: int, rank: int) -> str:
-        """The connection to a rank of an incarnation; empty if there is none."""
+        """Return the name of the connection to a rank of an incarnation; empty if there is none."""
         name = self._names.get((p_epoch, rank), "")
         peer = self._by_name.get(name)
         return name if peer is not None and (peer.epoch, peer.rank) == (p_epoch, rank) else ""
 
     def size_of(self, p_epoch: int) -> int:
-        """Ranks that an incarnation said it has; 0 if none of them is known."""
+        """Return how many ranks an incarnation said it has; 0 if none of them is known."""
         return next((peer.size for peer in self._by_name.values() if peer.epoch == p_epoch), 0)
 
     def incarnation(self, p_epoch: int, rank: int) -> PeerIncarnation:
-        """What is known of a rank's process."""
+        """Return what is known of a rank's process."""
         return self._incarnations.get((p_epoch, rank), PeerIncarnation(p_epoch, rank, "", ""))
 
     @property
     def is_full(self) -> bool:
-        """Whether no more can be met."""
+        """Whether no more peers can be added."""
         return len(self._by_name) >= MAX_PEERS
 
     def meet(self, name: str, peer: ReceiverPeer) -> None:
-        """Note what a HELLO said. What the same rank said over another connection is over: it has come again."""
+        """Record a HELLO. If the same rank was known by another connection, it has reconnected: forget that one."""
         before = self.name_of(peer.epoch, peer.rank)
         if before not in ("", name):
             self._by_name.pop(before, None)
@@ -91,7 +91,7 @@ class ReceiverPeers:
         self._by_name.pop(name, None)
 
     def prune(self, wanted_epochs: Set[int], now_s: float) -> None:
-        """Forget peers that were silent for long, unless incoming transfers of their incarnations are here."""
+        """Forget peers that were silent for long, unless incoming transfers of their incarnations still exist."""
         for name, peer in tuple(self._by_name.items()):
             if peer.epoch not in wanted_epochs and now_s - peer.heard_s > PEER_FORGOTTEN_S:
                 del self._by_name[name]

@@ -1,9 +1,9 @@
-"""The KV receiver: `python -m baton.kvtransfer.receiver.process`, started by `supervisor` and of no use without it.
+"""The KV receiver process, `python -m baton.kvtransfer.receiver.process`, which only `supervisor` starts.
 
-It reads its setup from standard input, says on standard output where it listens, and then receives until it is
-told to stop. It imports no torch. It never outlives the decode worker: the kernel signals it when that one's thread
-ends, and its standard input ends; either way it takes the name of the shared memory away, for no other process may be
-left to do it.
+It reads its setup from standard input, reports on standard output where it listens, and then receives until it is told
+to stop. It does not import torch. It never outlives the decode worker: the kernel signals it when the thread that
+started it ends, and its standard input ends. In either case it unlinks the shared memory, since no other process may be
+left to do so.
 """
 
 import ctypes
@@ -39,13 +39,13 @@ M_MMAP_THRESHOLD: Final = -3
 M_ARENA_MAX: Final = -8
 KEPT_BYTES: Final = 1 << 30
 TOP_PAD_BYTES: Final = 64 << 20
-MAX_MMAP_THRESHOLD_BYTES: Final = 32 << 20  # the most that older versions of glibc take
+MAX_MMAP_THRESHOLD_BYTES: Final = 32 << 20  # the largest value that older versions of glibc accept
 
 log = logging.getLogger(__name__)
 
 
 def tune_malloc() -> bool:
-    """Tune it; False, and a line in the log, where the C library is not glibc."""
+    """Tune malloc for large messages; False, and a log message, where the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         log.warning("no mallopt in this C library; large messages cost more here")
@@ -64,10 +64,10 @@ DEATH_TIMEOUT_S: Final = 2.0
 
 
 def main() -> int:
-    """Run one incarnation; returns the exit status."""
+    """Run one incarnation; return the exit status."""
     configure_inherited("incoming")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker decides
-    tune_malloc()  # before any thread: this process does little else than take large messages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the worker decides when to stop
+    tune_malloc()  # before any thread starts: this process does little else than receive large messages
     setup, more = ReceiverSetup.from_json(sys.stdin.buffer.readline())
     incarnation = _Incarnation(setup, more["parent"], notify=more["notify"], nudge=more["nudge"])
     try:
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 class _Incarnation:
-    """Everything between the greeting and the end."""
+    """One incarnation, from the greeting to the end."""
 
     def __init__(self, setup: ReceiverSetup, parent: int, *, notify: int, nudge: int) -> None:
         self.address = ""
@@ -94,10 +94,10 @@ class _Incarnation:
         self._data_paths: list[ServedDataPath] = []
 
     def begin(self) -> None:
-        """Take hold of memory and port.
+        """Acquire the memory and the port.
 
         Raises:
-            BatonError: one of them is not to be had.
+            BatonError: one of them is not available.
         """
         setup = self._setup
         self._region = setup.open_region()
@@ -141,7 +141,7 @@ class _Incarnation:
         signal.signal(signal.SIGHUP, self._on_death)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
-        if os.getppid() != self._parent:  # it was faster
+        if os.getppid() != self._parent:  # the parent had ended before the call
             self._leave()
 
     def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
@@ -163,7 +163,8 @@ class _Incarnation:
                     self._leave()
 
     def _leave(self) -> None:
-        # One thread of the parent is dead, or one of its files closed. All of it will be, unless this is a mistake.
+        # One thread of the parent is dead, or one of its files closed. The whole parent is about to end, unless this is
+        # an error.
         end_s = time.monotonic() + DEATH_TIMEOUT_S
         while os.getppid() == self._parent and time.monotonic() < end_s:
             time.sleep(0.001)

@@ -1,18 +1,18 @@
-"""The decode side of KVP/1: who may write where, when content counts as whole, and when blocks are free again.
+"""The decode side of KVP/1: who may write where, when content counts as complete, and when blocks are free again.
 
-A pure state machine: no I/O, no clock of its own. Every method returns, in order, what its caller must do or tell the
-worker (`receiver_actions`); a caller that obeys keeps the promises:
+A pure state machine: no I/O, no clock of its own. Every method returns, in order, the actions that its caller must
+perform and the events for the worker (`receiver_actions`). If the caller obeys, these guarantees hold:
 
-- nothing is written without a grant, into a complete incoming transfer, or once one has drained;
-- COMPLETE means that every position of every layer and head is there, that every rank of the prefill worker committed
-  its part, and that digests computed from the pool equal what was announced. All ranks or none;
-- from then on the sequence needs nothing of its prefill worker any more: that one's ABORT is acknowledged, its silence
-  and its restart are ignored. Only the worker here, or a higher attempt at the same request, ends it;
-- replays of old messages and frames of old epochs, incoming transfers and attempts change nothing.
+- Nothing is written without a grant, into a complete incoming transfer, or after a transfer has drained.
+- COMPLETE means that every position of every layer and head has arrived, that every rank of the prefill worker has
+  committed its part, and that digests computed from the pool equal the announced ones. All ranks or none.
+- From then on the sequence does not depend on its prefill worker: its ABORT is acknowledged, its silence and restart
+  are ignored. Only the worker here, or a higher attempt at the same request, ends the sequence.
+- Replays of old messages, and frames of old epochs, incoming transfers and attempts, change nothing.
 
 Evidence, never a timer, ends quarantine. On a two-sided data path this side writes, so a fenced transfer has drained
-when the writes in progress are over. On a one-sided data path the ranks of the prefill worker write: each must say that
-it has stopped, in that incarnation, or be proven dead.
+when the writes in progress are over. On a one-sided data path the ranks of the prefill worker write: each of them must
+report, in that incarnation, that it has stopped, or be proven dead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,12 +43,12 @@ Actions = list[ReceiverAction]
 
 
 class ReceiverInbox:
-    """Takes control messages for one decode worker.
+    """Handles the control messages that one decode worker receives.
 
     Args:
         rules: its incoming transfers.
-        max_capacity_len: positions of the whole pool.
-        has_digest: frames are verified by digest if their sender can.
+        max_capacity_len: number of positions of the whole pool.
+        has_digest: whether frames are verified by digest if their sender can.
     """
 
     def __init__(self, rules: ReceiverRules, max_capacity_len: int, has_digest: bool) -> None:
@@ -57,10 +57,10 @@ class ReceiverInbox:
         self._has_digest = has_digest
 
     def take(self, peer: str, control: kv_pb2.Control, now_s: float) -> Actions:
-        """Take a message.
+        """Handle a message.
 
         Raises:
-            ProtocolError: it breaks the protocol; nothing changed.
+            ProtocolError: the message breaks the protocol; nothing changed.
         """
         kind = control.WhichOneof("message")
         if kind == "hello":
@@ -87,7 +87,7 @@ class ReceiverInbox:
         return handler(peer, known, getattr(control, str(kind)), now_s)
 
     def _on_hello(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> Actions:
-        """Before the proof is found to be good, nothing is known, kept, ended or said of it."""
+        """Handle a HELLO. Until its proof is verified, nothing that it says is believed, kept or acted on."""
         rules = self._rules
         known = rules.peers.get(peer)
         if not rules.proofs.has_challenge(hello, rules.epoch, peer, now_s):
@@ -97,9 +97,9 @@ class ReceiverInbox:
             return [rules.replies.unproved(peer, hello)]
         if known is not None and known.epoch == hello.epoch and hello.sent_ns <= known.hello_ns:
             rules.counts.hellos_unproved += hello.sent_ns == known.hello_ns
-            return []  # overtaken, or replayed by an eavesdropper
+            return []  # overtaken by a later HELLO, or replayed by an eavesdropper
         if known is not None and hello.epoch in known.retired and now_s - known.heard_s <= rules.config.lease_s:
-            # overtaken by the HELLO of a later incarnation; unless it is the other way round, which silence shows
+            # Overtaken by the HELLO of a later incarnation; if it is the other way round, silence shows it.
             return []
         refused = hello_problem(hello.version, hello.layout, rules.layout) or ranks_problem(hello, rules.layout)
         if not refused and rules.peers.size_of(hello.epoch) not in (0, hello.tp_size):
@@ -119,7 +119,7 @@ class ReceiverInbox:
         return [*actions, rules.replies.hello(peer, hello, refused, now_s)]
 
     def _end_incarnation(self, p_epoch: int, now_s: float) -> Actions:
-        """A prefill worker came back as another incarnation. That the old one is dead for good is not said by that."""
+        """Fence the transfers of an incarnation that was replaced. That does not prove that the old process is dead."""
         actions: Actions = []
         for incoming in self._rules.table:
             if incoming.p_epoch == p_epoch and incoming.state is not IncomingState.COMPLETE:
@@ -159,7 +159,7 @@ class ReceiverInbox:
         ]
 
     def _reserve_problem(self, peer: str, attempt: AttemptKey, reserve: kv_pb2.Reserve) -> Actions:
-        """The DENY that a new RESERVE gets; empty if it may be granted."""
+        """Return the DENY for a new RESERVE; empty if it may be granted."""
         table, replies = self._rules.table, self._rules.replies
         tombstone = table.tombstone(attempt)
         if tombstone is not None:
@@ -194,7 +194,7 @@ class ReceiverInbox:
             deadline_s=now_s + reserve.wait_ms / 1e3,
             coverage=self._rules.coverage(reserve.prompt_len),
             parts=parts,
-            # A layer that keeps nothing of so short a prompt is whole already.
+            # A layer that keeps nothing of such a short prompt is already complete.
             digests=[None if layer.span(reserve.prompt_len).count else 0 for layer in self._rules.layout.layers],
         )
 
@@ -205,7 +205,7 @@ class ReceiverInbox:
         if incoming.p_epoch != reserve.epoch:
             why = "another incarnation of the prefill worker has it"
             return [replies.deny(peer, incoming.attempt, kv_pb2.Deny.STALE, why)]
-        incoming.peer = peer  # its rank 0 may have come again, over another connection
+        incoming.peer = peer  # its rank 0 may have reconnected
         match incoming.state:
             case IncomingState.WANTED:
                 incoming.parts[0].renewed.renew(now_s)
@@ -216,8 +216,8 @@ class ReceiverInbox:
             case IncomingState.COMPLETE if incoming.epoch == self._rules.epoch:
                 return [replies.grant(incoming)]
             case IncomingState.QUARANTINED if incoming.epoch == self._rules.epoch:
-                # The GRANT was lost. Denied, its sender would forget that it never told the other ranks of it, and
-                # they, who do not know this worker, could never be asked.
+                # The GRANT was lost. If it were denied, its sender would forget that it never told the other ranks of
+                # it, and they, who do not know this worker, could never be asked.
                 return [*replies.abort_part(incoming, incoming.parts[0])]
             case _:
                 why = incoming.reason or "another incarnation of this decode worker had it"
@@ -247,7 +247,7 @@ class ReceiverInbox:
         if part.commit is None or commit.round > part.commit.round:
             part.commit = commit
             part.is_commit_void = False
-            # Frames may be on their way behind the COMMIT; only what is still missing then is asked for again.
+            # Frames may still follow the COMMIT; only what is missing after a while is requested again.
             part.nack_due_s = now_s + rules.config.heartbeat_s / 2
             return rules.complete_if_whole(incoming, now_s)
         if commit.round == part.commit.round == part.nacked_round:
@@ -285,7 +285,7 @@ class ReceiverInbox:
             if abort.epoch == rules.epoch and incoming is None and rules.table.tombstone(attempt) is None:
                 # The RESERVE may still be on its way; it must not be taken for a new one.
                 rules.table.bury(Tombstone(attempt, 0, False, now_s, abort.reason))
-            return [ack]  # also for past incarnations: what they left behind is known here, and this is not
+            return [ack]  # also for past incarnations: their leftovers are known here, and this is not among them
         if incoming.p_epoch != known.epoch or known.rank >= len(incoming.parts):
             raise ProtocolError(f"an ABORT of {attempt} by another prefill worker")
         if abort.incoming_id not in (0, incoming.incoming_id) and incoming.incoming_id:
@@ -299,7 +299,7 @@ class ReceiverInbox:
         return [*rules.fence(incoming, reason, now_s, by_peer=True), *([] if is_held else [ack])]
 
     def _on_abort_ack(self, peer: str, known: ReceiverPeer, ack: kv_pb2.AbortAck, now_s: float) -> Actions:
-        """Evidence, if a transfer waits for it. It stays true for ever, so it may come late and by any connection."""
+        """Record evidence for a transfer that waits for it. It stays true: it may come late and by any connection."""
         incoming = self._rules.table.get(attempt_of(ack.attempt))
         if incoming is None or incoming.state is not IncomingState.QUARANTINED or not is_one_sided(incoming.data_path):
             return []
@@ -337,12 +337,12 @@ class ReceiverInbox:
 
 
 class ReceiverFrames:
-    """Takes frames for one decode worker.
+    """Handles the frames that one decode worker receives.
 
     Args:
         rules: its incoming transfers.
-        shape: what its layout says about frames.
-        digests_layers: the engine digests whole layers, because this process cannot read the pool.
+        shape: constraints on frames that follow from its layout.
+        digests_layers: whether the engine digests whole layers because this process cannot read the pool.
     """
 
     def __init__(self, rules: ReceiverRules, shape: FrameShape, digests_layers: bool) -> None:
@@ -351,10 +351,10 @@ class ReceiverFrames:
         self._digests_layers = digests_layers
 
     def arrived(self, peer: str, header: FrameHeader, now_s: float) -> Actions:
-        """A header came; a `WriteFrame` among the actions says that its payload is wanted.
+        """Handle a frame's header; a `WriteFrame` among the actions asks for its payload.
 
         Raises:
-            ProtocolError: it contradicts the layout or the incoming transfer; nothing changed.
+            ProtocolError: the header contradicts the layout or the incoming transfer; nothing changed.
         """
         rules = self._rules
         incoming = rules.table.by_id(header.incoming_id) if header.d_epoch == rules.epoch else None
@@ -367,7 +367,7 @@ class ReceiverFrames:
         is_written_off = one_sided and header.seq < part.min_seq
         where = (header.layer, header.first, header.count, header.head_first, header.head_count)
         if is_written_off or incoming.coverage.overlaps(*where) or incoming.is_being_written(header):
-            # A frame lands whole or not at all: one that overlaps what is there would write good positions twice.
+            # A frame arrives whole or not at all: one that overlaps what is there would write good positions twice.
             rules.counts.frames_duplicate += 1
             rules.charge(incoming, part, header)
             return []
@@ -375,7 +375,7 @@ class ReceiverFrames:
         return [WriteFrame(header.incoming_id, header)]
 
     def landed(self, header: FrameHeader, digest: int | None, now_s: float) -> Actions:
-        """The payload that `WriteFrame` asked for is in the pool; `digest` is what the pool says, None if not asked."""
+        """Count a payload that is now in the pool; `digest` was computed from the pool, None if not requested."""
         incoming = self._written(header)
         if incoming.state is IncomingState.QUARANTINED:
             self._rules.counts.frames_fenced += 1
@@ -385,7 +385,7 @@ class ReceiverFrames:
         part.renewed.renew(now_s)
         if is_one_sided(incoming.data_path) and header.seq < part.min_seq:
             self._rules.counts.frames_duplicate += 1
-            return []  # its sender was told to write it again meanwhile
+            return []  # its sender was told meanwhile to write it again
         if digest is not None and header.payload_digest is not None and digest != header.payload_digest:
             return self._rules.corrupt_frame(incoming, header, now_s)
         incoming.coverage.add(header.layer, header.first, header.count, header.head_first, header.head_count)
@@ -399,7 +399,7 @@ class ReceiverFrames:
         return self._rules.complete_if_whole(incoming, now_s)
 
     def failed(self, header: FrameHeader, now_s: float, *, is_corrupt: bool) -> Actions:
-        """The payload did not come whole, was discarded, or arrived with a wrong checksum (`is_corrupt`)."""
+        """Handle a payload that was incomplete, was discarded, or had a wrong checksum (`is_corrupt`)."""
         incoming = self._written(header)
         if incoming.state is IncomingState.QUARANTINED:
             self._rules.counts.frames_fenced += 1
@@ -410,7 +410,7 @@ class ReceiverFrames:
         return []
 
     def digested(self, incoming_id: int, layer: int, digest: int, now_s: float) -> Actions:
-        """The digest that `DigestLayer` asked for."""
+        """Record the digest that `DigestLayer` asked for."""
         incoming = self._rules.table.by_id(incoming_id)
         if incoming is None or incoming.state is not IncomingState.FILLING:
             return []
@@ -418,7 +418,7 @@ class ReceiverFrames:
         return self._rules.complete_if_whole(incoming, now_s)
 
     def _part_of(self, peer: str, incoming: IncomingTransfer, header: FrameHeader) -> RankPush:
-        """The part of the incoming transfer that this frame belongs to; checks that it does."""
+        """Return the part of the incoming transfer that this frame belongs to, after checking that it does."""
         known = self._rules.peers.get(peer)
         if known is None or known.epoch != incoming.p_epoch or known.rank >= len(incoming.parts):
             raise ProtocolError(
@@ -456,7 +456,7 @@ class ReceiverFrames:
         return incoming
 
     def _late(self, peer: str, header: FrameHeader, now_s: float) -> Actions:
-        """Drop a frame that no incoming transfer wants; its sender is told, not more often than every heartbeat."""
+        """Drop a frame that no incoming transfer expects, and tell its sender, at most once per heartbeat."""
         rules = self._rules
         rules.counts.frames_late_dropped += 1
         tombstone = rules.table.tombstone_by_id(header.incoming_id) if header.d_epoch == rules.epoch else None
@@ -474,17 +474,18 @@ class ReceiverFrames:
 
 
 class ReceiverProtocol:
-    """Every incoming transfer of one decode worker.
+    """All incoming transfers of one decode worker.
 
     Args:
-        epoch: of this process.
-        layout: of its pools, all ranks together.
+        epoch: incarnation of this process.
+        layout: layout of its pools, all ranks together.
         config: limits and times.
-        max_capacity_len: positions of the whole pool.
-        offers: the data paths served beside "inline".
-        host_id: of this machine; offers of shared memory go to peers with the same.
-        has_digest: verify frames and layers by digest, if the peer can.
-        digests_layers: this process cannot read the pool; the engine digests whole layers (`DigestLayer`).
+        max_capacity_len: number of positions of the whole pool.
+        offers: data paths served besides "inline".
+        host_id: identifier of this machine; offers of shared memory go to peers with the same one.
+        has_digest: whether frames and layers are verified by digest, if the peer can.
+        digests_layers: whether the engine digests whole layers (`DigestLayer`), because this process cannot read the
+            pool.
     """
 
     def __init__(
@@ -508,7 +509,7 @@ class ReceiverProtocol:
 
     @property
     def times(self) -> TransferTimes:
-        """How long hand-overs took."""
+        """Durations of hand-offs."""
         return self._rules.times
 
     @property
@@ -517,25 +518,25 @@ class ReceiverProtocol:
         return self._rules.counts
 
     def incoming_transfers(self) -> Iterable[IncomingTransfer]:
-        """All live incoming transfers, oldest first; to be read only."""
+        """Return all live incoming transfers, oldest first; read-only."""
         return self._rules.table
 
     def incoming(self, incoming_id: int) -> IncomingTransfer:
-        """The live incoming transfer with this id; to be read only."""
+        """Return the live incoming transfer with this id; read-only."""
         incoming = self._rules.table.by_id(incoming_id)
         assert incoming is not None
         return incoming
 
     def find(self, attempt: AttemptKey) -> IncomingTransfer | None:
-        """The live incoming transfer of an attempt; to be read only."""
+        """Return the live incoming transfer of an attempt; read-only."""
         return self._rules.table.get(attempt)
 
     def is_met(self, peer: str) -> bool:
-        """Whether a connection's HELLO was proved and taken."""
+        """Return whether a connection's HELLO was proved and accepted."""
         return self._rules.peers.get(peer) is not None
 
     def suspects(self) -> list[PeerIncarnation]:
-        """Ranks that hold up quarantined blocks: for each, `peer_is_dead` may be told once its death is proven."""
+        """Return the ranks that hold up quarantined blocks; call `peer_is_dead` for each whose death is proven."""
         waiting = [incoming for incoming in self._rules.table if incoming.state is IncomingState.QUARANTINED]
         keys = {
             (incoming.p_epoch, part.rank)
@@ -546,10 +547,10 @@ class ReceiverProtocol:
         }
         return [self._rules.peers.incarnation(*key) for key in sorted(keys)]
 
-    # From the wire
+    # Messages and frames
 
     def on_control(self, peer: str, control: kv_pb2.Control, now_s: float) -> Actions:
-        """Take a message.
+        """Handle a message.
 
         Raises:
             ProtocolError: the message breaks the protocol; nothing changed.
@@ -557,7 +558,7 @@ class ReceiverProtocol:
         return self._inbox.take(peer, control, now_s)
 
     def on_frame(self, peer: str, header: FrameHeader, now_s: float) -> Actions:
-        """Take the header of a frame; a `WriteFrame` among the actions says that its payload is wanted.
+        """Handle a frame's header; a `WriteFrame` among the actions asks for its payload.
 
         Raises:
             ProtocolError: the header contradicts the layout or the incoming transfer; nothing changed.
@@ -565,27 +566,27 @@ class ReceiverProtocol:
         return self._frames.arrived(peer, header, now_s)
 
     def on_corrupt_frame(self) -> None:
-        """Note a frame whose header was damaged: nothing in it can be believed."""
+        """Count a frame whose header was damaged, so that nothing in it can be trusted."""
         self._rules.counts.frames_corrupt += 1
 
     def landed(self, header: FrameHeader, digest: int | None, now_s: float) -> Actions:
-        """The payload that `WriteFrame` asked for lies in the pool, and `digest` is the pool's; None: not computed."""
+        """Report that a `WriteFrame`'s payload is in the pool; `digest` was computed there, None if not computed."""
         return self._frames.landed(header, digest, now_s)
 
     def write_failed(self, header: FrameHeader, now_s: float, *, is_corrupt: bool = False) -> Actions:
-        """That payload will not come, or was discarded; or its checksum is wrong. Nothing writes it any more."""
+        """Report that a payload will not come, was discarded, or has a wrong checksum. Nothing writes it any more."""
         return self._frames.failed(header, now_s, is_corrupt=is_corrupt)
 
     def digested(self, incoming_id: int, layer: int, digest: int, now_s: float) -> Actions:
-        """The digest that `DigestLayer` asked for."""
+        """Report the digest that `DigestLayer` asked for."""
         return self._frames.digested(incoming_id, layer, digest, now_s)
 
-    # From the worker
+    # Calls from the worker
 
     def grant(
         self, attempt: AttemptKey, now_s: float, blocks: Sequence[int] = (), state_slot: int | None = None
     ) -> Actions:
-        """These were reserved for this attempt. If it ended meanwhile, they are given back at once."""
+        """Grant blocks that were reserved for this attempt. If it ended meanwhile, they are returned at once."""
         incoming = self._rules.table.get(attempt)
         if incoming is None:
             return [IncomingFailed(attempt, "the prefill worker gave up before the grant"), Drained(attempt)]
@@ -602,7 +603,7 @@ class ReceiverProtocol:
         return [self._rules.replies.grant(incoming)]
 
     def deny(self, attempt: AttemptKey, reason: kv_pb2.Deny.Reason, detail: str, now_s: float) -> Actions:
-        """The worker does not want this attempt."""
+        """Refuse an attempt for the worker."""
         incoming = self._rules.table.get(attempt)
         if incoming is None or incoming.state is not IncomingState.WANTED:
             return []
@@ -611,7 +612,7 @@ class ReceiverProtocol:
         return [self._rules.replies.deny(incoming.peer, attempt, reason, detail)]
 
     def abort(self, attempt: AttemptKey, reason: str, now_s: float) -> Actions:
-        """The worker gives a granted attempt up; `Drained` follows. One that has ended stays ended."""
+        """Give a granted attempt up for the worker; `Drained` follows. Does nothing if it has ended."""
         incoming = self._rules.table.get(attempt)
         if incoming is None:
             return []
@@ -623,7 +624,7 @@ class ReceiverProtocol:
         return self._rules.fence(incoming, reason, now_s)
 
     def release(self, attempt: AttemptKey, now_s: float) -> Actions:
-        """The sequence that a complete incoming transfer became has ended, and its blocks are free."""
+        """Release a complete transfer: the sequence that it became has ended, and its blocks are free."""
         incoming = self._rules.table.get(attempt)
         if incoming is not None:
             assert incoming.state is IncomingState.COMPLETE, f"{attempt} is released and not complete"
@@ -631,9 +632,10 @@ class ReceiverProtocol:
         return []
 
     def inherit(self, inherited: Inherited, now_s: float) -> None:
-        """Take over what a former incarnation granted on a one-sided data path. Before the first message is taken.
+        """Take over what a former incarnation granted on a one-sided data path. Call it before handling any message.
 
-        Of what was not complete, the ranks of its prefill worker are asked to stop; `Drained` follows on evidence.
+        For transfers that were not complete, the ranks of the prefill worker are asked to stop; `Drained` follows on
+        evidence.
         """
         attempt, is_complete = inherited.attempt, inherited.is_complete
         incoming = IncomingTransfer(
@@ -654,10 +656,10 @@ class ReceiverProtocol:
         )
         self._rules.table.add(incoming, now_s)
 
-    # From evidence and time
+    # Evidence and time
 
     def peer_is_dead(self, p_epoch: int, now_s: float, rank: int | None = None) -> Actions:
-        """It is proven that a rank of an incarnation, or with None each, is dead and writes nothing any more."""
+        """Report proof that a rank of an incarnation (None: every rank) is dead and writes nothing any more."""
         actions: Actions = []
         for incoming in self._rules.table:
             if incoming.p_epoch != p_epoch or incoming.state is IncomingState.COMPLETE:
@@ -671,7 +673,7 @@ class ReceiverProtocol:
         return actions
 
     def tick(self, now_s: float) -> Actions:
-        """Do what is due: leases, heartbeats, NACKs, questions, forgetting."""
+        """Return what is due: leases, heartbeats, NACKs, questions, forgetting."""
         rules = self._rules
         actions: Actions = []
         for incoming in rules.table:
@@ -684,7 +686,7 @@ class ReceiverProtocol:
         return actions
 
     def forgive(self, pause_s: float, now_s: float) -> None:
-        """This process did nothing for so long: peers must not be blamed for a silence that is mostly its own."""
+        """Excuse the silence of peers during `pause_s`, in which this process itself did nothing."""
         if pause_s > self._config.lease_s / 2:
             for incoming in self._rules.table:
                 for part in incoming.parts:
@@ -692,9 +694,9 @@ class ReceiverProtocol:
 
     @property
     def uncredited_bytes(self) -> int:
-        """What `flush` would give credit for; not less than 1 if it would say anything."""
+        """Bytes that `flush` would credit; at least 1 if it would send anything."""
         return self._rules.uncredited_bytes
 
     def flush(self) -> Actions:
-        """Credits for what was taken since the last call; to be called soon after frames."""
+        """Return credits for what was received since the last call; to be called soon after frames."""
         return self._rules.flush()

@@ -1,6 +1,6 @@
-"""How events and commands of the transfer look in a ring: plain bytes, so that the two sides may be two processes.
+"""Encoding of the transfer's events and commands in a ring: plain bytes, so that the two sides may be two processes.
 
-A record is a kind, a slot, and the fields of one dataclass in their order. Both ends are of one version.
+A record is a kind, a slot, and the fields of one dataclass in their order. Both sides run the same version.
 """
 
 import struct
@@ -24,7 +24,7 @@ from baton.proto import kv_pb2
 
 @dataclass(frozen=True, slots=True)
 class GrantCommand:
-    """Blocks for an attempt."""
+    """Grant blocks to an attempt."""
 
     attempt: AttemptKey
     table: BlockTable
@@ -32,7 +32,7 @@ class GrantCommand:
 
 @dataclass(frozen=True, slots=True)
 class DenyCommand:
-    """No blocks for an attempt."""
+    """Refuse blocks to an attempt."""
 
     attempt: AttemptKey
     reason: kv_pb2.Deny.Reason
@@ -76,7 +76,7 @@ _F64 = struct.Struct("<d")
 
 
 def encode_record(record: Record, slot: int = NO_SLOT) -> bytes:
-    """The bytes of an event or a command."""
+    """Encode an event or a command."""
     parts = [_HEAD.pack(_KINDS.index(type(record)), slot)]
     for field in fields(record):
         parts.append(_encode(getattr(record, field.name)))
@@ -84,10 +84,10 @@ def encode_record(record: Record, slot: int = NO_SLOT) -> bytes:
 
 
 def decode_record(data: bytes) -> tuple[Record, int]:
-    """The event or command, and its slot.
+    """Decode a record; return the event or command, and its slot.
 
     Raises:
-        ProtocolError: it is none: the other side has lost its mind, and must be ended.
+        ProtocolError: the record is invalid: the other side is corrupt, and must be ended.
     """
     try:
         kind, slot = _HEAD.unpack_from(data)
@@ -125,14 +125,14 @@ def _sized(data: bytes) -> bytes:
 
 
 class _Reader:
-    """Takes one value after the other from a record."""
+    """Reads one value after the other from a record."""
 
     def __init__(self, data: bytes, start: int) -> None:
         self._data = data
         self._start = start
 
     def read(self, kind: object) -> object:
-        """The next value, of a field annotated as `kind`."""
+        """Read the next value, of a field annotated as `kind`."""
         if kind is AttemptKey:
             return AttemptKey(self._sized().decode(), self._number(_U32))
         if kind is BlockTable:

@@ -1,6 +1,6 @@
-"""When a transfer is complete, ends, drains or asks again: the rules that messages, frames, workers and time lead to.
+"""The receiver's rules: when a transfer is complete, ends, drains or asks again.
 
-Who calls them decides which rule applies.
+Messages, frames, calls from the worker and time all lead to these rules; the caller decides which one applies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,17 +29,17 @@ from baton.proto import kv_pb2
 
 
 class ReceiverReplies:
-    """Builds messages of one decode worker's incarnation.
+    """Builds the messages of one decode worker's incarnation.
 
     Args:
-        epoch: of this incarnation.
-        layout: of its pools.
+        epoch: this incarnation.
+        layout: layout of its pools.
         config: limits and times.
-        peers: where they go.
-        offers: the data paths served here beside "inline".
-        host_id: of this machine.
-        has_digest: frames are verified by digest.
-        proofs: of the deployment.
+        peers: the peers to send to.
+        offers: data paths served here besides "inline".
+        host_id: identifier of this machine.
+        has_digest: whether frames are verified by digest.
+        proofs: proofs of the deployment.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class ReceiverReplies:
         self._capabilities = [DIGEST] if has_digest else []
 
     def serves(self, data_path: str) -> bool:
-        """Whether payloads may come by this data path."""
+        """Return whether payloads may come by this data path."""
         return data_path == INLINE or any(offer.data_path == data_path for offer in self._offers)
 
     def hello(self, peer: str, hello: kv_pb2.Hello, refused: str, now_s: float) -> AnswerControl:
-        """HELLO_REPLY; `refused` says why the two must not talk, or is empty."""
+        """Build a HELLO_REPLY; `refused` says why the two must not exchange KV, or is empty."""
         same_host = bool(self._host_id) and hello.host_id == self._host_id
         offers = [
             offer
@@ -92,20 +92,20 @@ class ReceiverReplies:
         return AnswerControl(peer, control_of(reply))
 
     def challenge(self, peer: str, hello: kv_pb2.Hello, now_s: float) -> AnswerControl:
-        """HELLO_REPLY that says nothing but what the next HELLO is to prove."""
+        """Build a HELLO_REPLY with nothing but the challenge that the next HELLO must answer."""
         challenge = self._proofs.challenge(self._epoch, peer, now_s)
         reply = kv_pb2.HelloReply(version=VERSION, peer_epoch=hello.epoch, echo_sent_ns=hello.sent_ns)
         reply.challenge = challenge
         return AnswerControl(peer, control_of(reply))
 
     def unproved(self, peer: str, hello: kv_pb2.Hello) -> AnswerControl:
-        """HELLO_REPLY to a peer that knows another secret."""
+        """Build a HELLO_REPLY to a peer that knows another secret."""
         reply = kv_pb2.HelloReply(version=VERSION, peer_epoch=hello.epoch, echo_sent_ns=hello.sent_ns)
         reply.refused = "it does not know the secret of this decode worker's deployment"
         return AnswerControl(peer, control_of(reply))
 
     def grant(self, incoming: IncomingTransfer) -> AnswerControl:
-        """GRANT of what `incoming` was given."""
+        """Build the GRANT of what `incoming` was given."""
         grant = kv_pb2.Grant(
             attempt=wire_attempt(incoming.attempt),
             epoch=self._epoch,
@@ -119,29 +119,29 @@ class ReceiverReplies:
         return AnswerControl(incoming.peer, control_of(grant))
 
     def deny(self, peer: str, attempt: AttemptKey, reason: kv_pb2.Deny.Reason, detail: str) -> AnswerControl:
-        """DENY."""
+        """Build a DENY."""
         deny = kv_pb2.Deny(attempt=wire_attempt(attempt), epoch=self._epoch, reason=reason, detail=detail)
         return AnswerControl(peer, control_of(deny))
 
     def deny_sizes(self, peer: str, attempt: AttemptKey, reserve: kv_pb2.Reserve, limit: int) -> AnswerControl:
-        """DENY of a RESERVE whose numbers are more than the pool, or make no sense."""
+        """Build the DENY of a RESERVE whose sizes exceed the pool or make no sense."""
         sizes = f"{reserve.prompt_len} positions of a prompt in {reserve.capacity_len}; the whole pool has {limit}"
         reason = kv_pb2.Deny.TOO_LONG if reserve.capacity_len > limit else kv_pb2.Deny.UNSPECIFIED
         return self.deny(peer, attempt, reason, sizes)
 
     def ack(self, peer: str, epoch: int, incoming_id: int) -> AnswerControl:
-        """COMMIT_ACK."""
+        """Build a COMMIT_ACK."""
         return AnswerControl(peer, control_of(kv_pb2.CommitAck(epoch=epoch, incoming_id=incoming_id)))
 
     def acks(self, incoming: IncomingTransfer) -> list[AnswerControl]:
-        """COMMIT_ACK to every rank."""
+        """Build a COMMIT_ACK for every rank."""
         names = [self._peers.name_of(incoming.p_epoch, part.rank) for part in incoming.parts]
         return [self.ack(name, incoming.epoch, incoming.incoming_id) for name in names if name]
 
     def nack(
         self, incoming: IncomingTransfer, part: RankPush, gaps: Iterable[LayerRange], corrupt: Iterable[int]
     ) -> list[AnswerControl]:
-        """COMMIT_NACK with everything that is missing of a rank's part, corrupt layers included."""
+        """Build a COMMIT_NACK with everything that is missing of a rank's part, corrupt layers included."""
         assert part.commit is not None
         nack = kv_pb2.CommitNack(
             epoch=self._epoch,
@@ -157,7 +157,7 @@ class ReceiverReplies:
     def have(
         self, peer: str, incoming: IncomingTransfer, part: RankPush, gaps: Iterable[LayerRange], round: int
     ) -> AnswerControl:
-        """HAVE, for the RESUME with this round."""
+        """Build a HAVE, for the RESUME with this round."""
         have = kv_pb2.Have(
             epoch=self._epoch,
             incoming_id=incoming.incoming_id,
@@ -170,7 +170,7 @@ class ReceiverReplies:
     def abort(
         self, peer: str, attempt: AttemptKey, epoch: int, incoming_id: int, p_epoch: int, reason: str
     ) -> AnswerControl:
-        """ABORT of an incoming transfer that the incarnation `epoch` granted to the incarnation `p_epoch`."""
+        """Build an ABORT of an incoming transfer that incarnation `epoch` granted to incarnation `p_epoch`."""
         abort = kv_pb2.Abort(
             epoch=epoch,
             incoming_id=incoming_id,
@@ -182,7 +182,7 @@ class ReceiverReplies:
         return AnswerControl(peer, control_of(abort))
 
     def abort_part(self, incoming: IncomingTransfer, part: RankPush) -> list[AnswerControl]:
-        """ABORT to one rank, if there is a way to it."""
+        """Build an ABORT to one rank, if it is connected."""
         name = self._peers.name_of(incoming.p_epoch, part.rank)
         if not name:
             return []
@@ -190,12 +190,12 @@ class ReceiverReplies:
         return [self.abort(name, incoming.attempt, epoch, incoming_id, incoming.p_epoch, incoming.reason)]
 
     def abort_ack(self, peer: str, attempt: AttemptKey, epoch: int, incoming_id: int) -> AnswerControl:
-        """ABORT_ACK: nothing of this incoming transfer will be written any more."""
+        """Build an ABORT_ACK: nothing of this incoming transfer will be written any more."""
         ack = kv_pb2.AbortAck(epoch=epoch, incoming_id=incoming_id, attempt=wire_attempt(attempt), drained=True)
         return AnswerControl(peer, control_of(ack))
 
     def leases(self, incoming_transfers: Iterable[IncomingTransfer]) -> list[AnswerControl]:
-        """One LEASE for each rank that has an incoming transfer here, or waits for one."""
+        """Build one LEASE for each rank that has an incoming transfer here, or waits for one."""
         by_peer: dict[str, kv_pb2.Lease] = {}
         for incoming in incoming_transfers:
             for part in incoming.parts:
@@ -208,7 +208,7 @@ class ReceiverReplies:
         return [AnswerControl(peer, control_of(lease)) for peer, lease in by_peer.items()]
 
     def credits(self, parts: Iterable[tuple[IncomingTransfer, RankPush]]) -> list[AnswerControl]:
-        """One CREDIT for each rank among `parts`."""
+        """Build one CREDIT for each rank among `parts`."""
         by_peer: dict[str, kv_pb2.Credit] = {}
         for incoming, part in parts:
             name = self._peers.name_of(incoming.p_epoch, part.rank)
@@ -223,27 +223,27 @@ def _wire_gaps(gaps: Iterable[LayerRange]) -> list[kv_pb2.LayerGap]:
 
 
 MASK = (1 << 64) - 1
-ASK_HEARTBEATS = 2  # between two questions whether a rank has drained
+ASK_HEARTBEATS = 2  # between two questions to a rank whether it has drained
 Actions = list[ReceiverAction]
 
 
-_MAX_EXPOSED_US = 1 << 32  # what a peer says of its clock is no more than a claim
+_MAX_EXPOSED_US = 1 << 32  # what a peer reports of its clock is only a claim
 
 
 @dataclass(slots=True)
 class ReceiverCounts:
-    """Totals since the start. Every frame that came whole is in exactly one of those of frames.
+    """Totals since the start. Every frame that arrived whole is counted in exactly one of the frame counters.
 
     Attributes:
-        bytes_landed: payloads of `frames_landed`.
-        frames_landed: verified, and in the pool.
-        frames_late_dropped: for an incoming transfer that had ended, or never was; not looked at.
-        frames_duplicate: what they cover was there, or is to be sent once more; not looked at.
-        frames_corrupt: refused: their header or their payload is not what was sent, or not what may be sent.
-        frames_fenced: their incoming transfer ended before their payload was there.
-        layers_corrupt: sums over frames that did not match their COMMIT.
-        messages_refused: of other incarnations, or of unknown peers.
-        hellos_unproved: of peers that do not know the deployment's secret, or said before.
+        bytes_landed: payload bytes of `frames_landed`.
+        frames_landed: frames that are verified and in the pool.
+        frames_late_dropped: frames for an incoming transfer that had ended, or never existed; dropped unread.
+        frames_duplicate: frames whose range was already there, or will be sent once more; dropped unread.
+        frames_corrupt: frames refused because header or payload are not what was sent, or not what may be sent.
+        frames_fenced: frames whose incoming transfer ended before their payload arrived.
+        layers_corrupt: layers whose sum of frame digests did not match the COMMIT.
+        messages_refused: messages of other incarnations, or of unknown peers.
+        hellos_unproved: HELLOs of peers that do not know the deployment's secret, or that were sent before.
     """
 
     bytes_landed: int = 0
@@ -256,8 +256,8 @@ class ReceiverCounts:
     messages_refused: int = 0
     hellos_unproved: int = 0
     transfers_complete: int = 0
-    transfer_us: int = 0  # of them, from the first frame until complete
-    exposed_us: int = 0  # of them, from the end of the prefill until complete
+    transfer_us: int = 0  # of complete transfers, from the first frame until complete
+    exposed_us: int = 0  # of complete transfers, from the end of the prefill until complete
 
 
 class ReceiverRules:
@@ -284,11 +284,11 @@ class ReceiverRules:
         self.times = TransferTimes()
         self.replies = ReceiverReplies(epoch, layout, config, self.peers, offers, host_id, has_digest, self.proofs)
         self._heads: dict[tuple[int, int], list[Range]] = {}
-        self.uncredited_bytes = 0  # of what `flush` will say
+        self.uncredited_bytes = 0  # bytes that `flush` will credit
         self._uncredited: set[tuple[int, int]] = set()  # (incoming transfer id, rank)
 
     def pushed_heads(self, rank: int, size: int) -> list[Range]:
-        """The heads of every layer that a rank sends."""
+        """Return the heads of every layer that a rank pushes."""
         found = self._heads.get((rank, size))
         if found is None:
             layers = range(self.layout.num_layers)
@@ -296,7 +296,7 @@ class ReceiverRules:
         return found
 
     def gaps(self, incoming: IncomingTransfer, part: RankPush) -> list[LayerRange]:
-        """What is missing of a rank's part."""
+        """Return what is missing of a rank's part."""
         heads, size = enumerate(self.pushed_heads(part.rank, len(incoming.parts))), len(incoming.parts)
         return [
             LayerRange(layer, own.first, own.count)
@@ -307,7 +307,7 @@ class ReceiverRules:
         ]
 
     def pushes(self, rank: int, size: int, header: FrameHeader) -> bool:
-        """Whether a frame is of heads and positions that a rank sends."""
+        """Return whether a frame covers only heads and positions that a rank pushes."""
         its = self.pushed_heads(rank, size)[header.layer]
         if not its.first <= header.head_first <= header.head_first + header.head_count <= its.stop:
             return False
@@ -315,19 +315,19 @@ class ReceiverRules:
         return sum(run.count for run in own) == header.count
 
     def charge(self, incoming: IncomingTransfer, part: RankPush, header: FrameHeader) -> None:
-        """A frame has landed, to stay or not: its sender gets the room back, once. One written off has none."""
+        """Credit a frame that arrived, whether kept or not, to its sender, once. Frames written off get no credit."""
         if part.seen.add(header.seq):
             part.charged_bytes += header.charge_bytes
             self.uncredited_bytes += header.charge_bytes
             self._uncredited.add((incoming.incoming_id, part.rank))
 
     def credit(self, incoming: IncomingTransfer, part: RankPush) -> None:
-        """Have the credit of a rank repeated."""
+        """Send the credit of a rank again."""
         self.uncredited_bytes += 1
         self._uncredited.add((incoming.incoming_id, part.rank))
 
     def flush(self) -> Actions:
-        """Credits that were not sent yet."""
+        """Return the credits that were not sent yet."""
         parts = []
         for incoming_id, rank in sorted(self._uncredited):
             incoming = self.table.by_id(incoming_id)
@@ -338,7 +338,7 @@ class ReceiverRules:
         return [*self.replies.credits(parts)]
 
     def due(self, incoming: IncomingTransfer, now_s: float) -> Actions:
-        """What time makes necessary for one incoming transfer: a NACK, a question, or its end."""
+        """Return what is due by time for one incoming transfer: a NACK, a question, or its end."""
         actions: Actions = []
         if incoming.state is IncomingState.QUARANTINED:
             return self.ask(incoming, now_s)
@@ -358,7 +358,7 @@ class ReceiverRules:
         return actions
 
     def ask(self, incoming: IncomingTransfer, now_s: float) -> Actions:
-        """Ask every rank that may still write the blocks to stop and say so."""
+        """Ask every rank that may still write the blocks to stop and report that it has."""
         actions: Actions = []
         if not is_one_sided(incoming.data_path):
             return actions
@@ -371,7 +371,7 @@ class ReceiverRules:
         return actions
 
     def complete_if_whole(self, incoming: IncomingTransfer, now_s: float) -> Actions:
-        """Complete an incoming transfer that is whole and verified; ask again for layers that are whole and wrong."""
+        """Complete an incoming transfer that is whole and verified; ask again for layers whose digest is wrong."""
         if any(part.commit is None or part.is_commit_void for part in incoming.parts):
             return []
         if incoming.writes or not incoming.coverage.is_complete():
@@ -406,9 +406,9 @@ class ReceiverRules:
         return [complete, *self.replies.acks(incoming)]
 
     def fence(self, incoming: IncomingTransfer, reason: str, now_s: float, *, by_peer: bool = False) -> Actions:
-        """End an incoming transfer that will not be used; its blocks go back when no process writes them.
+        """End an incoming transfer that will not be used; its blocks are freed when no process writes them.
 
-        `by_peer`: its prefill worker gave it up.
+        `by_peer`: its prefill worker gave up.
         """
         actions: Actions = []
         if not incoming.has_failed:
@@ -444,7 +444,7 @@ class ReceiverRules:
         return self.drain(incoming, now_s)
 
     def drain(self, incoming: IncomingTransfer, now_s: float) -> Actions:
-        """No process writes the blocks any more."""
+        """End an incoming transfer whose blocks no process writes any more."""
         self.table.end(incoming, now_s)
         acks = [
             self.replies.abort_ack(name, incoming.attempt, incoming.epoch, incoming.incoming_id)
@@ -458,12 +458,13 @@ class ReceiverRules:
         part.nack_due_s = None
         part.nacked_round = part.commit.round
         part.write_off(part.commit.next_seq)
-        # Where the sender writes, it may be writing from now on; only its next COMMIT says that it has stopped.
+        # Where the sender writes the pool, it may be writing from now on; only its next COMMIT says that it has
+        # stopped.
         part.is_commit_void = is_one_sided(incoming.data_path)
         return [*self.replies.nack(incoming, part, self.gaps(incoming, part), corrupt)]
 
     def corrupt_frame(self, incoming: IncomingTransfer, header: FrameHeader, now_s: float) -> Actions:
-        """A frame's content is not what its sender read: it counts as missing. The second time there is no third."""
+        """Count a frame as missing whose content differs from what its sender read; the second time, fence."""
         self.counts.frames_corrupt += 1
         where = (header.layer, header.first, header.count, header.head_first, header.head_count)
         if incoming.corrupt is None:
@@ -475,16 +476,16 @@ class ReceiverRules:
         return []
 
     def coverage(self, prompt_len: int) -> Coverage:
-        """An empty one."""
+        """Return an empty coverage."""
         layers = self.layout.layers
         return Coverage([layer.span(prompt_len) for layer in layers], [layer.num_heads for layer in layers])
 
     def _wrong_layers(self, incoming: IncomingTransfer) -> dict[int, list[int]] | None:
-        """Layers, by rank, whose digest is not what their COMMIT says; None if not all digests are known."""
+        """Return layers, by rank, whose digest is not what their COMMIT says; None if not all digests are known."""
         commits = [part.commit for part in incoming.parts if part.commit is not None]
         layers = range(self.layout.num_layers)
         if self._digests_layers and None in incoming.digests:
-            return None  # the engine may be bringing layers into the pool, too
+            return None  # the engine may also still be copying layers into the pool
         if not all(commit.layer_digests for commit in commits):
             return {}
         if self._digests_layers:

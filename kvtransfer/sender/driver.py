@@ -261,9 +261,9 @@ class PushDriver:
             self._transport.wake()
 
     def begin_step(self, attempts: Set[AttemptKey]) -> None:
-        """Announce that parts of these attempts will come until `end_step`. Until then nothing is urgent, unless
-        sockets wait.
+        """Announce that parts of these attempts will come until `end_step`.
 
+        Until then nothing is urgent, unless sockets wait.
         Their transfers are held, and not committed, until the step ends; several steps may be open.
         """
         with self._steps_lock:
