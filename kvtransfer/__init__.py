@@ -1,1 +1,1 @@
-"""The hand-off of KV blocks from prefill to decode: protocol (sans I/O), transports, async writer, transfer."""
+"""The hand-off of KV blocks from prefill to decode: protocol (no I/O), transports, KV sender and KV receiver."""

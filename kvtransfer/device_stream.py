@@ -1,7 +1,7 @@
-"""What launches of `kv_scatter` and `kv_digest` need on the stream that they go to; kept for each thread.
+"""Per-thread state for launches of `kv_scatter` and `kv_digest` on one stream.
 
-Nothing here waits for the stream: block ids travel to the device from pinned memory, in the order of the stream. A
-thread uses one stream for all its launches, so what it frees is used again only behind them.
+Nothing here waits for the stream: block ids travel to the device from pinned memory, in stream order. A thread uses one
+stream for all its launches, so the memory that it frees is reused only behind them.
 """
 
 from collections import OrderedDict
@@ -16,20 +16,20 @@ from baton.kernels.kv.scatter import ScatterWorkspace, Tuning
 MAX_KEPT_TABLES = 64
 FIRST_REACH_LEN = 1 << 15
 MANY_BYTES = 32 << 20
-# Measured on two H200s: one layer of a prompt is bound by latency, and 16 multiprocessors move it as fast as 64 do.
+# Measured on two H200s: one layer of a prompt is bound by latency; 16 multiprocessors move it as fast as 64 do.
 FEW, MANY = Tuning(num_programs=16), Tuning(num_programs=64)
 
 
 def tuning_for(num_bytes: int) -> Tuning:
-    """How to spread a launch that moves so much."""
+    """Return how to spread a launch that moves this many bytes."""
     return MANY if num_bytes >= MANY_BYTES else FEW
 
 
 class DeviceStream:
-    """Of one thread. Every call is made with the same stream current.
+    """State of one thread. Every call is made with the same stream current.
 
     Args:
-        device: of the launches.
+        device: device of the launches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,8 +39,8 @@ class DeviceStream:
         self._reach_len = 0
 
     def ids(self, blocks: tuple[int, ...]) -> torch.Tensor:
-        """Block ids on the device; a table that is asked for again is not sent again."""
-        key = id(blocks)  # kept as long as the entry, so nothing else has this id
+        """Return block ids on the device; a table that was sent before is not sent again."""
+        key = id(blocks)  # kept as long as the entry, so no other object has this id
         kept = self._tables.get(key)
         if kept is not None:
             self._tables.move_to_end(key)
@@ -52,11 +52,11 @@ class DeviceStream:
         return ids
 
     def send(self, ids: torch.Tensor) -> torch.Tensor:
-        """Bring ids to the device without waiting for it."""
+        """Copy ids to the device without waiting for it."""
         return to_device(ids, self._device)
 
     def workspace(self, end: int) -> ScatterWorkspace:
-        """For digests of positions below `end`."""
+        """Return a workspace for digests of positions below `end`."""
         if self._workspace is None or end > self._reach_len:
             self._reach_len = max(FIRST_REACH_LEN, 2 * self._reach_len, -(-end // PERIOD) * PERIOD)
             self._workspace = ScatterWorkspace(self._device, self._reach_len)

@@ -1,4 +1,4 @@
-"""Reads, writes, copies and digests spans of one rank's pool, in bytes; whose blocks they are is not asked here.
+"""Reads, writes, copies and digests spans of one rank's pool, in bytes. It does not check who owns the blocks.
 
 It knows neither dtypes nor torch, so that a process that maps the pool's memory needs neither.
 
@@ -24,11 +24,11 @@ PoolMemory = npt.NDArray[np.uint8]
 
 
 class PoolIO:
-    """One rank's pool on the CPU. Calls from several threads are fine; they touch different blocks.
+    """One rank's pool on the CPU. Several threads may call it; they access different blocks.
 
     Args:
-        memory: of the pool; read-only is enough for a pool that is only read.
-        geometry: of the pool.
+        memory: memory of the pool; may be read-only for a pool that is only read.
+        geometry: geometry of the pool.
     """
 
     in_host_memory = True
@@ -51,11 +51,11 @@ class PoolIO:
             self._weights.append(shapes[key])
 
     def pieces(self, blocks: Blocks, span: KVRange, order_block_size: int) -> list[memoryview]:
-        """The span's memory, as few pieces in payload order as there are."""
+        """Return the span's memory, in as few pieces in payload order as possible."""
         return [self._memory[start:stop] for start, stop in self._ranges(blocks, span, order_block_size)]
 
     def read(self, blocks: Blocks, span: KVRange, order_block_size: int) -> memoryview:
-        """A copy of the span, in payload order."""
+        """Return a copy of the span, in payload order."""
         pieces = self.pieces(blocks, span, order_block_size)
         payload = np.empty(sum(len(piece) for piece in pieces), dtype=np.uint8)
         start = 0
@@ -67,11 +67,11 @@ class PoolIO:
     def read_digested(
         self, blocks: Blocks, span: KVRange, order_block_size: int, *, with_digest: bool
     ) -> tuple[memoryview, int | None]:
-        """The copy, and the digest if that is wanted."""
+        """Return the copy, and the digest if requested."""
         return self.read(blocks, span, order_block_size), self.digest(blocks, span) if with_digest else None
 
     def write(self, blocks: Blocks, span: KVRange, payload: Bytes, order_block_size: int) -> None:
-        """Put a payload where it belongs; it has the span's size exactly."""
+        """Write a payload to its place; it has exactly the span's size."""
         source, start = memoryview(payload), 0
         for piece in self.pieces(blocks, span, order_block_size):
             piece[:] = source[start : start + len(piece)]
@@ -79,7 +79,7 @@ class PoolIO:
         assert start == len(source)
 
     def digest(self, blocks: Blocks, span: KVRange) -> int:
-        """Digest of what the pool holds for the span."""
+        """Return the digest of what the pool holds for the span."""
         geometry = self.geometry.layer(span.layer)
         words_NHPSW, weights = self._words[span.layer], self._weights[span.layer]
         head, count = span.head_first - geometry.head_first, span.head_count
@@ -99,14 +99,14 @@ class PoolIO:
     def copy(
         self, blocks: Blocks, target: "PoolIO", target_blocks: Blocks, span: KVRange, *, with_digest: bool = False
     ) -> int:
-        """Copy a span into another pool, block by block while each is in the cache; 0 or its digest here."""
+        """Copy a span into another pool, block by block while each is in the cache; return its digest here, or 0."""
         mine, theirs = self.geometry.layer(span.layer), target.geometry.layer(span.layer)
         assert mine.row_bytes == theirs.row_bytes
         here, there = span.head_first - mine.head_first, span.head_first - theirs.head_first
         weights = self._weights[span.layer]
         size = mine.rows_per_block
         total = 0
-        if size == theirs.rows_per_block and not span.first % size and not span.count % size:  # as nearly always
+        if size == theirs.rows_per_block and not span.first % size and not span.count % size:  # almost always
             whole = slice(span.first // size, span.end // size)
             source_NW = self._heads(span.layer, here, span.head_count)
             target_NW = target._heads(span.layer, there, span.head_count)
@@ -131,13 +131,13 @@ class PoolIO:
         return total * layer_weight(span.layer) & MASK
 
     def _heads(self, layer: int, head: int, count: int) -> Words:
-        """A layer as [N + 1, W]: the words of some heads of each block, which lie next to each other."""
+        """Return a layer as [N + 1, W]: the words of some heads of each block, which are contiguous."""
         words_NHPSW = self._words[layer]
         head_words = self.geometry.layer(layer).head_bytes // WORD_BYTES
         return words_NHPSW.reshape(len(words_NHPSW), -1)[:, head * head_words : (head + count) * head_words]
 
     def _ranges(self, blocks: Blocks, span: KVRange, order_block_size: int) -> Iterator[tuple[int, int]]:
-        """Offsets [start, stop) of the span's memory in payload order, adjacent ones joined."""
+        """Yield offsets [start, stop) of the span's memory in payload order, adjacent ones joined."""
         geometry = self.geometry.layer(span.layer)
         head = span.head_first - geometry.head_first
         assert 0 <= head <= head + span.head_count <= geometry.num_heads
@@ -156,7 +156,7 @@ class PoolIO:
         self, geometry: LayerGeometry, blocks: Blocks, span: KVRange, head: int, order_block_size: int
     ) -> Iterator[tuple[int, int]]:
         size, row_bytes = geometry.rows_per_block, geometry.row_bytes
-        if order_block_size == size and not span.first % size and not span.count % size:  # nearly always
+        if order_block_size == size and not span.first % size and not span.count % size:  # almost always
             start, block_bytes = geometry.offset_bytes + head * geometry.head_bytes, geometry.block_bytes
             num_bytes = span.head_count * geometry.head_bytes
             for block in blocks[span.first // size : span.end // size]:
@@ -179,7 +179,7 @@ class RankedPoolIO:
     """The pools of all ranks of a worker, seen as one; a head that several ranks hold is written to each.
 
     Args:
-        pools: of every rank, in order.
+        pools: pools of every rank, in order.
     """
 
     def __init__(self, pools: Sequence[PoolIO]) -> None:
@@ -192,7 +192,7 @@ class RankedPoolIO:
         return self._pools
 
     def write(self, blocks: Blocks, span: KVRange, payload: Bytes, order_block_size: int) -> None:
-        """Put a payload where it belongs, on every rank that holds a part of it."""
+        """Write a payload to its place, on every rank that holds a part of it."""
         source, start = memoryview(payload), 0
         for _, first, stop in _block_parts(span.first, span.end, order_block_size):
             for head in range(span.head_first, span.head_first + span.head_count):
@@ -206,7 +206,7 @@ class RankedPoolIO:
         assert start == len(source)
 
     def pieces(self, blocks: Blocks, span: KVRange, order_block_size: int) -> list[memoryview]:
-        """Where a payload goes, on the first rank that holds each head; `spread` brings it to the others."""
+        """Return the target memory of a payload, on the first holder of each head; `spread` copies it to the others."""
         whole = self._whole(span)
         if whole is not None:
             return whole.pieces(blocks, span, order_block_size)
@@ -218,7 +218,7 @@ class RankedPoolIO:
         return found
 
     def spread(self, blocks: Blocks, span: KVRange) -> None:
-        """Copy what the first holder of each head has to the others."""
+        """Copy each head from its first holder to the others."""
         if self._whole(span) is not None:
             return
         for head in range(span.head_first, span.head_first + span.head_count):
@@ -227,7 +227,7 @@ class RankedPoolIO:
                 first.copy(blocks, other, blocks, KVRange(span.layer, span.first, span.count, head, 1))
 
     def digest(self, blocks: Blocks, span: KVRange) -> int:
-        """Digest of the span, each head by its first holder, if all holders agree; else one that matches nothing."""
+        """Return the digest of the span, or one that matches nothing if holders of the same head differ."""
         whole = self._whole(span)
         if whole is not None:
             return whole.digest(blocks, span)
@@ -239,8 +239,8 @@ class RankedPoolIO:
         return total & MASK
 
     def _whole(self, span: KVRange) -> PoolIO | None:
-        """The only pool that holds any of these heads, if it holds all of them."""
-        if len(self._pools) == 1:  # as nearly always
+        """Return the only pool that holds any of these heads, if it holds all of them."""
+        if len(self._pools) == 1:  # almost always
             return self._pools[0]
         first = self._holders(span.layer, span.head_first)
         last = self._holders(span.layer, span.head_first + span.head_count - 1)
@@ -251,11 +251,11 @@ class RankedPoolIO:
 
 
 class OwnerPoolIO:
-    """The pools of ranks that have sequences of their own, seen as one: only the pool of the blocks' owner is touched.
+    """The pools of ranks that have sequences of their own, seen as one: only the pool of the blocks' owner is accessed.
 
     Args:
-        pools: of every rank, in order; each holds all heads.
-        numbers: of their blocks.
+        pools: pools of every rank, in order; each holds all heads.
+        numbers: numbering of their blocks.
     """
 
     def __init__(self, pools: Sequence[PoolIO], numbers: RankBlocks) -> None:
@@ -269,15 +269,15 @@ class OwnerPoolIO:
         return self._pools
 
     def pieces(self, blocks: Blocks, span: KVRange, order_block_size: int) -> list[memoryview]:
-        """Where a payload goes."""
+        """Return the target memory of a payload."""
         pool, own = self._of(blocks)
         return pool.pieces(own, span, order_block_size)
 
     def spread(self, blocks: Blocks, span: KVRange) -> None:
-        """No other rank has a part of it."""
+        """Do nothing: no other rank has a part of it."""
 
     def digest(self, blocks: Blocks, span: KVRange) -> int:
-        """Digest of the span."""
+        """Return the digest of the span."""
         pool, own = self._of(blocks)
         return pool.digest(own, span)
 
@@ -294,7 +294,7 @@ def _stop(pool: PoolIO, layer: int) -> int:
 
 
 def _block_parts(first: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """(block index, first, stop) of every block of `size` positions that [first, stop) touches."""
+    """Yield (block index, first, stop) of every block of `size` positions that [first, stop) touches."""
     while first < stop:
         index = first // size
         end = min((index + 1) * size, stop)

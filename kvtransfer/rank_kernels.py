@@ -1,8 +1,8 @@
-"""The launches that fill the pool of one rank from staging memory, and digest it there, as `DigestWanted` says.
+"""The launches for one `DigestWanted`: they fill the pool of one rank from staging memory, and digest it there.
 
-Staging memory holds every head; a rank's pool holds a part of them, and the launches touch that part alone. Whose GPU
-the pool is on makes no difference here: it is an address that the launching device reaches. Refuses to know streams:
-all calls are made with the rank's own stream current.
+Staging memory holds every head; a rank's pool holds some of them, and the launches access only those. The pool may be
+on any GPU: it is an address that the launching device can reach. This module does not handle streams: all calls are
+made with the rank's own stream current.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ _NOBODY = AttemptKey("", 0)
 # Measured beside the decode step of an 8B model: four multiprocessors verify 165 GB/s and slow it by less than 1 %.
 VERIFY = Tuning(num_programs=4)
 FILL = Tuning(num_programs=8)  # PCIe is the limit
-TP_GROUP_PROGRAMS = 8  # of all ranks together: each has a part of the bytes, and most of them lie behind NVLink
+TP_GROUP_PROGRAMS = 8  # for all ranks together: each has a part of the bytes, and most of them are behind NVLink
 
 
 class RankKernels:
-    """Of one rank.
+    """The launches of one rank.
 
     Args:
-        pool: the rank's, as the launching device reaches it.
-        layers: of the pool.
-        staging: the same for the staging memory.
-        flags_address: of the flag page, for that device.
-        device: that launches.
-        num_ranks: whose launches share it.
+        pool: the rank's pool, as the launching device reaches it.
+        layers: layers of the pool.
+        staging: the staging memory, as the launching device reaches it.
+        flags_address: address of the flag page for that device.
+        device: device that launches.
+        num_ranks: number of ranks whose launches share it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RankKernels:
         self._fill, self._verify = (FILL, VERIFY) if num_ranks == 1 else (each, each)
 
     def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
-        """One launch, or two where layers come from staging memory; the last one raises the flag."""
+        """Launch one kernel, or two where layers come from staging memory; the last one raises the flag."""
         piece = self._piece(wanted)
         answer = self._completion(wanted.flag, wanted.sequence)
         layer = self._layers[wanted.layer]
@@ -72,7 +72,7 @@ class RankKernels:
             kv_digest(self._pool, ids, piece, workspace, answer, self._verify)
 
     def warm_up(self) -> None:
-        """Have the kernels compiled that incoming transfers will need, by launches that move nothing."""
+        """Compile the kernels that incoming transfers will need, by launches that move nothing."""
         shapes = set()
         for index, layer in enumerate(self._layers):
             shape = (layer.head_first, layer.num_heads, layer.num_parts, layer.rows_per_block, layer.row_bytes)

@@ -1,8 +1,8 @@
-"""The pools of all ranks of a decode worker on GPUs, as the transfer at rank 0 reaches them: opened by CUDA IPC.
+"""The pools of all ranks of a decode worker on GPUs, as rank 0's transfers reach them: opened by CUDA IPC.
 
-Every rank tells where its pool is, and every rank hears of all, so that one whose pool cannot be shared stops them all
-with the same words. Rank 0 opens the others' on its own GPU, and its kernels write and read them over NVLink. A worker
-of one rank has only its own, and tells of it for prefill workers alone.
+Every rank announces where its pool is, and every rank learns of all, so that one whose pool cannot be shared stops them
+all with the same error. Rank 0 opens the others' pools on its own GPU, and its kernels write and read them over NVLink.
+A worker of one rank has only its own pool, and announces it only for prefill workers.
 """
 
 import json
@@ -21,11 +21,11 @@ from baton.kvtransfer.receiver.setup import DevicePool
 
 log = logging.getLogger(__name__)
 
-Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, at every rank
+Gather = Callable[[bytes], list[bytes]]  # returns every rank's bytes, in rank order, at every rank
 
 
 def own_place(pool: KVPool) -> DevicePool:
-    """Where this rank's pool is.
+    """Return where this rank's pool is.
 
     Raises:
         CudaFailed: it cannot be shared; memory of torch's expandable segments cannot.
@@ -35,14 +35,14 @@ def own_place(pool: KVPool) -> DevicePool:
 
 
 def share_pool(pool: KVPool, gather: Gather) -> tuple[DevicePool, ...]:
-    """The pools of all ranks; every rank calls it at the same time.
+    """Return the pools of all ranks; every rank calls it at the same time.
 
     Args:
-        pool: of this rank; nothing that was launched before writes it after this.
-        gather: of the ranks.
+        pool: pool of this rank; nothing that was launched before writes it after this.
+        gather: gathers bytes from every rank.
 
     Raises:
-        WorkerStartFailed: that of one rank cannot be shared.
+        WorkerStartFailed: the pool of one rank cannot be shared.
     """
     torch.cuda.synchronize(pool.device)
     said: dict[str, Any]
@@ -61,18 +61,18 @@ def share_pool(pool: KVPool, gather: Gather) -> tuple[DevicePool, ...]:
 
 
 class RankPools:
-    """Those of one worker, at rank 0.
+    """The pools of one worker, at rank 0.
 
     Args:
         own: rank 0's pool.
-        places: of all ranks, from `share_pool`; none for a worker of one rank.
+        places: places of all ranks' pools, from `share_pool`; empty for a worker of one rank.
 
     Attributes:
         places: the same; also of a single rank, if its pool can be shared.
-        addresses: of each rank's pool, for kernels of rank 0's GPU.
+        addresses: address of each rank's pool, for kernels of rank 0's GPU.
 
     Raises:
-        WorkerStartFailed: rank 0's GPU does not reach that of another.
+        WorkerStartFailed: rank 0's GPU cannot reach another rank's.
     """
 
     def __init__(self, own: KVPool, places: Sequence[DevicePool] = ()) -> None:
@@ -94,7 +94,7 @@ class RankPools:
         for memory in self._memories:
             try:
                 memory.close()
-            except CudaFailed as error:  # its owner may be gone already; so are we, then
+            except CudaFailed as error:  # its owner may already be gone; then this process is about to end, too
                 log.warning("the pool of another rank is not unmapped: %s", error)
         self._memories.clear()
 
@@ -115,7 +115,7 @@ class RankPools:
 
 
 def _alone(pool: KVPool) -> tuple[DevicePool, ...]:
-    """Of the only rank. One that cannot be shared is reached by sockets only."""
+    """Return the place of the only rank's pool. If it cannot be shared, only sockets reach it."""
     try:
         return (own_place(pool),)
     except CudaFailed as error:

@@ -1,8 +1,8 @@
 """The memory that a decode worker shares with its KV receiver and, on one host, with prefill workers: a named file.
 
-Owns the file: its order (header, then the transfer's link, then the pool of each rank, page aligned), its room in
-/dev/shm, and its end. The process that made it holds a lock on it as long as it lives; that lock, never an age, is what
-`sweep` goes by. Refuses to know what the bytes mean.
+It owns the file: its order (header, then the receiver's link, then the pool of each rank, page aligned), its space in
+/dev/shm, and its end. The process that made it holds a lock on it as long as it lives; `sweep` relies on that lock,
+never on age. It does not know what the bytes mean.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ MAGIC = b"BATONKV1"
 VERSION = 1
 MAX_POOLS = 64
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
-_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, number of pools, nonce, bytes of the link, bytes in all
+_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, number of pools, nonce, bytes of the link, total bytes
 NONCE_AT, NONCE_BYTES = 16, 8  # in the file, little endian
-_EPOCH_AT = 64  # a word on a cache line of its own: the life of the incoming transfer that the memory belongs to now
+_EPOCH_AT = 64  # a word on its own cache line: the incarnation of the KV receiver that the memory belongs to now
 _POOLS_AT = 128
 _POOL = struct.Struct("<QQ")  # offset, bytes
 
 
 def _is_inside(offset_bytes: int, num_bytes: int, file_bytes: int) -> bool:
-    """Whether a pool lies behind the header, where pools begin, and ends in the file."""
+    """Return whether a pool lies behind the header, where pools begin, and ends within the file."""
     return not offset_bytes % PAGE_BYTES and PAGE_BYTES <= offset_bytes <= file_bytes - num_bytes
 
 
@@ -51,14 +51,14 @@ class SharedRegion:
     """One mapped file. `create` makes it, `attach` maps one that another process made.
 
     Attributes:
-        path: of the file.
-        nonce: random, in the header too: a process that maps a path knows by it that this is the file that was meant.
+        path: path of the file.
+        nonce: random number, also in the header; a process that maps the path recognizes the right file by it.
         pools: places of the ranks' pools.
     """
 
     def __init__(self, path: Path, file: int, memory: mmap.mmap, *, is_owner: bool) -> None:
         self.path = path
-        self._file = file  # open as long as the owner lives: the lock hangs on it
+        self._file = file  # open as long as the owner lives, since it holds the lock
         self._is_owner = is_owner
         self._memory = memoryview(memory)
         magic, version, num_pools, nonce, link_bytes, num_bytes = _HEADER.unpack_from(self._memory)
@@ -71,15 +71,15 @@ class SharedRegion:
 
     @classmethod
     def create(cls, *, link_bytes: int, pool_bytes: Sequence[int], key: str = "kv_memory_mib") -> "SharedRegion":
-        """Make the file and take its memory at once: what is missing must not show as a bus error later.
+        """Make the file and allocate its memory at once, so that missing memory does not show as a bus error later.
 
         Args:
-            link_bytes: for rings, words and counts.
-            pool_bytes: of each rank's pool.
-            key: the configuration key that an operator would lower.
+            link_bytes: size of rings, words and counters.
+            pool_bytes: size of each rank's pool.
+            key: configuration key that an operator would lower.
 
         Raises:
-            ConfigInvalid: /dev/shm has no room for it.
+            ConfigInvalid: /dev/shm does not have enough space.
         """
         assert 0 < len(pool_bytes) <= MAX_POOLS
         offset = PAGE_BYTES + _whole_pages(link_bytes)
@@ -106,12 +106,12 @@ class SharedRegion:
 
     @classmethod
     def attach(cls, path: Path, nonce: int, *, is_touched: bool = True) -> "SharedRegion":
-        """Map a file that another process made, and touch every page, so that no fault comes later.
+        """Map a file that another process made, and touch every page, so that no page fault comes later.
 
         Args:
-            path: of the file.
-            nonce: that it has if it is the one that is meant.
-            is_touched: False if little of it will be used.
+            path: path of the file.
+            nonce: nonce that the right file has.
+            is_touched: whether to touch every page; False if little of it will be used.
 
         Raises:
             ProtocolError: there is no such file, or it is another one.
@@ -145,13 +145,13 @@ class SharedRegion:
         return self._memory[PAGE_BYTES : PAGE_BYTES + self._link_bytes]
 
     def pool(self, rank: int) -> memoryview:
-        """The pool of one rank."""
+        """Return the pool of one rank."""
         place = self.pools[rank]
         return self._memory[place.offset_bytes : place.offset_bytes + place.num_bytes]
 
     @property
     def epoch(self) -> int:
-        """The life of the incoming transfer that may write here; 0 while there is none."""
+        """The KV receiver's incarnation that may write here; 0 while there is none."""
         return self._memory[_EPOCH_AT : _EPOCH_AT + 8].cast("Q")[0]
 
     @epoch.setter
@@ -159,11 +159,11 @@ class SharedRegion:
         self._memory[_EPOCH_AT : _EPOCH_AT + 8].cast("Q")[0] = epoch
 
     def unlink(self) -> None:
-        """Take the name away; mappings live on. A process that knows that the owner is gone may call it, too."""
+        """Remove the name; mappings stay valid. A process that knows that the owner is gone may also call this."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """The owner's end of it. Memory goes back when the last view of it is gone, in every process."""
+        """Release the file, if this is the owner. The memory is freed with the last view of it, in any process."""
         if self._is_owner and self._file >= 0:
             self.unlink()
             os.close(self._file)
@@ -171,9 +171,9 @@ class SharedRegion:
 
 
 def sweep() -> list[Path]:
-    """Remove the files of owners that are dead; returns what was removed.
+    """Remove the files of dead owners; return what was removed.
 
-    A file whose lock can be taken has no owner: its maker takes the lock before it counts.
+    A file whose lock can be taken has no owner: its maker takes the lock before the file counts.
     """
     swept = []
     for path in DIRECTORY.glob(f"{PREFIX}*"):
@@ -196,7 +196,7 @@ def _make_locked_file() -> tuple[Path, int]:
     while True:
         path = DIRECTORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a sweeper has it right now, and removes it
+        with contextlib.suppress(OSError):  # a sweeper holds the lock right now, and removes the file
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.stat(path).st_ino == os.fstat(file).st_ino:
                 return path, file

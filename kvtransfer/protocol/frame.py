@@ -6,7 +6,7 @@ that the receiver can trust it before the payload arrives. The payload has exact
 (`kernels.kv.digest`), or its crc32c where digests are off.
 
 A length on the wire is never trusted: `FrameShape.check` compares all of them with the layout. This module does not
-know about incoming transfers; fencing is `receiver_protocol`'s job.
+know about incoming transfers; fencing is `receiver.protocol`'s job.
 """
 
 import struct

@@ -44,7 +44,7 @@ class ReceiverMemory:
 
 
 class DeviceReceiver:
-    """An `incoming.ReceiverDevice`. Each rank's launches are in order, on a stream of this GPU.
+    """An `service.ReceiverDevice`. Each rank's launches are in order, on a stream of this GPU.
 
     Args:
         pools: pools of all ranks; owned from here on.

@@ -3,7 +3,7 @@
 Payloads of two-sided data paths first arrive in *staging* blocks of host memory. Each complete layer becomes a job
 (`DigestWanted`, one per rank's pool): copy the layer from staging into the pool, if it is there, and digest it in the
 pool. The engine's kernels report through flag words, one flag per rank. A job is done when all of its flags are up and
-their digests have been combined (`rank_digests`). Each transfer has one open job at a time, so that layers gather while
+their digests have been combined (`RankDigests`). Each transfer has one open job at a time, so that layers gather while
 the engine runs a step; once all have arrived, the rest is requested at once.
 
 A job that was requested must end before its staging is used again and before its transfer has drained, because a kernel

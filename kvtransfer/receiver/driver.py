@@ -1,8 +1,8 @@
 """The receiver's loop beside the decode loop: takes messages, has payloads written into the pools, and verifies them.
 
 It drives one transport and one `ReceiverProtocol`. It shares only a `ReceiverLink` and the pools' memory with the
-worker's side (`incoming`); whether the two share a process is up to the caller of `turn`, which may be a thread or a
-process. No turn waits for one peer: the transport reads a payload that is still arriving while other frames are
+worker's side (`receiver.service`); whether the two share a process is up to the caller of `turn`, which may be a thread
+or a process. No turn waits for one peer: the transport reads a payload that is still arriving while other frames are
 processed.
 """
 

@@ -1,7 +1,7 @@
-"""The decode side of KVP/1: who may write where, when content counts as complete, and when blocks are free again.
+"""The decode side of KVP/2: who may write where, when content counts as complete, and when blocks are free again.
 
 A pure state machine: no I/O, no clock of its own. Every method returns, in order, the actions that its caller must
-perform and the events for the worker (`receiver_actions`). If the caller obeys, these guarantees hold:
+perform and the events for the worker (`receiver.actions`). If the caller obeys, these guarantees hold:
 
 - Nothing is written without a grant, into a complete incoming transfer, or after a transfer has drained.
 - COMPLETE means that every position of every layer and head has arrived, that every rank of the prefill worker has

@@ -1,9 +1,9 @@
-"""The decode worker's end of the hand-off: every incoming transfer, wherever it runs.
+"""The decode worker's side of the hand-off: all incoming transfers, wherever the KV receiver runs.
 
-Worker and receiver share a `ReceiverLink` and the pools' memory, nothing else, so that the receiver has a process, and
-an interpreter lock, of its own. The worker's calls never wait. This side knows what it was asked for and what it
-granted; so it can say what became of it when the receiver's process dies: nothing is lost silently, and blocks come
-back only with evidence that no process writes them.
+Worker and receiver share only a `ReceiverLink` and the pools' memory, so the receiver can have its own process and
+interpreter lock. The worker's calls never wait. This side knows what was requested and what it granted, so it can
+account for everything when the receiver's process dies: nothing is lost silently, and blocks are freed only with
+evidence that no process writes them.
 """
 
 from collections import deque
@@ -65,15 +65,15 @@ __all__ = [
 
 @dataclass(slots=True)
 class _Open:
-    """An attempt that was asked for and is neither refused, released nor drained.
+    """An attempt that was requested and is neither refused, released nor drained.
 
     Attributes:
-        reserve: what was asked for.
-        epoch: of the incarnation that was asked.
-        is_granted: it has blocks.
-        is_complete: the sequence has them.
-        has_failed: the worker knows.
-        table: what it was granted.
+        reserve: the request.
+        epoch: incarnation that was asked.
+        is_granted: whether it has blocks.
+        is_complete: whether the sequence owns the blocks.
+        has_failed: whether the worker knows that it failed.
+        table: the granted blocks.
     """
 
     reserve: ReserveWanted
@@ -85,30 +85,30 @@ class _Open:
 
 
 class ReceiverDevice(Protocol):
-    """The kernels that serve an incoming transfer whose pools are on GPUs. Called by the worker's loop."""
+    """The kernels for incoming transfers whose pools are on GPUs. The worker's loop calls it."""
 
     def launch(self, wanted: DigestWanted, table: BlockTable) -> None:
-        """Post what is wanted of one rank for an incoming transfer that has these blocks of it; does not wait."""
+        """Launch what is requested of one rank for a transfer with these blocks in its pool; does not wait."""
         ...
 
     def drain(self) -> None:
-        """Wait until nothing that was posted is under way."""
+        """Wait until no launch is in progress."""
         ...
 
     def close(self) -> None:
-        """The same, and give the memory back."""
+        """Wait until no launch is in progress, and release the memory."""
         ...
 
 
 class ReceiverService:
-    """Every incoming transfer of one decode worker. `on_thread` and `in_process` make one.
+    """All incoming transfers of one decode worker. `on_thread` and `in_process` make one.
 
     Args:
-        link: to the host's driver; this end is owned from here on.
-        host: owned from here on.
-        region: owned from here on, if there is one.
-        device: owned from here on, where the pool is on a GPU.
-        numbers: of blocks, where sequences have owners.
+        link: link to the host's driver; this end is owned from here on.
+        host: runs the KV receiver; owned from here on.
+        region: shared memory, if there is any; owned from here on.
+        device: kernels, if the pool is on a GPU; owned from here on.
+        numbers: numbering of blocks, if sequences have owners.
     """
 
     def __init__(
@@ -124,12 +124,10 @@ class ReceiverService:
         self._region = region
         self._device = device
         self._numbers = numbers
-        self._unsent: deque[bytes] = deque()  # commands that found the ring full; the worker's side
+        self._unsent: deque[bytes] = deque()  # commands that found the ring full; only the worker's side uses it
         self._open: dict[AttemptKey, _Open] = {}
-        self.staging_len = (
-            0  # positions that one incoming transfer by sockets may have; 0: any that the pool has room for
-        )
-        self._past = dict.fromkeys(COUNT_NAMES, 0)  # totals of incarnations gone by
+        self.staging_len = 0  # maximum positions of one incoming transfer over sockets; 0: no limit but the pool's
+        self._past = dict.fromkeys(COUNT_NAMES, 0)  # totals of former incarnations
 
     @classmethod
     def on_thread(
@@ -142,15 +140,15 @@ class ReceiverService:
         config: KVTransferConfig,
         clock: Clock,
     ) -> "ReceiverService":
-        """An incoming transfer on a thread of this process.
+        """Make a service whose KV receiver runs on a thread of this process.
 
         Args:
-            pool: where payloads go; that of every rank if there are several.
-            layout: of the pools.
-            epoch: of this process; random.
+            pool: pool for payloads; one per rank if there are several.
+            layout: layout of the pools.
+            epoch: incarnation of this process; random.
             transport: the listening side; owned from here on.
             config: limits and times.
-            clock: the worker's.
+            clock: the worker's clock.
         """
         pools = [pool] if isinstance(pool, KVPool) else list(pool)
         num_blocks = pools[0].num_blocks
@@ -186,15 +184,15 @@ class ReceiverService:
     def in_process(
         cls, region: SharedRegion, setup: ReceiverSetup, device: ReceiverDevice | None = None
     ) -> "ReceiverService":
-        """An incoming transfer in a supervised process of its own; it serves when this returns.
+        """Make a service whose KV receiver runs in a supervised process; it serves when this returns.
 
         Args:
-            region: from `receiver_region`; owned from here on.
-            setup: of the first incarnation.
-            device: where `setup` has one.
+            region: shared memory from `receiver_region`; owned from here on.
+            setup: setup of the first incarnation.
+            device: kernels, if `setup` has a device.
 
         Raises:
-            StartupError: it cannot serve.
+            StartupError: the receiver cannot serve.
         """
         setup = replace(setup, region_path=str(region.path), region_nonce=region.nonce)
         link = ReceiverLink(region.link, setup.config.ring_slots, setup.num_blocks)
@@ -211,15 +209,17 @@ class ReceiverService:
     def over_device(
         cls, pool: KVPool, setup: ReceiverSetup, gather: Callable[[bytes], list[bytes]] | None = None
     ) -> "ReceiverService":
-        """The same over pools on GPUs, which the process does not touch.
+        """Make the same for pools on GPUs, which the receiver process does not access.
 
         Args:
-            pool: of rank 0.
-            setup: of the first incarnation, but for `device`.
-            gather: bytes of every rank, where there are several; the others call `rank_pools.share_pool` meanwhile.
+            pool: pool of rank 0.
+            setup: setup of the first incarnation, without `device`.
+            gather: gathers bytes from every rank, if there are several; the other ranks call `rank_pools.share_pool`
+                meanwhile.
 
         Raises:
-            StartupError: it cannot serve, or there is no memory for it, or another rank's pool is not to be reached.
+            StartupError: the receiver cannot serve, there is not enough memory, or another rank's pool cannot be
+                reached.
         """
         from baton.kvtransfer.rank_pools import RankPools, share_pool
         from baton.kvtransfer.receiver import device as device_receiver
@@ -242,22 +242,22 @@ class ReceiverService:
 
     @property
     def address(self) -> str:
-        """Where prefill workers reach it; may change when a process ended."""
+        """Address where prefill workers reach it; may change after a process ended."""
         return self._host.address
 
     @property
     def epoch(self) -> int:
-        """Of the present incarnation: what prefill workers must name.
+        """Number of the present incarnation, which prefill workers must name.
 
-        It is known before that incarnation listens: who reserves in between asks at the last address until it is
-        answered, and need not try again. If that port is taken meanwhile, nothing answers, or another process does: the
-        attempt fails, and `address` is the new one as soon as there is one.
+        It is known before that incarnation listens. A prefill worker that reserves in between keeps asking at the last
+        address until it gets an answer, and need not retry the attempt. If that port is taken meanwhile, nothing or
+        another process answers: the attempt fails, and `address` is the new address as soon as there is one.
         """
         return self._host.epoch
 
     @property
     def wakeup(self) -> Callable[[], None]:
-        """Called on another thread when there is something to poll."""
+        """Callback on another thread when there is something to poll."""
         return self._host.wakeup
 
     @wakeup.setter
@@ -269,7 +269,7 @@ class ReceiverService:
         self._host.start()
 
     def close(self) -> None:
-        """Stop; prefill workers notice by lease."""
+        """Stop; prefill workers notice when leases expire."""
         self._host.close()
         if self._device is not None:
             self._device.close()
@@ -277,10 +277,10 @@ class ReceiverService:
             self._region.close()
 
     def poll(self) -> list[ReceiverEvent]:
-        """What happened since the last call, in order.
+        """Return the events since the last call, in order.
 
         Raises:
-            TransferFailed: nothing can land any more.
+            TransferFailed: the receiver is gone for good; no transfer can arrive any more.
         """
         self._host.check()
         death = self._host.death()
@@ -298,30 +298,30 @@ class ReceiverService:
         return events
 
     def grant(self, attempt: AttemptKey, table: BlockTable) -> None:
-        """Blocks for a `ReserveWanted`. `Completed`, or `IncomingFailed` and `Drained`, follows."""
+        """Grant blocks to a `ReserveWanted`. `Completed`, or `IncomingFailed` and `Drained`, follows."""
         known = self._open[attempt]
         known.is_granted, known.table = True, table
         self._command(GrantCommand(attempt, table))
 
     def deny(self, attempt: AttemptKey, reason: kv_pb2.Deny.Reason, detail: str) -> None:
-        """No blocks for a `ReserveWanted`. Nothing follows."""
+        """Refuse blocks to a `ReserveWanted`. Nothing follows."""
         self._open.pop(attempt, None)
         self._command(DenyCommand(attempt, reason, shorten(detail)))
 
     def abort(self, attempt: AttemptKey, reason: str) -> None:
-        """Give a granted attempt up. `Drained` follows, unless it was said already."""
+        """Give a granted attempt up. `Drained` follows, unless it was already emitted."""
         known = self._open.get(attempt)
         if known is not None:
             known.has_failed = True
             self._command(AbortCommand(attempt, shorten(reason)))
 
     def release(self, attempt: AttemptKey) -> None:
-        """The sequence of a complete incoming transfer has ended. Nothing follows: the worker has its blocks."""
+        """Release a complete transfer whose sequence has ended. Nothing follows: the worker has its blocks."""
         self._open.pop(attempt, None)
         self._command(ReleaseCommand(attempt))
 
     def inventory(self) -> dict[str, int]:
-        """Counts, as of the incoming transfer's last turns. Any thread."""
+        """Return the counters as of the KV receiver's last turns. Any thread may call this."""
         return {name: self._past[name] + count for name, count in self._link.counts(COUNT_NAMES).items()}
 
     def _take(self, data: bytes, events: list[ReceiverEvent]) -> None:
@@ -341,7 +341,7 @@ class ReceiverService:
                 self._open[attempt] = _Open(event, self._host.epoch)
             case Completed():
                 if known is None or known.has_failed or self._link.words.get(slot) != event.incoming_id:
-                    return  # it was given up since, by the worker or by the incoming transfer; Drained is behind it
+                    return  # the worker or the receiver has given it up since; Drained follows
                 known.is_complete = True
             case IncomingFailed():
                 if known is not None and known.is_granted:
@@ -355,7 +355,7 @@ class ReceiverService:
         events.append(event)
 
     def _at_rank(self, rank: int, table: BlockTable) -> BlockTable:
-        """A table as a rank's pool has it."""
+        """Return a table with the block numbers of a rank's own pool."""
         if self._numbers is None:
             return table
         owner, blocks = self._numbers.at_owner(table.blocks)
@@ -364,10 +364,10 @@ class ReceiverService:
         return replace(table, blocks=blocks)
 
     def _outlive(self, reason: str, events: list[ReceiverEvent]) -> None:
-        """Say what becomes of everything the dead incarnation had in hand, and let the next one start.
+        """Account for everything that the dead incarnation had in hand, and let the next one start.
 
-        The process is reaped and its sockets are closed: on a data path where it alone wrote, nothing is written any
-        more. Where prefill workers write themselves, the next incarnation asks each of them.
+        The process is reaped and its sockets are closed. On a data path where only it wrote, nothing is written any
+        more. Where prefill workers write, the next incarnation asks each of them.
         """
         if self._device is not None:
             self._device.drain()
@@ -403,10 +403,10 @@ class ReceiverService:
 
 
 def receiver_region(geometries: Sequence[PoolGeometry], config: KVTransferConfig) -> SharedRegion:
-    """Shared memory for the pools of all ranks and the link; those of owners that died are removed first.
+    """Create the shared memory for the pools of all ranks and the link; first remove regions of dead owners.
 
     Raises:
-        ConfigInvalid: there is no room for it.
+        ConfigInvalid: there is not enough room for it.
     """
     sweep()
     link_bytes = ReceiverLink.num_bytes(config.ring_slots, geometries[0].num_blocks)
@@ -414,9 +414,9 @@ def receiver_region(geometries: Sequence[PoolGeometry], config: KVTransferConfig
 
 
 def _staged(pool: KVPool, config: KVTransferConfig) -> tuple[ReceiverDevice, DeviceJobs, RankedPoolIO]:
-    """What an incoming transfer on a thread has before a pool on a GPU."""
+    """Make what a KV receiver on a thread needs for a pool on a GPU."""
     from baton.kvtransfer.rank_pools import RankPools
-    from baton.kvtransfer.receiver import device as device_receiver  # with it comes Triton, which CPUs have no use for
+    from baton.kvtransfer.receiver import device as device_receiver  # imports Triton, which CPUs do not need
 
     geometry = device_receiver.staging_geometry(pool, config)
     memory = device_receiver.private_memory(geometry)

@@ -1,4 +1,4 @@
-"""What a KV receiver process is started with: one line of JSON on its standard input. Both ends are of one version."""
+"""The setup of a KV receiver process: one line of JSON on its standard input. Both ends run the same version."""
 
 import json
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where and how prefill workers reach an incoming transfer.
+    """Where and how prefill workers reach a KV receiver.
 
     Attributes:
         transport: name of the control channel.
-        bind: address, as that transport writes it; port 0 takes a free one.
-        data_paths: that are served beside it.
+        bind: address to bind, in that transport's format; port 0 takes a free one.
+        data_paths: data paths served besides it.
     """
 
     transport: str
@@ -36,15 +36,15 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class Legacy:
-    """An incoming transfer that an incarnation that ended had granted, as the worker knows it.
+    """An incoming transfer that a former incarnation had granted, as the worker knows it.
 
     Attributes:
-        attempt: whose.
-        epoch: of the incarnation that granted it.
-        p_epoch: of the prefill worker.
-        tp_size: ranks of the prefill worker.
-        data_path: how its payloads came.
-        is_complete: the sequence runs. If not, its prefill worker may still write its blocks.
+        attempt: the attempt that was granted.
+        epoch: incarnation that granted it.
+        p_epoch: incarnation of the prefill worker.
+        tp_size: number of ranks of the prefill worker.
+        data_path: data path of its payloads.
+        is_complete: whether the sequence runs. If not, its prefill worker may still write its blocks.
     """
 
     attempt: AttemptKey
@@ -56,7 +56,7 @@ class Legacy:
 
     @property
     def inherited(self) -> Inherited:
-        """What the protocol has to know of it."""
+        """What the protocol needs to know of it."""
         return Inherited(self.attempt, self.epoch, self.p_epoch, self.tp_size, self.data_path, self.is_complete)
 
 
@@ -65,9 +65,9 @@ class DevicePool:
     """The pool of one rank on its GPU, as other processes of the host can open it.
 
     Attributes:
-        ipc_handle: hexadecimal, of the allocation that the pool is in.
-        ipc_offset_bytes: of the pool in it.
-        device_uuid: which GPU.
+        ipc_handle: hexadecimal handle of the allocation that holds the pool.
+        ipc_offset_bytes: offset of the pool in that allocation.
+        device_uuid: UUID of the GPU.
     """
 
     ipc_handle: str
@@ -77,12 +77,12 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSetup:
-    """What an incoming transfer knows of pools that are on GPUs.
+    """What a KV receiver knows of pools that are on GPUs.
 
     Attributes:
-        num_staging_blocks: of the shared memory's first pool; flags are in its second.
-        num_staging_state_slots: of that pool: so many transfers with state are received at a time.
-        pools: of every rank, in order; none: they are not shared with prefill workers.
+        num_staging_blocks: number of blocks in the shared memory's first pool; flags are in its second.
+        num_staging_state_slots: number of state slots in that pool, and so of concurrent transfers with state.
+        pools: pools of all ranks, in order; empty: they are not shared with prefill workers.
     """
 
     num_staging_blocks: int
@@ -92,22 +92,22 @@ class DeviceSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverSetup:
-    """One life of an incoming transfer.
+    """The setup of one incarnation of a KV receiver.
 
     Attributes:
-        epoch: of this incarnation.
-        layout: of the pools.
-        num_blocks: of each rank's pool.
-        num_state_slots: the same, of a layout with state.
-        tp_size: ranks of this worker.
-        num_pools: that sequences lie in: one at each rank if each rank has sequences of its own, else one.
+        epoch: this incarnation.
+        layout: layout of the pools.
+        num_blocks: number of blocks in each rank's pool.
+        num_state_slots: number of state slots in each rank's pool, for a layout with state.
+        tp_size: number of ranks of this worker.
+        num_pools: number of pools that hold sequences: one per rank if each rank has its own sequences, else one.
         listen: where it is reached.
         config: limits and times.
-        region_path: the shared memory, for a process of its own.
-        region_nonce: of that.
-        last_address: where the incarnation before listened; to be had again if it is still free.
-        legacies: what former incarnations left.
-        device: of pools on GPUs.
+        region_path: path of the shared memory, for a separate process.
+        region_nonce: nonce of the shared memory.
+        last_address: where the former incarnation listened; reused if it is still free.
+        legacies: transfers left by former incarnations.
+        device: setup of pools on GPUs.
     """
 
     epoch: int
@@ -130,43 +130,43 @@ class ReceiverSetup:
 
     @property
     def blocks(self) -> RankBlocks:
-        """How they are numbered."""
+        """The numbering of the blocks."""
         return RankBlocks(num_blocks=self.num_blocks, num_pools=self.num_pools)
 
     @property
     def geometries(self) -> tuple[PoolGeometry, ...]:
-        """Of the ranks' pools."""
+        """Geometries of the ranks' pools."""
         return PoolGeometry(
             self.layout, self.num_blocks, 0, self.tp_size, num_state_slots=self.num_state_slots
         ).of_all_ranks
 
     @property
     def host_geometries(self) -> tuple[PoolGeometry, ...]:
-        """Of the memory that payloads are written into: the pools, or the staging memory before those on GPUs."""
+        """Geometries of the memory for payloads: the pools, or the staging memory if the pools are on GPUs."""
         if self.device is None:
             return self.geometries
         num_slots = self.device.num_staging_state_slots
         return (PoolGeometry(self.layout, self.device.num_staging_blocks, num_state_slots=num_slots),)
 
     def next_incarnation(self, epoch: int, address: str, legacies: Sequence[Legacy]) -> "ReceiverSetup":
-        """The same incoming transfer once more, at the address of the last incarnation if that is to be had."""
+        """Return the setup of the next incarnation, at the address of the last one if it is still available."""
         return replace(self, epoch=epoch, last_address=address, legacies=tuple(legacies))
 
     def open_region(self) -> SharedRegion:
         """Map the shared memory.
 
         Raises:
-            ProtocolError: it is not there.
+            ProtocolError: it does not exist.
         """
         return SharedRegion.attach(Path(self.region_path), self.region_nonce)
 
     def to_json(self, **more: int) -> str:
-        """One line; `more` goes along."""
+        """Encode the setup as one line of JSON, with `more` as additional fields."""
         return json.dumps({**asdict(self), **more})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> tuple["ReceiverSetup", dict[str, int]]:
-        """What `to_json` was called on, and with."""
+        """Decode the result of `to_json`; return the setup and the additional fields."""
         values: dict[str, Any] = json.loads(text)
         layout = values.pop("layout")
         layers = [LayerLayout(**layer | {"keep": Keep(layer["keep"])}) for layer in layout.pop("layers")]

@@ -1,8 +1,8 @@
-"""Keeps a KV receiver alive beside a decode worker: starts it, watches it, ends one that hangs, starts the next.
+"""Keeps a KV receiver alive beside a decode worker: starts it, watches it, ends it if it hangs, and starts the next.
 
-Each incarnation has an epoch of its own. Between two incarnations the worker's side has to read what the dead one left
-and say so (`revive`); nothing of the old incarnation is touched before. Refuses to go on when incarnations end too
-soon: then the worker ends.
+Each incarnation has its own epoch. Between two incarnations the worker's side must read and report what the dead one
+left (`revive`); nothing of the old incarnation is reused before. If incarnations end too quickly, the supervisor gives
+up, and the worker ends.
 """
 
 import contextlib
@@ -24,10 +24,11 @@ from baton.kvtransfer.receiver.link import ReceiverLink
 from baton.kvtransfer.receiver.setup import Legacy, ReceiverSetup
 from baton.kvtransfer.shared_region import SharedRegion
 
-# One incarnation of the KV receiver, seen from the decode worker: start it, hear where it listens, end and reap it.
+# One incarnation of the KV receiver, as the decode worker sees it: start it, learn where it listens, end it and reap
+# it.
 #
-# A child that was reaped writes nothing any more: that is the evidence its transfers' blocks are freed by. Refuses to
-# decide when an incarnation has to end; `supervisor` does.
+# A reaped child writes nothing any more: that is the evidence on which the blocks of its transfers are freed.
+# `supervisor`, not this class, decides when an incarnation has to end.
 
 
 MODULE = "baton.kvtransfer.receiver.process"
@@ -35,8 +36,9 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 2.0
 _MAX_GREETING_BYTES = 1 << 16
 _MAX_SHOWN_BYTES = 500
-# libzmq and gRPC allocate every message; glibc would give large ones back to the kernel and take them again, cleared.
-# One arena, kept: 1.2 to 1.5 times the rate. NumPy's BLAS would start a thread for each core, and is never called.
+# libzmq and gRPC allocate every message; glibc would return large ones to the kernel and get them again, cleared. One
+# arena that keeps its memory gives 1.2 to 1.5 times the rate. NumPy's BLAS would start a thread per core, and is never
+# called.
 _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -48,12 +50,13 @@ _ENVIRONMENT = {
 
 
 class ReceiverChild:
-    """Started when the constructor returns.
+    """A KV receiver process, started when the constructor returns.
 
     The thread that constructs it must live at least as long: the kernel ends the child with that thread.
 
     Args:
-        setup: one line of text for its standard input, which then stays open: its end tells the child of ours.
+        setup: one line of text for its standard input, which then stays open; its end tells the child that the parent
+            ended.
         inherited: file descriptors that it shares.
     """
 
@@ -66,22 +69,22 @@ class ReceiverChild:
             stdout=subprocess.PIPE,
             bufsize=0,
             pass_fds=inherited,
-            process_group=0,  # left alone, it is continued if it was stopped, and hears of the death it slept through
+            process_group=0,  # as an orphan it is continued if stopped, and learns of the death it slept through
             env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
         )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         assert self._process.stdin is not None
         data = memoryview(setup.encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):  # it is dead already; `greeting` says so
+        with contextlib.suppress(BrokenPipeError):  # it is already dead; `greeting` reports it
             while data:
                 data = data[self._process.stdin.write(data) :]
 
     def greeting(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, str]:
-        """What it says when it serves.
+        """Return what the child reports when it serves.
 
         Raises:
-            StartupError: why it cannot serve, in its own words or, if it ended without any, in ours.
+            StartupError: the child cannot serve; its own error, or a generic one if it ended without any.
         """
         assert self._process.stdout is not None
         file = self._process.stdout.fileno()
@@ -105,10 +108,10 @@ class ReceiverChild:
         return greeting
 
     def end(self, *, at_once: bool) -> int:
-        """End it and reap it; returns its exit status, negative for a signal.
+        """End the child and reap it; return its exit status, negative for a signal.
 
         Args:
-            at_once: it gets no time to end by itself.
+            at_once: whether it gets no time to end by itself.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -130,19 +133,19 @@ class ReceiverChild:
 log = logging.getLogger(__name__)
 
 CHECK_S: Final = 0.1
-MIN_HANG_S: Final = 1.0  # a process that gets no processor for so long is not blamed for less
+MIN_HANG_S: Final = 1.0  # a process that gets no CPU is not considered hung before this long
 DEATHS_WITHIN_S: Final = 60.0
 MAX_PAUSE_S: Final = 2.0
 JOIN_S: Final = 10.0
 
 
 class ReceiverSupervisor:
-    """An incoming transfer in a process of its own. See `thread.ReceiverHost`.
+    """A KV receiver in its own process. See `thread.ReceiverHost`.
 
     Args:
-        region: what is shared; not owned.
-        link: in it.
-        setup: of the first incarnation.
+        region: shared memory; not owned.
+        link: link in that memory.
+        setup: setup of the first incarnation.
     """
 
     def __init__(self, region: SharedRegion, link: ReceiverLink, setup: ReceiverSetup) -> None:
@@ -156,9 +159,9 @@ class ReceiverSupervisor:
         self._setup = setup
         self._hang_s = max(setup.config.lease_s, MIN_HANG_S)
         self._deaths: deque[float] = deque(maxlen=setup.config.max_receiver_deaths)
-        self._notify = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the child has news for the worker
+        self._notify = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the child has events for the worker
         self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the worker has commands for the child
-        self._call = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # this side has something for the thread
+        self._call = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # for calls to the supervisor's thread
         self._death: str | None = None
         self._revived: Sequence[Legacy] | None = None
         self._condemned = ""
@@ -168,10 +171,10 @@ class ReceiverSupervisor:
         self._thread = threading.Thread(target=self._run, name="kv-supervisor", daemon=True)
 
     def start(self) -> None:
-        """Start the first incarnation, unless that was done; returns when it serves.
+        """Start the first incarnation, unless that was done; return when it serves.
 
         Raises:
-            StartupError: it cannot.
+            StartupError: it cannot serve.
         """
         if self._thread.ident is None:
             self._thread.start()
@@ -181,28 +184,28 @@ class ReceiverSupervisor:
             raise self._error
 
     def wake(self) -> None:
-        """There are commands."""
+        """Signal that there are commands."""
         if self._nudge >= 0:
             os.eventfd_write(self._nudge, 1)
 
     def check(self) -> None:
-        """Notice that nothing can land any more.
+        """Raise if no transfer can arrive any more.
 
         Raises:
-            TransferFailed: too many incarnations ended too soon, or the supervisor itself did.
+            TransferFailed: too many incarnations ended too quickly, or the supervisor itself did.
         """
         if self._error is not None:
             raise TransferFailed(f"the KV receiver process is gone for good: {self._error}") from self._error
 
     def death(self) -> str | None:
-        """Why the last incarnation ended, from its end to `revive`; it is reaped, and writes nothing any more."""
+        """Return why the last incarnation ended, until `revive`; it is reaped, and writes nothing any more."""
         return self._death
 
     def revive(self, legacies: Sequence[Legacy]) -> None:
-        """Everything a dead incarnation left was read and the link was reset: start the next one.
+        """Start the next incarnation, once everything that the dead one left was read and the link was reset.
 
         Args:
-            legacies: what it had granted and is still needed.
+            legacies: what the dead incarnation had granted and is still needed.
         """
         assert self._death is not None
         self._death = None
@@ -210,7 +213,7 @@ class ReceiverSupervisor:
         os.eventfd_write(self._call, 1)
 
     def condemn(self, reason: str) -> None:
-        """What this incarnation says cannot be: end it."""
+        """End this incarnation, because it reported something impossible."""
         self._condemned = reason
         os.eventfd_write(self._call, 1)
 
@@ -228,13 +231,13 @@ class ReceiverSupervisor:
         for file in files:
             os.close(file)
 
-    # The thread
+    # On the thread
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
                 self._one_incarnation()
-        # The boundary of the thread: `start` or `check` raises it, and the worker must not go on without a transfer.
+        # The boundary of the thread: `start` or `check` raises it, and the worker must not go on without a KV receiver.
         except BaseException as error:
             if self._ready.is_set():
                 log.exception("the KV receiver process is given up")
@@ -245,10 +248,10 @@ class ReceiverSupervisor:
             self._ready.set()
 
     def _one_incarnation(self) -> None:
-        """From a start to a death that the worker knows of, or to `close`."""
+        """Run one incarnation, from its start to a death that the worker knows of, or to `close`."""
         inherited = {"notify": self._notify, "nudge": self._nudge}
         self._condemned = ""
-        # Before this incarnation can say or offer anything to any peer.
+        # Before this incarnation can tell or offer anything to a peer.
         self._region.epoch = self.epoch = self._setup.epoch
         child = ReceiverChild(self._setup.to_json(parent=os.getpid(), **inherited), tuple(inherited.values()))
         reason = ""
@@ -270,7 +273,7 @@ class ReceiverSupervisor:
             self._bury(f"{reason or 'it ended'} (status {status})")
 
     def _watch(self, child: ReceiverChild) -> str:
-        """Serve the child until it has to end; returns why, empty if it did so itself."""
+        """Serve the child until it has to end; return why, empty if it ended by itself."""
         poll = select.poll()
         for file in (self._notify, self._call, child.pidfd):
             poll.register(file, select.POLLIN)
@@ -289,7 +292,7 @@ class ReceiverSupervisor:
                 return ""
             if self._link.num_beats != num_beats:
                 num_beats, silent_s = self._link.num_beats, 0.0
-            else:  # a pause of this process, too, says nothing about the child
+            else:  # a pause of this process says nothing about the child either
                 silent_s += min(time.monotonic() - before_s, 2 * CHECK_S)
             if silent_s > self._hang_s:
                 return f"it did nothing for {self._hang_s} s"
@@ -318,6 +321,6 @@ class ReceiverSupervisor:
         return legacies
 
     def _pause(self, pause_s: float) -> None:
-        """Wait so long, or for a call."""
+        """Wait for `pause_s`, or until called."""
         if pause_s > 0 and select.select([self._call], [], [], pause_s)[0]:
             os.eventfd_read(self._call)

@@ -1,6 +1,6 @@
-"""The records of the incoming transfer side: what is here, and what was here not long ago.
+"""The receiver's records: live incoming transfers, and tombstones of recent ones.
 
-Bookkeeping only; every rule about when a record changes is in `receiver_rules` and those who call it.
+Bookkeeping only; the rules about when a record changes are in `receiver.rules` and its callers.
 """
 
 from collections import OrderedDict
@@ -14,11 +14,11 @@ from baton.kvtransfer.protocol.frame import FrameHeader
 from baton.kvtransfer.protocol.last_sign import LastSign
 from baton.proto import kv_pb2
 
-MAX_AHEAD = 1 << 16  # a window never lets more frames out
+MAX_AHEAD = 1 << 16  # a window never allows more frames
 
 
 class SeqSet:
-    """The numbers below a base, and some above it."""
+    """All numbers below a base, and some above it."""
 
     __slots__ = ("_above", "base")
 
@@ -27,7 +27,7 @@ class SeqSet:
         self._above: set[int] = set()
 
     def add(self, seq: int) -> bool:
-        """Note a number; whether it was new. One too far above the base is never new: nothing honest is there."""
+        """Add a number; return whether it was new. One too far above the base never is: no honest peer sends it."""
         if seq < self.base or seq in self._above or seq >= self.base + MAX_AHEAD:
             return False
         self._above.add(seq)
@@ -35,7 +35,7 @@ class SeqSet:
         return True
 
     def raise_base(self, base: int) -> None:
-        """Count everything below `base` as seen."""
+        """Count all numbers below `base` as seen."""
         if base > self.base:
             self.base = base
             self._above = {seq for seq in self._above if seq >= base}
@@ -52,31 +52,31 @@ MAX_TOMBSTONES = 65_536
 
 
 class IncomingState(Enum):
-    """Where one attempt is. What leaves the last two is gone, but for a tombstone."""
+    """The state of one attempt. A transfer that leaves the last two states is gone, except for a tombstone."""
 
-    WANTED = auto()  # RESERVE seen; holds nothing
-    FILLING = auto()  # blocks granted; frames may land
+    WANTED = auto()  # RESERVE received; holds nothing
+    FILLING = auto()  # blocks granted; frames may arrive
     COMPLETE = auto()  # complete and verified; the sequence owns the blocks, nothing is written
     QUARANTINED = auto()  # fenced; a prefill worker may still write the blocks
 
 
 @dataclass(slots=True)
 class RankPush:
-    """What one rank of the prefill worker has to do with an incoming transfer.
+    """The part of an incoming transfer that one rank of the prefill worker pushes.
 
     Attributes:
-        rank: of the prefill worker.
+        rank: rank of the prefill worker.
         renewed: its last sign of life for this incoming transfer.
-        digests: of what it sent and landed, by layer.
-        charged_bytes: of its frames, each once, those that have landed; frames written off are not in it.
-        seen: what was charged or written off.
-        min_seq: frames with a lower one are written off: their sender was told that they are missing.
-        commit: the last.
-        is_commit_void: its sender was asked to write again, so the next COMMIT counts.
+        digests: sums of the digests of its frames that arrived, by layer.
+        charged_bytes: bytes of its frames that arrived, each counted once, without frames written off.
+        seen: numbers of frames that were charged or written off.
+        min_seq: frames with a lower number are written off: their sender was told that they are missing.
+        commit: its last COMMIT.
+        is_commit_void: whether its sender was asked to write again, so that only the next COMMIT counts.
         nack_due_s: when to ask for what is missing.
-        nacked_round: of the COMMIT that was last answered so.
-        is_drained: it said that it writes nothing any more, or is dead.
-        asked_s: when it was last asked that.
+        nacked_round: round of the COMMIT that was last answered with a NACK.
+        is_drained: whether it reported that it writes nothing any more, or is dead.
+        asked_s: when it was last asked whether it has drained.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class RankPush:
     asked_s: float = float("-inf")
 
     def write_off(self, next_seq: int) -> None:
-        """Its sender was told what is missing of the frames below `next_seq`; what comes of them now is not charged."""
+        """Write off frames below `next_seq`: their sender knows what is missing, and late ones are not charged."""
         if next_seq > self.min_seq:
             self.min_seq = next_seq
             self.seen.raise_base(next_seq)
@@ -104,12 +104,12 @@ class IncomingTransfer:
     """One attempt at this decode worker. Counts of positions and bytes start with the grant.
 
     Attributes:
-        epoch: of the incarnation that granted it; not this one's for what was inherited.
-        parts: by rank of the prefill worker.
-        writes: in progress, by what they cover.
-        corrupt: what arrived corrupt before.
-        ack_to: peers that wait for an AbortAck.
-        has_failed: IncomingFailed was said.
+        epoch: incarnation that granted it; a former one if it was inherited.
+        parts: parts by rank of the prefill worker.
+        writes: writes in progress, by what they cover.
+        corrupt: ranges that arrived corrupt before.
+        ack_to: peers that wait for an ABORT_ACK.
+        has_failed: whether IncomingFailed was emitted.
     """
 
     attempt: AttemptKey
@@ -122,7 +122,7 @@ class IncomingTransfer:
     deadline_s: float
     coverage: Coverage
     parts: list[RankPush]
-    digests: list[int | None]  # of whole layers, where only the engine can read the pool
+    digests: list[int | None]  # digests of whole layers, if only the engine can read the pool
     state: IncomingState = IncomingState.WANTED
     incoming_id: int = 0
     blocks: tuple[int, ...] = ()
@@ -132,18 +132,18 @@ class IncomingTransfer:
     corrupt_layers: set[int] = field(default_factory=set)
     bytes_landed: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (moment, payload bytes)
-    complete_s: float = 0.0  # since when every COMMIT and every position is there; 0: something is missing
+    complete_s: float = 0.0  # since when every COMMIT and every position has been there; 0: something is missing
     has_failed: bool = False
     ack_to: set[str] = field(default_factory=set)
     reason: str = ""
     deny_reason: kv_pb2.Deny.Reason = kv_pb2.Deny.STALE
 
     def bytes_before(self, moment_s: float) -> int:
-        """Payload bytes that had landed by then."""
+        """Return the payload bytes that had arrived by then."""
         return sum(num_bytes for arrived_s, num_bytes in self.arrivals if arrived_s <= moment_s)
 
     def is_being_written(self, header: FrameHeader) -> bool:
-        """Whether a write in progress overlaps this frame."""
+        """Return whether a write in progress overlaps this frame."""
         return any(
             write.layer == header.layer
             and write.first < header.end
@@ -155,7 +155,7 @@ class IncomingTransfer:
 
 
 def write_key(header: FrameHeader) -> tuple[int, int, int]:
-    """What names a write in progress; they do not overlap."""
+    """Return the key of a write in progress; unique because such writes do not overlap."""
     return header.layer, header.first, header.head_first
 
 
@@ -164,12 +164,13 @@ class Inherited:
     """An incoming transfer that a former incarnation of the KV receiver process granted, as the worker knows it.
 
     Attributes:
-        attempt: whose.
-        epoch: the incarnation that granted it.
-        p_epoch: the incarnation of the prefill worker, from `ReserveWanted`.
-        tp_size: its ranks.
-        data_path: a one-sided one.
-        is_complete: the sequence runs; else its blocks are held until there is evidence that no process writes them.
+        attempt: the attempt that was granted.
+        epoch: incarnation that granted it.
+        p_epoch: incarnation of the prefill worker, from `ReserveWanted`.
+        tp_size: number of the prefill worker's ranks.
+        data_path: its data path, a one-sided one.
+        is_complete: whether the sequence runs; else its blocks are held until there is evidence that no process writes
+            them.
     """
 
     attempt: AttemptKey
@@ -182,7 +183,7 @@ class Inherited:
 
 @dataclass(slots=True)
 class Tombstone:
-    """What is still answered for an attempt that has ended."""
+    """What is needed to answer messages about an attempt that has ended."""
 
     attempt: AttemptKey
     incoming_id: int
@@ -210,27 +211,27 @@ class IncomingTable:
         return iter(tuple(self._live.values()))
 
     def get(self, attempt: AttemptKey) -> IncomingTransfer | None:
-        """The live incoming transfer of an attempt."""
+        """Return the live incoming transfer of an attempt."""
         return self._live.get(attempt)
 
     def by_id(self, incoming_id: int) -> IncomingTransfer | None:
-        """The live incoming transfer that was granted this id."""
+        """Return the live incoming transfer that was granted this id."""
         return self._by_id.get(incoming_id)
 
     def tombstone(self, attempt: AttemptKey) -> Tombstone | None:
-        """What is left of an attempt that has ended."""
+        """Return the tombstone of an attempt that has ended."""
         return self._ended.get(attempt)
 
     def tombstone_by_id(self, incoming_id: int) -> Tombstone | None:
-        """What is left of the incoming transfer that was granted this id."""
+        """Return the tombstone of the incoming transfer that was granted this id."""
         return self._ended_by_id.get(incoming_id)
 
     def highest_attempt(self, request_id: str) -> int:
-        """The highest attempt of a request that was seen; -1 for none."""
+        """Return the highest attempt of a request that was seen; -1 for none."""
         return self._highest.get(request_id, (-1, 0.0))[0]
 
     def add(self, incoming: IncomingTransfer, now_s: float) -> None:
-        """Note an attempt that was never seen."""
+        """Add an attempt that was never seen."""
         key = incoming.attempt
         assert key not in self._live
         assert key not in self._ended
@@ -238,7 +239,7 @@ class IncomingTable:
         self._see(key, now_s)
 
     def index(self, incoming: IncomingTransfer) -> None:
-        """Make an incoming transfer findable by the id it was just granted."""
+        """Make an incoming transfer findable by the id that it was just granted."""
         assert incoming.incoming_id not in self._by_id
         self._by_id[incoming.incoming_id] = incoming
 
@@ -252,7 +253,7 @@ class IncomingTable:
         )
 
     def bury(self, tombstone: Tombstone) -> None:
-        """Note that an attempt has ended, whether or not it was ever here."""
+        """Add the tombstone of an attempt that has ended, whether or not it was ever here."""
         self._ended[tombstone.attempt] = tombstone
         if tombstone.incoming_id:
             self._ended_by_id[tombstone.incoming_id] = tombstone
@@ -261,7 +262,7 @@ class IncomingTable:
             self._forget_oldest()
 
     def others_of(self, attempt: AttemptKey) -> list[IncomingTransfer]:
-        """Live incoming transfers of the same request."""
+        """Return the live incoming transfers of the same request."""
         return [live for live in self if live.attempt.request_id == attempt.request_id]
 
     def prune(self, now_s: float) -> None:

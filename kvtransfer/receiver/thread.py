@@ -1,4 +1,4 @@
-"""A transfer on a thread of the decode worker's process. Shares its interpreter lock, so it is for tests and tools."""
+"""A KV receiver on a thread of the decode worker's process. It shares the interpreter lock: for tests and tools."""
 
 import logging
 import threading
@@ -16,12 +16,12 @@ JOIN_S = 10.0
 
 
 class ReceiverThread:
-    """See `ReceiverHost`. It has one incarnation; what ends it is a bug.
+    """A `ReceiverHost` with one incarnation. Only a bug can end it.
 
     Args:
-        epoch: of the incarnation.
-        transport: the driver's.
-        make_driver: called with what the driver shall call after it wrote events.
+        epoch: the incarnation.
+        transport: the driver's transport.
+        make_driver: makes the driver; its argument is the callback that the driver calls after it wrote events.
     """
 
     def __init__(
@@ -42,28 +42,28 @@ class ReceiverThread:
             self._thread.start()
 
     def wake(self) -> None:
-        """There are commands in the link."""
+        """Signal that there are commands in the link."""
         self._transport.wake()
 
     def check(self) -> None:
-        """Notice the end of the thread.
+        """Raise if the thread has ended.
 
         Raises:
-            TransferFailed: it ended on an error.
+            TransferFailed: the thread ended on an error.
         """
         if self._broken is not None:
             raise TransferFailed(f"the incoming transfer thread ended: {self._broken!r}") from self._broken
 
     def death(self) -> str | None:
-        """A thread does not die alone."""
+        """Return None: a thread does not die alone."""
         return None
 
     def revive(self, legacies: Sequence[Legacy]) -> None:
-        """Never called."""
+        """Fail: never called."""
         raise AssertionError("a thread does not die alone")
 
     def condemn(self, reason: str) -> None:
-        """A thread that says what cannot be is a bug."""
+        """Fail: a thread that reports something impossible is a bug."""
         raise AssertionError(reason)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class ReceiverThread:
         try:
             while not self._is_closing:
                 self.driver.turn()
-        # The boundary of the thread: `check` raises what ended it, and the worker must not go on half-dead.
+        # The boundary of the thread: `check` raises what ended it, and the worker must not go on without a receiver.
         except BaseException as error:
             log.exception("the incoming transfer thread failed")
             self._broken = error
@@ -88,15 +88,15 @@ class ReceiverThread:
             self.driver.close()
 
 
-# Whatever runs a `ReceiverDriver` beside a decode worker: a thread of the same process, or a process of its own.
+# What runs a `ReceiverDriver` beside a decode worker: a thread of the same process, or a separate process.
 
 
 class ReceiverHost(Protocol):
-    """Incarnations of a KV receiver, one after the other. All calls come from the worker's loop, or before it runs.
+    """Runs successive incarnations of a KV receiver. All calls come from the worker's loop, or before it runs.
 
     Attributes:
         address: where the present incarnation listens, or the last one did.
-        epoch: of that incarnation.
+        epoch: that incarnation.
         wakeup: called on another thread when there is something to poll.
     """
 
@@ -105,7 +105,7 @@ class ReceiverHost(Protocol):
     wakeup: Callable[[], None]
 
     def start(self) -> None:
-        """Begin to serve; nothing if that was done before.
+        """Begin to serve; does nothing if it already does.
 
         Raises:
             StartupError: it cannot serve.
@@ -113,33 +113,33 @@ class ReceiverHost(Protocol):
         ...
 
     def wake(self) -> None:
-        """There are commands in the link."""
+        """Signal that there are commands in the link."""
         ...
 
     def check(self) -> None:
-        """Notice that nothing can land any more.
+        """Raise if no transfer can arrive any more.
 
         Raises:
-            TransferFailed: that is so, and no incarnation will follow.
+            TransferFailed: the receiver is gone, and no incarnation will follow.
         """
         ...
 
     def death(self) -> str | None:
-        """Why the last incarnation ended, from its end to `revive`; it writes nothing any more. None while it runs."""
+        """Return why the last incarnation ended, until `revive`; it writes nothing any more. None while one runs."""
         ...
 
     def revive(self, legacies: Sequence[Legacy]) -> None:
-        """Everything a dead incarnation left was read, and the link was reset: start the next one.
+        """Start the next incarnation, once everything that the dead one left was read and the link was reset.
 
         Args:
-            legacies: what it had granted and is still needed.
+            legacies: what the dead incarnation had granted and is still needed.
         """
         ...
 
     def condemn(self, reason: str) -> None:
-        """What this incarnation says cannot be: end it."""
+        """End this incarnation, because it reported something impossible."""
         ...
 
     def close(self) -> None:
-        """End it."""
+        """End the receiver."""
         ...

@@ -2,8 +2,8 @@
 
 `DataPathOpener` is a kind of data path in this process, made once; `PushDataPath` is that data path opened to one
 incarnation of one peer. `sender_data_paths` makes the openers that `core.kv_transports` declares. Two-sided data paths
-belong to the transport (`Transport.open_data_path`). This module does not check whether a write is allowed: `push`
-calls `write` only while a transfer is granted and not abandoned, and accounts for the window.
+belong to the transport (`Transport.open_data_path`). This module does not check whether a write is allowed: the KV
+sender calls `write` only while a transfer is granted and not abandoned, and accounts for the window.
 """
 
 from collections.abc import Sequence
@@ -124,7 +124,7 @@ class DataPathOpener(Protocol):
         Args:
             offer: the peer's offer for this data path; untrusted, and possibly nonsense.
             epoch: the peer's incarnation.
-            host_id: the peer's host; data paths that stay on one host compare it with `messages.host_id`.
+            host_id: the peer's host; data paths that stay on one host compare it with `incarnation_file.host_id`.
 
         Raises:
             DataPathRefused: the data path cannot be opened; the message says why.

@@ -1,4 +1,4 @@
-"""Reads a GPU pool as `push_source`'s source for sockets: gathers payloads into pinned host memory and digests them.
+"""Reads a GPU pool as `sender.source`'s source for sockets: gathers payloads into pinned host memory and digests them.
 
 A call waits for its own launch and lets other threads run meanwhile. PyTorch owns the pinned memory and reclaims it
 when the last view of a payload is gone, that is, when the payload has been sent. This module never writes the pool.
@@ -39,7 +39,7 @@ class _DataPath:
 
 
 class DeviceSource:
-    """A `push_source.SourcePool` for a GPU pool. Any thread may use it; a writer thread's launches use its own stream.
+    """A `sender.source.SourcePool` for a GPU pool. Any thread may use it; a writer thread launches on its own stream.
 
     Args:
         pool: the pool, on a GPU.

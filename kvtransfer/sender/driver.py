@@ -1,7 +1,7 @@
 """The push thread, the only thread that drives the sender's protocol, transport and data paths.
 
 Other threads post commands, and parts of layers that were read or written; the push thread takes both once per turn. It
-never waits for a peer. It does not know the model's steps (`async_writer`) or the format of payloads (`push_source`).
+never waits for a peer. It does not know the model's steps (`async_writer`) or the format of payloads (`sender.source`).
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""The prefill side of KVP/1: what is posted, when it is posted again, and when source blocks are free.
+"""The prefill side of KVP/2: what is posted, when it is posted again, and when source blocks are free.
 
 A pure state machine: no I/O, no clock of its own. Every method returns, in order, the actions that its caller must
-perform and the events for the worker (`push_actions`). It guarantees:
+perform and the events for the worker (`sender.actions`). It guarantees:
 
 - A transfer ends once, with `Denied`, `Acked` or `PushDrained`; until then its source blocks may be read.
 - Bytes in flight to one decode worker never exceed the window.

@@ -2,7 +2,7 @@
 
 The loop calls `reserve`, `commit`, `abort`, `poll` and the writer; none of them waits for the network or for a slow
 decode worker. Writer threads read new KV from the pool; a separate thread drives protocol and data paths
-(`push_driver`).
+(`sender.driver`).
 
 In a tensor-parallel group, every rank has a service. Rank 0 reserves and receives the replies; the others `adopt` what
 it was granted. Each rank pushes the heads that no lower rank holds, and commits its part.

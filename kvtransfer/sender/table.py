@@ -1,6 +1,6 @@
 """The records of the prefill side: one per transfer, and one per decode worker that it pushes to.
 
-Bookkeeping only; the rules about when a record changes are in `push_rules` and its callers.
+Bookkeeping only; the rules about when a record changes are in `sender.rules` and its callers.
 """
 
 from collections import OrderedDict, deque

@@ -1,1 +1,1 @@
-"""What carries a hand-off: control channels and data paths."""
+"""Transports of the hand-off: control channels and data paths."""

@@ -1,11 +1,11 @@
-"""Which connection a message to a listening ZMQ socket came by; closes those that send one without end.
+"""Tells which connection a message to a listening ZMQ socket came by, and closes connections with endless messages.
 
-A routing id is in clear, and who shows it takes it over: it says nothing of who is at the other end. So connections
-are numbered, and a number is no other's.
+A routing id travels in clear, and any connection that presents it takes it over, so it does not identify the peer. So
+connections are numbered, and a number is never reused.
 
-libzmq shows no part of a message before the last one has come, and its bound is one of parts: a message of endless
-parts would be collected until memory is used up. So the bytes that the kernel has received for a connection are
-compared with what came out of it. It refuses to know what messages mean.
+libzmq delivers no part of a message before the last one has arrived, and it limits only the size of a part: a message
+with endless parts would be collected until memory is used up. So the number of bytes that the kernel has received for a
+connection is compared with what libzmq delivered from it. This module does not know what messages mean.
 """
 
 import array
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-LOOK_S = 0.02  # between looks: a look costs some microseconds for each connection
+LOOK_S = 0.02  # between checks: one costs some microseconds per connection
 SAY_EVERY_S = 10.0
-_SO_COOKIE = 57  # a number that no other socket of this machine has; Python does not name it
+_SO_COOKIE = 57  # socket option: a number unique among the sockets of this machine; Python does not define it
 _COOKIE_BYTES = 8
-_RESET = struct.pack("ii", 1, 0)  # when it is closed: no end that waits for the peer
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER value: close at once, without waiting for the peer
 _RECEIVED = struct.Struct("<Q")
 _RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
 
@@ -35,15 +35,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Connection:
-    """One that was accepted.
+    """A connection that was accepted.
 
     Attributes:
-        cookie: of its socket; its file number may be another's by now.
-        number: of the connection.
-        mark_bytes: received when its last message was known to be out.
-        has_spoken: a message of it came out since the last look.
-        suspected: how many messages of all connections had come out when more was received than a message has; None:
-            it was not.
+        cookie: cookie of its socket; its file descriptor may be another socket's by now.
+        number: number of the connection.
+        mark_bytes: bytes received when its last message was known to be delivered.
+        has_spoken: whether one of its messages was delivered since the last check.
+        suspected: how many messages of all connections had been delivered when it had received more than a message's
+            size; None: it has not.
     """
 
     cookie: bytes
@@ -54,11 +54,11 @@ class _Connection:
 
 
 class EndlessMessages:
-    """See the module. Driven by the thread of the socket.
+    """Numbers connections, and closes those with endless messages. Driven by the thread of the socket.
 
     Args:
-        listener: not bound yet.
-        max_message_bytes: of one message on the wire, with all that is around it.
+        listener: the listening socket, not bound yet.
+        max_message_bytes: maximum size of one message on the wire, with all overhead.
 
     Attributes:
         monitor: readable when `attend` has something to do.
@@ -74,15 +74,15 @@ class EndlessMessages:
         self._look_s = self._say_s = float("-inf")
 
     def attend(self) -> None:
-        """Note connections that were accepted."""
+        """Record connections that were accepted."""
         while self.monitor.poll(0):
             file = int(recv_monitor_message(self.monitor)["value"])
             self._accept(file)
 
     def took(self, part: zmq.Frame) -> int:
-        """A message came out, of which `part` is one of its own; the number of its connection.
+        """Record that a message was delivered, of which `part` is one part; return the number of its connection.
 
-        `attend` must have been called since: a file number may have become another connection's.
+        `attend` must have been called since: a file descriptor may have become another connection's.
         """
         self._num_taken += 1
         file = int(part.get(zmq.SRCFD))
@@ -96,11 +96,11 @@ class EndlessMessages:
         return connection
 
     def look(self, now_s: float, *, is_empty: bool) -> int:
-        """Close what sends without end; how many were closed.
+        """Close connections with endless messages; return how many were closed.
 
         Args:
-            now_s: of a monotonic clock.
-            is_empty: the socket had no further message just now.
+            now_s: time of a monotonic clock.
+            is_empty: whether the socket just had no further message.
         """
         self._was_empty |= is_empty
         if now_s < self._look_s:
@@ -117,10 +117,11 @@ class EndlessMessages:
         return num_closed
 
     def _is_endless(self, file: int, connection: _Connection) -> bool:
-        """Whether more was read of one message than a message has.
+        """Return whether more of one message was read than a message may have.
 
-        What was received beyond that may be the next messages, which are on their way through libzmq. So it is only
-        suspected until the socket was empty, or had a turn for each connection, and none of this one's came out.
+        Bytes beyond that may belong to the next messages, which are on their way through libzmq. So the connection is
+        only suspected until the socket was empty, or had a turn for each connection, and delivered nothing from this
+        one.
         """
         num_bytes = _num_received(file)
         if num_bytes is None:
@@ -140,12 +141,12 @@ class EndlessMessages:
 
 @contextlib.contextmanager
 def _borrowed(file: int) -> Iterator[socket.socket]:
-    """The socket with this number, which stays libzmq's.
+    """Yield the socket with this file descriptor, which libzmq keeps.
 
     Raises:
-        OSError: it is none any more.
+        OSError: it is not a socket any more.
     """
-    borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=file)  # of IPv6, too: no address is asked
+    borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=file)  # also for IPv6: no address is read
     try:
         yield borrowed
     finally:
@@ -153,7 +154,7 @@ def _borrowed(file: int) -> Iterator[socket.socket]:
 
 
 def _cookie(file: int) -> bytes:
-    """Of a socket; empty if it is none any more."""
+    """Return the cookie of a socket; empty if it is not a socket any more."""
     try:
         with _borrowed(file) as borrowed:
             return borrowed.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, _COOKIE_BYTES)
@@ -162,7 +163,7 @@ def _cookie(file: int) -> bytes:
 
 
 def _num_received(file: int) -> int | None:
-    """Bytes that a connection has received so far; None if it has ended, or the system does not tell."""
+    """Return how many bytes a connection has received; None if it has ended, or the system does not report it."""
     try:
         with _borrowed(file) as borrowed:
             info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
@@ -172,7 +173,7 @@ def _num_received(file: int) -> int | None:
 
 
 def _num_unread(file: int) -> int:
-    """Of them, those that libzmq has not read."""
+    """Return how many received bytes libzmq has not read."""
     unread = array.array("i", [0])
     try:
         fcntl.ioctl(file, termios.FIONREAD, unread)
@@ -182,7 +183,7 @@ def _num_unread(file: int) -> int:
 
 
 def _shut(file: int, cookie: bytes) -> bool:
-    """End a connection, which libzmq then closes; not if the number is another socket's by now."""
+    """Shut a connection down, which libzmq then closes; not if the descriptor is another socket's by now."""
     try:
         own = os.dup(file)
     except OSError:

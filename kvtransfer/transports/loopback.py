@@ -1,7 +1,7 @@
 """A transport inside one process, with faults on demand. Shipped for tests, Baton's and its users'.
 
-A hub knows its members by name. `on_message`, if given, sees every message on its way and decides what arrives: it may
-drop, repeat, damage or hold back; `Faults` does so at random. A hub can also bring payloads late and in parts, as
+A hub knows its members by name. `on_message`, if given, sees every message in transit and decides what arrives: it may
+drop, repeat, damage or delay it; `Faults` does so at random. A hub can also deliver payloads late and in parts, as
 sockets do.
 """
 
@@ -25,8 +25,8 @@ class LoopbackHub:
 
     Args:
         on_message: called as (sender, receiver, parts); returns the messages that arrive instead, in order.
-        on_payload: called as (sender, receiver, num_bytes) for each payload that is read; so many of its bytes arrive
-            before its connection ends, and they arrive later. Without it payloads are there at once.
+        on_payload: called as (sender, receiver, num_bytes) for each payload that is read; returns how many of its bytes
+            arrive before its connection ends, and they arrive later. Without it, payloads arrive at once.
     """
 
     def __init__(self, on_message: OnMessage | None = None, on_payload: OnPayload | None = None) -> None:
@@ -36,20 +36,20 @@ class LoopbackHub:
         self._lock = threading.Lock()
 
     def join(self, address: str) -> "LoopbackTransport":
-        """A new member; it replaces one of the same name, as a restarted process does."""
+        """Add a member; it replaces one of the same name, as a restarted process does."""
         member = LoopbackTransport(self, address)
         with self._lock:
             self._members[address] = member
         return member
 
     def leave(self, member: "LoopbackTransport") -> None:
-        """Take a member out; messages to it are lost from now on."""
+        """Remove a member; messages to it are lost from now on."""
         with self._lock:
             if self._members.get(member.address) is member:
                 del self._members[member.address]
 
     def carry(self, sender: str, receiver: str, parts: Parts) -> bool:
-        """Bring a message to the receiver's queue, by way of the hook; False if no member has that name."""
+        """Put a message into the receiver's queue, by way of the hook; False if no member has that name."""
         arriving = [parts] if self.on_message is None else self.on_message(sender, receiver, parts)
         with self._lock:
             member = self._members.get(receiver)
@@ -72,7 +72,7 @@ class LoopbackTransport:
         self._wake = threading.Event()
 
     def put(self, sender: str, parts: Parts) -> None:
-        """Queue an arrival. Any thread."""
+        """Queue an arrival. Any thread may call this."""
         if len(self._arrived) < MAX_QUEUED:
             self._arrived.append((sender, parts))
         else:
@@ -80,7 +80,7 @@ class LoopbackTransport:
         self._wake.set()
 
     def send(self, peer: str, message: bytes) -> None:
-        """Carry it."""
+        """Carry a control message."""
         self._carry(peer, [bytes(message)])
 
     def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
@@ -88,30 +88,30 @@ class LoopbackTransport:
         self._carry(peer, [bytes(header), b"".join(payload)])
 
     def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
-        """Payloads are copies."""
+        """Do nothing: payloads are copies."""
 
     def num_pinned(self, peer: str) -> int:
-        """Payloads are copies."""
+        """Return 0: payloads are copies."""
         return 0
 
     def offers(self) -> list[kv_pb2.DataPathOffer]:
-        """None: payloads are in the messages."""
+        """Return no offers: payloads are in the messages."""
         return []
 
     def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
-        """There is none."""
+        """Refuse: there is no data path."""
         return f"the loopback transport has no data path {offer.data_path!r}"
 
     def data_path_of(self, peer: str) -> str:
-        """The only one."""
+        """Return the only data path."""
         return "inline"
 
     def problem(self, peer: str) -> str:
-        """Every name may join later."""
+        """Return no problem: every name may join later."""
         return ""
 
     def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:
-        """What arrived so far."""
+        """Return what arrived so far."""
         if not self._arrived and not self._late:
             self._wake.wait(timeout_s)
         self._wake.clear()
@@ -134,13 +134,13 @@ class LoopbackTransport:
         self._wake.set()
 
     def welcome(self, peer: str) -> None:
-        """There is nothing to keep."""
+        """Do nothing: there is nothing to keep."""
 
     def drop(self, peer: str) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def close(self) -> None:
-        """Leave the hub; what is still on its way goes nowhere."""
+        """Leave the hub; messages in transit are lost."""
         self._hub.leave(self)
         self._arrived.clear()
         self._late.clear()
@@ -170,7 +170,7 @@ class _LatePayload:
         self._pieces: Sequence[memoryview] = ()
 
     def read_into(self, pieces: Sequence[memoryview]) -> bool:
-        """Half of what arrives is there at once."""
+        """Read half of what arrives; the rest follows."""
         assert sum(len(piece) for piece in pieces) == self.num_bytes
         self._pieces = pieces
         self._fill(min(self._num_arriving, self.num_bytes) // 2)
@@ -183,7 +183,7 @@ class _LatePayload:
         self._pieces = ()
 
     def finish(self) -> bool:
-        """Write what arrives; whether that is all of it."""
+        """Write what arrives; return whether it is complete."""
         if self._num_arriving >= self.num_bytes:
             return MemoryPayload(self._data).read_into(self._pieces)
         self._fill(self._num_arriving)
@@ -199,16 +199,16 @@ class _LatePayload:
 
 
 class Faults:
-    """Faults at random, to be a hub's `on_message` and `on_payload`. The same seed gives the same faults.
+    """Random faults, to be a hub's `on_message` and `on_payload`. The same seed gives the same faults.
 
     Args:
-        seed: of the dice.
-        drop: how likely a message is lost.
-        repeat: how likely it comes twice.
-        flip: how likely one of its bits is wrong.
-        truncate: how likely its last part lacks some bytes.
-        hold: how likely it is overtaken by the next one.
-        cut: how likely a payload's connection ends before it.
+        seed: random seed.
+        drop: probability that a message is lost.
+        repeat: probability that it arrives twice.
+        flip: probability that one of its bits is wrong.
+        truncate: probability that its last part lacks some bytes.
+        hold: probability that the next one overtakes it.
+        cut: probability that a payload's connection ends before it.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """The data path of the optional extra `baton-pd[nixl]`: NIXL writes over UCX, from pool to pool.
 
-Each side registers its pools once. The decode worker's transfer offers them (`nixl_pools`); a prefill worker's opener
-prepares, once for each peer, descriptors of every block that it and a rank of the peer both hold heads of. A layer of
-whole blocks is then one transfer made of indices; parts of blocks are named by address.
+Each side registers its pools once. The decode worker offers its pools (`NixlPools`). A prefill worker's opener
+prepares, once per peer, descriptors of every block of which it and a rank of the peer both hold heads. A layer of whole
+blocks is then one transfer made of indices; parts of blocks are named by address.
 
-Pools are in host memory. NIXL cannot cancel. A write is done when NIXL says so. One that was posted and then failed is
-neither done nor over, since what left this host may still be applied: it stays so, and `drain` does not succeed, until
-the peer's incarnation is known to have ended (`outlived`).
+Pools are in host memory. NIXL cannot cancel. A write is done when NIXL reports it. A write that was posted and then
+failed is neither done nor over, since what left this host may still be applied; it stays so, and `drain` does not
+succeed, until the peer's incarnation is known to have ended (`outlived`).
 
 Shapes: T descriptors.
 """
@@ -35,7 +35,7 @@ MAX_RANKS = 64
 
 
 def agent_name(role: str, epoch: int) -> str:
-    """Of one incarnation of one process."""
+    """Return the agent name of one incarnation of one process."""
     return f"baton-{role}-{epoch:016x}"
 
 
@@ -45,15 +45,15 @@ def register(nixl: Any, pools: Sequence[PoolMemory]) -> Any:
 
 
 class NixlPools:
-    """The decode worker's end: its ranks' pools, registered once.
+    """The decode worker's side: its ranks' pools, registered once.
 
     Args:
-        epoch: of this incarnation.
+        epoch: this incarnation.
         pools: memory of each rank's pool.
-        places: what they are; offsets are left out of the offer.
+        places: descriptions of the pools; offsets are left out of the offer.
 
     Raises:
-        DataPathRefused: NIXL is missing or does not take them.
+        DataPathRefused: NIXL is missing or does not accept the pools.
     """
 
     def __init__(self, epoch: int, pools: Sequence[PoolMemory], places: Sequence[kv_pb2.PoolPlace]) -> None:
@@ -65,7 +65,7 @@ class NixlPools:
         self._places = list(places)
 
     def offer(self) -> kv_pb2.DataPathOffer:
-        """What a peer needs to open the data path."""
+        """Return what a peer needs to open the data path."""
         offer = kv_pb2.DataPathOffer(data_path="nixl")
         offer.nixl.agent = self._agent.name
         offer.nixl.metadata = self._metadata
@@ -76,16 +76,16 @@ class NixlPools:
         return offer
 
     def close(self) -> None:
-        """End: nothing is written any more once this has returned."""
+        """Deregister the pools; once this has returned, nothing is written any more."""
         self._agent.call(lambda agent: agent.deregister_memory(self._registered), REGISTER_LIMIT_S)
         self._agent.close()
 
 
 def receiver_data_path(side: ReceiverSide) -> ServedDataPath:
-    """The offer of a decode worker whose pools are in host memory.
+    """Make the offer of a decode worker whose pools are in host memory.
 
     Raises:
-        DataPathRefused: NIXL is missing or does not take them.
+        DataPathRefused: NIXL is missing or does not accept the pools.
     """
     pools = NixlPools(side.setup.epoch, side.memories, side.places)
     return ServedDataPath(pools.offer(), pools.close)
@@ -93,14 +93,14 @@ def receiver_data_path(side: ReceiverSide) -> ServedDataPath:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One rank's pool of the peer."""
+    """The pool of one rank of the peer."""
 
     geometry: PoolGeometry
     address: int
 
 
 def read_offer(offer: kv_pb2.NixlOffer, epoch: int, layout: KVLayout) -> list[Target]:
-    """The pools of an offer, checked against each other.
+    """Return the pools of an offer, checked against each other.
 
     Raises:
         DataPathRefused: they cannot be the pools of one incarnation of one worker of this layout.
@@ -130,7 +130,7 @@ def read_offer(offer: kv_pb2.NixlOffer, epoch: int, layout: KVLayout) -> list[Ta
     return targets
 
 
-# Where the heads of a span that two pools share lie in both of them: addresses for one-sided writes.
+# Computes where the heads of a span that two pools share lie in both of them: addresses for one-sided writes.
 #
 # Pools may differ in block size and in which heads they hold. Shapes: T descriptors, 3 numbers each.
 
@@ -141,7 +141,7 @@ Table = npt.NDArray[np.uint64]
 def span_ranges(
     mine: LayerGeometry, theirs: LayerGeometry, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange
 ) -> Iterator[tuple[int, int, int]]:
-    """The heads of a span that both hold, as (offset here, offset there, bytes); adjacent ones are joined."""
+    """Yield the heads of a span that both pools hold, as (offset here, offset there, bytes), joined where adjacent."""
     heads = common_heads(Range(span.head_first, span.head_count), common_heads(mine.heads, theirs.heads))
     joined: tuple[int, int, int] | None = None
     for here, there, num_bytes in _runs(mine, theirs, blocks, target_blocks, span, heads):
@@ -183,15 +183,15 @@ def _runs(
 
 
 def common_heads(one: Range, other: Range) -> Range:
-    """Heads in both; count 0 if there are none."""
+    """Return the heads in both ranges; count 0 if there are none."""
     first = max(one.first, other.first)
     return Range(first, max(0, min(one.stop, other.stop) - first))
 
 
 def block_table(geometry: PoolGeometry, heads: Range, base: int) -> Table:
-    """(address, bytes, device) of these heads of every block of every layer, scratch blocks included.
+    """Return (address, bytes, device) of these heads of every block of every layer, scratch blocks included.
 
-    A layer that does not hold them has rows of the right number that are not used.
+    A layer that does not hold them has the right number of rows, which are not used.
     """
     tables = []
     for layer in geometry.layers:
@@ -211,13 +211,13 @@ _PROBE_BYTES = 8
 
 
 class NixlOpener:
-    """The data path on the prefill side; see `push_data_path.DataPathOpener`.
+    """The data path on the prefill side; see `sender.data_path.DataPathOpener`.
 
     Args:
-        epoch: of this incarnation.
-        pool: this rank's, in host memory.
-        memory: of that pool.
-        rank: in the tensor-parallel group.
+        epoch: this incarnation.
+        pool: this rank's pool, in host memory.
+        memory: memory of that pool.
+        rank: rank in the tensor-parallel group.
     """
 
     name = "nixl"
@@ -239,7 +239,7 @@ class NixlOpener:
         return self._problem
 
     def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> PushDataPath:
-        """Load the peer's metadata, prepare descriptors, and read one word to see that it answers.
+        """Load the peer's metadata, prepare descriptors, and read one word to see that the peer answers.
 
         Raises:
             DataPathRefused: the offer makes no sense here, or NIXL does not reach the peer.
@@ -256,7 +256,7 @@ class NixlOpener:
 
 
 def sender_data_path(side: SenderSide) -> NixlOpener:
-    """The data path of a prefill rank whose pool is in host memory; where NIXL cannot work, the opener says why."""
+    """Make the opener of a prefill rank whose pool is in host memory; where NIXL cannot work, it says why."""
     assert side.io is not None
     return NixlOpener(side.epoch, side.io, side.pool.bytes_view, side.pool.geometry.rank)
 
@@ -304,7 +304,7 @@ class NixlDataPath:
         """Post the span to every rank that holds one of its heads.
 
         Raises:
-            DataPathFailed: the data path is closed, or a write on it has failed before.
+            DataPathFailed: the data path is closed, or an earlier write on it has failed.
         """
         with self._lock:
             is_broken = any(item.is_lost for item in self._posted)
@@ -337,14 +337,14 @@ class NixlDataPath:
         return all(item.wait(max(0.0, end_s - time.monotonic())) for item in posted)
 
     def outlived(self) -> None:
-        """Writes that failed are over: what of them was on its way, only that incarnation could have applied."""
+        """Count failed writes as over: only the incarnation that has ended could have applied what was on its way."""
         with self._lock:
             lost = [item for item in self._posted if item.is_lost]
         for item in lost:
             item.end("a NIXL transfer failed")
 
     def close(self) -> None:
-        """Give the descriptors back and forget the peer. Writes that failed count as over from here on."""
+        """Release the descriptors and forget the peer. Failed writes count as over from here on."""
         self._is_closed = True
         self.outlived()
         prepared, self._prepared = self._prepared, []
@@ -362,7 +362,7 @@ class NixlDataPath:
             return  # it never knew the peer, or is ending itself
 
     def _plan(self, rank: int, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange) -> list[Any]:
-        """Functions of the agent that make the transfers of one rank."""
+        """Return the functions that make, on the agent, the transfers to one rank."""
         mine, theirs = self._pool.geometry.layer(span.layer), self._targets[rank].geometry.layer(span.layer)
         prepared, size = self._prepared[rank][span.layer], mine.rows_per_block
         if not common_heads(common_heads(mine.heads, theirs.heads), Range(span.head_first, span.head_count)).count:
@@ -399,7 +399,7 @@ class NixlDataPath:
         return make
 
     def _probe(self) -> None:
-        """Read a word of the peer's scratch block into the one here: nothing else reads either."""
+        """Read a word of the peer's scratch block into the local one; no other code reads either."""
         mine, target = self._pool.geometry.layer(0), self._targets[0]
         theirs = target.geometry.layer(0)
         here = self._base + mine.offset_bytes + (mine.num_blocks - 1) * mine.block_bytes
@@ -419,7 +419,7 @@ class NixlDataPath:
             raise DataPathRefused(str(error)) from error
 
     def _prepare(self, nixl: Any) -> list[list[_Prepared | None]]:
-        """For each rank of the peer and each layer: descriptors, where blocks have one size on both sides."""
+        """Prepare descriptors for each rank of the peer and each layer whose blocks have one size on both sides."""
         prepared: list[list[_Prepared | None]] = []
         for target in self._targets:
             shared: dict[Range, _Prepared] = {}
@@ -443,7 +443,7 @@ class NixlDataPath:
 
 
 def _first_row(geometry: PoolGeometry, layer: int) -> int:
-    """Where a layer begins in a `block_table`."""
+    """Return the row at which a layer begins in a `block_table`."""
     return sum(before.num_blocks for before in geometry.layers[:layer])
 
 

@@ -1,7 +1,7 @@
-"""One NIXL agent and the one thread that owns it: NIXL's objects are not safe to share between threads.
+"""One NIXL agent and the thread that owns it: NIXL's objects are not safe to share between threads.
 
-Others hand it work: `call` waits for an answer, `post` begins transfers and returns at once. The thread polls what is
-under way. NIXL cannot take a transfer back once it was posted, so nothing here claims to.
+Other threads give it work: `call` waits for a result, `post` begins transfers and returns at once. The thread polls
+transfers in progress. NIXL cannot take back a transfer that was posted, so this module does not offer it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from baton.kvtransfer.sender.data_path import DataPathFailed, DataPathRefused
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-START_LIMIT_S = 60.0  # loading UCX and its interfaces
+START_LIMIT_S = 60.0  # includes loading UCX and its interfaces
 CLOSE_LIMIT_S = 10.0
 MISSING = "the package nixl is not importable; install baton-pd[nixl]"
 _POLL_S = 50e-6
@@ -27,16 +27,16 @@ _DONE, _UNDER_WAY = "DONE", "PROC"
 
 
 def missing_nixl() -> str:
-    """Why there can be no agent in this process; empty if there may."""
+    """Return why there can be no agent in this process; empty if there can."""
     return "" if importlib.util.find_spec("nixl") is not None else MISSING
 
 
 class Transfers:
-    """Some transfers that are watched as one; see `push_data_path.Written`.
+    """A group of transfers that are watched as one; see `sender.data_path.Written`.
 
     Attributes:
-        digest: of what they move.
-        is_lost: one was posted and failed, so it is not known what of it is still on its way.
+        digest: digest of what they move.
+        is_lost: whether one was posted and failed, so that parts of it may still be on their way.
     """
 
     def __init__(self, digest: int | None) -> None:
@@ -47,10 +47,10 @@ class Transfers:
 
     @property
     def done(self) -> bool:
-        """Whether all of them have ended well.
+        """Whether all of them have succeeded.
 
         Raises:
-            DataPathFailed: they have not, and nothing is on its way.
+            DataPathFailed: they have failed, and nothing is on its way.
         """
         if not self._over.is_set():
             return False
@@ -59,17 +59,17 @@ class Transfers:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until they have ended, well or not."""
+        """Wait until they have ended, successfully or not."""
         return self._over.wait(timeout_s)
 
     def end(self, problem: str = "") -> None:
-        """Nothing is on its way any more."""
+        """Mark them as ended: nothing is on its way any more."""
         self._problem = problem
         self._over.set()
 
 
 class _UnderWay:
-    """Handles of posted transfers, and whom to tell."""
+    """Handles of posted transfers, and the group to report to."""
 
     def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
@@ -84,8 +84,8 @@ class NixlAgent:
     """An agent over UCX.
 
     Args:
-        name: unique among the agents it meets.
-        on_end: called by the agent's thread whenever transfers ended.
+        name: name, unique among the agents that it meets.
+        on_end: called by the agent's thread whenever transfers have ended.
 
     Raises:
         DataPathRefused: NIXL is missing, or does not start.
@@ -108,7 +108,7 @@ class NixlAgent:
             raise DataPathRefused("NIXL does not start") from error
 
     def call(self, job: Callable[[Any], T], limit_s: float) -> T:
-        """Run `job(agent)` on the thread and wait for what it returns.
+        """Run `job(agent)` on the thread and wait for its result.
 
         Raises:
             DataPathRefused: it failed, or did not end in time.
@@ -118,7 +118,7 @@ class NixlAgent:
         def run(agent: Any) -> None:
             try:
                 answer.set_result(job(agent))
-            # NIXL's errors have no common base; whatever a job raises is the answer to its caller.
+            # NIXL's errors have no common base; the caller gets any error that a job raises.
             except Exception as error:  # noqa: BLE001
                 answer.set_exception(DataPathRefused(f"NIXL: {type(error).__name__}: {error}"))
 
@@ -136,7 +136,7 @@ class NixlAgent:
             under_way = _UnderWay(transfers)
             try:
                 post(agent, under_way.handles)
-            # As above. What may have been started before the error is watched to its end.
+            # As above. Transfers that were started before the error are watched until they end.
             except Exception as error:  # noqa: BLE001
                 under_way.problem = f"NIXL: {type(error).__name__}: {error}"
                 transfers.is_lost = bool(under_way.handles)
@@ -146,7 +146,7 @@ class NixlAgent:
         return transfers
 
     def close(self) -> None:
-        """End the thread and the agent with it; transfers that are under way are left to NIXL."""
+        """End the thread and its agent; transfers in progress are left to NIXL."""
         self._jobs.put(None)
         self._thread.join(CLOSE_LIMIT_S)
 
@@ -156,7 +156,7 @@ class NixlAgent:
             agent = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))
             if "UCX" not in agent.backends:
                 raise DataPathRefused("NIXL has no UCX here")
-        # The boundary of the thread: a library that does not load is a reason not to use the data path.
+        # The boundary of the thread: if the library does not load, the data path is not used.
         except Exception as error:  # noqa: BLE001
             refused = error if isinstance(error, DataPathRefused) else DataPathRefused(f"NIXL does not start: {error}")
             started.set_exception(refused)
@@ -171,7 +171,7 @@ class NixlAgent:
             under_way.transfers.end("the agent was closed")
 
     def _next_jobs(self) -> Iterator[Callable[[Any], None] | None]:
-        """Jobs in order, and None whenever there is time to look after transfers; ends when closed."""
+        """Yield jobs in order, and None whenever there is time to check transfers; end when closed."""
         while True:
             if self._posted:
                 try:
@@ -211,14 +211,14 @@ class NixlAgent:
             if state != _DONE:
                 under_way.problem = under_way.problem or f"NIXL: {state}"
                 under_way.transfers.is_lost = True
-            with contextlib.suppress(Exception):  # it has ended; a handle that cannot be given back changes nothing
+            with contextlib.suppress(Exception):  # it has ended; a handle that cannot be released changes nothing
                 agent.release_xfer_handle(handle)
         under_way.handles = rest
         return not rest
 
 
 def _load() -> tuple[Any, Any]:
-    """NIXL's agent and its configuration; standard output stays free of what it and UCX have to say."""
+    """Import NIXL's agent and its configuration; keep the output of NIXL and UCX off standard output."""
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
     from nixl._api import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]
 
@@ -232,6 +232,6 @@ def _load() -> tuple[Any, Any]:
 def _state_of(agent: Any, handle: Any) -> str:
     try:
         return str(agent.check_xfer_state(handle))
-    # NIXL's errors have no common base; one about a transfer means that it failed.
+    # NIXL's errors have no common base; an error about a transfer means that it failed.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"

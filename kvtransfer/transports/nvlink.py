@@ -1,12 +1,11 @@
-"""The push side of the `nvlink` data path: a kernel on this GPU writes blocks straight into a decode worker's GPU pool.
+"""The sender's side of the `nvlink` data path: a kernel on this GPU writes blocks straight into a decode worker's pool.
 
-The pool is opened by CUDA IPC on this rank's own device; it may be of the same GPU. A write is one launch on the writer
-thread's stream for each rank that holds some of its heads, behind the layer's event; nothing waits for it. That it is
-done stands in words of host memory, which the kernel writes after all bytes, with the digest of what it read.
+The pool is opened by CUDA IPC on this rank's own device; it may be on the same GPU. A write is one launch per rank that
+holds some of its heads, on the writer thread's stream, behind the layer's event; nothing waits for it. The kernel
+reports its end through words of host memory, which it writes after all bytes, with the digest of what it read.
 
-Nothing in an offer is believed: sizes are computed from the layout and compared with the allocation, and the decode
-worker's shared region must say that this is the incarnation that was met. Whether a write is allowed is `push`'s to
-know.
+Nothing in an offer is trusted: sizes are computed from the layout and compared with the allocation, and the decode
+worker's shared region must belong to the incarnation that was met. The KV sender decides whether a write is allowed.
 """
 
 import mmap
@@ -34,19 +33,19 @@ from baton.kvtransfer.transports.shm import geometries_of
 from baton.proto import kv_pb2
 
 SLOT_WORDS = 8
-NUM_SLOTS = 8192  # writes under way at a time
+NUM_SLOTS = 8192  # maximum number of writes in progress
 CLAIM_LIMIT_S = 10.0
 POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class _OwnMemory:
-    """A pool of this process in the place of a peer's."""
+    """A pool of this process in place of a peer's."""
 
     address: int
 
     def close(self) -> None:
-        """There is nothing to unmap."""
+        """Do nothing: there is nothing to unmap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +57,13 @@ class _Target:
 
     @property
     def address(self) -> PoolAddress:
-        """As this device reaches it."""
+        """The pool's address as this device reaches it."""
         return PoolAddress(self.memory.address, self.geometry.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Heads [first, stop) of a layer go to a target; of several holders, one digest counts."""
+    """Heads [first, stop) of a layer go to a target; if several targets hold the same heads, one digest counts."""
 
     first: int
     stop: int
@@ -76,12 +75,12 @@ class NvlinkDataPath:
     """The pools of all ranks of one incarnation of a decode worker.
 
     Args:
-        pool: this rank's.
-        region: of the decode worker, mapped; without one nothing is written.
-        epoch: of its incarnation.
-        targets: its pools, by rank.
-        flags: where kernels report.
-        flags_address: the same for the device.
+        pool: this rank's pool.
+        region: shared region of the decode worker, mapped; without one nothing is written.
+        epoch: the decode worker's incarnation.
+        targets: the decode worker's pools, by rank.
+        flags: flag page where kernels report.
+        flags_address: address of the flag page for the device.
     """
 
     name = "nvlink"
@@ -116,7 +115,7 @@ class NvlinkDataPath:
     def write(
         self, blocks: Sequence[int], target_blocks: Sequence[int], span: KVRange, *, with_digest: bool
     ) -> NvlinkWrite:
-        """Launch on the current stream."""
+        """Launch a write on the current stream."""
         if self._is_closed or self._region is None or self._region.epoch != self._epoch:
             raise DataPathFailed("the decode worker's memory belongs to another incarnation")
         pieces = self._pieces(span)
@@ -142,7 +141,7 @@ class NvlinkDataPath:
         return True
 
     def outlived(self) -> None:
-        """It applied nothing itself: kernels here write."""
+        """Do nothing: the peer applied no writes itself, only kernels here do."""
 
     def close(self) -> None:
         """Unmap the pools."""
@@ -153,7 +152,7 @@ class NvlinkDataPath:
             self._region.close()
 
     def warm_up(self) -> None:
-        """Have the kernels compiled that writes will need, by moving nothing; waits for it."""
+        """Compile the kernels that writes will need, by moving nothing; waits for them."""
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
             shapes = set()
             for layer, geometry in enumerate(self._layers):
@@ -214,7 +213,7 @@ class NvlinkDataPath:
             )
 
     def _stream(self) -> DeviceStream:
-        """Of this thread; of each stream that it uses, should it use several."""
+        """Return the state of this thread's current stream."""
         streams: dict[int, DeviceStream] = self._local.__dict__.setdefault("streams", {})
         current = torch.cuda.current_stream(self._device).cuda_stream
         if current not in streams:
@@ -223,11 +222,11 @@ class NvlinkDataPath:
 
 
 class NvlinkOpener:
-    """The `nvlink` data path as one prefill rank has it.
+    """The `nvlink` data path of one prefill rank.
 
     Args:
-        pool: its.
-        host_id: of this host.
+        pool: the rank's pool.
+        host_id: this host.
     """
 
     name = "nvlink"
@@ -243,15 +242,15 @@ class NvlinkOpener:
 
     @property
     def problem(self) -> str:
-        """Only a pool on a GPU can be pushed from by a kernel."""
+        """Why this pool cannot be pushed from: it is not on a GPU; empty if it is."""
         return "" if self._pool.device.type == "cuda" else "the pool is not on a GPU"
 
     def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> NvlinkDataPath:
-        """Map the pools that are offered.
+        """Map the offered pools.
 
         Raises:
             DataPathRefused: they are not of this host or that incarnation, cannot be reached, or are not what the
-            layout says.
+                layout says.
         """
         if self.problem:
             raise DataPathRefused(self.problem)
@@ -295,7 +294,7 @@ class NvlinkOpener:
 
 
 def sender_data_path(side: SenderSide) -> NvlinkOpener:
-    """The data path of a prefill rank whose pool is on a GPU."""
+    """Make the opener of a prefill rank whose pool is on a GPU."""
     return NvlinkOpener(side.pool, side.host_id)
 
 
@@ -331,7 +330,7 @@ def _is_over(write: NvlinkWrite) -> bool:
 
 
 def _routes(source: PoolGeometry, targets: Sequence[_Target], layer: int) -> list[_Route]:
-    """Everything of a layer that this rank could push, and where it goes."""
+    """Return all heads of a layer that this rank could push, and where they go."""
     mine = source.layer(layer).heads
     routes = []
     previous_first = -1

@@ -1,4 +1,7 @@
-"""The decode worker's end of the `nvlink` data path: how its host's prefill workers open its GPU pools. No torch."""
+"""The decode worker's side of the `nvlink` data path: tells prefill workers on its host how to open its GPU pools.
+
+It does not import torch.
+"""
 
 from baton.kvtransfer.receiver.data_path import ReceiverSide, ServedDataPath, pool_place
 from baton.kvtransfer.shared_region import NONCE_BYTES
@@ -6,7 +9,7 @@ from baton.proto import kv_pb2
 
 
 def receiver_data_path(side: ReceiverSide) -> ServedDataPath | None:
-    """The offer; None where the pools cannot be shared between processes."""
+    """Make the offer; None where the pools cannot be shared between processes."""
     setup, region = side.setup, side.region
     device = setup.device
     if device is None or not device.pools:

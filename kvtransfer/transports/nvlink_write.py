@@ -1,7 +1,7 @@
 """One write of the `nvlink` data path that was posted to a device: whether it is over, and what it read.
 
-The words that its kernels write say so. The device itself is asked only about a write that takes suspiciously long: it
-may have failed, and then its word never comes.
+The words that its kernels write report both. The device itself is queried only about a write that takes suspiciously
+long: it may have failed, and then its word never comes.
 """
 
 import threading
@@ -14,18 +14,18 @@ from baton.kvtransfer.flag_page import Flag, FlagPage
 from baton.kvtransfer.sender.data_path import DataPathFailed
 
 MASK = (1 << 64) - 1
-LOOK_AFTER_S = 0.5  # and again so often
+LOOK_AFTER_S = 0.5  # and repeated at this interval
 
 
 class NvlinkWrite:
-    """A write that was posted; see `push_data_path.Written`.
+    """A write that was posted; see `sender.data_path.Written`.
 
     Args:
-        flags: where kernels report.
-        launches: the flag of each, and whether its digest counts.
-        event: behind the last.
-        with_digest: whether the digest is wanted.
-        on_over: called once, when nothing of it is under way any more.
+        flags: flag page where kernels report.
+        launches: flag of each launch, and whether its digest counts.
+        event: event behind the last launch.
+        with_digest: whether the digest is requested.
+        on_over: called once, when no launch is in progress any more.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class NvlinkWrite:
         self._look_s = time.monotonic() + LOOK_AFTER_S
         self._digest = 0
         self._problem = ""
-        self._lock = threading.Lock()  # of two threads that ask at once, one takes note
+        self._lock = threading.Lock()  # if two threads ask at once, only one records the end
 
     @property
     def done(self) -> bool:
-        """Whether all words are there."""
+        """Whether all words have been written."""
         with self._lock:
             if self._event is not None and self._is_over():
                 self._event = None
@@ -61,7 +61,7 @@ class NvlinkWrite:
 
     @property
     def digest(self) -> int | None:
-        """Sum over the launches that count."""
+        """Sum of the digests of the launches that count; None if not requested."""
         return self._digest if self._with_digest else None
 
     def _is_over(self) -> bool:

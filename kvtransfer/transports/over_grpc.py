@@ -1,7 +1,7 @@
-"""The hand-off over gRPC, where nothing but HTTP/2 passes or TLS is demanded: `KvTransfer.Exchange`, twice a peer.
+"""The hand-off over gRPC, for networks that pass only HTTP/2 or require TLS: two `KvTransfer.Exchange` calls per peer.
 
-Payloads go inline, in packets of about 1 MiB (`over_grpc_packet`). A stream that breaks loses what was on its way; it
-is made again, and the protocol asks for what is missing.
+Payloads go inline, in packets of about 1 MiB (`over_grpc_stream`). A stream that breaks loses what was in transit; it
+is reopened, and the protocol asks for what is missing.
 """
 
 import hmac
@@ -44,21 +44,21 @@ from baton.proto.roles import ALLOWED, require_roles, roles_of
 from baton.proto.secure_channel import SecureChannels
 
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 1.0
-MAX_CHANNELS = 2  # the other stream may still use the one before
+MAX_CHANNELS = 2  # the other stream may still use the previous channel
 
 log = logging.getLogger(__name__)
 
 
 class GrpcClient:
-    """What leads to one peer.
+    """The connection to one peer.
 
     Args:
-        peer: its address.
-        name: under which it knows this side, over all connections.
+        peer: address of the peer.
+        name: name of this side, on all connections to the peer.
         config: limits and times.
-        channels: opens them; after the certificates have changed, streams that are made again use a new one.
-        inbox: where everything that arrives goes.
-        counts: of the transport.
+        channels: opens channels; after the certificates have changed, streams are reopened on a new one.
+        inbox: receives everything that arrives.
+        counts: counters of the transport.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GrpcClient:
 
     @property
     def num_pinned(self) -> int:
-        """Frames whose memory may still be read."""
+        """Number of frames whose memory may still be read."""
         return self._bulk.send_queue.num_pinned
 
     def send(self, message: bytes) -> None:
@@ -111,7 +111,7 @@ class GrpcClient:
         self._counts.frames_dropped += self._bulk.send_queue.unpin(match)
 
     def tick(self) -> None:
-        """Make streams again that broke."""
+        """Reopen broken streams."""
         self._control.tick()
         self._bulk.tick()
 
@@ -134,7 +134,7 @@ class GrpcClient:
 
 
 class _Link:
-    """A stream that is made again when it has ended."""
+    """A stream that is reopened when it has ended."""
 
     def __init__(self, peer: str, make: Callable[[], "_Stream"], counts: TransportCounts) -> None:
         self._peer = peer
@@ -147,11 +147,11 @@ class _Link:
 
     @property
     def send_queue(self) -> GrpcSendQueue:
-        """Of the stream there is; closed if it has ended."""
+        """Send queue of the current stream; closed if the stream has ended."""
         return self._stream.send_queue
 
     def tick(self) -> None:
-        """Note that the stream has ended, or make the next."""
+        """Record that the stream has ended, or open the next one."""
         now_s = time.monotonic()
         if not self._stream.has_ended:
             if now_s > self._retry_at_s + MAX_RETRY_S:
@@ -169,19 +169,19 @@ class _Link:
             self._stream = self._make()
 
     def close(self) -> None:
-        """End it."""
+        """End the stream."""
         self._counts.frames_dropped += self.send_queue.close()
         self._stream.cancel()
 
 
 class _Stream:
-    """One life of a stream.
+    """One stream, from its start to its end.
 
     Attributes:
         send_queue: what waits to be sent.
-        has_ended: it is over.
-        is_buried: and that was noted.
-        why: it ended.
+        has_ended: whether the stream is over.
+        is_buried: whether its end was recorded.
+        why: why it ended.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class _Stream:
             threading.Thread(target=self._read, args=(reader,), name="kv-grpc-read", daemon=True).start()
 
     def cancel(self) -> None:
-        """End it."""
+        """End the stream."""
         if self._reader is not None:
             self._reader.stop()
         self._call.cancel()  # type: ignore[no-untyped-call]
@@ -228,7 +228,7 @@ class _Stream:
 
 
 STOP_S = 5.0
-LOOK_S = 0.1  # between looks at streams that proved nothing
+LOOK_S = 0.1  # between checks for streams that proved nothing
 _NAME = re.compile(f"[0-9a-zA-Z_.-]{{1,{MAX_NAME_LEN}}}")
 
 
@@ -238,11 +238,11 @@ class GrpcServer:
     Args:
         bind: `grpc://HOST:PORT`, PORT 0 for a free one.
         config: limits, times and keys.
-        inbox: where everything that arrives goes.
-        counts: of the transport.
+        inbox: receives everything that arrives.
+        counts: counters of the transport.
 
     Attributes:
-        address: where it listens.
+        address: address where it listens.
 
     Raises:
         PortInUse: the address cannot be bound.
@@ -255,8 +255,8 @@ class GrpcServer:
         self._inbox = inbox
         self._counts = counts
         self._lock = threading.Lock()
-        self._streams: dict[tuple[str, bool], _ServedStream] = {}  # by peer, and whether nothing is answered on it
-        self._peers: dict[tuple[str, str], _ServedPeer] = {}  # by the name that is shown, and the connection
+        self._streams: dict[tuple[str, bool], _ServedStream] = {}  # by peer, and whether it is a bulk stream
+        self._peers: dict[tuple[str, str], _ServedPeer] = {}  # by the presented name, and the connection
         self._num_peers = 0
         self._look_s = 0.0
         self._is_closed = False
@@ -293,7 +293,7 @@ class GrpcServer:
                 served.is_welcome |= served.name == peer
 
     def tick(self) -> None:
-        """End streams whose peer has proved nothing within a lease: there is room for so many."""
+        """End streams whose peer has proved nothing within a lease, because the number of streams is limited."""
         now_s = time.monotonic()
         if now_s < self._look_s:
             return
@@ -327,7 +327,7 @@ class GrpcServer:
     def _exchange(self, packets: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         metadata: dict[str, Any] = dict(context.invocation_metadata())
         shown = str(metadata.get(PASS_KEY, "")).encode()
-        if not hmac.compare_digest(shown, self._pass):  # before a name is believed, which would end another's stream
+        if not hmac.compare_digest(shown, self._pass):  # before a name that could end another's stream is trusted
             self._refuse(context.peer(), "it does not know the deployment's secret")
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the stream does not show that it is of this deployment")
         name = str(metadata.get(NAME_KEY, ""))
@@ -358,10 +358,10 @@ class GrpcServer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, stream.refused)
 
     def _peer(self, name: str, context: grpc.ServicerContext) -> "_ServedPeer":
-        """Whose a new stream is. With the lock held.
+        """Return the peer that a new stream belongs to. Call it with the lock held.
 
-        In clear, who reads the network can show a name that it has read. So there a peer is all streams that show one
-        name over one connection: another connection takes the place of none, and has proved nothing.
+        Without encryption, an eavesdropper can present a name that it has read. So there a peer is all streams that
+        present one name over one connection: another connection replaces none of them, and has proved nothing.
         """
         key = name, "" if self._is_encrypted else context.peer()
         if key not in self._peers:
@@ -398,9 +398,9 @@ class _ServedPeer:
     """A peer, as long as it has streams.
 
     Attributes:
-        key: of it.
-        name: of no other peer, before or after.
-        is_welcome: it has proved who it is.
+        key: its key in the table of peers.
+        name: name that no other peer has, before or after.
+        is_welcome: whether it has proved its identity.
     """
 
     key: tuple[str, str]
@@ -426,27 +426,27 @@ class _ServedStream:
         self._context = context
 
     def is_late(self, since_s: float) -> bool:
-        """Whether it was there at that moment, and its peer has proved nothing yet."""
+        """Return whether the stream existed at that time and its peer has proved nothing yet."""
         return not self.peer.is_welcome and self._since_s < since_s
 
     def stop(self) -> None:
-        """End both directions. Any thread, any number of times."""
+        """End both directions. Any thread may call this, any number of times."""
         self.send_queue.close()
         self.reader.stop()
         if not self.refused:
             self._context.cancel()  # type: ignore[no-untyped-call]
 
 
-MAX_BATCH = 64  # of what a `receive` returns, so that ticks and commands get their turn
+MAX_BATCH = 64  # maximum length of a `receive`'s result, so that ticks and commands get their turn
 _ADDRESS = re.compile(SCHEME + r"[^\s/]{1,255}:\d{1,5}")
 
 
 class GrpcTransport:
-    """See `Transport`.
+    """A `Transport` over gRPC.
 
     Args:
         bind: `grpc://HOST:PORT` to listen on, PORT 0 for a free one; None for the side that connects.
-        config: limits and times; the defaults if not given.
+        config: limits and times; the defaults if None.
 
     Raises:
         PortInUse: the address cannot be bound.
@@ -469,7 +469,7 @@ class GrpcTransport:
             self.address = self._server.address
 
     def send(self, peer: str, message: bytes) -> None:
-        """Post without waiting; a peer never heard of is connected to, on the side that connects."""
+        """Post without waiting; the connecting side connects to a new peer."""
         if self._server is not None:
             self._server.send(peer, message)
         elif self.problem(peer):
@@ -478,7 +478,7 @@ class GrpcTransport:
             self._clients[peer].send(message)
 
     def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
-        """Only the side that connects sends frames."""
+        """Post a frame; only the connecting side sends frames."""
         assert self._server is None
         if self.problem(peer):
             self.counts.frames_dropped += 1
@@ -486,28 +486,28 @@ class GrpcTransport:
             self._clients[peer].send_frame(header, payload)
 
     def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
-        """Payloads are gathered when gRPC asks for the next packet."""
+        """See `Transport.unpin`; payloads are gathered when gRPC asks for the next packet."""
         if peer in self._clients:
             self._clients[peer].unpin(match)
 
     def num_pinned(self, peer: str) -> int:
-        """Frames that wait, or have left in part."""
+        """Return the number of frames that wait, or were sent in part."""
         return self._clients[peer].num_pinned if peer in self._clients else 0
 
     def offers(self) -> list[kv_pb2.DataPathOffer]:
-        """None: where only HTTP/2 passes, payloads go inline."""
+        """Return no offers: where only HTTP/2 passes, payloads go inline."""
         return []
 
     def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
-        """There is none."""
+        """Refuse: there is no data path."""
         return f"the grpc transport has no data path {offer.data_path!r}"
 
     def data_path_of(self, peer: str) -> str:
-        """The only one."""
+        """Return the only data path."""
         return "inline"
 
     def problem(self, peer: str) -> str:
-        """Connects, on the side that does."""
+        """Connect to the peer, on the connecting side; return why that is not possible, or empty."""
         if self._server is not None or peer in self._clients:
             return ""
         if not _ADDRESS.fullmatch(peer):
@@ -516,7 +516,7 @@ class GrpcTransport:
         return ""
 
     def receive(self, timeout_s: float) -> list[Delivery | PayloadDone]:
-        """Up to MAX_BATCH messages."""
+        """Return up to MAX_BATCH messages."""
         if self._server is not None:
             self._server.tick()
         for client in self._clients.values():
@@ -526,7 +526,7 @@ class GrpcTransport:
         return arrived
 
     def wake(self) -> None:
-        """Any thread."""
+        """Wake the receiving thread. Any thread may call this."""
         self._inbox.put(None, None)
 
     def welcome(self, peer: str) -> None:
@@ -535,7 +535,7 @@ class GrpcTransport:
             self._server.welcome(peer)
 
     def drop(self, peer: str) -> None:
-        """End the stream."""
+        """End the peer's streams."""
         if self._server is not None:
             self._server.drop(peer)
         elif peer in self._clients:

@@ -1,4 +1,4 @@
-"""One gRPC stream of frames: packets and options of a stream, what is sent next, and what has arrived."""
+"""One gRPC stream of frames: its packets and options, what is sent next, and what has arrived."""
 
 import queue
 import threading
@@ -16,14 +16,14 @@ from baton.kvtransfer.protocol.transport import Delivery, MemoryPayload, Payload
 from baton.kvtransfer.sender.buffer_cursor import BufferCursor
 from baton.proto.secure_channel import SecureChannels, server_credentials
 
-PART_BYTES = 1 << 20  # of a payload in one packet; measured best
+PART_BYTES = 1 << 20  # part of a payload in one packet; measured as the fastest
 _CONTROL, _HEADER, _PAYLOAD = (number << 3 | 2 for number in (1, 2, 3))  # tags of length-delimited fields
 _MAX_VARINT_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """What one packet holds."""
+    """The content of one packet."""
 
     control: Bytes | None = None
     header: Bytes | None = None
@@ -31,19 +31,19 @@ class Packet:
 
 
 def encode_control_packet(message: bytes) -> bytes:
-    """A packet with a Control."""
+    """Encode a packet with a Control."""
     return _prefix(_CONTROL, len(message)) + message
 
 
 def encode_frame_packet(header: bytes | None, part: Sequence[Bytes]) -> bytes:
-    """A packet with a header, if it is the first of its frame, and the next part of the payload, gathered."""
+    """Encode a packet with the next part of a payload, gathered; the first one of a frame also has its header."""
     size = sum(map(len, part))
     head = b"" if header is None else _prefix(_HEADER, len(header)) + header
     return b"".join((head, _prefix(_PAYLOAD, size), *part) if size else (head,))
 
 
 def decode_packet(data: bytes) -> Packet:
-    """What a packet holds; its payload stays where it is.
+    """Decode a packet; its payload is not copied.
 
     Raises:
         ProtocolError: it is none of the three kinds.
@@ -77,7 +77,7 @@ def _prefix(tag: int, size: int) -> bytes:
 
 
 def _varint(view: memoryview, start: int) -> tuple[int, int]:
-    """The number at `start`, and where it ends."""
+    """Return the number at `start`, and where it ends."""
     value = 0
     for index, byte in enumerate(view[start : start + _MAX_VARINT_BYTES]):
         value |= (byte & 127) << 7 * index
@@ -86,19 +86,19 @@ def _varint(view: memoryview, start: int) -> tuple[int, int]:
     raise ProtocolError("a packet ends in a number")
 
 
-MAX_WAITING = 8  # messages of one stream; so a stream keeps about as many packets in memory
+MAX_WAITING = 8  # messages of one stream, and so about the number of packets that a stream keeps in memory
 
 
 class StreamPayload:
     """A payload in several packets; see `Payload`.
 
     Args:
-        num_bytes: its size.
-        inbox: told when it is there, or will never be.
+        num_bytes: size of the payload.
+        inbox: told when the payload is complete, or will never be.
 
     Attributes:
-        num_bytes: its size.
-        is_wanted: it is read, and was not discarded.
+        num_bytes: size of the payload.
+        is_wanted: whether it is read and was not discarded.
     """
 
     def __init__(self, num_bytes: int, inbox: "Inbox") -> None:
@@ -112,7 +112,7 @@ class StreamPayload:
         self._changed = threading.Condition()
 
     def read_into(self, pieces: Sequence[memoryview]) -> bool:
-        """The stream's thread does it."""
+        """Set the target; the stream's thread does the reading."""
         cursor = BufferCursor(pieces)
         assert cursor.num_left == self.num_bytes
         with self._changed:
@@ -125,13 +125,13 @@ class StreamPayload:
         return False
 
     def discard(self) -> None:
-        """Waits for the copy of one packet at most."""
+        """Drop the payload; waits for the copy of one packet at most."""
         with self._changed:
             self._cursor, self.is_wanted, self._is_decided = None, False, True
             self._changed.notify()
 
     def feed(self, part: memoryview) -> bool:
-        """Take the next part; waits until it is decided where to. Whether this was all.
+        """Take the next part, after waiting for the decision where to write it; return whether it was the last.
 
         Raises:
             ProtocolError: it is too long.
@@ -152,7 +152,7 @@ class StreamPayload:
         return True
 
     def end(self) -> None:
-        """Its stream has ended: nothing is written any more."""
+        """Note that the stream has ended: nothing is written any more."""
         with self._changed:
             if self._is_over:
                 return
@@ -167,17 +167,17 @@ Item = Delivery | PayloadDone
 
 
 class Inbox:
-    """What arrived on all streams of a transport. `put` is called by many threads, `take` by one."""
+    """What arrived on all streams of a transport. Many threads call `put`, one calls `take`."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[tuple[StreamReader | None, Item | None]] = queue.SimpleQueue()
 
     def put(self, reader: "StreamReader | None", item: Item | None) -> None:
-        """Append; without an item, `take` only returns."""
+        """Append an item; without one, `take` only returns."""
         self._items.put((reader, item))
 
     def take(self, timeout_s: float, limit: int) -> list[Item]:
-        """What is there; waits for the first."""
+        """Return what is there; wait for the first item."""
         items: list[Item] = []
         try:
             reader, item = self._items.get(timeout_s > 0, timeout_s if timeout_s > 0 else None)
@@ -200,13 +200,13 @@ def _is_wanted(done: PayloadDone) -> bool:
 
 
 class StreamReader:
-    """Reads one stream; `run` in a thread of its own.
+    """Reads one stream; `run` runs on its own thread.
 
     Args:
-        peer: whose.
-        inbox: where everything goes.
-        max_payload_bytes: of a frame.
-        takes_frames: False on the side that connects.
+        peer: the peer that sends.
+        inbox: receives everything that arrives.
+        max_payload_bytes: maximum payload of a frame.
+        takes_frames: whether frames are accepted; False on the connecting side.
     """
 
     def __init__(self, peer: str, inbox: Inbox, max_payload_bytes: int, *, takes_frames: bool) -> None:
@@ -222,7 +222,7 @@ class StreamReader:
         """Read until the stream ends.
 
         Raises:
-            ProtocolError: the peer breaks the rules; nothing more is to be read from it.
+            ProtocolError: the peer breaks the rules; nothing more should be read from it.
         """
         try:
             for data in packets:
@@ -234,7 +234,7 @@ class StreamReader:
                 self._payload.end()
 
     def stop(self) -> None:
-        """Write and deliver nothing any more. Any thread."""
+        """Write and deliver nothing any more. Any thread may call this."""
         self._is_stopped = True
         payload = self._payload
         if payload is not None:
@@ -242,7 +242,7 @@ class StreamReader:
         self._room.release()
 
     def release(self) -> None:
-        """One of its messages was taken."""
+        """Note that one of its messages was taken."""
         self._room.release()
 
     def _take(self, packet: Packet) -> None:
@@ -290,25 +290,25 @@ class StreamReader:
 SERVICE, NAME = "baton.v1.KvTransfer", "Exchange"
 METHOD = f"/{SERVICE}/{NAME}"
 SCHEME = "grpc://"
-NAME_KEY = "baton-peer"  # metadata: the name under which a connection's owner is known
+NAME_KEY = "baton-peer"  # metadata: the name of the connection's owner
 PASS_KEY = "baton-pass"  # metadata: `proof.connection_pass`
-KIND_KEY, BULK = "baton-stream", "bulk"  # metadata of a stream on which nothing is answered
+KIND_KEY, BULK = "baton-stream", "bulk"  # metadata of a stream on which nothing is sent back
 MAX_NAME_LEN = 64
 MAX_STREAMS = 256  # two for each peer
-MAX_QUEUED = 4096  # messages that wait to be sent to a peer
-MAX_MESSAGE_BYTES = PART_BYTES + (64 << 10)  # controls fit, too (messages.MAX_STATE_BYTES)
-LOOKAHEAD_BYTES = 4 << 20  # that a stream may send before the receiver asked for it
+MAX_QUEUED = 4096  # maximum number of messages that wait to be sent to a peer
+MAX_MESSAGE_BYTES = PART_BYTES + (64 << 10)  # large enough for controls, too (messages.MAX_STATE_BYTES)
+LOOKAHEAD_BYTES = 4 << 20  # bytes that a stream may send before the receiver asks for them
 
 Options = list[tuple[str, int | str]]
 
 
 def channel_options(config: KVTransferConfig) -> Options:
-    """For either end: no message beyond the bound, no compression, and a dead connection is noticed by pings."""
+    """Return the options for either end: bounded messages, no compression, and pings that detect a dead connection."""
     lease_ms = max(1000, int(config.lease_s * 1e3))
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.http2.max_frame_size", PART_BYTES),  # fewer and larger pieces to put together
+        ("grpc.http2.max_frame_size", PART_BYTES),  # fewer and larger pieces to join
         ("grpc.http2.write_buffer_size", PART_BYTES),
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.keepalive_time_ms", lease_ms),
@@ -321,10 +321,10 @@ def channel_options(config: KVTransferConfig) -> Options:
 
 
 def client_channels(config: KVTransferConfig) -> SecureChannels:
-    """Opens channels, encrypted if certificates are named; those that are opened later follow the files.
+    """Make the opener of channels, encrypted if certificates are configured; later channels use the current files.
 
     Raises:
-        ConfigInvalid: the files do not go together, or cannot be read.
+        ConfigInvalid: the files do not match, or cannot be read.
     """
     files = tls_files(config)
     if files.is_on and not files.ca_file:
@@ -333,17 +333,19 @@ def client_channels(config: KVTransferConfig) -> SecureChannels:
 
 
 def listener_credentials(config: KVTransferConfig) -> grpc.ServerCredentials | None:
-    """None if nothing is to be encrypted. They follow the files; with a CA, clients must present a certificate of it.
+    """Return credentials that follow changes of the files; None without encryption.
+
+    With a CA, clients must present a certificate that it signed.
 
     Raises:
-        ConfigInvalid: the files do not go together, or cannot be read.
+        ConfigInvalid: the files do not match, or cannot be read.
     """
     files = tls_files(config)
     return server_credentials(TlsWatch(files)) if files.is_on else None
 
 
 def tls_files(config: KVTransferConfig) -> TlsFiles:
-    """Those of the hand-off."""
+    """Return the TLS files of the hand-off."""
     return TlsFiles(
         cert_file=config.tls_cert_file,
         key_file=config.tls_key_file,
@@ -362,10 +364,10 @@ class _Frame:
 
 
 class GrpcSendQueue:
-    """Iterate over it to get packets; the iteration waits for more until `close`.
+    """A queue whose iteration yields packets, and waits for more until `close`.
 
     Args:
-        max_bytes: of payloads.
+        max_bytes: maximum payload bytes in the queue.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -378,7 +380,7 @@ class GrpcSendQueue:
 
     @property
     def num_pinned(self) -> int:
-        """Frames whose memory may still be read."""
+        """Number of frames whose memory may still be read."""
         with self._changed:
             return sum(not frame.cursor.is_kept for frame in self._frames)
 
@@ -404,7 +406,7 @@ class GrpcSendQueue:
         return True
 
     def unpin(self, match: Callable[[bytes], bool]) -> int:
-        """Drop matching frames that were not begun, copy the one that was; how many were dropped."""
+        """Drop matching frames that were not begun, and copy one that was; return how many were dropped."""
         with self._changed:
             kept: deque[_Frame] = deque()
             for frame in self._frames:
@@ -419,7 +421,7 @@ class GrpcSendQueue:
         return num_dropped
 
     def close(self) -> int:
-        """End the iteration; no payload is read any more. How many frames were dropped."""
+        """End the iteration; no payload is read any more. Return how many frames were dropped."""
         with self._changed:
             num_dropped = len(self._frames)
             self._frames.clear()
@@ -430,7 +432,7 @@ class GrpcSendQueue:
         return num_dropped
 
     def __iter__(self) -> Iterator[bytes]:
-        """Packets."""
+        """Yield packets."""
         while (packet := self._next()) is not None:
             yield packet
 
@@ -455,7 +457,7 @@ class GrpcSendQueue:
 
 
 def _part(cursor: BufferCursor) -> tuple[list[Bytes], int]:
-    """The pieces of the next part of a payload, and its size."""
+    """Return the pieces of the next part of a payload, and its size."""
     pieces: list[Bytes] = []
     size = 0
     for piece in cursor.buffers(PART_BYTES):

@@ -1,7 +1,7 @@
-"""The hand-off over ZMQ and TCP: a ROUTER where incoming transfers are, a DEALER for each peer where pushes start.
+"""The hand-off over ZMQ and TCP: the decode worker has a ROUTER, the prefill worker a DEALER per peer.
 
-Queues are bounded and nothing waits: a message for a full queue or a dead peer is lost and counted, which the protocol
-repairs or reports. Payloads take the raw data path where both sides have it (`raw`), and otherwise go inline: as one
+Queues are bounded and nothing waits: a message to a full queue or a dead peer is lost and counted, and the protocol
+repairs or reports it. Payloads take the raw data path where both sides have it (`raw`), and otherwise go inline: as one
 flat part, because libzmq handles few large parts two to three times faster than many small ones.
 """
 
@@ -24,11 +24,11 @@ from baton.kvtransfer.transports.raw_sender import RawSender
 from baton.kvtransfer.transports.zmq_sockets import SendBuffers, ZmqSockets
 from baton.proto import kv_pb2
 
-MAX_BATCH = 64  # messages a `receive` returns at most, so that ticks and commands get their turn
+MAX_BATCH = 64  # maximum messages per `receive`, so that ticks and commands get their turn
 MAX_BATCH_BYTES = 16 << 20
-MAX_HEADERS = 32  # of written frames in one message
-_LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH)  # a full queue, a peer that is gone
-_AROUND_BYTES = 64 << 10  # a message's second part, heartbeats, what encryption adds
+MAX_HEADERS = 32  # headers of written frames in one message
+_LOST = (zmq.EAGAIN, zmq.EHOSTUNREACH)  # the queue is full, or the peer is gone
+_AROUND_BYTES = 64 << 10  # a message's second part, heartbeats, and the overhead of encryption
 _MAX_WARNED = 1024
 _MAX_KNOWN = 4096
 
@@ -38,11 +38,11 @@ Arrived = list[Delivery | PayloadDone]
 
 
 class ZmqTransport:
-    """See `Transport`.
+    """A `Transport` over ZMQ.
 
     Args:
         bind: `tcp://HOST:PORT` to listen on, PORT 0 for a free one; None for the side that connects.
-        config: limits and times; the defaults if not given.
+        config: limits and times; the defaults if None.
 
     Raises:
         PortInUse: the address cannot be bound.
@@ -59,28 +59,29 @@ class ZmqTransport:
         self._names: dict[zmq.Socket[bytes], str] = {}
         self._senders: dict[str, RawSender] = {}
         self._buffers = SendBuffers(self._config.window_bytes)
-        self._written: dict[str, list[bytes]] = {}  # headers that wait for others, by peer
-        # On the listening side: the connection that has a routing id, by it; the last one spoke last. A peer's name is
-        # both, so that who takes over a routing id, which is in clear, is another peer, and has proved nothing.
+        self._written: dict[str, list[bytes]] = {}  # headers that wait to be batched, by peer
+        # On the listening side: the connection that has a routing id, by routing id, least recently heard first. A
+        # peer's name combines both, so that a connection that takes over a routing id, which is in clear, is another
+        # peer and has proved nothing.
         self._known: dict[str, int] = {}
         self._warned: set[str] = set()
         self._secret = secrets.token_hex(8)
         self._router: zmq.Socket[bytes] | None = None
         self._receiver: RawReceiver | None = None
         self._endless: EndlessMessages | None = None
-        self._is_unbound = False  # while keys change; the port may be free only at the next try
+        self._is_unbound = False  # while keys change; the port may not be free before a later try
         if bind is not None:
             self._listen(bind)
 
     def send(self, peer: str, message: bytes) -> None:
-        """Post without waiting; a peer never heard of is connected to, on the side that connects."""
-        self._post_written(peer)  # a COMMIT comes after what it is about
+        """Post without waiting; the connecting side connects to a new peer."""
+        self._post_written(peer)  # a COMMIT comes after the frames that it is about
         self._post(peer, [message])
 
     def send_frame(self, peer: str, header: bytes, payload: Sequence[memoryview], data_path: str) -> None:
-        """By the raw data path if that is asked for and open; else a copy of the payload goes along.
+        """Send over the raw data path if it is requested and open; else send a copy of the payload inline.
 
-        Headers of written frames go several in a message, with the next `receive`: a message costs more than a header.
+        Headers of written frames are batched, and sent with the next `receive`: a message costs more than a header.
         """
         if is_one_sided(data_path):
             headers = self._written.setdefault(peer, [])
@@ -96,16 +97,16 @@ class ZmqTransport:
         self._post(peer, [header, self._buffers.gather(payload)])
 
     def unpin(self, peer: str, match: Callable[[bytes], bool]) -> None:
-        """Only the raw data path reads payloads late."""
+        """See `Transport.unpin`; only the raw data path reads payloads late."""
         if peer in self._senders:
             self._senders[peer].unpin(match)
 
     def num_pinned(self, peer: str) -> int:
-        """Frames in the raw data path's queue."""
+        """Return the number of frames in the raw data path's queue."""
         return self._senders[peer].num_pinned if peer in self._senders else 0
 
     def offers(self) -> list[kv_pb2.DataPathOffer]:
-        """The raw data path, unless everything is to be encrypted."""
+        """Return the raw data path's offer, unless everything must be encrypted."""
         return [] if self._receiver is None else [self._receiver.offer]
 
     def open_data_path(self, peer: str, offer: kv_pb2.DataPathOffer) -> str:
@@ -129,11 +130,11 @@ class ZmqTransport:
         return ""
 
     def data_path_of(self, peer: str) -> str:
-        """Raw once the other side has answered."""
+        """Return raw once the other side has answered, else inline."""
         return RAW if peer in self._senders and self._senders[peer].is_open else INLINE
 
     def problem(self, peer: str) -> str:
-        """Connects, on the side that does: an address is data, so nothing about it can be a bug here."""
+        """Connect, on the connecting side; return why not, or empty. An address is untrusted: a bad one is no bug."""
         if self._router is not None or peer in self._dealers:
             return ""
         if not peer.startswith("tcp://"):
@@ -150,7 +151,7 @@ class ZmqTransport:
         return found
 
     def receive(self, timeout_s: float) -> Arrived:
-        """Of each connection at most MAX_BATCH messages, or about MAX_BATCH_BYTES."""
+        """Receive at most MAX_BATCH messages, or about MAX_BATCH_BYTES, of each connection."""
         for peer in tuple(self._written):
             self._post_written(peer)
         if self._sockets.keys_changed() or self._is_unbound:
@@ -177,14 +178,14 @@ class ZmqTransport:
         return arrived
 
     def wake(self) -> None:
-        """Any thread; at most one wake is pending."""
+        """Wake the receiving thread. Any thread may call this; at most one wake is pending."""
         self._sockets.wake()
 
     def welcome(self, peer: str) -> None:
-        """Nothing: connections that prove nothing keep no peer out."""
+        """Do nothing: connections that prove nothing keep no peer out."""
 
     def drop(self, peer: str) -> None:
-        """Close the connections to a peer; on the listening side those of its raw data path."""
+        """Close the connections to a peer; on the listening side, those of its raw data path."""
         self._written.pop(peer, None)
         if peer in self._senders:
             self._senders.pop(peer).close()
@@ -211,7 +212,7 @@ class ZmqTransport:
     def _listen(self, bind: str) -> None:
         self._router = self._sockets.network_socket(zmq.ROUTER, is_server=True)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
-        # A peer that comes again by its name takes over from a connection that only this end believes alive.
+        # A peer that reconnects under its name takes over from a connection that only this end believes to be alive.
         self._router.set(zmq.ROUTER_HANDOVER, 1)
         self._endless = EndlessMessages(self._router, self._sockets.max_message_bytes + _AROUND_BYTES)
         self._poller.register(self._endless.monitor, zmq.POLLIN)
@@ -233,7 +234,7 @@ class ZmqTransport:
             self._receiver = RawReceiver(host, self._config, self._poller, self.counts, self._current)
 
     def _follow_keys(self) -> None:
-        """Have every connection made again with the new keys; what is on its way is lost, and asked for again."""
+        """Reconnect every connection with the new keys; messages in transit are lost, and requested again."""
         for peer, dealer in self._dealers.items():
             self._sockets.rearm(dealer, is_server=False)
             dealer.disconnect(peer)
@@ -266,7 +267,7 @@ class ZmqTransport:
         self._poller.register(socket, zmq.POLLIN)
 
     def _routing_id(self, peer: str) -> bytes:
-        """One name for each peer as long as this process lives, so that a new connection replaces the old one there."""
+        """Return a name per peer that stays the same while this process lives: a new connection replaces the old."""
         return hashlib.sha256(f"{self._secret} {peer}".encode()).hexdigest()[:16].encode()
 
     def _post_written(self, peer: str) -> None:
@@ -300,10 +301,10 @@ class ZmqTransport:
         return []
 
     def _take_all(self, socket: "zmq.Socket[bytes]", arrived: Arrived) -> bool:
-        """Take messages of one socket; whether it has no more."""
+        """Receive messages of one socket; return whether it has no more."""
         messages: list[list[zmq.Frame]] = []
         num_bytes, is_empty = 0, False
-        while len(messages) < MAX_BATCH and num_bytes <= MAX_BATCH_BYTES:  # so that none keeps the others waiting
+        while len(messages) < MAX_BATCH and num_bytes <= MAX_BATCH_BYTES:  # so that no socket keeps the others waiting
             try:
                 messages.append(socket.recv_multipart(zmq.DONTWAIT, copy=False))
             except zmq.Again:
@@ -311,7 +312,7 @@ class ZmqTransport:
                 break
             num_bytes += len(messages[-1][-1])
         if messages and self._endless is not None:
-            self._endless.attend()  # else a new connection could be taken for one before
+            self._endless.attend()  # else a new connection could be mistaken for a former one
         for parts in messages:
             buffers = [part.buffer for part in parts]
             if socket is self._router:
@@ -324,7 +325,7 @@ class ZmqTransport:
         return is_empty
 
     def _know(self, routing_id: str, part: zmq.Frame) -> str:
-        """The name of the peer that a message came from."""
+        """Return the name of the peer that a message came from."""
         assert self._endless is not None
         number, before = self._endless.took(part), self._current(routing_id)
         self._known.pop(routing_id, None)
@@ -337,7 +338,7 @@ class ZmqTransport:
         return name
 
     def _current(self, routing_id: str) -> str:
-        """The name of the peer that has a routing id; empty if none is known."""
+        """Return the name of the peer that has a routing id; empty if none is known."""
         return f"{routing_id}.{self._known[routing_id]}" if routing_id in self._known else ""
 
 

@@ -1,8 +1,8 @@
-"""The raw data path: TCP connections beside the control channel that carry frames from pool to pool, and nothing else.
+"""The raw data path: TCP connections beside the control channel that carry only frames, from pool to pool.
 
-The connecting side begins with a preface: magic, the token of the offer, and the name under which the other side knows
-its control channel; the answer is READY. After that only frames follow, header and payload, one behind the other; the
-receiver never writes again. There is no encryption: where the control channel is encrypted, the data path is refused.
+The connecting side begins with a preface: magic, the token of the offer, and the name of its control channel at the
+other side; the reply is READY. After that only frames follow, header and payload, one after the other; the receiver
+never writes again. There is no encryption: where the control channel is encrypted, this data path is refused.
 """
 
 import secrets
@@ -20,24 +20,24 @@ PREFACE_BYTES = _PREFACE.size
 
 
 def new_token() -> bytes:
-    """What a connection has to present; random."""
+    """Return a random token that connections must present."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
 def encode_preface(token: bytes, name: bytes) -> bytes:
-    """The first bytes of a connection."""
+    """Encode the first bytes of a connection."""
     assert len(token) == TOKEN_BYTES and 0 < len(name) <= MAX_NAME_BYTES
     return _PREFACE.pack(MAGIC, token, len(name), name)
 
 
 def decode_preface(data: bytes) -> tuple[bytes, bytes] | None:
-    """Token and name; None if these are no such bytes."""
+    """Decode token and name; None if the bytes are not a preface."""
     magic, token, size, name = _PREFACE.unpack(data)
     return (token, name[:size]) if magic == MAGIC and size else None
 
 
 def tune_socket(connection: socket.socket, config: KVTransferConfig) -> None:
-    """Send small things at once, and notice a peer that is gone within a few leases."""
+    """Send small messages at once, and detect a peer that is gone within a few leases."""
     lease_s = max(1, round(config.lease_s))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -48,10 +48,10 @@ def tune_socket(connection: socket.socket, config: KVTransferConfig) -> None:
 
 
 def parse_place(address: str, control_address: str) -> tuple[int, str, int]:
-    """Family, host and port of an offer's address; its host is the control channel's if it names none.
+    """Parse an offer's address into family, host and port; its host is the control channel's if it names none.
 
     Raises:
-        ValueError: it is no `HOST:PORT` with a numeric host.
+        ValueError: the address is not `HOST:PORT` with a numeric host.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:

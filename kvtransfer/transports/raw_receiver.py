@@ -1,7 +1,7 @@
-"""The listening end of the raw data path: connections whose payloads go straight into the pool.
+"""The listening side of the raw data path: connections whose payloads go straight into the pool.
 
-A connection says who it is, or is closed; then its headers are believed as far as sizes go, and each payload waits
-until it is decided where it goes. A payload that stops in the middle keeps its own connection waiting and no other.
+A connection must identify itself, or is closed. Then the sizes in its headers are trusted within limits, and each
+payload waits until it is decided where it goes. A payload that stops midway keeps only its own connection waiting.
 """
 
 import hmac
@@ -24,9 +24,9 @@ from baton.kvtransfer.sender.buffer_cursor import MAX_BUFFERS, BufferCursor
 from baton.kvtransfer.transports.raw import PREFACE_BYTES, READY, decode_preface, new_token, tune_socket
 from baton.proto import kv_pb2
 
-PATIENCE = struct.pack("ll", 0, 2000)  # a read of a quick peer waits so long, and not longer (timeval)
-MIN_COLD_S, MAX_COLD_S = 0.005, 1.0  # so long a peer that used up that patience gets none; doubled each time
-COLD_BYTES = 512 << 10  # and is read when so much is there, which costs fewer turns than whenever something is
+PATIENCE = struct.pack("ll", 0, 2000)  # how long a read of a quick peer may wait (timeval)
+MIN_COLD_S, MAX_COLD_S = 0.005, 1.0  # how long a peer that used it up gets none; doubled each time
+COLD_BYTES = 512 << 10  # it is read when so much is there, in fewer turns than whenever data arrives
 
 
 class ConnectionOwner(Protocol):
@@ -36,11 +36,11 @@ class ConnectionOwner(Protocol):
     max_payload_bytes: int
 
     def fail(self, payload: "RawPayload") -> None:
-        """Say at the next turn that a payload will not come."""
+        """Report at the next turn that a payload will not come."""
         ...
 
     def watch(self, file: int, *, is_watched: bool) -> None:
-        """Whether a connection's events are wanted now."""
+        """Set whether a connection's events are polled."""
         ...
 
     def end(self, connection: "RawConnection") -> None:
@@ -52,9 +52,9 @@ class RawConnection:
     """One connection, from its preface to its end.
 
     Attributes:
-        file: its number.
-        peer: name of the control channel it belongs to; empty before the preface.
-        since_s: when it was made.
+        file: file descriptor.
+        peer: name of the control channel that it belongs to; empty before the preface.
+        since_s: when it was accepted.
     """
 
     def __init__(self, accepted: socket.socket, config: KVTransferConfig, owner: "ConnectionOwner") -> None:
@@ -69,11 +69,11 @@ class RawConnection:
         self._cold_until_s = 0.0
         self._low_water_bytes = 1
         tune_socket(accepted, config)
-        accepted.settimeout(None)  # every call says itself whether it waits
+        accepted.settimeout(None)  # every call specifies whether it waits
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PATIENCE)
 
     def read_head(self, size: int) -> bytes | None:
-        """The next `size` bytes once they are all there.
+        """Return the next `size` bytes once all of them have arrived.
 
         Raises:
             OSError: the connection has ended.
@@ -92,7 +92,7 @@ class RawConnection:
         return head
 
     def welcome(self, peer: str) -> None:
-        """Take frames from here on.
+        """Accept frames from here on.
 
         Raises:
             OSError: the connection has ended.
@@ -101,11 +101,11 @@ class RawConnection:
         self._socket.send(READY, socket.MSG_DONTWAIT)
 
     def advance(self) -> list[Delivery | PayloadDone]:
-        """Read on.
+        """Read what has arrived.
 
         Raises:
             OSError: the connection has ended.
-            ProtocolError: what came is no header, or one that no peer may send.
+            ProtocolError: the bytes are not a header, or are one that no peer may send.
         """
         if self._payload is not None:
             payload = self._payload
@@ -128,14 +128,14 @@ class RawConnection:
         return [Delivery(self.peer, header=head, payload=self._payload)]
 
     def close(self) -> "RawPayload | None":
-        """Give the socket back; the payload that was under way, if there was one."""
+        """Close the socket; return the payload that was in progress, if there was one."""
         payload, self._payload = self._payload, None
         self._owner.watch(self.file, is_watched=False)
         self._socket.close()
         return payload
 
     def begin(self, payload: "RawPayload") -> bool:
-        """Its fate is decided: read what is there."""
+        """Read what is there of a payload that was accepted or discarded."""
         if self._payload is not payload:  # the connection has ended meanwhile
             if payload.is_wanted:
                 self._owner.fail(payload)
@@ -151,7 +151,7 @@ class RawConnection:
         return is_done
 
     def pull_into(self, cursor: BufferCursor) -> bool:
-        """Read into the pool; whether that is all.
+        """Read into the pool; return whether the payload is complete.
 
         Raises:
             OSError: the connection has ended.
@@ -180,20 +180,20 @@ class RawConnection:
         return True
 
     def _rest(self, num_bytes: int) -> None:
-        """Be readable only when so much is there, or the connection has ended."""
+        """Become readable only when that many bytes are there, or the connection has ended."""
         if num_bytes != self._low_water_bytes:
             self._low_water_bytes = num_bytes
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def pull_away(self, num_left: int) -> int:
-        """Throw bytes away; how many.
+        """Discard received bytes; return how many.
 
         Raises:
             OSError: the connection has ended.
         """
         size = min(num_left, len(self._owner.scratch))
         try:
-            flags = socket.MSG_TRUNC | socket.MSG_DONTWAIT  # of TCP: count, and do not copy
+            flags = socket.MSG_TRUNC | socket.MSG_DONTWAIT  # for TCP: count the bytes without copying them
             num_read = self._socket.recv_into(self._owner.scratch, size, flags)
         except BlockingIOError:
             return 0
@@ -207,8 +207,8 @@ class RawPayload:
     """A payload that is still in its socket; see `Payload`.
 
     Attributes:
-        num_bytes: its size.
-        is_wanted: it is read, and not discarded.
+        num_bytes: size of the payload.
+        is_wanted: whether it is read and was not discarded.
     """
 
     def __init__(self, connection: RawConnection, num_bytes: int) -> None:
@@ -216,17 +216,17 @@ class RawPayload:
         self.is_wanted = False
         self._connection = connection
         self._cursor: BufferCursor | None = None
-        self._num_left = num_bytes  # of a discarded one
+        self._num_left = num_bytes  # of a discarded payload
 
     def read_into(self, pieces: Sequence[memoryview]) -> bool:
-        """Read what is there, and go on as more arrives."""
+        """Read what is there, and continue as more arrives."""
         self._cursor = BufferCursor(pieces)
         assert self._cursor.num_left == self.num_bytes
         self.is_wanted = True
         return self._connection.begin(self)
 
     def discard(self) -> None:
-        """The pieces are not touched after this, whatever is still to come."""
+        """Drop the payload: the pieces are not accessed after this, whatever still arrives."""
         was_decided = self.is_wanted
         if self._cursor is not None:
             self._num_left = self._cursor.num_left
@@ -236,7 +236,7 @@ class RawPayload:
             self._connection.begin(self)
 
     def pull(self) -> bool:
-        """Go on; whether this was all of it.
+        """Continue to read; return whether the payload is complete.
 
         Raises:
             OSError: the connection has ended.
@@ -250,7 +250,7 @@ class RawPayload:
 MAX_CONNECTIONS = 512
 MAX_STREAMS_PER_PEER = 8
 MAX_ACCEPTS = 16  # in one turn
-REST_S = 0.5  # after there was no file number for a connection
+REST_S = 0.5  # pause after no file descriptor was left for a connection
 SAY_EVERY_S = 10.0
 _SCRATCH_BYTES = 8 << 20
 
@@ -258,21 +258,21 @@ log = logging.getLogger(__name__)
 
 
 class RawReceiver:
-    """The data path from every peer.
+    """The raw data path from every peer.
 
     Args:
-        host: to listen at, numeric.
+        host: numeric address to listen at.
         config: limits and times.
-        poller: asked for readiness; events for this data path's files go to `ready`.
-        counts: of the transport.
-        name_of: the name of the peer that shows this one on the control channel; empty if there is none.
+        poller: polled by the caller; events of this data path's files go to `ready`.
+        counts: counters of the transport.
+        name_of: returns the name of the peer that presents this name on the control channel; empty if there is none.
 
     Attributes:
-        scratch: where unwanted bytes go.
-        max_payload_bytes: of a frame.
+        scratch: memory for unwanted bytes.
+        max_payload_bytes: maximum payload of a frame.
 
     Raises:
-        PortInUse: there is no listening at that host.
+        PortInUse: listening at that host is not possible.
     """
 
     def __init__(
@@ -305,13 +305,13 @@ class RawReceiver:
 
     @property
     def offer(self) -> kv_pb2.DataPathOffer:
-        """What peers need."""
+        """The offer for peers."""
         host, port = self._listener.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return kv_pb2.DataPathOffer(data_path=RAW, raw=kv_pb2.RawOffer(address=address, token=self._token))
 
     def ready(self, file: int) -> list[Delivery | PayloadDone]:
-        """Go on with a connection, or take new ones."""
+        """Continue with a connection, or accept new ones."""
         if file == self._listener_file:
             self._accept()
             return []
@@ -319,12 +319,12 @@ class RawReceiver:
         return [] if connection is None else self._run(connection)
 
     def take_failed(self) -> list[Delivery | PayloadDone]:
-        """Payloads whose connection ended outside `ready`."""
+        """Return the payloads whose connection ended outside `ready`."""
         failed, self._failed = self._failed, []
         return [PayloadDone(payload, ok=False) for payload in failed if payload.is_wanted]
 
     def tick(self) -> None:
-        """Close connections that never said who they are, and take new ones again after a rest."""
+        """Close connections that never identified themselves, and accept new ones again after a pause."""
         now_s = time.monotonic()
         if self._rests_until_s is not None and now_s >= self._rests_until_s:
             self._rests_until_s = None
@@ -353,8 +353,8 @@ class RawReceiver:
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
-                continue  # the peer went away while it waited
-            except OSError as error:  # no file numbers left: the poller would say at once that the peer still waits
+                continue  # the peer disconnected while it waited
+            except OSError as error:  # no file descriptors left: the poller would report the waiting peer at once
                 self._rest(error)
                 return
             if len(self._connections) >= MAX_CONNECTIONS:
@@ -366,7 +366,7 @@ class RawReceiver:
             self._poller.register(connection.file, zmq.POLLIN)
 
     def _rest(self, error: OSError) -> None:
-        """Take no connection for a while; those that are open go on."""
+        """Accept no connection for a while; those that are open go on."""
         self._counts.connections_refused += 1
         now_s = time.monotonic()
         self._rests_until_s = now_s + REST_S
@@ -400,7 +400,7 @@ class RawReceiver:
             raise ProtocolError("a raw connection of a peer without a control channel")
         same = [each for each in self._connections.values() if each.peer == peer]
         if len(same) >= MAX_STREAMS_PER_PEER:
-            self._close(same[0])  # the oldest: most likely dead at the other end
+            self._close(same[0])  # the oldest is most likely dead at the other end
         connection.welcome(peer)
 
     def _refuse(self, connection: RawConnection, why: str) -> None:
@@ -417,11 +417,11 @@ class RawReceiver:
                 self.fail(payload)
 
     def fail(self, payload: RawPayload) -> None:
-        """Say at the next turn that a payload will not come."""
+        """Report at the next turn that a payload will not come."""
         self._failed.append(payload)
 
     def watch(self, file: int, *, is_watched: bool) -> None:
-        """Whether a connection's events are wanted now."""
+        """Set whether a connection's events are polled."""
         self._poller.register(file, zmq.POLLIN if is_watched else 0)
 
     def end(self, connection: RawConnection) -> None:

@@ -1,7 +1,7 @@
-"""The connecting end of the raw data path: one or more TCP connections to one peer, filled straight from the pool.
+"""The connecting side of the raw data path: one or more TCP connections to one peer, filled straight from the pool.
 
-Nothing waits: what a socket does not take stays in a queue of scatter lists, which is bounded, and whose memory is
-read until it has left. A connection that breaks loses its queue, which the protocol repairs, and is made again.
+Nothing waits: what a socket does not accept stays in a bounded queue of scatter lists, whose memory is read until it
+has been sent. A connection that breaks loses its queue, which the protocol repairs, and is reopened.
 """
 
 import errno
@@ -18,7 +18,7 @@ from baton.kvtransfer.protocol.transport import TransportCounts
 from baton.kvtransfer.sender.buffer_cursor import MAX_BUFFERS, BufferCursor
 from baton.kvtransfer.transports.raw import READY, encode_preface, tune_socket
 
-MAX_BURST_BYTES = 16 << 20  # that one stream sends before others get their turn
+MAX_BURST_BYTES = 16 << 20  # bytes that one stream sends before others get their turn
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 5.0
 _WOULD_WAIT = (errno.EINPROGRESS, errno.EAGAIN)
 
@@ -28,7 +28,7 @@ Place = tuple[int, str, int]
 
 
 class _Outgoing:
-    """A frame that has not left yet."""
+    """A frame that was not fully sent yet."""
 
     __slots__ = ("cursor", "header", "is_begun")
 
@@ -39,14 +39,14 @@ class _Outgoing:
 
 
 class RawSender:
-    """The data path to one peer.
+    """The raw data path to one peer.
 
     Args:
-        place: where to connect.
-        preface: what to say there first.
+        place: address to connect to.
+        preface: bytes to send first.
         config: limits and times.
-        poller: asked for readiness; events for this data path's files go to `ready`.
-        counts: of the transport.
+        poller: polled by the caller; events of this data path's files go to `ready`.
+        counts: counters of the transport.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class RawSender:
         poller: zmq.Poller,
         counts: TransportCounts,
     ) -> "RawSender":
-        """A data path that presents a token and the name of its control channel."""
+        """Make a data path that presents a token and the name of its control channel."""
         return cls(place, encode_preface(token, name), config, poller, counts)
 
     @property
     def is_open(self) -> bool:
-        """Whether frames would travel here."""
+        """Whether frames would be sent here."""
         return any(stream.is_open for stream in self._streams)
 
     @property
     def files(self) -> list[int]:
-        """File numbers that `ready` is to be called for."""
+        """File descriptors whose events go to `ready`."""
         return [stream.file for stream in self._streams]
 
     @property
     def num_pinned(self) -> int:
-        """Frames whose memory may still be read."""
+        """Number of frames whose memory may still be read."""
         return sum(not frame.cursor.is_kept for stream in self._streams for frame in stream.queue)
 
     def send(self, header: bytes, payload: Sequence[memoryview]) -> bool:
@@ -107,13 +107,13 @@ class RawSender:
         return True
 
     def ready(self, file: int, events: int) -> None:
-        """Go on with a connection."""
+        """Continue with a connection."""
         stream = next((stream for stream in self._streams if stream.file == file), None)
         if stream is not None:
             self._run(stream, lambda: stream.ready(events))
 
     def tick(self) -> None:
-        """Make connections again that are due, and give up those that were not answered."""
+        """Reopen connections that are due, and give up those that were not answered."""
         now_s = time.monotonic()
         for stream in list(self._streams):
             if not stream.is_open and now_s > stream.deadline_s:
@@ -127,7 +127,7 @@ class RawSender:
             self._counts.frames_dropped += stream.unpin(match)
 
     def close(self) -> None:
-        """Close the connections, whatever they have not sent."""
+        """Close the connections, and drop what they have not sent."""
         for stream in self._streams:
             self._close(stream)
         self._streams = []
@@ -171,11 +171,11 @@ class _Stream:
     """One connection.
 
     Attributes:
-        file: its number; -1 once closed.
-        is_open: the other side has taken the preface.
+        file: file descriptor; -1 once closed.
+        is_open: whether the other side has accepted the preface.
         deadline_s: when it must be open.
-        queue: frames that have not left, the first perhaps in part.
-        num_bytes: of those.
+        queue: frames not sent yet; the first may be sent in part.
+        num_bytes: bytes in the queue.
     """
 
     def __init__(self, place: Place, preface: bytes, config: KVTransferConfig, poller: zmq.Poller) -> None:
@@ -207,10 +207,10 @@ class _Stream:
         self.num_bytes += frame.cursor.num_left
 
     def ready(self, events: int) -> None:
-        """Go on.
+        """Continue to receive and send.
 
         Raises:
-            OSError: the connection is not to be used any more.
+            OSError: the connection cannot be used any more.
         """
         if events & (zmq.POLLIN | zmq.POLLERR):
             self._hear()
@@ -218,10 +218,10 @@ class _Stream:
             self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes, in few system calls.
+        """Send what the socket accepts, in few system calls.
 
         Raises:
-            OSError: the connection is not to be used any more.
+            OSError: the connection cannot be used any more.
         """
         num_sent = 0
         while (cursors := self._next()) and num_sent < MAX_BURST_BYTES:
@@ -238,7 +238,7 @@ class _Stream:
         self._watch()
 
     def unpin(self, match: Callable[[bytes], bool]) -> int:
-        """Drop and copy; how many were dropped."""
+        """Drop matching frames that were not begun, and copy one that was; return how many were dropped."""
         kept: deque[_Outgoing] = deque()
         for frame in self.queue:
             if not match(frame.header):
@@ -253,7 +253,7 @@ class _Stream:
         return num_dropped
 
     def close(self) -> None:
-        """Give the socket back, and let go of all memory."""
+        """Close the socket, and release all memory."""
         self._poller.unregister(self.file)
         self.file = -1
         self.is_open = False
@@ -273,7 +273,7 @@ class _Stream:
             self.is_open = True
 
     def _next(self) -> list[BufferCursor]:
-        """What the next system call may send."""
+        """Return what the next system call may send."""
         if self._preface.num_left:
             return [self._preface]
         cursors: list[BufferCursor] = []

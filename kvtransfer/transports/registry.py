@@ -1,4 +1,4 @@
-"""Makes the control channels that `core.kv_transports` declares. Data paths: `sender/data_path.py`."""
+"""Makes the control channels that `core.kv_transports` declares. `sender/data_path.py` makes data paths."""
 
 from baton.core.config import KVTransferConfig
 from baton.core.kv_transports import CONTROL_CHANNELS, control_channel, load
@@ -6,12 +6,12 @@ from baton.kvtransfer.protocol.transport import Transport
 
 
 def bind_address(kind: str, host: str, port: int = 0) -> str:
-    """Where a control channel of that name is to listen; port 0 takes a free one."""
+    """Return where a control channel of this kind listens; port 0 takes a free one."""
     return f"{CONTROL_CHANNELS[kind].scheme}://{host}:{port}"
 
 
 def connecting_transport(config: KVTransferConfig) -> Transport:
-    """The side where pushes start.
+    """Make the prefill worker's side of the control channel, which connects.
 
     Raises:
         ConfigInvalid: keys or certificates cannot be used.
@@ -20,12 +20,12 @@ def connecting_transport(config: KVTransferConfig) -> Transport:
 
 
 def listening_transport(kind: str, bind: str, config: KVTransferConfig) -> Transport:
-    """The side where incoming transfers are.
+    """Make the decode worker's side of the control channel, which listens.
 
     Args:
         kind: name of the control channel.
-        bind: see `bind_address`.
-        config: of the worker.
+        bind: address; see `bind_address`.
+        config: the worker's configuration.
 
     Raises:
         PortInUse: the address cannot be bound.
@@ -35,6 +35,6 @@ def listening_transport(kind: str, bind: str, config: KVTransferConfig) -> Trans
 
 
 def _make(kind: str, bind: str | None, config: KVTransferConfig) -> Transport:
-    # Only one of the libraries is wanted, and gRPC takes its time.
+    # Only one of the libraries is needed, and gRPC is slow to import.
     transport: Transport = load(CONTROL_CHANNELS[kind].made_by)(bind, config)
     return transport

@@ -1,8 +1,8 @@
-"""The push side of the `shm` data path: a decode worker of this host, whose pools are mapped and written in place.
+"""The sender's side of the `shm` data path: maps the pools of a decode worker on this host and writes them in place.
 
-Opening proves that both sides see the same memory: the offer's nonce stands in the file, and so does the epoch of the
-transfer's life. Nothing in an offer is believed: where pools lie and how large they are is computed from the layout and
-compared. Whether a write is allowed is `push`'s to know; that it stays inside the pools is checked here.
+Opening proves that both sides see the same memory: the file must hold the offer's nonce and the epoch of the decode
+worker's incarnation. Nothing in an offer is trusted: offsets and sizes of pools are computed from the layout and
+compared. The KV sender decides whether a write is allowed; this module checks that it stays inside the pools.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ class ShmDataPath:
     """The pools of all ranks of one incarnation of a decode worker.
 
     Args:
-        region: mapped.
-        epoch: of the incarnation.
+        region: shared region, mapped.
+        epoch: the decode worker's incarnation.
         source: this rank's pool.
-        targets: the decode worker's, of each rank.
-        numbers: of their blocks.
+        targets: the decode worker's pools, one per rank.
+        numbers: numbering of their blocks.
     """
 
     name = "shm"
@@ -51,8 +51,8 @@ class ShmDataPath:
         self._source = source
         self._is_closed = False
         self._numbers = numbers
-        # Of each pool that sequences lie in, and layer: heads, where they go, and whether their digest counts. Of
-        # several holders it counts once.
+        # Per pool that holds sequences, and per layer: heads, their target, and whether their digest counts. If several
+        # targets hold the same heads, it counts once.
         layers = range(len(source.geometry.layers))
         holders = [targets] if numbers.num_pools == 1 else [[target] for target in targets]
         self._routes = tuple(tuple(tuple(_route(source, its, layer)) for layer in layers) for its in holders)
@@ -81,23 +81,23 @@ class ShmDataPath:
         return WrittenAtOnce(digest & MASK if with_digest else None)
 
     def drain(self, timeout_s: float) -> bool:
-        """Nothing is ever under way after a write."""
+        """Return True: no write is ever in progress after `write`."""
         return True
 
     def outlived(self) -> None:
-        """It applied nothing itself."""
+        """Do nothing: the peer applied no writes itself."""
 
     def close(self) -> None:
-        """Write nothing any more. The mapping goes with the last reference to this."""
+        """Write nothing any more. The mapping ends with the last reference to it."""
         self._is_closed = True
 
 
 class ShmOpener:
-    """The `shm` data path as one prefill rank has it.
+    """The `shm` data path of one prefill rank.
 
     Args:
-        source: its pool.
-        host_id: of this host.
+        source: the rank's pool.
+        host_id: this host.
     """
 
     name = "shm"
@@ -108,11 +108,11 @@ class ShmOpener:
 
     @property
     def problem(self) -> str:
-        """Without the folder there is nothing to map."""
+        """Why nothing can be mapped: the directory does not exist; empty if it does."""
         return "" if DIRECTORY.is_dir() else f"there is no {DIRECTORY}"
 
     def open(self, offer: kv_pb2.DataPathOffer, epoch: int, host_id: str) -> ShmDataPath:
-        """Map the file that is offered.
+        """Map the offered file.
 
         Raises:
             DataPathRefused: it is not here, not that incarnation's, or its pools are not what the layout says.
@@ -137,22 +137,23 @@ class ShmOpener:
 
 
 def sender_data_path(side: SenderSide) -> ShmOpener:
-    """The data path of a prefill rank whose pool is in host memory."""
+    """Make the opener of a prefill rank whose pool is in host memory."""
     assert side.io is not None
     return ShmOpener(side.io, side.host_id)
 
 
 def receiver_data_path(side: ReceiverSide) -> ServedDataPath:
-    """The offer of a decode worker whose pools are in a shared region."""
+    """Make the offer of a decode worker whose pools are in a shared region."""
     nonce = side.region.nonce.to_bytes(NONCE_BYTES, "little")
     shm = kv_pb2.ShmOffer(path=str(side.region.path), nonce=nonce, nonce_offset_bytes=NONCE_AT, pools=side.places)
     return ServedDataPath(kv_pb2.DataPathOffer(data_path="shm", shm=shm))
 
 
 def pools_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> tuple[list[PoolGeometry], RankBlocks]:
-    """The pools of a peer of this layout, and how their blocks are numbered, if the offer makes sense.
+    """Return the pools of a peer of this layout and the numbering of their blocks, if the offer makes sense.
 
-    Several that are rank 0 of 1 each have sequences of their own; blocks of one follow those of the one before.
+    Several pools that are each rank 0 of 1 have sequences of their own; their blocks are numbered one pool after the
+    other.
     """
     has_owners = len(places) > 1 and all((place.tp_rank, place.tp_size) == (0, 1) for place in places)
     if not has_owners:
@@ -167,7 +168,7 @@ def pools_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> tuple[list
 
 
 def geometries_of(layout: KVLayout, places: Sequence[kv_pb2.PoolPlace]) -> list[PoolGeometry]:
-    """What the pools of a peer of this layout look like, if the offer makes sense."""
+    """Return the geometries of the pools of a peer of this layout, if the offer makes sense."""
     size = len(places)
     found = []
     for rank, place in enumerate(places):
@@ -208,7 +209,7 @@ def _map(
 
 
 def _route(source: PoolIO, targets: Sequence[PoolIO], layer: int) -> list[tuple[int, int, PoolIO, bool]]:
-    """(first head, one past the last, where to, is the first holder) of everything this rank could push."""
+    """Return (first head, one past the last, target, is the first holder) of all heads that this rank could push."""
     mine = source.geometry.layer(layer).heads
     routes = []
     previous_first = -1

@@ -1,4 +1,4 @@
-"""The ZMQ sockets of one transport: their limits and times, the one that wakes, and the keys if there are any."""
+"""The ZMQ sockets of one transport, with their limits and timeouts, the waker, and the keys if there are any."""
 
 import hmac
 import logging
@@ -27,28 +27,28 @@ _USER = "baton"
 
 
 class PeerAdmission(Protocol):
-    """What sockets show, and whom they admit."""
+    """The credentials that sockets present, and the check of those that peers present."""
 
     is_encrypted: bool
 
     def renew(self) -> bool:
-        """Whether connections have to be made anew."""
+        """Return whether connections have to be reopened."""
         ...
 
     def arm(self, socket: "zmq.Socket[bytes]", *, is_server: bool) -> None:
-        """Set what a socket shows or asks for when it binds or connects from now on."""
+        """Set what a socket presents or requires when it binds or connects from now on."""
         ...
 
     def admits(self, mechanism: bytes, credentials: Sequence[bytes]) -> bool:
-        """Whether a connection may send messages."""
+        """Return whether a connection may send messages."""
         ...
 
 
 class PlainAdmission:
-    """A password made from the deployment's secret, in clear as everything else on these connections.
+    """A password derived from the deployment's secret, sent in clear like everything else on these connections.
 
     Args:
-        password: of the deployment (`proof.connection_pass`).
+        password: password of the deployment (`proof.connection_pass`).
     """
 
     is_encrypted = False
@@ -57,7 +57,7 @@ class PlainAdmission:
         self._password = password
 
     def renew(self) -> bool:
-        """It never changes."""
+        """Return False: it never changes."""
         return False
 
     def arm(self, socket: "zmq.Socket[bytes]", *, is_server: bool) -> None:
@@ -76,14 +76,14 @@ class PlainAdmission:
 
 
 class ConnectionAuthenticator:
-    """Answers libzmq; `answer` is to be called when its socket is readable.
+    """Answers libzmq's authentication requests; call `answer` when its socket is readable.
 
     Args:
-        context: of the sockets it answers for.
-        admission: whom to admit.
+        context: context of the sockets that it answers for.
+        admission: decides which peers to admit.
 
     Attributes:
-        socket: to be polled.
+        socket: socket to poll.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", admission: PeerAdmission) -> None:
@@ -93,7 +93,7 @@ class ConnectionAuthenticator:
         self.socket.bind(_ADDRESS)
 
     def answer(self) -> int:
-        """Answer what was asked; how many were turned away."""
+        """Answer pending requests; return how many connections were refused."""
         num_refused = 0
         for _ in range(_MAX_REQUESTS):
             try:
@@ -108,27 +108,27 @@ class ConnectionAuthenticator:
         return num_refused
 
 
-# CURVE on ZMQ sockets: everything is encrypted, and only holders of the deployment's key get in.
+# CURVE on ZMQ sockets: everything is encrypted, and only holders of the deployment's key are admitted.
 #
-# One key pair serves a deployment: every worker has the file, a listening side admits no client with another key. The
-# raw data path knows no encryption, so it is not to be had together with this. A file that changes is read again:
-# connections are then made anew, those of a host whose file is still the old one wait until it has the new one, and
-# what was lost on the way is asked for again.
+# One key pair serves a deployment: every worker has the file, and a listening side admits no client with another key.
+# The raw data path has no encryption, so it is not available together with this. A file that changes is read again:
+# connections are then reopened, those from a host that still has the old file wait until it has the new one, and what
+# was lost in transit is requested again.
 
 
-CHECK_S = 0.5  # the file is looked at no more often
+CHECK_S = 0.5  # the file is checked no more often
 
 log = logging.getLogger(__name__)
 
 
 class CurveKeys:
-    """The key pair of a deployment, as `zmq.auth.create_certificates` writes it.
+    """The key pair of a deployment, in the format of `zmq.auth.create_certificates`.
 
     Args:
-        path: of the file with the secret key.
+        path: file with the secret key.
 
     Raises:
-        ConfigInvalid: it holds no key pair, or this libzmq knows no CURVE.
+        ConfigInvalid: the file holds no key pair, or this libzmq has no CURVE.
     """
 
     is_encrypted = True
@@ -138,7 +138,7 @@ class CurveKeys:
             raise ConfigInvalid(
                 "curve_key_file is set, but this libzmq was built without CURVE", keys=["curve_key_file"]
             )
-        self._state = file_state(path)  # before it is read: what replaces it meanwhile is another one
+        self._state = file_state(path)  # before the file is read, so that a later replacement is noticed
         try:
             self._public, secret = zmq.auth.load_certificate(path)
         except (OSError, ValueError) as error:
@@ -150,9 +150,9 @@ class CurveKeys:
         self._checked_s = time.monotonic()
 
     def renew(self) -> bool:
-        """Whether the file holds another key pair than when it was last looked at; then that one is in use.
+        """Switch to the key pair in the file if it has changed; return whether it has.
 
-        It is looked at no more often than every CHECK_S. What cannot be used is logged once and not taken.
+        The file is checked no more often than every CHECK_S. An unusable file is logged once and not used.
         """
         now_s = time.monotonic()
         if now_s - self._checked_s < CHECK_S:
@@ -183,11 +183,11 @@ class CurveKeys:
             socket.set(zmq.CURVE_SERVERKEY, self._public)
 
     def admits(self, mechanism: bytes, credentials: Sequence[bytes]) -> bool:
-        """Holders of the key."""
+        """Return whether the connection holds the key."""
         return mechanism == b"CURVE" and list(credentials) == [zmq.utils.z85.decode(self._public)]
 
 
-HIGH_WATER_MESSAGES = 4096  # above what a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
+HIGH_WATER_MESSAGES = 4096  # more than a window allows (frame.FRAME_OVERHEAD_BYTES), so that credits are the limit
 _MIN_MESSAGE_BYTES = 1 << 20  # control messages must fit even where frames are small
 _HEADROOM_BYTES = 64 << 10
 _MIN_HEARTBEAT_TIMEOUT_S = 1.0
@@ -200,8 +200,8 @@ class ZmqSockets:
         config: limits, times and keys.
 
     Attributes:
-        poller: of all of them; others may register files there.
-        is_encrypted: every network socket is.
+        poller: polls all of them; others may register files there.
+        is_encrypted: whether every network socket is encrypted.
 
     Raises:
         ConfigInvalid: the keys cannot be used.
@@ -227,13 +227,13 @@ class ZmqSockets:
 
     @property
     def max_message_bytes(self) -> int:
-        """The most that a message of a peer may have."""
+        """Maximum size of a message from a peer."""
         return max(self._config.max_frame_bytes, _MIN_MESSAGE_BYTES) + _HEADROOM_BYTES
 
     def network_socket(self, kind: int, *, is_server: bool) -> "zmq.Socket[bytes]":
-        """A socket that takes no message beyond the limit, and notices a connection that is dead at one end only."""
+        """Make a socket that accepts no message beyond the limit, and detects a connection that is dead at one end."""
         socket = self._socket(kind)
-        socket.set(zmq.MAXMSGSIZE, self.max_message_bytes)  # of each part
+        socket.set(zmq.MAXMSGSIZE, self.max_message_bytes)  # per part
         timeout_ms = int(max(self._config.lease_s, _MIN_HEARTBEAT_TIMEOUT_S) * 1e3)
         socket.set(zmq.HEARTBEAT_IVL, timeout_ms // 2)
         socket.set(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
@@ -246,7 +246,7 @@ class ZmqSockets:
         return socket
 
     def keys_changed(self) -> bool:
-        """Whether there are new keys, for which `rearm` has not been called."""
+        """Return whether there are new keys, for which `rearm` has not been called."""
         return self._admission.renew()
 
     def rearm(self, socket: "zmq.Socket[bytes]", *, is_server: bool) -> None:
@@ -254,7 +254,7 @@ class ZmqSockets:
         self._admission.arm(socket, is_server=is_server)
 
     def attend(self, source: "zmq.Socket[bytes] | int") -> bool:
-        """Do what a readable socket or file asks for, if it is one of those that carry no messages of peers."""
+        """Handle a readable socket or file that carries no messages of peers; return whether it is one."""
         if source == self._waker:
             with self._wake_lock:
                 self._is_woken = False
@@ -266,12 +266,12 @@ class ZmqSockets:
         return False
 
     def take_num_refused(self) -> int:
-        """How many were turned away since the last call."""
+        """Return how many connections were refused since the last call."""
         num_refused, self._num_refused = self._num_refused, 0
         return num_refused
 
     def wake(self) -> None:
-        """Any thread; at most one wake is pending."""
+        """Wake the polling thread. Any thread may call this; at most one wake is pending."""
         with self._wake_lock:
             if not self._is_woken and self._waker >= 0:
                 self._is_woken = True
@@ -293,20 +293,20 @@ class ZmqSockets:
         return socket
 
 
-# Memory for payloads that libzmq sends without a copy of its own: used again once it has left.
+# Memory for payloads that libzmq sends without copying: reused once it has been sent.
 #
-# New memory for each would cost the kernel's clearing of its pages, which takes as long as the copy into it.
+# New memory for each payload would make the kernel clear its pages, which takes as long as the copy into it.
 
 
-MIN_BYTES = 64 << 10  # smaller ones are cheaper to copy than to track
+MIN_BYTES = 64 << 10  # smaller payloads are cheaper to copy than to track
 _ROUND_BYTES = 256 << 10
 
 
 class SendBuffers:
-    """Gathers payloads.
+    """Gathers payloads into reused buffers.
 
     Args:
-        max_bytes: that are kept for the next time.
+        max_bytes: bytes of buffers to keep for reuse.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -315,7 +315,7 @@ class SendBuffers:
         self._used: deque[tuple[mmap.mmap, zmq.MessageTracker]] = deque()  # in the order of sending
 
     def gather(self, payload: Sequence[memoryview]) -> "bytes | zmq.Frame":
-        """One flat part that holds a copy of the payload."""
+        """Return one flat part that holds a copy of the payload."""
         size = sum(map(len, payload))
         if size < MIN_BYTES:
             return b"".join(payload)
