@@ -1,1 +1,1 @@
-"""The decode role: continuous-batching scheduler, worker loop, and its thin Ray actor."""
+"""The decode role: worker loop, gRPC service, and a thin Ray actor."""

@@ -1,4 +1,4 @@
-"""What a decode worker's heartbeat says it holds; any thread, counts may be a step apart."""
+"""The inventory in a decode worker's heartbeat. Any thread may build it; counts may be a step apart."""
 
 from collections.abc import Set
 
@@ -24,16 +24,16 @@ def decode_inventory(
     num_failed: int,
     max_handoff_len: int,
 ) -> worker_pb2.Inventory:
-    """The message.
+    """Build the inventory message of a decode worker.
 
     Args:
-        engine: of the worker.
-        runner: of its steps.
-        incoming_transfers: what the KV receiver counts.
-        asking: attempts that prefill workers ask room for.
-        num_finished: requests that ended well.
-        num_failed: that did not.
-        max_handoff_len: positions that one hand-off by sockets can carry; 0: any.
+        engine: the worker's engine.
+        runner: runner of its steps.
+        incoming_transfers: counters of the KV receiver.
+        asking: attempts for which prefill workers ask for room.
+        num_finished: number of requests that succeeded.
+        num_failed: number of requests that failed.
+        max_handoff_len: maximum positions of one hand-off over sockets; 0: no limit.
     """
     scheduler, preempted = engine.scheduler, engine.preemptions
     sequences = scheduler.sequences()
@@ -94,5 +94,5 @@ def _waits_for(sequence: Sequence, asking: Set[AttemptKey]) -> str:
 
 
 def _num_queued(sequence: Sequence) -> int:
-    """Prompt tokens that are to be computed here."""
+    """Return the prompt tokens to be computed here."""
     return 0 if sequence.is_received or sequence.token_ids else sequence.num_left

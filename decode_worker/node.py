@@ -1,4 +1,4 @@
-"""One whole decode worker in this process: model, transfer, loop, gRPC, heartbeats. No Ray: the actor wraps it."""
+"""A complete decode worker in this process: model, KV receiver, loop, gRPC, heartbeats. The Ray actor wraps it."""
 
 import json
 import os
@@ -45,16 +45,17 @@ from baton.worker.tp_group import (
 
 
 class DecodeNode:
-    """Built and serving when the constructor returns.
+    """A decode worker, built and serving when the constructor returns.
 
     Args:
         config: what to load and where to report.
-        on_fatal: told when the loop broke, or a rank; an actor ends its process then, so that Ray starts a new
-        incarnation. starter: of the other ranks, where there are any.
+        on_fatal: called when the loop or a rank failed; an actor then ends its process, so that Ray starts a new
+            incarnation.
+        starter: starts the other ranks, if there are any.
 
     Raises:
         StartupError: see `load_worker`.
-        ConfigInvalid: the verification is one for benchmarks.
+        ConfigInvalid: the verification mode is only for benchmarks.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class DecodeNode:
             self._start()
 
     def _start(self) -> None:
-        with ExitStack() as undo:  # what has begun when something fails ends with it
+        with ExitStack() as undo:  # undoes what was started if a later part fails
             loaded, self._incoming = self._load()
             self.config = loaded.applied(self.config)
             undo.callback(self._incoming.close)
             self._loaded = loaded
             self.worker = self._make_worker(loaded)
-            undo.pop_all()  # the incoming transfer is the worker's
+            undo.pop_all()  # the worker owns the KV receiver now
             undo.callback(self.worker.close)
             watch_tp_group(self._channel, self._on_fatal)
             self.worker.start()
@@ -139,10 +140,10 @@ class DecodeNode:
         )
 
     def _load(self) -> tuple[LoadedWorker, ReceiverService]:
-        """The model, and the incoming transfer in a process of its own.
+        """Load the model, and start the KV receiver in its own process.
 
-        On CPUs the pools of all ranks are in memory that the transfer writes. On GPUs rank 0's kernels fill them from
-        what has landed in host memory.
+        On CPUs the pools of all ranks are in memory that the receiver writes. On GPUs rank 0's kernels fill them from
+        what has arrived in host memory.
         """
         config = self.config
         regions: list[SharedRegion] = []
@@ -179,7 +180,7 @@ class DecodeNode:
             raise
 
     def state(self) -> worker_pb2.WorkerState:
-        """What a heartbeat says."""
+        """Return the content of a heartbeat."""
         state = worker_state(
             "decode",
             self.config,
@@ -197,11 +198,11 @@ class DecodeNode:
         return state
 
     def rank_pids(self) -> list[int]:
-        """Process ids, in rank order."""
+        """Return the process ids, in rank order."""
         return [os.getpid(), *([] if self._channel is None else self._channel.link.pids.values())]
 
     def set_speculation(self, mode: worker_pb2.SpeculationMode) -> worker_pb2.Speculation:
-        """Change how many drafts the steps make; any thread.
+        """Change how many drafts the steps make. Any thread may call this.
 
         Raises:
             InvalidRequest: it names no mode, or more drafts than this worker can make.
@@ -227,7 +228,7 @@ class DecodeNode:
         )
 
     def about(self) -> dict[str, object]:
-        """Identity, for the process that started it."""
+        """Return the worker's identity, for the process that started it."""
         return {
             "worker_id": self.config.worker_id,
             "address": self.host.address,
@@ -250,8 +251,8 @@ class DecodeRank:
     """Another rank of a decode worker: loaded when the constructor returns, then `run`.
 
     Args:
-        config: the worker's.
-        rank_place: of this rank.
+        config: the worker's configuration.
+        rank_place: place of this rank in the group.
 
     Raises:
         StartupError: see `load_worker`.
@@ -262,7 +263,7 @@ class DecodeRank:
         with closed_if_it_fails(self.channel):
             loaded = load_worker(config, pool_memory=self._pool_memory, communicator=self.channel.communicator)
             if loaded.pool.device.type == "cuda":
-                from baton.kvtransfer.rank_pools import share_pool  # needs CUDA's bindings, which CPUs have no use for
+                from baton.kvtransfer.rank_pools import share_pool  # needs CUDA bindings, which CPUs do not
 
                 share_pool(loaded.pool, self.channel.communicator.gather_bytes)
             runner = decode_runner(loaded.applied(config), loaded, self.channel.communicator)
@@ -284,5 +285,5 @@ class DecodeRank:
 
 
 def _region_name(region: SharedRegion) -> bytes:
-    """What another rank maps the region by."""
+    """Return what another rank needs to map the region."""
     return json.dumps([str(region.path), region.nonce]).encode()

@@ -1,4 +1,4 @@
-"""What a decode worker knows of a request beside its sequence."""
+"""What a decode worker knows of a request besides its sequence."""
 
 import functools
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ MAX_DRAFT_MS: Final = 1e9
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Readings of the worker's clock, in seconds; 0 for what has not happened.
+    """Times on the worker's clock, in seconds; 0 for what has not happened.
 
     Attributes:
-        attended_s: the router's stream was opened.
-        granted_s: blocks were granted.
-        computing_s: of a prompt that is computed here, its first chunk was begun.
-        first_token_s: likewise, its first token was known.
-        admitted_s: it took part in steps from here on.
-        first_s: the first step's tokens were ready.
+        attended_s: when the router opened the stream.
+        granted_s: when blocks were granted.
+        computing_s: for a prompt computed here, when its first chunk was begun.
+        first_token_s: for a prompt computed here, when its first token was known.
+        admitted_s: when it began to take part in steps.
+        first_s: when the first step's tokens were ready.
     """
 
     attended_s: float = 0.0
@@ -38,18 +38,18 @@ class RequestTimes:
 
 
 def landed_s(complete: Completed) -> float:
-    """When all that completeness rests on was there; when it was complete where an incoming transfer does not say."""
+    """Return when everything that is verified had arrived, or when the transfer was complete if that is not known."""
     return complete.complete_s or complete.completed_s
 
 
 def draft_s(complete: Completed) -> float:
-    """From the first token to the hand-over, as the prefill worker says; 0 if that is no duration."""
+    """Return the prefill worker's time from the first token to the hand-off; 0 if it is no valid duration."""
     draft_ms = complete.state.draft_ms
-    return draft_ms / 1e3 if 0 <= draft_ms < MAX_DRAFT_MS else 0.0  # nor is a NaN
+    return draft_ms / 1e3 if 0 <= draft_ms < MAX_DRAFT_MS else 0.0  # false for a NaN, too
 
 
 def decode_start(times: RequestTimes, complete: Completed) -> worker_pb2.DecodeStart:
-    """The parts of the way to the first decoded tokens."""
+    """Build the breakdown of the time until the first decoded tokens."""
     here_s, draft = landed_s(complete), draft_s(complete)
     return worker_pb2.DecodeStart(
         draft_ms=1e3 * draft,
@@ -62,7 +62,7 @@ def decode_start(times: RequestTimes, complete: Completed) -> worker_pb2.DecodeS
 
 
 def local_start(times: RequestTimes) -> worker_pb2.DecodeStart:
-    """The same where the prompt was computed here: nothing was handed over."""
+    """Build the same for a prompt computed here, without a hand-off."""
     return worker_pb2.DecodeStart(
         draft_ms=1e3 * (times.admitted_s - times.first_token_s),
         landed_ns=int(1e9 * times.admitted_s),
@@ -78,9 +78,9 @@ class DecodeRequest:
     """One request.
 
     Attributes:
-        sequence: its own, in the engine.
-        stream: to the router.
-        complete: the transfer that brought its KV; None before, and where its prompt is computed here.
+        sequence: its sequence in the engine.
+        stream: stream to the router.
+        complete: the transfer that brought its KV; None before, and if its prompt is computed here.
         granted_s: when it had blocks for its KV; 0 before.
         first_s: when its first decoded tokens were ready; 0 before.
     """
@@ -103,7 +103,7 @@ class DecodeRequest:
 
     @property
     def times(self) -> RequestTimes:
-        """When it got where."""
+        """The times of its stages."""
         sequence = self.sequence
         decoding_s = sequence.decoding_s
         if self.is_local and decoding_s:
@@ -120,7 +120,7 @@ class DecodeRequest:
 
     @property
     def handoff_ms(self) -> float:
-        """From the first token to the first decode step; until the KV is there, or now, where it never decoded."""
+        """Time from the first token to the first decode step, or until its KV was complete if it never decoded."""
         times = self.times
         if self.is_local:
             return 1e3 * max(0.0, times.admitted_s - times.first_token_s) if times.admitted_s else 0.0
@@ -130,7 +130,7 @@ class DecodeRequest:
 
 
 def trace_decode(tracer: Tracer, request: DecodeRequest, now_s: float, error: str) -> None:
-    """Have them made; nothing for a request that is not traced. What they tell does not change any more.
+    """Have the spans of a traced request made. What they report must not change any more.
 
     `error` is empty if the sequence finished.
     """
@@ -169,7 +169,7 @@ def _make(context: TraceContext, request: DecodeRequest, now_s: float, error: st
 
 
 def token_event(request: DecodeRequest, made: Published, now_s: float) -> worker_pb2.DecodeEvent:
-    """Decoded tokens; with the request's times if they are the first, its counts if they are the last."""
+    """Build an event with decoded tokens; the first has the request's times, the last its counts."""
     event = worker_pb2.DecodeEvent()  # filled in place, which takes half the time of the constructor
     tokens = event.tokens
     sequence = made.sequence
@@ -187,7 +187,7 @@ def token_event(request: DecodeRequest, made: Published, now_s: float) -> worker
 
 
 def first_token_event(request: DecodeRequest, made: Published) -> worker_pb2.DecodeEvent:
-    """The first token of a prompt that was computed here, as a prefill worker says it."""
+    """Build the event for the first token of a prompt computed here, as a prefill worker would."""
     sequence = request.sequence
     first = worker_pb2.FirstToken(
         token=made.token_ids[0],
@@ -204,7 +204,7 @@ def first_token_event(request: DecodeRequest, made: Published) -> worker_pb2.Dec
 
 
 def prompt_logprobs_event(reports: tuple[TokenLogprobs, ...]) -> worker_pb2.DecodeEvent:
-    """Reports on prompt tokens."""
+    """Build the event with the log-probabilities of prompt tokens."""
     tokens = [logprobs_to_proto(report) for report in reports]
     return worker_pb2.DecodeEvent(prompt_logprobs=worker_pb2.PromptLogprobs(tokens=tokens))
 

@@ -1,4 +1,4 @@
-"""The decode worker's RPCs: bytes in, tokens out; every decision is the worker's."""
+"""The decode worker's RPCs: bytes in, tokens out; the worker makes every decision."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._clock = clock
 
     async def AttendAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Stream all attempts of one router, a frame for each step. A call that ends cancels them."""
+        """Stream all attempts of one router, one frame per step. The end of the call cancels them."""
         await StreamMux(
             _Attends(self._worker, self._clock), decode_frame, self._worker.write_coalescer, self._epoch
         ).serve(context)
@@ -31,12 +31,12 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     async def WatchPrefixes(
         self, request: worker_pb2.WatchPrefixesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Tell a router which prefixes are here, and what becomes of them."""
+        """Report to a router which prefixes are cached here, and how that changes."""
         await serve_watch(self._worker.block_log, self._epoch, request, context)
 
 
 class _Attends:
-    """What a stream mux does with its streams (`worker.stream_mux.StreamRole`)."""
+    """Handles the streams of a stream multiplexer (`worker.stream_mux.StreamRole`)."""
 
     def __init__(self, worker: DecodeWorker, clock: Clock) -> None:
         self._worker = worker

@@ -1,8 +1,8 @@
-"""The decode role: an engine that receives KV from prefill workers, and computes prompts where it is asked to.
+"""The decode role: an engine that receives KV from prefill workers, and computes prompts itself when asked to.
 
 A plain class around one loop thread, so that tests run it without Ray. No step ever reads blocks of a transfer that is
-not complete: a sequence gets a slot only through `Completed`, which kvtransfer sends once every position of every layer
-is there and its digest matches.
+not complete: a sequence gets a slot only through `Completed`, which kvtransfer emits once every position of every layer
+has arrived and its digest matches.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ from baton.worker.stream_mux import WriteCoalescer
 
 
 def check_reserve(reserve: ReserveWanted, request: GenerationRequest) -> None:
-    """Both workers heard of the request from the router; they must have heard the same.
+    """Check that the prefill worker reserves what the router told this worker about the request.
 
     Raises:
         TransferFailed: the lengths differ. An incoming transfer smaller than the sequence would silently lose its end.
@@ -63,13 +63,13 @@ def check_reserve(reserve: ReserveWanted, request: GenerationRequest) -> None:
 def resume_of(
     complete: Completed, request: GenerationRequest, *, vocab_size: int, hidden_bytes: int
 ) -> tuple[int, Resume]:
-    """The first token, and where decoding begins, as a commit describes it.
+    """Return the first token, and the state from which decoding continues, as a COMMIT describes them.
 
     Args:
         complete: the transfer.
-        request: as the router sent it.
-        vocab_size: tokens of the model.
-        hidden_bytes: of a hidden state; 0 where no head makes drafts.
+        request: the request as the router sent it.
+        vocab_size: number of tokens of the model.
+        hidden_bytes: size of a hidden state; 0 where no head makes drafts.
 
     Raises:
         TransferFailed: a value is missing, out of range or of the wrong size.
@@ -92,16 +92,16 @@ def _require(holds: bool, what: str) -> None:
         raise TransferFailed(f"the commit of the prefill worker cannot be: {what}")
 
 
-MAX_ENDED = 4096  # attempts remembered after they ended, so that a late RESERVE is refused and not parked
+MAX_ENDED = 4096  # ended attempts to remember, so that a late RESERVE is refused and not parked
 
 log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """One decode worker; `attend` and `cancel` may be called from any thread.
+    """One decode worker; any thread may call `attend` and `cancel`.
 
-    With `overcommit` it takes more sequences than its pool holds to their ends, and preempts; `preempt_at` is for
-    tests: preempt every sequence once at each of these output lengths, or later.
+    With `overcommit` it admits more sequences than its pool can finish, and preempts. `preempt_at` is for tests: it
+    preempts every sequence once at each of these output lengths, or later.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class DecodeWorker:
         self._request_limit = RequestLimit("the decode worker is full", max_queue_len)
         self.write_coalescer = WriteCoalescer()  # held while a step is published
         self._requests: dict[AttemptKey, DecodeRequest] = {}
-        self._reserves: deque[ReserveWanted] = deque()  # that are not answered, in order of arrival
-        self._draining: dict[AttemptKey, EngineSequence] = {}  # ended, and a prefill worker may still write its blocks
+        self._reserves: deque[ReserveWanted] = deque()  # not answered yet, in order of arrival
+        self._draining: dict[AttemptKey, EngineSequence] = {}  # ended; a prefill worker may still write its blocks
         self._ended: OrderedDict[AttemptKey, None] = OrderedDict()
         self._num_finished = 0
         self._num_failed = 0
@@ -171,7 +171,7 @@ class DecodeWorker:
 
     @property
     def speculation(self) -> Speculation:
-        """How many drafts its steps verify."""
+        """The number of drafts that its steps verify."""
         return self.engine.speculation
 
     def start(self) -> None:
@@ -180,9 +180,9 @@ class DecodeWorker:
         self._loop.start()
 
     def close(self) -> None:
-        """Stop; requests that are here end with `RequestCancelled`."""
+        """Stop; present requests end with `RequestCancelled`."""
         self._loop.close()
-        self._runner.drain()  # a step in flight writes the pool, whose memory is the incoming transfer's
+        self._runner.drain()  # a step in flight writes the pool, whose memory belongs to the KV receiver
         for request in self._requests.values():
             request.stream.end(RequestCancelled("the decode worker is shutting down"))
         self._incoming.close()
@@ -191,7 +191,7 @@ class DecodeWorker:
         """Expect this attempt's KV, or compute its prompt here; tokens go to `stream`. Allocates nothing.
 
         Raises:
-            InvalidRequest: it can never be served here.
+            InvalidRequest: the request can never be served here.
             Overloaded: too many streams are open.
         """
         grammar = self.check(request)
@@ -208,24 +208,24 @@ class DecodeWorker:
         self._request_limit.enter()
         try:
             self._loop.post(lambda: self._add(DecodeRequest(sequence, stream)), always=True)
-        except BaseException:  # it was not posted
+        except BaseException:  # the command was not posted
             self._request_limit.leave()
             raise
 
     def check(self, request: GenerationRequest) -> HeldGrammar | None:
-        """What `attend` checks first; a new grammar is compiled, which may take a while. Any thread.
+        """Run the checks of `attend`; a new grammar is compiled, which may take a while. Any thread may call this.
 
         Returns:
-            What keeps its grammar.
+            A handle that keeps the request's grammar.
 
         Raises:
-            InvalidRequest: it can never be served here.
+            InvalidRequest: the request can never be served here.
         """
         validate_attempt(request, self._limits)
         return check_compiles(request.sampling.grammar, self._runner.grammars, request.forced_token_ids)
 
     def cancel(self, key: AttemptKey, stream: DecodeStream | None = None) -> None:
-        """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
+        """Give a request up, wherever it is. Unknown keys are fine: the request may have ended.
 
         Args:
             key: the attempt.
@@ -234,7 +234,7 @@ class DecodeWorker:
         self._loop.post(lambda: self._cancel(key, stream), always=True)
 
     def inventory(self) -> worker_pb2.Inventory:
-        """What this worker holds. Any thread; counts may be a step apart from each other."""
+        """Return what this worker holds. Any thread may call this; counts may be a step apart from each other."""
         asking = {reserve.attempt for reserve in tuple(self._reserves)}
         found = decode_inventory(
             self.engine,
@@ -275,7 +275,7 @@ class DecodeWorker:
         return bool(events)
 
     def plan(self) -> None:
-        """See `Role`: prefill workers that ask for room stand in line with prompts that are computed here."""
+        """See `Role`: requests of prefill workers for room queue together with prompts that are computed here."""
         for reserve in tuple(self._reserves):
             request = self._requests.get(reserve.attempt)
             if request is None or request.sequence.phase is not Phase.EXPECTED:
@@ -317,7 +317,7 @@ class DecodeWorker:
         raise AssertionError("a decode worker pushes nothing")
 
     def preempted(self, sequence: EngineSequence) -> None:
-        """See `Role`: it has left the blocks that its KV was pushed into."""
+        """See `Role`: the sequence has left the blocks that its KV was pushed into."""
         if sequence.is_received and sequence.num_preemptions == 1:
             self._incoming.release(sequence.key)
 
@@ -337,7 +337,7 @@ class DecodeWorker:
             self._incoming.abort(sequence.key, why)
             self._draining[sequence.key] = sequence
         elif sequence.is_received and sequence.phase in (Phase.READY, Phase.RUNNING) and not sequence.num_preemptions:
-            # Complete: nothing of this transfer is written any more.
+            # The transfer is complete: nothing writes into it any more.
             self._incoming.release(sequence.key)
         self._ended[sequence.key] = None
         if len(self._ended) > MAX_ENDED:
@@ -361,7 +361,7 @@ class DecodeWorker:
             self._reserves.append(reserve)
 
     def _deny(self, key: AttemptKey, reason: kv_pb2.Deny.Reason | None, why: str) -> None:
-        """Take what a prefill worker asks for an attempt out of the line; it is told why, unless it knows."""
+        """Remove the reserve of an attempt, and tell the prefill worker why, unless it knows."""
         for reserve in [item for item in self._reserves if item.attempt == key]:
             self._reserves.remove(reserve)
             if reason is not None:
@@ -391,7 +391,7 @@ class DecodeWorker:
         sequence.token_ids.append(first_token)
         sequence.resume = resume
         assert sequence.table is not None
-        # Nothing writes these positions any more: prompts that begin alike and are computed here may share them.
+        # Nothing writes these positions any more: prompts with the same prefix that are computed here may share them.
         self.engine.scheduler.name_blocks(sequence, sequence.table, 0, sequence.request.prompt_len)
         self.engine.scheduler.make_ready(sequence)
 

@@ -1,1 +1,1 @@
-"""Bookkeeping and memory of KV blocks: allocator, layout, pool."""
+"""Bookkeeping and memory of KV blocks: allocator, prefix index, layout and pool."""

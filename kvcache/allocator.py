@@ -1,14 +1,14 @@
 """Bookkeeping for the fixed pool of KV blocks that one worker owns.
 
-A block holds `block_size` consecutive positions of one sequence, for every layer. This module deals in block
-*indices*; the tensors they index live in `kvcache.pool`. Only the worker's scheduling loop calls it, so it takes no
-lock. A block is free, resting, reserved or quarantined: never two of these, never none.
+A block holds `block_size` consecutive positions of one sequence, for every layer. This module deals in block *indices*;
+the tensors that they index are in `kvcache.pool`. Only the worker's scheduling loop calls it, so it takes no lock. A
+block is in exactly one of four states: free, evictable (*resting*), reserved or quarantined.
 
-With a prefix index, full blocks get names and are shared: a reserved block may be in several tables, and
-sequences that share it only read it. A named block that leaves its last table rests: it keeps its content, and is given
-up only when a reservation finds no free block.
+With a prefix index, full blocks get their block hash as a name and are shared: a reserved block may be in several
+tables, and sequences that share it only read it. A named block that leaves its last table becomes evictable: it keeps
+its content, and is evicted only when a reservation finds no free block.
 
-Where sequences keep state, a table also has a state slot: both or neither.
+Where sequences keep state, each table also has a state slot; a sequence has both or neither.
 """
 
 from collections import deque
@@ -31,12 +31,12 @@ class OutOfBlocks(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """What is reserved for one sequence.
+    """The blocks and state slot reserved for one sequence.
 
     Attributes:
-        blocks: in token order.
-        block_size: positions of each.
-        state_slot: what its layers keep beside blocks; None if its layout has no state.
+        blocks: block indices, in token order.
+        block_size: positions per block.
+        state_slot: slot of what its layers keep besides blocks; None if its layout has no state.
     """
 
     blocks: tuple[int, ...]
@@ -45,11 +45,11 @@ class BlockTable:
 
     @property
     def capacity_len(self) -> int:
-        """Positions the table has room for."""
+        """Number of positions that fit the table."""
         return len(self.blocks) * self.block_size
 
     def slot(self, position: int) -> int:
-        """Flat index of `position` in the pool viewed as [num_blocks * block_size, ...]."""
+        """Return the flat index of `position` in the pool viewed as [num_blocks * block_size, ...]."""
         assert 0 <= position < self.capacity_len
         block, offset = divmod(position, self.block_size)
         return self.blocks[block] * self.block_size + offset
@@ -59,12 +59,12 @@ class BlockAllocator:
     """Hands out block tables and takes them back.
 
     Args:
-        num_blocks: of the pool.
+        num_blocks: number of blocks in the pool.
         block_size: positions per block.
-        index: keeps what named blocks hold; without one no block is ever shared. It has checkpoints where tables have
-            state, and only there.
-        num_state_slots: of a layout with state; every table has one of them.
-        first: the number of the first block; those of other pools lie before it (`kvcache.rank_blocks`).
+        index: tracks the content of named blocks; without one no block is ever shared. It has checkpoints if, and only
+            if, tables have state.
+        num_state_slots: number of state slots, for a layout with state; every table has one of them.
+        first: number of the first block; those of other pools come before it (`kvcache.rank_blocks`).
     """
 
     def __init__(
@@ -91,28 +91,28 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that a reservation made now could use; those that rest among them."""
+        """Number of blocks that a reservation made now could use, including evictable ones."""
         return len(self._free) + self.index.num_resting
 
     @property
     def num_reserved(self) -> int:
-        """Blocks held by sequences and incoming transfers."""
+        """Number of blocks held by sequences and incoming transfers."""
         return len(self._num_tables)
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that a fenced peer might still write."""
+        """Number of blocks that a fenced peer might still write."""
         return len(self._quarantined)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` positions occupy."""
+        """Return the number of blocks that `num_tokens` positions occupy."""
         assert num_tokens > 0
         return -(-num_tokens // self.block_size)
 
     def num_missing(self, num_tokens: int, shared: Sequence[int] = ()) -> int:
-        """Blocks that would have to become free before `reserve` with the same arguments succeeds; 0 if it does now.
+        """Return how many blocks must become free before `reserve` with these arguments succeeds; 0 if it would now.
 
-        Where no state slot is free it is at least 1: some table has to go.
+        If no state slot is free, it is at least 1: a table has to be released.
         """
         num_missing = self._num_missing_blocks(num_tokens, shared)
         return max(num_missing, 1) if self._has_state and not self.state_slots.num_free else num_missing
@@ -130,11 +130,11 @@ class BlockAllocator:
         """Reserve room for `num_tokens` positions, all of it or none.
 
         Args:
-            num_tokens: positions, >= 1.
-            shared: named blocks for the first of them, to be read only; just matched in the index.
+            num_tokens: number of positions, >= 1.
+            shared: named blocks for the first of them, to be only read; just matched in the index.
 
         Raises:
-            OutOfBlocks: fewer blocks are free than wanted. Nothing was reserved.
+            OutOfBlocks: fewer blocks are free than needed. Nothing was reserved.
         """
         if self.num_missing(num_tokens, shared):
             raise OutOfBlocks(
@@ -157,12 +157,12 @@ class BlockAllocator:
         return (*shared, *fresh)
 
     def grow(self, table: BlockTable, num_tokens: int) -> BlockTable:
-        """Room for `num_tokens` positions in all, or for as many as before if those are more.
+        """Extend a table to `num_tokens` positions in all; return it unchanged if it already has as many.
 
-        The new table begins with the blocks of the old one, which is not to be used any more.
+        The new table begins with the blocks of the old one, which must not be used any more.
 
         Raises:
-            OutOfBlocks: fewer blocks are free than wanted. The old table stands.
+            OutOfBlocks: fewer blocks are free than needed. The old table stays valid.
         """
         assert self._num_tables.keys() >= set(table.blocks)
         num_fresh = self.num_blocks_for(num_tokens) - len(table.blocks)
@@ -176,7 +176,8 @@ class BlockAllocator:
     def release(self, table: BlockTable) -> None:
         """Return every block of `table`. Releasing a table twice is a bug in the caller."""
         assert self._num_tables.keys() >= set(table.blocks)
-        # From the end: what rests longest is given up first, and a block is of no use without those before it.
+        # From the end: the block that has been evictable longest is evicted first, and a block is useless without those
+        # before it.
         for block in reversed(table.blocks):
             self._num_tables[block] -= 1
             if self._num_tables[block] == 0:
@@ -188,10 +189,10 @@ class BlockAllocator:
         self._check()
 
     def name(self, name: bytes, block: int) -> None:
-        """Give a block in use its name, unless another has it.
+        """Give a block in use its name, unless another block has it.
 
-        With state, a sequence that found rows without a checkpoint computes them again, in blocks of its own: one that
-        rests under the name is replaced by them, so that a prefix ages as a whole.
+        With state, a sequence that found rows without a checkpoint computes them again, in its own blocks. These
+        replace evictable blocks with the same names, so that a prefix ages as a whole.
         """
         if self.index.add(name, block) or self.index.checkpoints is None or block in self.index:
             return
@@ -201,12 +202,12 @@ class BlockAllocator:
         self._check()
 
     def forget(self, table: BlockTable) -> None:
-        """What its blocks hold is not to be shared any more."""
+        """Stop sharing the content of a table's blocks."""
         for block in table.blocks:
             self.index.forget(block)
 
     def quarantine(self, table: BlockTable) -> None:
-        """Set reserved blocks apart until it is proved that no process writes them. Shared ones are never written."""
+        """Set reserved blocks apart until it is proved that no process writes them. Shared blocks are never written."""
         assert all(self._num_tables.get(block) == 1 and block not in self.index for block in table.blocks)
         for block in table.blocks:
             del self._num_tables[block]

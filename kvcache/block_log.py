@@ -1,8 +1,8 @@
-"""What prefix indices hold, told to readers who are somewhere else and may have missed something.
+"""A log of the names in prefix indices, for readers elsewhere that may have missed changes.
 
-The indices' own thread records; any thread reads. With an index for each rank a name is there while any of them has it.
-The latest changes are kept in a ring, so that a reader gets what he missed, and where that is forgotten, everything. No
-reader has a queue here: one that is slow gets larger changes.
+Only the indices' own thread records; any thread reads. With one index per rank, a name is present while any of them has
+it. A ring keeps the latest changes, so a reader gets what it missed, or everything if that is no longer in the ring.
+Readers have no queues here: a slow one gets larger changes.
 """
 
 import threading
@@ -14,16 +14,16 @@ from typing import Final
 from baton.core.block_hash import BlockChange
 
 RING_LEN: Final = 1 << 16
-MAX_NAMES: Final = 1 << 15  # of one change in a message: half a MiB
+MAX_NAMES: Final = 1 << 15  # per message with one change: half a MiB
 
 
 class BlockLog:
-    """Names that are there, and the latest changes.
+    """The present names, and the latest changes.
 
     Args:
-        ring_len: changes that are kept.
-        max_names: that one part of a whole has.
-        num_indices: that tell it of names; each may have a block of the same name.
+        ring_len: number of changes to keep.
+        max_names: maximum number of names in one part of a full listing.
+        num_indices: number of indices that report names; each may have a block of the same name.
     """
 
     def __init__(self, ring_len: int = RING_LEN, max_names: int = MAX_NAMES, num_indices: int = 1) -> None:
@@ -39,11 +39,11 @@ class BlockLog:
 
     @property
     def version(self) -> int:
-        """Changes so far. Any thread."""
+        """Number of changes so far. Any thread may read it."""
         return self._version
 
     def stored(self, name: bytes) -> None:
-        """A block got this name; no other of its index has it."""
+        """Record that a block of one index got this name; no other block of that index has it."""
         with self._lock:
             num_others = self._names.get(name, 0)
             assert num_others < self._num_indices
@@ -54,7 +54,7 @@ class BlockLog:
         self._wake()
 
     def removed(self, name: bytes) -> None:
-        """No block of one index has this name any more."""
+        """Record that no block of one index has this name any more."""
         with self._lock:
             self._names[name] -= 1
             if self._names[name]:
@@ -64,7 +64,7 @@ class BlockLog:
         self._wake()
 
     def since(self, version: int) -> list[BlockChange]:
-        """What makes a reader's version the present one, in order; nothing if it is. Any thread."""
+        """Return the changes from a reader's version to the present one, in order. Any thread may call this."""
         with self._lock:
             now = self._version
             num_missed = now - version
@@ -79,7 +79,7 @@ class BlockLog:
         return _whole(names, now, self._max_names) if names is not None else [_difference(latest, version, now)]
 
     def call_at_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have `callback` called once, after the next change, on the thread that makes it; returns what prevents it."""
+        """Call `callback` once, after the next change, on the thread that makes it. Return what cancels this."""
         key = object()
         with self._lock:
             self._waiting[key] = callback
@@ -95,7 +95,7 @@ class BlockLog:
         self._version += 1
 
     def _wake(self) -> None:
-        if not self._waiting:  # most of the time; one that comes in between looks at the version once more
+        if not self._waiting:  # usual case; a callback registered meanwhile checks the version again
             return
         with self._lock:
             callbacks, self._waiting = tuple(self._waiting.values()), {}
@@ -104,7 +104,7 @@ class BlockLog:
 
 
 def _difference(latest: list[tuple[bytes, bool]], after: int, version: int) -> BlockChange:
-    """Of changes, the newest first: the last word on each name."""
+    """Merge changes, given newest first, into the final state of each name."""
     last = dict(reversed(latest))
     return BlockChange(
         after=after,

@@ -3,8 +3,8 @@
 A pool is one piece of memory, layer after layer; a layer is [blocks, H heads, P parts, S positions, row], so a head
 range of a block is one contiguous piece. The last block is scratch (see `pool`).
 
-A layer that lies in state slots has blocks, too: those of a ring, one after the other, for each slot. So a caller that
-knows a sequence's blocks by logical index (`blocks_of`) reads and writes both kinds of layers in one way.
+A layer in state slots also has blocks: for each slot, those of a ring, one after the other. So a caller that knows a
+sequence's blocks by logical index (`blocks_of`) reads and writes both kinds of layers the same way.
 """
 
 import functools
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.kvcache.layout import KVLayout, Range
 
-ALIGNMENT_BYTES = 16  # of a layer's start
+ALIGNMENT_BYTES = 16  # alignment of a layer's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +21,13 @@ class LayerGeometry:
     """One layer of one rank's pool, in bytes from the pool's start."""
 
     offset_bytes: int
-    num_blocks: int  # those of scratch included
-    head_first: int  # of the whole model
+    num_blocks: int  # including scratch
+    head_first: int  # first head, counted in the whole model
     num_heads: int
     num_parts: int
-    rows_per_block: int  # of one head and part
+    rows_per_block: int  # rows of one head and part
     row_bytes: int
-    blocks_per_slot: int = 0  # of a state slot; 0: the layer lies in the sequence's blocks
+    blocks_per_slot: int = 0  # per state slot; 0: the layer lies in the sequence's blocks
 
     @property
     def part_bytes(self) -> int:
@@ -51,16 +51,16 @@ class LayerGeometry:
 
     @property
     def heads(self) -> Range:
-        """Heads that are here."""
+        """Heads that are in this pool."""
         return Range(self.head_first, self.num_heads)
 
     def blocks_of(self, blocks: Sequence[int], state_slot: int | None, stop: int) -> Sequence[int]:
-        """Where this layer's positions below `stop` lie, by position // rows_per_block.
+        """Return the blocks of this layer's positions below `stop`, indexed by position // rows_per_block.
 
         Args:
-            blocks: of the sequence.
-            state_slot: of the sequence; None if its layout has no state.
-            stop: one past the last position that is looked up.
+            blocks: blocks of the sequence.
+            state_slot: state slot of the sequence; None if its layout has no state.
+            stop: one past the last position to look up.
         """
         if not self.blocks_per_slot:
             return blocks
@@ -68,11 +68,11 @@ class LayerGeometry:
         return _ring(state_slot * self.blocks_per_slot, self.blocks_per_slot, -(-stop // self.rows_per_block))
 
 
-# Layers and frames of one hand-off ask for the same few, and device tables are known by their tuple. Not many are kept:
-# of a long prompt, each has as many entries as the prompt has blocks.
+# Layers and frames of one hand-off need the same few, and device tables are identified by their tuple. Few are kept:
+# for a long prompt, each has as many entries as the prompt has blocks.
 @functools.lru_cache(maxsize=64)
 def _ring(first: int, count: int, num_blocks: int) -> tuple[int, ...]:
-    """`num_blocks` blocks of a ring, one after the other, which share their numbers."""
+    """Return `num_blocks` logical blocks of a ring, which repeat its `count` block numbers."""
     once = tuple(range(first, first + count))
     return (once * -(-num_blocks // count))[:num_blocks]
 
@@ -81,11 +81,11 @@ class PoolGeometry:
     """The pool of one rank.
 
     Args:
-        layout: of the worker.
-        num_blocks: without the scratch block.
-        rank: in its tensor-parallel group.
-        size: of that group.
-        num_state_slots: without the scratch slot; there are none if the layout has no state.
+        layout: layout of the worker.
+        num_blocks: number of blocks, without the scratch block.
+        rank: rank in its tensor-parallel group.
+        size: size of that group.
+        num_state_slots: number of state slots, without the scratch slot; 0 if the layout has no state.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class PoolGeometry:
 
     @property
     def of_all_ranks(self) -> "tuple[PoolGeometry, ...]":
-        """The pools of the whole tensor-parallel group."""
+        """Geometries of the pools of the whole tensor-parallel group."""
         return tuple(
             PoolGeometry(self.layout, self.num_blocks, rank, self.size, num_state_slots=self.num_state_slots)
             for rank in range(self.size)
         )
 
     def layer(self, layer: int) -> LayerGeometry:
-        """One layer."""
+        """Return one layer."""
         return self.layers[layer]

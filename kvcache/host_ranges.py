@@ -1,7 +1,7 @@
-"""Which host blocks hold the KV of sequences that gave up their place in the pool: contiguous runs, first fit.
+"""Allocates host blocks for the KV of preempted sequences: contiguous runs, first fit.
 
-A run crosses between host and device in one copy a layer, so a sequence's blocks lie side by side. Like
-`kvcache.allocator` this deals in indices; the memory is `engine.kv_offload`'s. One thread uses it.
+A run crosses between host and device in one copy per layer, so a sequence's blocks are contiguous. Like
+`kvcache.allocator` this module deals in indices; the memory is in `engine.kv_offload`. One thread uses it.
 """
 
 import bisect
@@ -17,21 +17,21 @@ class HostRange:
 
 
 class HostRanges:
-    """Lends ranges of `num_blocks` host blocks; none of them if that is 0."""
+    """Allocates ranges of `num_blocks` host blocks; never any if that is 0."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 0
         self.num_blocks = num_blocks
-        self._free = [HostRange(0, num_blocks)] if num_blocks else []  # in order, no two touch
+        self._free = [HostRange(0, num_blocks)] if num_blocks else []  # in order, no two adjacent
         self._num_free = num_blocks
 
     @property
     def num_used(self) -> int:
-        """Host blocks that are lent."""
+        """Number of allocated host blocks."""
         return self.num_blocks - self._num_free
 
     def take(self, length: int) -> HostRange | None:
-        """The first run of so many free blocks, now the caller's; None if there is none."""
+        """Allocate the first run of `length` free blocks; None if there is none."""
         assert length > 0
         for place, free in enumerate(self._free):
             if free.length >= length:
@@ -42,7 +42,7 @@ class HostRanges:
         return None
 
     def give_back(self, taken: HostRange) -> None:
-        """What is there is no longer needed. Giving a range back twice is a bug in the caller."""
+        """Free a range whose content is no longer needed. Freeing a range twice is a bug in the caller."""
         place = bisect.bisect(self._free, taken)
         before = self._free[place - 1] if place else None
         after = self._free[place] if place < len(self._free) else None

@@ -1,10 +1,10 @@
-"""What a sequence keeps, layer by layer: positions, heads, parts, dtype, and who of a group holds what.
+"""What a sequence keeps, layer by layer: positions, heads, parts, dtype, and which rank of a group holds what.
 
-A layer keeps rows. Of `ROWS` it keeps every position, in blocks. Of the other kinds it keeps a bounded number, whatever
-the sequence's length, in the sequence's *state slot*: a ring in which position p lies in row p mod ring, so that a step
-which was rejected is overwritten before it is read.
+A layer keeps rows. A `ROWS` layer keeps every position, in blocks. A layer of another kind keeps a bounded number,
+whatever the sequence's length, in the sequence's *state slot*: a ring in which position p lies in row p mod ring, so
+that a rejected step is overwritten before it is read.
 
-No tensors and no torch here: the KV receiver process and the protocol know layouts, not tensors.
+This module has no tensors and no torch: the KV receiver process and the protocol know layouts, not tensors.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from typing import Self
 from baton.core.errors import ConfigInvalid
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-WORD_BYTES = 8  # a digest is made of words; a row holds a whole number of them
+WORD_BYTES = 8  # a digest is made of words; a row is a whole number of them
 MAX_BLOCK_SIZE = 64
-CHECKPOINT_SHARE = 8  # one such part of what sequences' state slots leave of the memory is for checkpoints
+CHECKPOINT_SHARE = 8  # checkpoints get one part in this many of the memory left beside sequences' state slots
 MAX_CHECKPOINTS = 1024
 NO_PREFIX_CACHE = "no prefix cache: the memory for KV has no room for checkpoints of the state that sequences keep"
 
@@ -37,7 +37,7 @@ class Range:
         return self.first + self.count
 
     def shared_with(self, other: "Range") -> "Range":
-        """What is in both; its count is 0 if there is nothing."""
+        """Return the intersection; its count is 0 if it is empty."""
         first = max(self.first, other.first)
         return Range(first, max(0, min(self.stop, other.stop) - first))
 
@@ -48,7 +48,7 @@ class Keep(StrEnum):
     ROWS = "rows"  # all: [0, n); K and V, or the latent rows of MLA
     WINDOW = "window"  # the last `length`: [n - length, n); inputs of a short convolution, sliding attention
     TAIL = "tail"  # those behind the last whole tile: [n - n % length, n); a recurrence's open tile
-    SNAPSHOT = "snapshot"  # one row: the state at the end of the last whole tile. Its position is the tiles' number
+    SNAPSHOT = "snapshot"  # one row: the state at the end of the last whole tile; its position is the number of tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,15 @@ class LayerLayout:
     """One layer: for each position that it keeps, `num_heads` x `num_parts` rows of `row_len` elements.
 
     Attributes:
-        num_heads: of the whole model; of a recurrence its key heads.
+        num_heads: heads of the whole model; for a recurrence, its key heads.
         num_parts: rows of a head and position, e.g. 2 for K and V.
         row_len: elements of a row.
         dtype: a key of ITEM_BYTES.
-        keep: which positions.
+        keep: which positions are kept.
         length: positions of a window, or of a tile; 0 for ROWS.
-        ring: rows of a state slot, at least `length` and what a step may write beside it; 0 for ROWS, 1 for SNAPSHOT.
-        whole: every rank of a tensor-parallel group holds every head. Rank 0 pushes state that is whole, and all ranks
-            push rows, 64 positions each in turn.
+        ring: rows of a state slot, at least `length` plus what a step may write besides; 0 for ROWS, 1 for SNAPSHOT.
+        whole: whether every rank of a tensor-parallel group holds every head. Rank 0 pushes whole state; whole rows are
+            pushed by all ranks, 64 positions each in turn.
     """
 
     num_heads: int
@@ -78,7 +78,7 @@ class LayerLayout:
 
     @property
     def is_state(self) -> bool:
-        """Whether it lies in state slots."""
+        """Whether the layer lies in state slots."""
         return self.keep is not Keep.ROWS
 
     @property
@@ -98,11 +98,11 @@ class LayerLayout:
 
     @property
     def max_drafts(self) -> int | None:
-        """Drafts of a step that, rejected, have overwritten no position that is kept; None: any number."""
+        """Maximum drafts of a step that, rejected, overwrite no kept position; None: any number."""
         return self.ring - self.length - 1 if self.keep in (Keep.WINDOW, Keep.TAIL) else None
 
     def span(self, num_done: int) -> Range:
-        """The positions kept when the first `num_done` are computed; they may be none."""
+        """Return the positions kept when the first `num_done` are computed; there may be none."""
         match self.keep:
             case Keep.ROWS:
                 return Range(0, num_done)
@@ -116,7 +116,7 @@ class LayerLayout:
 
     @property
     def problem(self) -> str:
-        """Why there is no such layer; empty if there is."""
+        """Why such a layer is impossible; empty if it is not."""
         if self.dtype not in ITEM_BYTES:
             return f"has dtype {self.dtype!r:.40}"
         if min(self.num_heads, self.num_parts, self.row_len) < 1:
@@ -136,7 +136,7 @@ class LayerLayout:
 
 
 def attention_layer(num_kv_heads: int, head_dim: int, dtype: str) -> LayerLayout:
-    """K and V of every position."""
+    """Return a layer that keeps K and V of every position."""
     return LayerLayout(num_heads=num_kv_heads, num_parts=2, row_len=head_dim, dtype=dtype)
 
 
@@ -145,10 +145,11 @@ class KVLayout:
     """The layout of one worker's pools.
 
     Attributes:
-        model_hash: identity of config and weights; KV of different weights never mixes.
-        layers: all that a sequence keeps, in the order in which steps compute it; a model's layer may have several.
+        model_hash: identity of config and weights; KV of different weights is never mixed.
+        layers: all layers that a sequence keeps, in the order in which steps compute them; one layer of the model may
+            have several.
         block_size: positions per block; peers may differ in it.
-        has_mtp: the last layer that keeps all positions is that of an MTP head.
+        has_mtp: whether the last layer that keeps all positions is that of an MTP head.
     """
 
     model_hash: str
@@ -175,18 +176,18 @@ class KVLayout:
         has_mtp: bool = False,
         more: Iterable[LayerLayout] = (),
     ) -> Self:
-        """Equal layers of K and V, the MTP layer among them, and `more` behind."""
+        """Make a layout of equal layers of K and V, including the MTP layer, followed by `more`."""
         attention = attention_layer(num_kv_heads, head_dim, dtype)
         layers = (*(attention,) * num_layers, *more)
         return cls(model_hash=model_hash, layers=layers, block_size=block_size, has_mtp=has_mtp)
 
     def in_blocks_of(self, block_size: int) -> Self:
-        """The same in blocks of another size."""
+        """Return the same layout with another block size."""
         return replace(self, block_size=block_size)
 
     @property
     def num_layers(self) -> int:
-        """Layers of every kind; a frame names one of them."""
+        """Number of layers of every kind; a frame names one of them."""
         return len(self.layers)
 
     @cached_property
@@ -201,7 +202,7 @@ class KVLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """Of the whole model."""
+        """Number of KV heads in the whole model."""
         return self.attention.num_heads
 
     @property
@@ -211,40 +212,40 @@ class KVLayout:
 
     @property
     def dtype(self) -> str:
-        """Of K and V."""
+        """Dtype of K and V."""
         return self.attention.dtype
 
     @property
     def bytes_per_position(self) -> int:
-        """One position in every layer that keeps all of them, all heads."""
+        """Bytes of one position in every layer that keeps all positions, all heads."""
         return sum(layer.num_heads * layer.head_bytes for layer in self.layers if not layer.is_state)
 
     @property
     def bytes_per_block(self) -> int:
-        """One block in every layer that has blocks, all heads."""
+        """Bytes of one block in every layer that has blocks, all heads."""
         return self.block_size * self.bytes_per_position
 
     @property
     def bytes_per_state_slot(self) -> int:
-        """What one sequence takes beside its blocks, all heads; 0 if it has no state."""
+        """Bytes that one sequence uses besides its blocks, all heads; 0 if it has no state."""
         return sum(layer.slot_bytes for layer in self.layers)
 
     def num_state_slots(self, max_num_seqs: int) -> int:
-        """For so many sequences in steps, and as many that are received, pushed or wait; without the scratch slot."""
+        """Return the state slots for sequences in steps, and as many for others; without the scratch slot."""
         return 2 * max_num_seqs if self.has_state else 0
 
     def num_checkpoints(self, room_bytes: int, slot_bytes: int | None = None) -> int:
-        """Checkpoints that the prefix cache gets; 0 of a layout without state.
+        """Return the number of checkpoints for the prefix cache; 0 for a layout without state.
 
         Args:
-            room_bytes: memory for them and for blocks.
-            slot_bytes: what one takes; `bytes_per_state_slot` if None.
+            room_bytes: memory for checkpoints and blocks.
+            slot_bytes: bytes of one checkpoint; `bytes_per_state_slot` if None.
         """
         slot_bytes = self.bytes_per_state_slot if slot_bytes is None else slot_bytes
         return min(max(0, room_bytes) // (CHECKPOINT_SHARE * slot_bytes), MAX_CHECKPOINTS) if self.has_state else 0
 
     def require_state(self, checkpoint_interval: int) -> None:
-        """Check that prompts can leave checkpoints, where they are to leave them so often.
+        """Check that a checkpoint interval is set only for a layout with state.
 
         Raises:
             ConfigInvalid: there is no state.
@@ -254,16 +255,16 @@ class KVLayout:
             raise ConfigInvalid(message, keys=["state_checkpoint_interval"])
 
     def rows_per_block(self, layer: int) -> int:
-        """Positions of a layer that lie side by side: of a block, or of a state slot, at most MAX_BLOCK_SIZE."""
+        """Return how many positions of a layer are contiguous: a block's, or a state slot's up to MAX_BLOCK_SIZE."""
         spec = self.layers[layer]
         return min(spec.ring, MAX_BLOCK_SIZE) if spec.is_state else self.block_size
 
     def payload_bytes(self, prompt_len: int) -> int:
-        """Everything that a prompt leaves in the pools, each head once."""
+        """Return the bytes of everything that a prompt leaves in the pools, each head once."""
         return sum(layer.span(prompt_len).count * layer.num_heads * layer.head_bytes for layer in self.layers)
 
     def heads_of(self, layer: int, rank: int, size: int) -> Range:
-        """Heads that a rank of a tensor-parallel group holds; heads fewer than ranks are replicated."""
+        """Return the heads that a rank of a tensor-parallel group holds; heads fewer than ranks are replicated."""
         assert 0 <= rank < size
         spec = self.layers[layer]
         if spec.whole:
@@ -276,17 +277,17 @@ class KVLayout:
         return Range(rank * spec.num_heads // size, 1)
 
     def pushed_heads(self, layer: int, rank: int, size: int) -> Range:
-        """Those of `heads_of` that no lower rank pushes: what this rank does. Its count may be 0."""
+        """Return those of `heads_of` that no lower rank pushes, and so this rank does. The count may be 0."""
         heads = self.heads_of(layer, rank, size)
         if rank and not self._is_dealt(layer) and self.heads_of(layer, rank - 1, size).stop > heads.first:
             return Range(heads.first, 0)
         return heads
 
     def pushed_positions(self, layer: int, first: int, count: int, rank: int, size: int) -> Iterator[Range]:
-        """Of positions from `first` on, those that a rank pushes of its `pushed_heads`, in runs.
+        """Yield the runs of `count` positions from `first` on in which a rank pushes its `pushed_heads`.
 
-        That is all, but for rows that every rank holds whole: their positions are dealt to the ranks in turn, so that
-        they go over the links of all.
+        These are all positions, except for rows that every rank holds whole: their positions are dealt to the ranks in
+        turn, so that the transfer uses the links of all ranks.
         """
         positions = Range(first, count)
         if size == 1 or not self._is_dealt(layer):
@@ -309,6 +310,6 @@ class KVLayout:
 
     @cached_property
     def hash(self) -> bytes:
-        """sha256 of what two peers must agree on; block size and tensor parallelism are not part of it."""
+        """sha256 of what two peers must agree on; excludes block size and tensor parallelism."""
         fields = (self.model_hash, tuple(map(astuple, self.layers)), self.has_mtp)
         return hashlib.sha256(repr(fields).encode()).digest()

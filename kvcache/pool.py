@@ -3,8 +3,8 @@
 Shapes: L layers, N blocks, H KV heads of this rank, P parts (K, V), S positions per block, D head_dim. A head range of
 a block is contiguous, K and V together, so that peers exchange it in one piece.
 
-Block N (one past the last) is the *scratch block*: padding rows write there, so that a step never branches on
-whether a row is real, and nothing ever reads it. The last state slot is scratch in the same way.
+Block N (one past the last) is the *scratch block*: padding rows write there, so that a step never branches on whether a
+row is real, and nothing ever reads it. The last state slot is scratch in the same way.
 """
 
 import numpy as np
@@ -18,17 +18,18 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class KVPool:
-    """Every block of one rank.
+    """All blocks of one rank.
 
     Args:
-        layout: of the worker.
-        num_blocks: without the scratch block.
-        device: where the memory is.
-        rank: in its tensor-parallel group.
-        size: of that group.
-        num_state_slots: without the scratch slot; of a layout with state.
-        num_checkpoints: the last so many of them hold checkpoints of cached prefixes, the others are sequences'.
-        memory: zeroed bytes on the CPU to live in, for instance shared with another process; own memory if None.
+        layout: layout of the worker.
+        num_blocks: number of blocks, without the scratch block.
+        device: device of the memory.
+        rank: rank in its tensor-parallel group.
+        size: size of that group.
+        num_state_slots: number of state slots, without the scratch slot; for a layout with state.
+        num_checkpoints: how many of them, at the end, hold checkpoints of cached prefixes; the others belong to
+            sequences.
+        memory: zeroed bytes on the CPU to use, for instance shared with another process; own memory if None.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class KVPool:
             assert device.type == "cpu"
             assert len(memory) == self.geometry.num_bytes
             self.data_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.device = self.data_bytes.device  # with its number, which threads that select it need
+        self.device = self.data_bytes.device  # with its index, which threads that select it need
         self._layers = tuple(self._view(layer) for layer in range(layout.num_layers))
         self._state_NX = [self._slots(layer) for layer in self.geometry.layers if layer.blocks_per_slot]
 
@@ -68,12 +69,12 @@ class KVPool:
 
     @property
     def num_sequence_slots(self) -> int:
-        """State slots that sequences have."""
+        """Number of state slots for sequences."""
         return self.num_state_slots - self.num_checkpoints
 
     @property
     def checkpoint_slots(self) -> range:
-        """State slots behind those."""
+        """The state slots behind those of sequences."""
         return range(self.num_sequence_slots, self.num_state_slots)
 
     @property
@@ -88,15 +89,15 @@ class KVPool:
         return view
 
     def blocks(self, layer: int) -> torch.Tensor:
-        """One layer of any kind, a view [N + 1, H, P, S, D].
+        """Return one layer of any kind, a view [N + 1, H, P, S, D].
 
-        Of one that lies in state slots, N + 1 are the blocks of all slots, `blocks_per_slot` of each, and S is the ring
-        or the MAX_BLOCK_SIZE rows of it that a block has.
+        For a layer in state slots, N + 1 are the blocks of all slots, `blocks_per_slot` of each, and S is the ring, or
+        the MAX_BLOCK_SIZE rows of it in a block.
         """
         return self._layers[layer]
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of an attention layer, each a view [N + 1, H, S, D]."""
+        """Return K and V of an attention layer, each a view [N + 1, H, S, D]."""
         blocks_NHPSD = self._layers[layer]
         return blocks_NHPSD[:, :, 0], blocks_NHPSD[:, :, 1]
 
@@ -119,5 +120,5 @@ class KVPool:
 
 
 def num_blocks_for_memory(layout: KVLayout, memory_bytes: int, num_state_slots: int = 0) -> int:
-    """Blocks that fit into `memory_bytes` beside so many state slots, the scratch block and slot taken off."""
+    """Return how many blocks fit `memory_bytes` beside that many state slots, without the scratch block and slot."""
     return (memory_bytes - (num_state_slots + 1) * layout.bytes_per_state_slot) // layout.bytes_per_block - 1

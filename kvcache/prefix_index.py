@@ -1,11 +1,11 @@
-"""Which blocks hold KV that has a name, and which of them may be given up first.
+"""Tracks which blocks hold named KV, and which of them may be evicted first.
 
-It knows names and block indices, not tokens or tensors, and counts no references: the allocator does, and tells it
-when a block is no longer in use (`rest`), or is again (`wake`). Only blocks that rest may be given up, the one
-that has rested longest first.
+It knows names (block hashes) and block indices, not tokens or tensors, and counts no references: the allocator does,
+and reports when a block is no longer in use (`rest`), or is again (`wake`). Only blocks not in use are evictable, least
+recently used first.
 
-Where layers keep a recurrent state, blocks alone are of no use: what a prompt may share ends at a checkpoint
-(`kvcache.state_checkpoints`), which goes with its block.
+Where layers keep a recurrent state, blocks alone are not enough: a shareable prefix ends at a checkpoint
+(`kvcache.state_checkpoints`), which is dropped with its block.
 """
 
 from collections import OrderedDict
@@ -16,11 +16,11 @@ from baton.kvcache.state_checkpoints import StateCheckpoints
 
 
 class PrefixIndex:
-    """Names to blocks, one block a name and one name a block.
+    """A one-to-one mapping between names and blocks.
 
     Args:
-        log: told of every name that comes or goes.
-        checkpoints: of sequences with state; None: they have none.
+        log: records every name that is added or removed.
+        checkpoints: checkpoints of sequences with state; None: sequences have no state.
     """
 
     def __init__(self, log: BlockLog | None = None, checkpoints: StateCheckpoints | None = None) -> None:
@@ -38,20 +38,20 @@ class PrefixIndex:
         return block in self._names
 
     def has(self, name: bytes) -> bool:
-        """Whether a block has this name."""
+        """Return whether a block has this name."""
         return name in self._blocks
 
     @property
     def num_resting(self) -> int:
-        """Named blocks that are not in use."""
+        """Number of evictable blocks: named and not in use."""
         return len(self._resting)
 
     def is_resting(self, block: int) -> bool:
-        """Whether it is named and not in use."""
+        """Return whether a block is evictable: named and not in use."""
         return block in self._resting
 
     def match(self, names: Sequence[bytes]) -> tuple[int, ...]:
-        """Blocks that a prompt may begin with, in order; the caller must take them before anything else."""
+        """Return the blocks that a prompt may begin with, in order; the caller must take them before anything else."""
         found = self.run(names)
         if self.checkpoints is None:
             return found
@@ -61,7 +61,7 @@ class PrefixIndex:
         return found[:num_found]
 
     def run(self, names: Iterable[bytes]) -> tuple[int, ...]:
-        """Blocks of the longest run of names from the first on."""
+        """Return the blocks of the longest run of names from the first on."""
         found = []
         for name in names:
             block = self._blocks.get(name)
@@ -71,7 +71,7 @@ class PrefixIndex:
         return tuple(found)
 
     def add(self, name: bytes, block: int) -> bool:
-        """Give a block in use its name. False, and nothing changes, if another block has it or it has another."""
+        """Name a block in use. False, and nothing changes, if another block has the name or it has another name."""
         assert not self.is_resting(block)
         if name in self._blocks or block in self._names:
             return False
@@ -82,9 +82,9 @@ class PrefixIndex:
         return True
 
     def take_over(self, name: bytes, block: int) -> int | None:
-        """Move the name of a resting block to one in use that holds the same; the block that rested, free from now on.
+        """Move the name of an evictable block to one in use with the same content; return the old block, now free.
 
-        None, and nothing changes, where the name's block is in use, or the other one has a name.
+        None, and nothing changes, if the name's block is in use, or the other one has a name.
         """
         old = self._blocks[name]
         if not self.is_resting(old) or block in self._names:
@@ -95,7 +95,7 @@ class PrefixIndex:
         return old
 
     def forget(self, block: int) -> None:
-        """What a block in use holds is not to be shared any more: its name goes, and a checkpoint of that name."""
+        """Stop sharing the content of a block in use: remove its name, and the checkpoint of that name."""
         assert not self.is_resting(block)
         name = self._names.pop(block, None)
         if name is None:
@@ -107,7 +107,7 @@ class PrefixIndex:
             self._log.removed(name)
 
     def rest(self, block: int) -> bool:
-        """The block is no longer in use. False if it has no name, so that nothing is worth keeping."""
+        """Make a block evictable that is not used any more. False if it has no name: then nothing is worth keeping."""
         if block not in self._names:
             return False
         assert block not in self._resting
@@ -115,11 +115,11 @@ class PrefixIndex:
         return True
 
     def wake(self, block: int) -> None:
-        """A resting block is in use again."""
+        """Mark an evictable block as in use again."""
         del self._resting[block]
 
     def evict(self) -> int:
-        """Take the name of the block that has rested longest, and the block."""
+        """Evict the block that has been evictable longest, and return it."""
         block, _ = self._resting.popitem(last=False)
         name = self._names.pop(block)
         del self._blocks[name]

@@ -1,8 +1,8 @@
-"""Bookkeeping for the state slots that one worker owns: what a sequence keeps beside its blocks (`kvcache.layout`).
+"""Bookkeeping for the state slots that one worker owns: what a sequence keeps besides its blocks (`kvcache.layout`).
 
-A sequence has one slot, or none if its layout has no state. A slot is free, held or quarantined: never two of these,
-never none. Nothing is zeroed when a slot changes hands: a sequence that begins reads nothing that it has not written.
-Only `kvcache.allocator` calls this, so that a sequence has both its blocks and its slot, or neither.
+A sequence has one slot, or none if its layout has no state. A slot is in exactly one of three states: free, held or
+quarantined. Nothing is zeroed when a slot changes hands: a new sequence reads nothing that it has not written. Only
+`kvcache.allocator` calls this, so that a sequence has both its blocks and its slot, or neither.
 """
 
 from collections import deque
@@ -20,28 +20,28 @@ class StateSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that are free."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Slots of sequences and incoming transfers."""
+        """Number of slots of sequences and incoming transfers."""
         return len(self._held)
 
     @property
     def num_quarantined(self) -> int:
-        """Slots that a fenced peer might still write."""
+        """Number of slots that a fenced peer might still write."""
         return len(self._quarantined)
 
     def take(self) -> int:
-        """A free slot; there must be one."""
+        """Take a free slot; there must be one."""
         slot = self._free.popleft()
         self._held.add(slot)
         self._check()
         return slot
 
     def give_back(self, slot: int) -> None:
-        """A slot is no longer in use. Giving it back twice is a bug in the caller."""
+        """Free a slot. Freeing it twice is a bug in the caller."""
         self._held.remove(slot)
         self._free.append(slot)
         self._check()
@@ -53,7 +53,7 @@ class StateSlots:
         self._check()
 
     def give_back_quarantined(self, slot: int) -> None:
-        """The caller holds the evidence that its writer is done or gone."""
+        """Free a quarantined slot; the caller holds the evidence that its writer is done or gone."""
         self._quarantined.remove(slot)
         self._free.append(slot)
         self._check()

@@ -1,1 +1,1 @@
-"""The prefill role: chunked-prefill scheduler, worker loop, and its thin Ray actor."""
+"""The prefill role: worker loop, order of hand-offs, gRPC service, and a thin Ray actor."""

@@ -1,4 +1,4 @@
-"""The Ray shell of a prefill worker: nothing but construction, identity and shutdown. Requests never pass here."""
+"""The Ray actor of a prefill worker: only construction, identity and shutdown. Requests never pass through it."""
 
 import logging
 import os
@@ -18,18 +18,18 @@ def _end_process(error: BaseException) -> None:
 
 
 class PrefillActorShell:
-    """What `cluster` wraps with `ray.remote`. A restarted actor serves without any call from a driver."""
+    """The class that `cluster` wraps with `ray.remote`. A restarted actor serves without any call from a driver."""
 
     def __init__(self, config: WorkerConfig, starter: RankStarter | None = None) -> None:
         self._node = PrefillNode(config, _end_process, starter)
         garbage.begin_to_serve()
 
     def ready(self) -> dict[str, object]:
-        """Identity of this incarnation: worker_id, address, kv_address, epoch, pid."""
+        """Return the identity of this incarnation: worker_id, address, kv_address, epoch, pid."""
         return self._node.about()
 
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return os.getpid()
 
     def shutdown(self) -> None:
@@ -38,7 +38,7 @@ class PrefillActorShell:
 
 
 class PrefillRankShell:
-    """The same around another rank of the worker. It ends with its TP group, and is not restarted but started anew."""
+    """The actor of another rank of the worker. It ends with its TP group; Ray does not restart it."""
 
     def __init__(self, config: WorkerConfig, rank_place: RankPlace) -> None:
         rank = PrefillRank(config, rank_place)
@@ -47,5 +47,5 @@ class PrefillRankShell:
         self._thread.start()
 
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return os.getpid()

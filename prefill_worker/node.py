@@ -1,4 +1,4 @@
-"""One whole prefill worker in this process: model, hand-off, loop, gRPC, heartbeats. No Ray: the actor wraps it."""
+"""A complete prefill worker in this process: model, hand-off, loop, gRPC, heartbeats. The Ray actor wraps it."""
 
 import os
 import secrets
@@ -39,12 +39,13 @@ from baton.worker.tp_group import (
 
 
 class PrefillNode:
-    """Built and serving when the constructor returns.
+    """A prefill worker, built and serving when the constructor returns.
 
     Args:
         config: what to load and where to report.
-        on_fatal: told when the loop broke, or a rank; an actor ends its process then, so that Ray starts a new
-        incarnation. starter: of the other ranks, where there are any.
+        on_fatal: called when the loop or a rank failed; an actor then ends its process, so that Ray starts a new
+            incarnation.
+        starter: starts the other ranks, if there are any.
 
     Raises:
         ConfigInvalid: its ranks would have sequences of their own.
@@ -73,12 +74,12 @@ class PrefillNode:
         loaded = load_worker(self.config, communicator=group)
         self.config = loaded.applied(self.config)
         self._loaded = loaded
-        with ExitStack() as undo:  # what has begun when something fails ends with it
+        with ExitStack() as undo:  # undoes what was started if a later part fails
             push = _push(self.config, loaded, self.epoch)
             undo.callback(push.close)
             runner = prefill_runner(self.config, loaded, group, push.open_step)
             self.worker = self._make_worker(loaded, runner, push)
-            undo.pop_all()  # it is the worker's
+            undo.pop_all()  # the worker owns it now
             undo.callback(self.worker.close)
             watch_tp_group(self._channel, self._on_fatal)
             self.worker.start()
@@ -126,7 +127,7 @@ class PrefillNode:
         )
 
     def state(self) -> worker_pb2.WorkerState:
-        """What a heartbeat says."""
+        """Return the content of a heartbeat."""
         state = worker_state(
             "prefill",
             self.config,
@@ -142,11 +143,11 @@ class PrefillNode:
         return state
 
     def rank_pids(self) -> list[int]:
-        """Process ids, in rank order."""
+        """Return the process ids, in rank order."""
         return [os.getpid(), *([] if self._channel is None else self._channel.link.pids.values())]
 
     def about(self) -> dict[str, object]:
-        """Identity, for the process that started it."""
+        """Return the worker's identity, for the process that started it."""
         return {
             "worker_id": self.config.worker_id,
             "address": self.host.address,
@@ -168,8 +169,8 @@ class PrefillRank:
     """Another rank of a prefill worker: loaded when the constructor returns, then `run`.
 
     Args:
-        config: the worker's.
-        rank_place: of this rank.
+        config: the worker's configuration.
+        rank_place: place of this rank in the group.
 
     Raises:
         StartupError: see `load_worker`.

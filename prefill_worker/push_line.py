@@ -1,13 +1,13 @@
-"""When a request may take its blocks and ask its decode worker for room.
+"""Decides when a request may take its blocks and ask its decode worker for room.
 
-Pure bookkeeping over host values: no tensors, no sockets, no clock of its own. Blocks are never held while a request
+Pure bookkeeping over host values: no tensors, no sockets, no clock of its own. No blocks are held while a request
 queues: a sequence gets its own blocks, and asks the decode worker for room, only when fewer prompt tokens than the
-lookahead are ahead of it. Blocks that other prompts have left of its beginning are then among them.
+lookahead are ahead of it. By then, blocks that other prompts have cached of its prefix are included.
 
-A decode worker that is slow, full or dead holds up no other one's requests. Only granted sequences count as ahead; a
-decode worker has a few requests that ask at most; and those of its sequences that wait for it, to be granted,
-acknowledged or drained, hold no more than its share of the blocks. Requests of one decode worker start in order of
-arrival. Those of different ones do too, but none waits for blocks that only a stalled decode worker could give back.
+A decode worker that is slow, full or dead does not hold up requests for others. Only granted sequences count as ahead.
+A decode worker has at most a few requests that ask for room, and its sequences that wait to be granted, acknowledged or
+drained hold no more than its share of the blocks. Requests for one decode worker start in order of arrival. Requests
+for different ones do too, but none waits for blocks that only a stalled decode worker could free.
 """
 
 from collections import Counter
@@ -18,15 +18,15 @@ from baton.engine.sequence import Phase
 from baton.prefill_worker.request import PrefillRequest
 
 MAX_ASKING = 2  # requests that wait for room at one decode worker; more would only hold blocks
-STALL_S = 0.5  # a sequence that waits for its decode worker for so long is not counted on to end soon
+STALL_S = 0.5  # a sequence that has waited this long for its decode worker is not expected to end soon
 
 
 class PushLine:
-    """Requests of one prefill worker, oldest first.
+    """The requests of one prefill worker, oldest first.
 
     Args:
-        scheduler: of its engine.
-        chunk_len: prompt tokens of a step.
+        scheduler: scheduler of its engine.
+        chunk_len: prompt tokens per step.
     """
 
     def __init__(self, scheduler: Scheduler, chunk_len: int) -> None:
@@ -39,15 +39,15 @@ class PushLine:
         self._requests[request] = None
 
     def remove(self, request: PrefillRequest) -> None:
-        """It has ended, and holds nothing."""
+        """Remove a request that has ended and holds nothing."""
         del self._requests[request]
 
     def num_waiting(self) -> int:
-        """Requests that hold nothing yet. Any thread."""
+        """Return the number of requests that hold nothing yet. Any thread may call this."""
         return sum(request.sequence.phase is Phase.WAITING for request in tuple(self._requests))
 
     def num_tokens_queued(self) -> int:
-        """Prompt tokens that are to be computed; what waits takes what it would find cached now. Any thread."""
+        """Return the prompt tokens to compute, without what waiting requests would find cached. Any thread."""
         num_tokens = 0
         for request in tuple(self._requests):
             sequence = request.sequence
@@ -58,7 +58,7 @@ class PushLine:
         return num_tokens
 
     def next_to_reserve(self, now_s: float) -> PrefillRequest | None:
-        """The request that asks its decode worker for room now, its blocks taken. None if it is none's turn."""
+        """Return the request that asks its decode worker for room now, with its blocks taken; None if there is none."""
         granted = [
             request.sequence
             for request in self._requests
@@ -75,13 +75,13 @@ class PushLine:
             if not num_missing:
                 self._scheduler.hold(request.sequence, shared)
                 return request
-            # Blocks held by those that get on come back soon, and no other request may take them before this one.
+            # Blocks of sequences that make progress are freed soon, and no other request may take them before this one.
             if num_missing <= allocator.num_reserved - num_stalled:
                 return None
         return None
 
     def _num_stalled_blocks(self, now_s: float) -> int:
-        """Blocks that no progress of this worker gives back."""
+        """Return the number of blocks that this worker's own progress does not free."""
         stalled: set[int] = set()
         for request in self._requests:
             sequence = request.sequence
@@ -92,7 +92,7 @@ class PushLine:
         return len(stalled)
 
     def _next_of_each_peer(self) -> Iterator[PrefillRequest]:
-        """Each decode worker's oldest waiting request, the oldest first, where it may ask and hold blocks."""
+        """Yield each decode worker's oldest waiting request, oldest first, if it may ask for room and hold blocks."""
         num_asking: Counter[str] = Counter()
         num_held: Counter[str] = Counter()
         peers: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a prefill worker knows of a request beside its sequence."""
+"""What a prefill worker knows of a request besides its sequence."""
 
 import functools
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ class PrefillRequest:
     """One request.
 
     Attributes:
-        sequence: its own, in the engine.
-        peer: the decode worker its KV goes to.
-        stream: to the router.
-        reserved_s: when room was asked for at the decode worker; 0 before.
-        granted_s: when there was some; 0 before.
-        handed_off_s: when its prompt was computed, MTP pass included; 0 before.
-        error: what ended it, if it ended badly.
-        seen: the phase it was last seen in by `PushLine`, and since when.
+        sequence: its sequence in the engine.
+        peer: the decode worker that its KV goes to.
+        stream: stream to the router.
+        reserved_s: when the decode worker was asked for room; 0 before.
+        granted_s: when the decode worker granted it; 0 before.
+        handed_off_s: when its prompt was computed, including the MTP pass; 0 before.
+        error: why it failed; empty if it did not.
+        seen: the phase in which `PushLine` last saw it, and since when.
     """
 
     sequence: Sequence
@@ -44,18 +44,18 @@ class PrefillRequest:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that it holds."""
+        """Number of blocks that it holds."""
         table = self.sequence.table
         return 0 if table is None else len(table.blocks)
 
     @property
     def waits_for_peer(self) -> bool:
-        """Whether it is the decode worker that has to act next."""
+        """Whether the decode worker has to act next."""
         return self.sequence.phase not in (Phase.WAITING, Phase.READY, Phase.RUNNING)
 
 
 def trace_prefill(tracer: Tracer, request: PrefillRequest, now_s: float) -> None:
-    """Have them made; nothing for a request that is not traced. It does not change any more."""
+    """Have the spans of a traced request made. The request must not change any more."""
     parent = request.sequence.request.trace
     if parent is not None:
         tracer.put(functools.partial(_make, parent.child(), request, now_s))

@@ -1,4 +1,4 @@
-"""The prefill worker's RPCs: bytes in, events out; every decision is the worker's."""
+"""The prefill worker's RPCs: bytes in, events out; the worker makes every decision."""
 
 from typing import Any
 
@@ -24,18 +24,18 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._epoch = epoch
 
     async def RunAll(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Prefill all attempts of one router. A call that ends cancels them."""
+        """Prefill all attempts of one router. The end of the call cancels them."""
         await StreamMux(_Runs(self._worker, self._clock), prefill_frame, WriteCoalescer(), self._epoch).serve(context)
 
     async def WatchPrefixes(
         self, request: worker_pb2.WatchPrefixesRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Tell a router which prefixes are here, and what becomes of them."""
+        """Report to a router which prefixes are cached here, and how that changes."""
         await serve_watch(self._worker.block_log, self._epoch, request, context)
 
 
 class _Runs:
-    """What a stream mux does with its streams (`worker.stream_mux.StreamRole`)."""
+    """Handles the streams of a stream multiplexer (`worker.stream_mux.StreamRole`)."""
 
     def __init__(self, worker: PrefillWorker, clock: Clock) -> None:
         self._worker = worker

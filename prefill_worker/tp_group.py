@@ -1,8 +1,8 @@
 """The hand-off of a tensor-parallel prefill worker: each rank pushes its own KV heads into one incoming transfer.
 
-To the worker's loop, which exists at rank 0 alone, `TPGroupPush` is a `PushService`: it reserves for all ranks, hands
-the grant on, and says that a transfer has ended when it has ended at every rank, because all of them read the same
-blocks. What happens at other ranks comes back by itself, and wakes the loop. The other ranks run `PrefillRankPush`.
+To the worker's loop, which exists only at rank 0, `TPGroupPush` looks like a `PushService`: it reserves for all ranks,
+passes the grant on, and reports that a transfer has ended when it has ended at every rank, because all of them read the
+same blocks. Events of other ranks arrive asynchronously, and wake the loop. The other ranks run `PrefillRankPush`.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from baton.proto import kv_pb2
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """`PushService.adopt`."""
+    """A `PushService.adopt` call for the other ranks."""
 
     attempt: AttemptKey
     peer: DecodePeer
@@ -43,7 +43,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class PushCached:
-    """`PushService.push_cached`."""
+    """A `PushService.push_cached` call for the other ranks."""
 
     attempt: AttemptKey
     first: int
@@ -52,7 +52,7 @@ class PushCached:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """`PushService.commit`, without the state, which is rank 0's."""
+    """A `PushService.commit` call for the other ranks, without the state, which rank 0 commits."""
 
     attempt: AttemptKey
     prefill_end_s: float
@@ -60,7 +60,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """`PushService.abort`."""
+    """A `PushService.abort` call for the other ranks."""
 
     attempt: AttemptKey
     reason: str
@@ -71,26 +71,26 @@ REPORTED: dict[int, type] = {80: Acked, 81: PushFailed, 82: PushDrained}
 
 
 def prefill_codec() -> PlanCodec:
-    """The codec of a prefill worker's TP group."""
+    """Return the codec of a prefill worker's TP group."""
     return plan_codec({**TOLD, **REPORTED})
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """One attempt's, over all ranks."""
+    """The transfer of one attempt, over all ranks."""
 
     peer: DecodePeer
     table: BlockTable
     prompt_len: int
     reading: set[int] = field(default_factory=lambda: {0})  # ranks whose transfer has not ended
     bytes_pushed: int = 0
-    is_acked: bool = True  # by every rank that has ended
+    is_acked: bool = True  # by every rank whose transfer has ended
     has_failed: bool = False  # and the worker was told
     given_up: Abort | None = None  # before the other ranks took part
 
 
 class TPGroupPush:
-    """Rank 0's `PushService`, and what the other ranks' have to say."""
+    """Combines rank 0's `PushService` with the events of the other ranks' services."""
 
     def __init__(self, own: PushService, channel: PlanChannel) -> None:
         self._own = own
@@ -99,7 +99,7 @@ class TPGroupPush:
 
     @property
     def wakeup(self) -> Callable[[], None]:
-        """Called on another thread when there is something to poll."""
+        """Callback on another thread when there is something to poll."""
         return self._own.wakeup
 
     @wakeup.setter
@@ -112,21 +112,21 @@ class TPGroupPush:
         self._own.start()
 
     def close(self) -> None:
-        """Stop, at every rank; the last call."""
+        """Stop, at every rank; must be the last call."""
         self._own.close()
         self._channel.link.expect_end()
         self._channel.tell(Stop())
 
     def inventory(self) -> dict[str, int]:
-        """Rank 0's counts. Any thread."""
+        """Return rank 0's counters. Any thread may call this."""
         return self._own.inventory()
 
     def paths(self) -> tuple[PathCounts, ...]:
-        """Rank 0's. Any thread."""
+        """Return rank 0's path measurements. Any thread may call this."""
         return self._own.paths()
 
     def data_paths(self) -> dict[str, DataPathChoice]:
-        """Rank 0's. Any thread."""
+        """Return rank 0's data paths. Any thread may call this."""
         return self._own.data_paths()
 
     def reserve(
@@ -138,22 +138,22 @@ class TPGroupPush:
         capacity_len: int,
         wait_s: float,
     ) -> None:
-        """As `PushService.reserve`; the other ranks take part from the grant on."""
+        """Like `PushService.reserve`; the other ranks take part from the grant on."""
         self._transfers[attempt] = _Transfer(peer, table, prompt_len)
         self._own.reserve(attempt, peer, table, prompt_len, capacity_len, wait_s)
 
     def push_cached(self, attempt: AttemptKey, first: int, count: int) -> None:
-        """As `PushService.push_cached`, at every rank."""
+        """Like `PushService.push_cached`, at every rank."""
         self._channel.tell(PushCached(attempt, first, count))
         self._own.push_cached(attempt, first, count)
 
     def commit(self, attempt: AttemptKey, state: kv_pb2.SequenceState, prefill_end_s: float) -> None:
-        """As `PushService.commit`, at every rank; the state goes with rank 0's."""
+        """Like `PushService.commit`, at every rank; rank 0 commits the state."""
         self._channel.tell(Commit(attempt, prefill_end_s))
         self._own.commit(attempt, state, prefill_end_s)
 
     def abort(self, attempt: AttemptKey, reason: str) -> None:
-        """As `PushService.abort`, at every rank."""
+        """Like `PushService.abort`, at every rank."""
         transfer = self._transfers.get(attempt)
         if transfer is not None and transfer.reading - {0}:
             self._channel.tell(Abort(attempt, reason))
@@ -162,7 +162,7 @@ class TPGroupPush:
         self._own.abort(attempt, reason)
 
     def poll(self) -> list[PushEvent]:
-        """What happened since the last call.
+        """Return the events since the last call.
 
         Raises:
             TransferFailed: rank 0 cannot push any more.
@@ -176,13 +176,13 @@ class TPGroupPush:
         return happened
 
     def _take(self, rank: int, event: PushEvent) -> list[PushEvent]:
-        """What a rank's event means to the worker."""
+        """Convert a rank's event to events for the worker."""
         transfer = self._transfers[event.attempt]
         match event:
             case Granted():
                 adopt = Adopt(event.attempt, transfer.peer, transfer.table, transfer.prompt_len, event.grant)
                 self._channel.tell(adopt)
-                # Every grant comes to every rank: the decode worker asks all of them before it frees the blocks.
+                # Every grant goes to every rank: the decode worker asks all of them before it frees the blocks.
                 if transfer.given_up is not None:
                     self._channel.tell(transfer.given_up)
                 transfer.reading = set(range(self._channel.communicator.size))
@@ -209,12 +209,12 @@ class TPGroupPush:
 
 
 class PrefillRankPush:
-    """What another rank does, until rank 0 says stop.
+    """The loop of another rank, until rank 0 says stop.
 
     Args:
-        runner: of this rank; its steps push through `push`.
-        push: of this rank; owned from here on.
-        channel: to rank 0.
+        runner: this rank's runner; its steps push through `push`.
+        push: this rank's push service; owned from here on.
+        channel: channel to rank 0.
     """
 
     def __init__(self, runner: RankRunner, push: PushService, channel: PlanChannel) -> None:
@@ -223,7 +223,7 @@ class PrefillRankPush:
         self._channel = channel
 
     def run(self) -> None:
-        """Serve.
+        """Serve until rank 0 says stop.
 
         Raises:
             WorkerLost: rank 0 is gone, or this rank diverged.

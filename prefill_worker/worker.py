@@ -1,7 +1,7 @@
 """The prefill role: an engine that pushes the KV of its prompts to decode workers while it computes them.
 
 A plain class around one loop thread, so that tests run it without Ray. It owns the order of a request's steps; the
-arithmetic is the engine's, the hand-off kvtransfer's.
+engine does the computation, kvtransfer the hand-off.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ from baton.worker.prefixes import PrefixNames, prefix_index
 
 
 def error_of(event: Denied) -> BatonError:
-    """The error that the request ends with."""
+    """Return the error that a denied request ends with."""
     if event.reason == kv_pb2.Deny.BUSY:
         return Overloaded(f"the decode worker has no room: {event.detail}")
     if event.reason == kv_pb2.Deny.TOO_LONG and event.detail.startswith(STAGING_KEY):
@@ -60,7 +60,7 @@ def error_of(event: Denied) -> BatonError:
         return PromptTooLong(f"the decode worker's pool is too small: {event.detail}")
     error = TransferFailed(f"the decode worker refused the incoming transfer: {event.detail}")
     if event.reason == kv_pb2.Deny.LAYOUT:
-        error.fields["pair_refused"] = event.detail  # the router pairs these two no more
+        error.fields["pair_refused"] = event.detail  # the router does not pair these two any more
     return error
 
 
@@ -74,22 +74,22 @@ def prefill_inventory(
     num_finished: int,
     num_failed: int,
 ) -> worker_pb2.Inventory:
-    """The message.
+    """Build the inventory message of a prefill worker.
 
     Args:
-        engine: of the worker.
-        line: requests, and which of them may ask for room.
+        engine: the worker's engine.
+        line: its requests, and which of them may ask for room.
         push: its side of the hand-off.
-        full_tokens_per_s: prompt tokens computed in full steps; 0 is not known.
-        num_requests: that are here.
-        num_finished: that ended well.
-        num_failed: that did not.
+        full_tokens_per_s: prompt tokens per second in full steps; 0 if not known.
+        num_requests: number of present requests.
+        num_finished: number of requests that succeeded.
+        num_failed: number of requests that failed.
     """
     pushes, num_waiting = push.inventory(), line.num_waiting()
     held = engine_inventory(
         engine,
         num_requests=num_requests,
-        num_running=max(0, num_requests - num_waiting),  # one may have come since they were counted
+        num_running=max(0, num_requests - num_waiting),  # a request may have arrived since they were counted
         waiting={"turn": num_waiting},
         num_finished=num_finished,
         num_failed=num_failed,
@@ -109,7 +109,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One prefill worker; `submit` and `cancel` may be called from any thread."""
+    """One prefill worker; any thread may call `submit` and `cancel`."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class PrefillWorker:
         self._loop.start()
 
     def close(self) -> None:
-        """Stop; requests that are here end with `RequestCancelled`."""
+        """Stop; present requests end with `RequestCancelled`."""
         self._loop.close()
         self._runner.drain()  # a step in flight pushes what it computes
         for request in self._requests.values():
@@ -183,7 +183,7 @@ class PrefillWorker:
         """Queue a request whose KV goes to `peer`; events and errors go to `stream`.
 
         Raises:
-            InvalidRequest: it can never be served here.
+            InvalidRequest: the request can never be served here.
             Overloaded: the queue is full.
         """
         grammar = self.check(request)
@@ -204,13 +204,13 @@ class PrefillWorker:
             raise
 
     def check(self, request: GenerationRequest) -> HeldGrammar | None:
-        """What `submit` checks first; a new grammar is compiled, which may take a while. Any thread.
+        """Run the checks of `submit`; a new grammar is compiled, which may take a while. Any thread may call this.
 
         Returns:
-            What keeps its grammar.
+            A handle that keeps the request's grammar.
 
         Raises:
-            InvalidRequest: it can never be served here.
+            InvalidRequest: the request can never be served here.
         """
         validate_attempt(request, self._limits)
         grammar = check_compiles(request.sampling.grammar, self._runner.grammars, request.forced_token_ids)
@@ -218,16 +218,16 @@ class PrefillWorker:
         return grammar
 
     def cancel(self, key: AttemptKey, stream: PrefillStream | None = None) -> None:
-        """Give a request up, wherever it is. Unknown keys are fine: it may have ended.
+        """Give a request up, wherever it is. Unknown keys are fine: the request may have ended.
 
         Args:
             key: the attempt.
-            stream: if given, only the request that this stream was submitted with.
+            stream: if given, only the request that was submitted with this stream.
         """
         self._loop.post(lambda: self._cancel(key, stream), always=True)
 
     def inventory(self) -> worker_pb2.Inventory:
-        """What this worker holds. Any thread; counts may be a step apart from each other."""
+        """Return what this worker holds. Any thread may call this; counts may be a step apart from each other."""
         found = prefill_inventory(
             self.engine,
             self._line,
@@ -263,7 +263,7 @@ class PrefillWorker:
                     error = TransferFailed(f"the KV hand-off failed: {event.reason}", reason=event.reason)
                     self.engine.end(request.sequence, self._or_late(request, error))
                 case PushDrained():
-                    # A push that ended by itself is reported failed first, so the stream has ended.
+                    # A push that ended by itself is reported as failed first, so the stream has ended.
                     assert request.stream.ended
                     self._forget(request)
         return bool(events)
@@ -273,7 +273,7 @@ class PrefillWorker:
         raise AssertionError("a prefill worker receives nothing")
 
     def plan(self) -> None:
-        """See `Role`: ask for room at decode workers."""
+        """See `Role`: ask decode workers for room."""
         now_s = self._clock.now_s()
         while (request := self._line.next_to_reserve(now_s)) is not None:
             request.reserved_s = now_s
@@ -343,11 +343,11 @@ class PrefillWorker:
             return
         request.granted_s = self._clock.now_s()
         self.engine.scheduler.make_ready(sequence)
-        if sequence.num_cached:  # what is not computed is on its way before the first step
+        if sequence.num_cached:  # cached positions are pushed before the first step
             self._push.push_cached(sequence.key, 0, sequence.num_cached)
 
     def _acked(self, request: PrefillRequest, event: Acked) -> None:
-        # An abort may have crossed the acknowledgement; then the stream has ended already.
+        # An abort may have crossed the acknowledgement; then the stream has already ended.
         if not request.stream.ended:
             data_path = self._push.data_paths().get(request.peer.kv_address)
             done = worker_pb2.PrefillDone(
@@ -361,7 +361,10 @@ class PrefillWorker:
         self._forget(request)
 
     def _or_late(self, request: PrefillRequest, error: BatonError) -> BatonError:
-        """Both sides hold the same deadline; where decode saw it first, its word arrives here as a failed hand-off."""
+        """Return the error that a failed hand-off ends with: the deadline's, if that has passed.
+
+        Both sides hold the same deadline. If decode notices it first, it arrives here as a failed hand-off.
+        """
         is_late = request.sequence.request.deadline_s <= self._clock.now_s()
         return RequestDeadlineExceeded("the deadline passed during prefill") if is_late else error
 
@@ -380,7 +383,7 @@ class PrefillWorker:
             index=sequence.request.num_forced,
         )
         request.stream.emit(worker_pb2.PrefillEvent(first_token=first))
-        if made.reason is not None:  # nothing is decoded: the decode worker's room is given back
+        if made.reason is not None:  # nothing is decoded: the decode worker's blocks are given back
             log.debug("%s ended at its first token: %s", request.key, made.reason.value)
             request.stream.emit(worker_pb2.PrefillEvent(done=worker_pb2.PrefillDone(handed_off=False)))
             request.stream.end()
@@ -401,7 +404,7 @@ class PrefillWorker:
             self._num_failed += 1
 
     def _forget(self, request: PrefillRequest) -> None:
-        """No push reads its blocks any more."""
+        """Forget a request whose blocks no push reads any more."""
         self._close(request)
         self.engine.forget(request.sequence)
 

@@ -133,7 +133,7 @@ class DataPathChooser:
 
     def _own_problem(self, data_path: str) -> str:
         if data_path in (INLINE, RAW):
-            return ""  # the transport shows whether it has the data path when it is opened
+            return ""  # known only when the transport opens it
         return self._openers[data_path].problem
 
     def _open(
