@@ -1,4 +1,4 @@
-"""How a client gets into a deployment: certificates and an API key. Neither is ever part of a repr or a message."""
+"""How a client gets access to a deployment: certificates and an API key. Neither appears in a repr or a message."""
 
 import os
 from collections.abc import Mapping
@@ -24,14 +24,15 @@ KEY_VARIABLE = "BATON_API_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What to show, and whom to believe. Nothing given: no encryption, no key.
+    """What a client presents, and which server it trusts. By default: no encryption, no key.
 
     Attributes:
-        tls: the CA that the deployment's certificate is of; a certificate and key of one's own where it asks for one.
+        tls: the CA of the deployment's certificate; also the client's certificate and key, if the deployment requires
+            one.
         api_key: sent with every call.
 
     Raises:
-        ConfigInvalid: the key has a character that no key has, such as the end of a line.
+        ConfigInvalid: the key has a character that no key has, such as a line end.
     """
 
     tls: TlsFiles = field(default_factory=TlsFiles)
@@ -46,10 +47,10 @@ class Access:
 
     @classmethod
     def of(cls, values: Mapping[str, str], api_key: str = "") -> "Access":
-        """From what is given by the names in `VARIABLES`; a key in a file is read.
+        """Make an access from values given by the names in `VARIABLES`; a key in a file is read.
 
         Raises:
-            ConfigInvalid: the file of the key cannot be read, or holds none.
+            ConfigInvalid: the key file cannot be read, or holds no key.
         """
         tls = TlsFiles(**{name.removeprefix("tls_"): path for name, path in values.items() if name.startswith("tls_")})
         path = values.get("api_key_file", "")
@@ -57,7 +58,7 @@ class Access:
 
     @classmethod
     def from_environment(cls) -> "Access":
-        """From the environment's `BATON_...` variables.
+        """Make an access from the environment's `BATON_...` variables.
 
         Raises:
             ConfigInvalid: see `of`.
@@ -67,11 +68,11 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """To be sent with every call."""
+        """Metadata to send with every call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def open(self, address: str, options: Options = ()) -> grpc.Channel:
-        """A channel.
+        """Open a channel.
 
         Raises:
             ConfigInvalid: the certificates cannot be used.
@@ -79,7 +80,7 @@ class Access:
         return SecureChannels(self.tls).open(address, options)
 
     def open_aio(self, address: str, options: Options = ()) -> grpc.aio.Channel:
-        """A channel for asyncio.
+        """Open a channel for asyncio.
 
         Raises:
             ConfigInvalid: the certificates cannot be used.
@@ -99,5 +100,5 @@ def _read_key(path: Path) -> str:
 
 
 def _is_key(text: str) -> bool:
-    """Whether a header may have it: some visible characters of ASCII."""
+    """Return whether a header can carry the text: at least one character, all visible ASCII."""
     return bool(text) and all("!" <= character <= "~" for character in text)

@@ -1,4 +1,4 @@
-"""Baton for asyncio: the same methods as the ordinary client, awaited."""
+"""The asyncio client of Baton: the same methods as the synchronous client, awaited."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -30,14 +30,14 @@ class AsyncBatonClient:
     """A connection to a deployment, made when first needed; belongs to one event loop.
 
     Every method raises the typed error of `baton.core.errors` that the server sent, WorkerLost if no server answers at
-    the address, and RequestCancelled if the client is closed, before or meanwhile.
+    the address, and RequestCancelled if the client is or gets closed.
 
     Args:
         address: "host:port" of the router.
-        timeout_s: of each call, a whole answer included; ConfigInvalid unless positive and finite.
+        timeout_s: time limit of each call, including the whole answer; ConfigInvalid unless positive and finite.
         access: certificates and an API key; ConfigInvalid if its files cannot be used.
-        retry: makes calls again whose errors say that this may help, within `timeout_s`, and only while nothing of the
-            answer has arrived; None makes each once. An error after that has what arrived in its field `received`.
+        retry: repeats calls whose errors say that this may help, within `timeout_s`, and only while nothing of the
+            answer has arrived; None: no retries. A later error has what has arrived in its field `received`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AsyncBatonClient:
         tenant: str = "",
         split_only: bool = False,
     ) -> AsyncIterator[inference_pb2.GenerateChunk]:
-        """Chunks of one answer, or of `n` side by side, each of its `choice`; the last of each has `finish`.
+        """Yield the chunks of one answer, or of `n` concurrent ones, told apart by `choice`; each ends with `finish`.
 
         Closing the iterator cancels the request.
         """
@@ -109,28 +109,28 @@ class AsyncBatonClient:
         model: str = "",
         tenant: str = "",
     ) -> str:
-        """The whole text of one answer (of `n`, the first)."""
+        """Return the whole text of one answer (with `n`, the first)."""
         chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model, tenant=tenant)
         return "".join([chunk.text async for chunk in chunks if chunk.choice == 0])
 
     async def tokenize(self, text: str, model: str = "") -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         request = inference_pb2.TokenizeRequest(model=checked_text(model, "model"), text=checked_text(text))
         reply: inference_pb2.TokenizeReply = await self._call(self._inference.Tokenize, request)
         return list(reply.token_ids)
 
     async def model(self) -> inference_pb2.Model:
-        """What is served."""
+        """Return the served model."""
         reply: inference_pb2.Model = await self._call(self._inference.GetModel, inference_pb2.GetModelRequest())
         return reply
 
     async def status(self) -> admin_pb2.StatusReply:
-        """The router and its workers."""
+        """Return the status of the router and its workers."""
         reply: admin_pb2.StatusReply = await self._call(self._admin.Status, admin_pb2.StatusRequest())
         return reply
 
     async def inventory(self) -> admin_pb2.InventoryReply:
-        """What every live worker holds right now."""
+        """Return what every live worker holds right now."""
         reply: admin_pb2.InventoryReply = await self._call(self._admin.Inventory, admin_pb2.InventoryRequest())
         return reply
 

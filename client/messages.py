@@ -1,4 +1,4 @@
-"""What both clients say and check; no connection of its own."""
+"""Messages and checks that both clients share; it has no connection of its own."""
 
 import math
 import random
@@ -24,17 +24,19 @@ from baton.core.requests.sampling import MAX_CHOICES, SamplingParams
 from baton.proto import inference_pb2, wire
 from baton.proto.secure_channel import is_refused_certificate
 
-SPREAD: Final = 0.25  # of a pause that the server asked for, so much longer at most
+SPREAD: Final = 0.25  # a pause that the server asked for is prolonged by at most this fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often, and with which pauses. A call with all its pauses never takes longer than the client's `timeout_s`.
+    """How often to retry a call, and with which pauses.
+
+    A call with all its pauses never takes longer than the client's `timeout_s`.
 
     Attributes:
-        max_attempts: of one call, the first one included; ConfigInvalid unless positive.
-        first_delay_s: the longest first pause; it doubles each time. ConfigInvalid unless positive and finite.
-        max_delay_s: no pause that the server did not ask for is longer; likewise.
+        max_attempts: attempts at one call, including the first; ConfigInvalid unless positive.
+        first_delay_s: maximum first pause; it doubles each time. ConfigInvalid unless positive and finite.
+        max_delay_s: maximum pause, unless the server asks for a longer one. ConfigInvalid unless positive and finite.
     """
 
     max_attempts: int = 4
@@ -57,10 +59,10 @@ class CallAttempts:
     """The attempts at one call.
 
     Args:
-        policy: how many.
-        timeout_s: for all of them.
+        policy: how often to retry, and the pauses.
+        timeout_s: time limit for all attempts together.
         now_s: the clock.
-        draw: a number in [0, 1).
+        draw: returns a random number in [0, 1).
     """
 
     def __init__(
@@ -78,14 +80,14 @@ class CallAttempts:
 
     @property
     def left_s(self) -> float:
-        """What the next attempt may take."""
+        """Time that the next attempt may take."""
         return max(self._deadline_s - self._now_s(), 0.0)
 
     def pause_s(self, error: BatonError) -> float:
-        """How long to wait before the next attempt.
+        """Return how long to wait before the next attempt.
 
         Raises:
-            BatonError: this one, if there is none.
+            BatonError: `error`, if there is no next attempt.
         """
         self._num_failed += 1
         if error.retry is Retry.NEVER or self._num_failed >= self._policy.max_attempts:
@@ -105,7 +107,8 @@ Sampling = SamplingParams | inference_pb2.Sampling
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    # Who asks again after a router's restart finds it: no pause between two tries to connect grows beyond two seconds.
+    # A client that retries after a router's restart finds it soon: no pause between connection attempts grows beyond
+    # two seconds.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
@@ -120,13 +123,13 @@ def generate_request(
     *,
     split_only: bool = False,
 ) -> inference_pb2.GenerateRequest:
-    """The message for one answer. Without `sampling` the server's defaults hold, a fresh seed among them.
+    """Build the message for one answer. Without `sampling` the server's defaults apply, including a fresh seed.
 
     Raises:
-        ConflictingOptions: both a text and token ids.
-        EmptyPrompt: neither.
+        ConflictingOptions: both a text and token ids were given.
+        EmptyPrompt: neither was given.
         InvalidText: a text, the model's or the tenant's name is not Unicode text.
-        InvalidRequest: a value that no message can carry.
+        InvalidRequest: a value cannot be carried by the message.
     """
     if prompt is not None and token_ids is not None:
         raise ConflictingOptions("give a text or token ids, not both")
@@ -151,10 +154,10 @@ def generate_request(
 
 
 def checked_text(text: str, name: str = "the text") -> str:
-    """The text itself.
+    """Return the text itself.
 
     Raises:
-        InvalidText: it holds lone surrogates, so it is no Unicode text.
+        InvalidText: it has lone surrogates, so it is not Unicode text.
     """
     try:
         text.encode("utf-8")
@@ -164,7 +167,7 @@ def checked_text(text: str, name: str = "the text") -> str:
 
 
 def checked_timeout_s(timeout_s: float) -> float:
-    """The time limit, cut to what a message can carry.
+    """Return the time limit, cut to what a message can carry.
 
     Raises:
         ConfigInvalid: it is not a positive, finite number.
@@ -175,10 +178,10 @@ def checked_timeout_s(timeout_s: float) -> float:
 
 
 def pause_after(attempts: CallAttempts, failed: BatonError, cause: grpc.RpcError) -> float:
-    """Seconds to wait before the next attempt at a call that has failed before anything arrived.
+    """Return the seconds to wait before the next attempt at a call that failed before anything arrived.
 
     Raises:
-        BatonError: the failure, if there is no next one; a certificate that is not accepted will not be the next time.
+        BatonError: the failure, if there is no next attempt. A refused certificate is not retried.
     """
     if is_refused_certificate(cause):
         raise failed from cause
@@ -189,14 +192,14 @@ def pause_after(attempts: CallAttempts, failed: BatonError, cause: grpc.RpcError
 
 
 class ChunkCheck:
-    """Checks that no answer of a stream has a gap or a repetition, and that each has an end; knows what has arrived.
+    """Checks that no answer of a stream has a gap or a repetition, and that each has an end; records what has arrived.
 
     Args:
-        num_choices: answers that were asked for.
+        num_choices: number of answers that were requested.
     """
 
     def __init__(self, num_choices: int = 1) -> None:
-        num_choices = min(max(num_choices, 1), MAX_CHOICES)  # the server refuses others
+        num_choices = min(max(num_choices, 1), MAX_CHOICES)  # the server refuses other numbers
         self._token_ids: list[list[int]] = [[] for _ in range(num_choices)]
         self._texts = [""] * num_choices
         self._unfinished = set(range(num_choices))
@@ -208,10 +211,10 @@ class ChunkCheck:
         return self._has_any
 
     def take(self, chunk: inference_pb2.GenerateChunk) -> inference_pb2.GenerateChunk:
-        """The chunk, if it is its answer's next.
+        """Return the chunk, after checking that it is the next one of its answer.
 
         Raises:
-            ProtocolError: a token was lost or repeated on the way, or the answer is none of those asked for.
+            ProtocolError: a token was lost or repeated, or the answer was not requested.
         """
         choice = chunk.choice
         if choice >= len(self._token_ids):
@@ -226,16 +229,19 @@ class ChunkCheck:
         return chunk
 
     def end(self) -> None:
-        """The stream ended without an error.
+        """Check that every answer was complete when the stream ended without an error.
 
         Raises:
-            ProtocolError: an answer's last chunk was not its last.
+            ProtocolError: an answer has no last chunk.
         """
         if self._unfinished:
             raise ProtocolError("the stream ended without a finish", num_tokens=sum(map(len, self._token_ids)))
 
     def with_received(self, error: BatonError) -> BatonError:
-        """The error, with what has arrived in its field `received`: token ids, text and whether it ended, by answer."""
+        """Return the error, with what has arrived in its field `received`.
+
+        Its entries are, by answer: token ids, text, and whether the answer ended.
+        """
         if self._has_any:
             pairs = zip(self._token_ids, self._texts, strict=True)
             error.fields["received"] = [

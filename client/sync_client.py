@@ -1,4 +1,4 @@
-"""Baton for ordinary code: one connection, typed errors, answers as they come."""
+"""The synchronous client of Baton: one connection, typed errors, streamed answers."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ class BatonClient:
     """A connection to a deployment, made when first needed. Threads may share it.
 
     Every method raises the typed error of `baton.core.errors` that the server sent, WorkerLost if no server answers at
-    the address, and RequestCancelled if the client is closed, before or meanwhile.
+    the address, and RequestCancelled if the client is or gets closed.
 
     Args:
         address: "host:port" of the router.
-        timeout_s: of each call, a whole answer included; ConfigInvalid unless positive and finite.
+        timeout_s: time limit of each call, including the whole answer; ConfigInvalid unless positive and finite.
         access: certificates and an API key; ConfigInvalid if its files cannot be used.
-        retry: makes calls again whose errors say that this may help, within `timeout_s`, and only while nothing of the
-            answer has arrived; None makes each once. An error after that has what arrived in its field `received`.
+        retry: repeats calls whose errors say that this may help, within `timeout_s`, and only while nothing of the
+            answer has arrived; None: no retries. A later error has what has arrived in its field `received`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class BatonClient:
         tenant: str = "",
         split_only: bool = False,
     ) -> Iterator[inference_pb2.GenerateChunk]:
-        """Chunks of one answer, or of `n` side by side, each of its `choice`; the last of each has `finish`.
+        """Return the chunks of one answer, or of `n` concurrent ones, told apart by `choice`; each ends with `finish`.
 
         Dropping the iterator cancels the request.
         """
@@ -86,28 +86,28 @@ class BatonClient:
         model: str = "",
         tenant: str = "",
     ) -> str:
-        """The whole text of one answer (of `n`, the first)."""
+        """Return the whole text of one answer (with `n`, the first)."""
         chunks = self.generate(prompt, token_ids=token_ids, sampling=sampling, model=model, tenant=tenant)
         return "".join(chunk.text for chunk in chunks if chunk.choice == 0)
 
     def tokenize(self, text: str, model: str = "") -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         request = inference_pb2.TokenizeRequest(model=checked_text(model, "model"), text=checked_text(text))
         reply: inference_pb2.TokenizeReply = self._call(self._inference.Tokenize, request)
         return list(reply.token_ids)
 
     def model(self) -> inference_pb2.Model:
-        """What is served."""
+        """Return the served model."""
         reply: inference_pb2.Model = self._call(self._inference.GetModel, inference_pb2.GetModelRequest())
         return reply
 
     def status(self) -> admin_pb2.StatusReply:
-        """The router and its workers."""
+        """Return the status of the router and its workers."""
         reply: admin_pb2.StatusReply = self._call(self._admin.Status, admin_pb2.StatusRequest())
         return reply
 
     def inventory(self) -> admin_pb2.InventoryReply:
-        """What every live worker holds right now."""
+        """Return what every live worker holds right now."""
         reply: admin_pb2.InventoryReply = self._call(self._admin.Inventory, admin_pb2.InventoryRequest())
         return reply
 
@@ -144,7 +144,7 @@ class BatonClient:
     def _begin(self, method: Any, request: Any, attempts: CallAttempts) -> Any:
         try:
             return method(request, timeout=attempts.left_s, metadata=self._metadata)
-        except ValueError as error:  # gRPC's, of a closed channel
+        except ValueError as error:  # raised by gRPC for a closed channel
             if self._is_closed:
                 raise RequestCancelled("the client is closed") from error
             raise

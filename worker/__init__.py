@@ -1,1 +1,1 @@
-"""What the prefill and the decode role share: loop thread, gRPC host, heartbeats, loading; neither role's logic."""
+"""What the prefill and decode roles share: loop thread, gRPC host, heartbeats, loading; neither role's logic."""

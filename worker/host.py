@@ -1,4 +1,4 @@
-"""The gRPC side of a worker: one asyncio loop in a thread of its own, with the server and the heartbeats on it."""
+"""The gRPC side of a worker: one asyncio loop on its own thread, which runs the server and the heartbeats."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ from baton.proto.secure_channel import SecureChannels, is_refused_certificate, s
 from baton.proto.unreadable import RefuseUnreadable
 
 HEARTBEAT_S = 0.25
-# A router that is busy is not dead: a report waits for it. A dead one breaks the connection, by its end or because it
-# answers no pings; gRPC's own thread answers them, whatever the router's event loop does.
+# A busy router is not dead: a heartbeat waits for it. A dead one breaks the connection, because it ends or because it
+# does not answer pings; gRPC's own thread answers them, whatever the router's event loop does.
 HEARTBEAT_TIMEOUT_S = 60.0
-SILENT_S = 2.0  # a deployment that stops ends its router first: workers that end soon after need not tell of that
-MAX_BROKEN_HEARTBEATS = 8  # one after the other: then the worker ends, for the router has given it up
+SILENT_S = 2.0  # a stopping deployment ends its router first: workers that end soon after need not report that
+MAX_BROKEN_HEARTBEATS = 8  # in a row: then the worker ends, since the router has given it up
 STOP_GRACE_S = 0.5
-# A router that was started again is to hear of its workers at once: no pause between two tries grows beyond a second.
+# A restarted router should hear of its workers at once: no pause between two attempts grows beyond a second.
 ROUTER_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -47,7 +47,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Pings of a peer that was cut off, or of one stopped, come all at once afterwards; that is no reason to hang up.
+    # Pings of a peer that was cut off or stopped all arrive at once afterwards; that is no reason to disconnect.
     ("grpc.http2.max_ping_strikes", 0),
 )
 
@@ -64,13 +64,14 @@ class WorkerHost:
     Args:
         host: address to bind to, and to advertise.
         register: adds the role's servicer to the server; called on the host's event loop.
-        state: the worker's current state; called from the host's thread.
-        router_address: where heartbeats go; empty sends none (tests that need no router).
-        set_speculation: changes how many drafts its steps make, if it makes any; any thread.
-        tls: certificate, key and the CA that callers must have one of; without, nothing is encrypted.
-        on_fatal: told, on the host's thread, what ended it: a worker that cannot be reached must not live on.
-        identity: what it proves to the router, and asks of callers; not given: as `state` says, with the key that this
-            process makes.
+        state: returns the worker's current state; called on the host's thread.
+        router_address: where heartbeats go; empty sends none (for tests without a router).
+        on_fatal: called on the host's thread with the error that ended it: a worker that cannot be reached must not
+            live on.
+        set_speculation: changes how many drafts the worker's steps make, if it makes any; any thread may call it.
+        tls: certificate, key and the CA of callers' certificates; without it, nothing is encrypted.
+        identity: what the worker proves to the router, and requires of callers; None: derived from `state`, with a key
+            made by this process.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class WorkerHost:
         self._register = register
         self._state = state
         self._router_address = router_address
-        self._desired_state = worker_pb2.DesiredState()  # the router's, kept for the next one
+        self._desired_state = worker_pb2.DesiredState()  # the router's, kept for the next router
         self._is_asked_desired_state = False
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -102,7 +103,7 @@ class WorkerHost:
         self.address = ""
 
     def start(self) -> None:
-        """Serve on a free port; returns when it listens.
+        """Serve on a free port; return when the server listens.
 
         Raises:
             PortInUse: no port could be bound.
@@ -115,7 +116,7 @@ class WorkerHost:
             raise self._error
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop serving; open streams are cancelled after a short grace."""
+        """Stop serving; open streams are cancelled after a short grace period."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # it ended by itself meanwhile, and its loop is closed
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -167,7 +168,7 @@ class WorkerHost:
         await asyncio.wait({heartbeats, stopping})
         await server.stop(STOP_GRACE_S)
         if not heartbeats.cancelled():
-            heartbeats.result()  # raises what ended them
+            heartbeats.result()  # raises the error that ended them
 
     async def _wait_for_stop(self, handshakes: Handshakes) -> None:
         while not self._stopping.is_set():
@@ -183,7 +184,7 @@ class WorkerHost:
         router = _RouterChannel(self._router_address, SecureChannels(self._tls), identity)
         try:
             while True:
-                is_met = False  # in another incarnation: what was to be said is said again at once
+                is_met = False  # whether another incarnation answered: then the heartbeat is repeated at once
                 try:
                     membership = worker_pb2_grpc.MembershipStub(await router.newest())
                     reply = await membership.Heartbeat(self._report(), timeout=HEARTBEAT_TIMEOUT_S)
@@ -215,7 +216,7 @@ class WorkerHost:
         return f"does not answer{perhaps}: {error.code()}"
 
     def _end(self) -> None:
-        """End this incarnation, a moment from now: the operator who asked for it gets an answer first."""
+        """End this incarnation after a short delay, so that the operator who requested it gets a reply first."""
         error = WorkerLost("an operator ended this incarnation of the worker")
         self._loop.call_later(END_DELAY_S, self._on_fatal, error)
 
@@ -230,7 +231,7 @@ class WorkerHost:
         return state
 
     def _follow(self, reply: worker_pb2.HeartbeatReply) -> None:
-        """A worker that was not there when an operator set something hears of it with its heartbeats."""
+        """Apply what operators have set: a worker that was not running then learns of it from its heartbeats."""
         self._is_asked_desired_state = reply.wants_desired_state
         if reply.HasField("desired_state"):
             self._desired_state = reply.desired_state
@@ -243,7 +244,7 @@ class WorkerHost:
 
 
 def worker_identity(config: WorkerConfig, role: str, epoch: int) -> WorkerIdentity:
-    """What a worker with this configuration is to its router."""
+    """Return what a worker with this configuration is to its router."""
     return WorkerIdentity(role=role, worker_id=config.worker_id, epoch=epoch, key=bytes.fromhex(config.key))
 
 
@@ -252,14 +253,14 @@ def _identity_of(state: worker_pb2.WorkerState) -> WorkerIdentity:
 
 
 class _RouterChannel:
-    """A channel to the router, opened anew after the certificates have changed."""
+    """A channel to the router, reopened after the certificates have changed."""
 
     def __init__(self, address: str, secure: SecureChannels, identity: WorkerIdentity) -> None:
         self._address = address
         self._secure = secure
         self._caller = identity.caller
         self._incarnation = ""
-        self.is_meeting = False  # only one thing is said again at once, whatever the other side makes up
+        self.is_meeting = False  # only one heartbeat is repeated at once, whatever the other side sends
         self._version = secure.version
         self._channel = secure.open_aio(address, ROUTER_OPTIONS)
 
@@ -271,9 +272,9 @@ class _RouterChannel:
         return InsideChannel(self._channel, self._caller, lambda: self._incarnation)
 
     def meets(self, error: grpc.aio.AioRpcError) -> bool:
-        """Whether a call failed only because the router is another incarnation than was known; the next one names it.
+        """Return whether a call failed only because the router is a new incarnation; the next call then names it.
 
-        A proof for an incarnation that another server made up is of no use to it.
+        A proof for an incarnation that another server made up is of no use to that server.
         """
         if self.is_meeting or error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             self.is_meeting = False
@@ -290,7 +291,7 @@ class _RouterChannel:
 
 
 class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
-    """A worker's own Admin: what it holds right now."""
+    """A worker's own Admin service: what it holds right now."""
 
     def __init__(
         self,
@@ -305,14 +306,14 @@ class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
     async def Inventory(
         self, request: admin_pb2.InventoryRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.InventoryReply:
-        """This worker's state, freshly counted."""
+        """Return this worker's state, freshly counted."""
         status = admin_pb2.WorkerStatus(state=self._state(), alive=True)
         return admin_pb2.InventoryReply(workers=[status])
 
     async def SetSpeculation(
         self, request: admin_pb2.SetSpeculationRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.SetSpeculationReply:
-        """Change this worker's k, if it is a decode worker."""
+        """Change this worker's number of drafts, if it is a decode worker."""
         try:
             if self._set_speculation is None:
                 raise InvalidRequest("this worker makes no drafts: it is no decode worker")
@@ -325,7 +326,7 @@ class _WorkerAdmin(admin_pb2_grpc.AdminServicer):
     async def Restart(
         self, request: admin_pb2.RestartRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.RestartReply:
-        """End this process, if it is the incarnation that was meant."""
+        """End this process, if it is the intended incarnation."""
         ending = request.epoch == self._state().epoch
         if ending:
             self._end()

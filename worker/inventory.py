@@ -1,4 +1,4 @@
-"""What the heartbeat of a worker of either role says it holds; any thread, counts may be a step apart."""
+"""The part of heartbeats that reports what a worker of either role holds. Any thread; counts may be a step apart."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -28,7 +28,10 @@ from baton.worker.loading import LoadedWorker
 
 
 def form_of(model: Model) -> str:
-    """The word for what computes it: triton or reference; in invariant numerics ordered (by Triton) or invariant."""
+    """Return the name of what computes a model: `triton` or `reference`.
+
+    In invariant numerics: `ordered` (Triton) or `invariant`.
+    """
     is_invariant = model.numerics is Numerics.INVARIANT
     if model.implementation is Implementation.TRITON:
         return "ordered" if is_invariant else "triton"
@@ -36,7 +39,7 @@ def form_of(model: Model) -> str:
 
 
 def compute_report(model: Model, quantization: Quantization, chosen: Sequence[str] = ()) -> worker_pb2.Compute:
-    """For a heartbeat; `chosen` says what was chosen at start, and why. Any thread."""
+    """Build the heartbeat's report on computing; `chosen` lists choices at start-up, with reasons. Any thread."""
     device, scheme = model.device, model.config.fp8
     is_stored = scheme is not None and scheme.may_stay_float8 and str(model.dtype).removeprefix("torch.") in GEMM_DTYPES
     return worker_pb2.Compute(
@@ -55,7 +58,7 @@ def compute_report(model: Model, quantization: Quantization, chosen: Sequence[st
 
 
 def graph_counts(step: GraphedStep | None) -> worker_pb2.GraphCounts | None:
-    """For a heartbeat; None without graphs. Any thread."""
+    """Build the heartbeat's counts of CUDA graphs; None without graphs. Any thread may call this."""
     if step is None:
         return None
     counts = step.counts
@@ -70,14 +73,14 @@ def graph_counts(step: GraphedStep | None) -> worker_pb2.GraphCounts | None:
 
 
 def pace_to_proto(pace: PrefillPace) -> worker_pb2.PrefillPace | None:
-    """The message; None before anything was measured. Any thread; its numbers may be of two steps."""
+    """Build the message; None before anything was measured. Any thread; its numbers may be of two steps."""
     if not pace.is_known:
         return None
     return worker_pb2.PrefillPace(fixed_s=pace.fixed_s, per_token_s=pace.per_token_s, draft_s=pace.draft_s)
 
 
 def balance_to_proto(balancer: ExpertBalancer | None) -> worker_pb2.ExpertBalance | None:
-    """The message; None where no expert moves. Any thread."""
+    """Build the message; None where no expert moves. Any thread may call this."""
     if balancer is None:
         return None
     return worker_pb2.ExpertBalance(balance=balancer.balance, num_layers_moved=balancer.num_moved)
@@ -86,7 +89,7 @@ def balance_to_proto(balancer: ExpertBalancer | None) -> worker_pb2.ExpertBalanc
 def push_counts(
     counts: Mapping[str, int], paths: Iterable[PathCounts], data_paths: Mapping[str, DataPathChoice]
 ) -> worker_pb2.TransferCounts:
-    """Of a prefill worker: `PushService.inventory`, `paths` and `data_paths`."""
+    """Build a prefill worker's counts from `PushService.inventory`, `paths` and `data_paths`."""
     found = worker_pb2.TransferCounts(
         transfers=counts["num_acked"],
         bytes=counts["bytes_pushed"],
@@ -117,7 +120,7 @@ def push_counts(
 
 
 def receiver_counts(counts: Mapping[str, int], num_quarantined: int) -> worker_pb2.TransferCounts:
-    """Of a decode worker: `ReceiverService.inventory`, and the blocks its allocator holds back."""
+    """Build a decode worker's counts from `ReceiverService.inventory` and the number of quarantined blocks."""
     return worker_pb2.TransferCounts(
         transfers=counts["transfers_complete"],
         bytes=counts["bytes_landed"],
@@ -142,15 +145,15 @@ def engine_inventory(
     num_finished: int,
     num_failed: int,
 ) -> worker_pb2.Inventory:
-    """The part of the message that both roles fill in alike.
+    """Build the part of the inventory message that both roles share.
 
     Args:
-        engine: of the worker.
-        num_requests: that are here, in any state.
-        num_running: of them, those that are computed.
-        waiting: of them, those that are not, by what they wait for; in the order of a request's life.
-        num_finished: requests that ended well.
-        num_failed: that did not.
+        engine: the worker's engine.
+        num_requests: number of present requests, in any state.
+        num_running: number of those that are computed.
+        waiting: numbers of those that are not, by what they wait for; in the order of a request's stages.
+        num_finished: number of requests that succeeded.
+        num_failed: number of requests that failed.
     """
     scheduler, allocators = engine.scheduler, engine.scheduler.allocators
     checkpoints = scheduler.allocator.index.checkpoints or StateCheckpoints()
@@ -191,17 +194,17 @@ def worker_state(
     naming: worker_pb2.PrefixNaming | None,
     rank_pids: Sequence[int],
 ) -> worker_pb2.WorkerState:
-    """The heartbeat of a worker of either role, but for what one role alone says.
+    """Build the heartbeat of a worker of either role, without what only one role reports.
 
     Args:
         role: "prefill" or "decode".
-        config: with what the worker has chosen itself.
+        config: configuration, including what the worker has chosen itself.
         loaded: its model and KV pool.
-        inventory: see `engine_inventory`; how the model is computed is added.
-        epoch: of this incarnation.
-        address: of its gRPC server.
-        build: of its program (`core.build`).
-        naming: of its cached prefixes; None without a cache.
+        inventory: see `engine_inventory`; a report on how the model is computed is added.
+        epoch: this incarnation.
+        address: address of its gRPC server.
+        build: build of its program (`core.build`).
+        naming: naming of its cached prefixes; None without a cache.
         rank_pids: process ids, in rank order.
     """
     layout = loaded.layout

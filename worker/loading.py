@@ -1,4 +1,4 @@
-"""From a `WorkerConfig` to the model, tokenizer and KV pool of one worker; the same steps for both roles."""
+"""Makes the model, tokenizer and KV pool of one worker from a `WorkerConfig`; the same steps for both roles."""
 
 import json
 import logging
@@ -32,55 +32,56 @@ from baton.model.loader import load_model
 from baton.model.model import Model
 from baton.model.parallel import Alone, Communicator
 
-CONTEXT_BYTES = 1 << 30  # of a process: the CUDA context, libraries' workspaces, loaded kernels, captured graphs
-_ACTIVATION_BYTES = 2  # of an element; kernels compute bfloat16
+CONTEXT_BYTES = 1 << 30  # per process: the CUDA context, libraries' workspaces, loaded kernels, captured graphs
+_ACTIVATION_BYTES = 2  # per element; kernels compute bfloat16
 _LOGIT_COPIES = 4  # in float32: as computed, penalized, sorted, and their probabilities
 
 
 def step_bytes(*, num_tokens: int, num_rows: int, hidden_size: int, inner_size: int, vocab_size: int) -> int:
-    """What the largest step holds beside weights and KV.
+    """Return the bytes that the largest step needs besides weights and KV.
 
     Args:
-        num_tokens: of the largest step.
-        num_rows: whose logits are computed together.
-        hidden_size: of the model.
-        inner_size: the widest activation inside a layer, of one token.
-        vocab_size: of the model.
+        num_tokens: tokens of the largest step.
+        num_rows: rows whose logits are computed together.
+        hidden_size: hidden size of the model.
+        inner_size: the widest activation inside a layer, per token.
+        vocab_size: vocabulary size of the model.
     """
     activations = num_tokens * (6 * hidden_size + 3 * inner_size) * _ACTIVATION_BYTES
     return activations + num_rows * vocab_size * 4 * _LOGIT_COPIES
 
 
 def kv_bytes(*, total: int, free: int, share: float, own: int, steps: int) -> int:
-    """Bytes for the KV pool of one process; 0 if there are none left.
+    """Return the bytes for the KV pool of one process; 0 if none are left.
 
     Args:
-        total: the GPU's memory.
-        free: of it now.
-        share: the part of `total` that this process may use in all.
-        own: what it uses already.
-        steps: what its largest step will hold.
+        total: bytes of the GPU's memory.
+        free: bytes of it that are free now.
+        share: fraction of `total` that this process may use in all.
+        own: bytes that it already uses.
+        steps: bytes that its largest step will need.
     """
     return max(0, min(int(total * share) - own, free) - steps)
 
 
 CPU_NUM_TOKENS = 256
-GPU_NUM_SEQS = 256  # a decode step of so many is bound by reading KV, no longer by reading weights
-GPU_NUM_TOKENS = 4096  # measured: 8B prompts beside 64 streams, first token and tok/s as with 2048 or better
-# Where those would give an expert fewer rows than `EXPERT_ROWS`, a step takes twice as many, for it reads each expert's
-# weights once: 12 layers of a 35B with 8 of 256 experts compute 8,192 tokens in 36 ms that way, and in 40 in two steps.
+GPU_NUM_SEQS = 256  # a decode step of this size is bound by reading KV, no longer by reading weights
+GPU_NUM_TOKENS = 4096  # measured: 8B prompts beside 64 streams; first token and tok/s as with 2048 or better
+# If these would give an expert fewer rows than `EXPERT_ROWS`, a step takes twice as many, because it reads each
+# expert's weights once: 12 layers of a 35B model with 8 of 256 experts compute 8,192 tokens in 36 ms that way, and in
+# 40 ms in two steps.
 MOE_GPU_NUM_TOKENS = 8192
 EXPERT_ROWS = 256
 MIN_GPU_NUM_SEQS = 8
-MIN_MODEL_LEN = 2  # a prompt, and a token that follows
+MIN_MODEL_LEN = 2  # a prompt token, and a token that follows
 TYPICAL_LEN = 1024  # positions that a sequence is expected to hold
-_LOGIT_SHARE = 0.1  # of a worker's memory, at most, for the logits of a step
+_LOGIT_SHARE = 0.1  # maximum fraction of a worker's memory for the logits of a step
 _LOGIT_BYTES = 16  # float32: as computed, penalized, sorted, and their probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What a worker computes on.
+    """The device that a worker computes on.
 
     Attributes:
         kind: `cpu` or `cuda`.
@@ -93,13 +94,13 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """What was chosen, and why.
+    """The chosen sizes of steps, and why they were chosen.
 
     Attributes:
-        max_num_seqs: sequences at once.
+        max_num_seqs: maximum number of concurrent sequences.
         max_num_batched_tokens: prompt tokens of a prefill step.
         max_model_len: positions of a sequence; 0 before there is a pool.
-        why: a sentence for each; `worker.loading` adds one for the KV pool.
+        why: one sentence for each; `worker.loading` adds one for the KV pool.
     """
 
     max_num_seqs: int
@@ -108,13 +109,13 @@ class StepSizes:
     why: tuple[str, ...]
 
     def fitted(self, *, asked_seqs: int, kind: str, pool_len: int, max_model_len: int) -> "StepSizes":
-        """The same with no more sequences than a GPU's pool holds at a typical length; a number asked for stays.
+        """Limit the sequences to what a GPU's pool holds at a typical length; a configured number is kept.
 
         Args:
-            asked_seqs: by the operator; 0: not at all.
-            kind: of the device.
+            asked_seqs: number configured by the operator; 0: none.
+            kind: kind of the device.
             pool_len: positions of the pool.
-            max_model_len: of a sequence.
+            max_model_len: positions of a sequence.
         """
         if asked_seqs or kind != "cuda":
             return self
@@ -135,15 +136,15 @@ def choose(
     num_rows_per_seq: int,
     expert_share: float = 1.0,
 ) -> StepSizes:
-    """Sizes before there is a pool; see `StepSizes.fitted` for those after.
+    """Choose the sizes of steps before there is a pool; `StepSizes.fitted` adapts them to it.
 
     Args:
-        asked_seqs: max_num_seqs by the operator; 0: not at all.
-        asked_tokens: max_num_batched_tokens likewise.
-        device: of the worker.
-        vocab_size: of the model.
-        num_rows_per_seq: whose logits a step computes, of each sequence.
-        expert_share: of a step's rows, for each expert of an MoE layer, on average.
+        asked_seqs: max_num_seqs configured by the operator; 0: none.
+        asked_tokens: max_num_batched_tokens configured by the operator; 0: none.
+        device: device of the worker.
+        vocab_size: vocabulary size of the model.
+        num_rows_per_seq: rows of each sequence whose logits a step computes.
+        expert_share: average fraction of a step's rows for each expert of an MoE layer.
     """
     seqs, why_seqs = _num_seqs(asked_seqs, device, vocab_size * num_rows_per_seq * _LOGIT_BYTES)
     tokens, why_tokens = _num_tokens(asked_tokens, device, expert_share)
@@ -192,7 +193,7 @@ class LoadedWorker:
     sizes: StepSizes
 
     def applied(self, config: WorkerConfig) -> WorkerConfig:
-        """The same with the sizes of steps that were chosen."""
+        """Return the configuration with the chosen sizes of steps."""
         sizes = self.sizes
         return replace(
             config,
@@ -208,18 +209,18 @@ def load_worker(
     pool_memory: Callable[[PoolGeometry], memoryview] | None = None,
     communicator: Communicator | None = None,
 ) -> LoadedWorker:
-    """Load the model and size the pool from the memory there is; as one rank of a group if there is a communicator.
+    """Load the model and size the pool from the available memory; with a communicator, as one rank of a group.
 
     Args:
         config: what to load.
-        on_progress: told (tensors loaded, all tensors).
-        pool_memory: gives a pool on a CPU its memory, to share it; its own if None.
-        communicator: of the worker's ranks; all of them load at the same time, and have pools of the same length.
+        on_progress: called with (tensors loaded, all tensors).
+        pool_memory: returns the memory for a pool on a CPU, to share it; None: the pool allocates its own.
+        communicator: connects the worker's ranks; all of them load at the same time, and have pools of the same length.
 
     Raises:
-        StartupError: the model directory is unusable or cannot be cut into so many ranks, or the numerics mode does
+        StartupError: the model directory is unusable or cannot be split over that many ranks, or the numerics mode does
             not hold on this machine.
-        ConfigInvalid: the pool would not hold a block, or there is no memory for it; or torch finds no GPU to use.
+        ConfigInvalid: the pool would not hold a block, there is no memory for it, or torch finds no usable GPU.
     """
     torch.set_num_threads(config.num_threads)
     device = _usable(torch.device(config.device))
@@ -277,7 +278,7 @@ def load_worker(
             num_checkpoints=num_checkpoints,
             memory=memory,
         )
-    except RuntimeError as error:  # what torch's allocators raise
+    except RuntimeError as error:  # raised by torch's allocators
         mib = num_blocks * layout.bytes_per_block >> 20
         raise ConfigInvalid(
             f"{memory_key}: a KV pool of {mib} MiB does not fit into memory; lower it", keys=[memory_key]
@@ -294,7 +295,7 @@ def _memory_key(device: torch.device) -> str:
 
 
 class PoolSizes(NamedTuple):
-    """Of one rank's pool, without scratch; checkpoints are among the state slots."""
+    """Sizes of one rank's pool, without scratch; checkpoints are included in the state slots."""
 
     num_blocks: int
     num_state_slots: int
@@ -302,10 +303,10 @@ class PoolSizes(NamedTuple):
 
 
 def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, pool: PoolSizes) -> StepSizes:
-    """For the pool that there is, with a sentence about it; logged.
+    """Fit the sizes to the actual pool, and add and log a sentence about it.
 
     Raises:
-        ConfigInvalid: it does not hold one sequence of the length that was asked for.
+        ConfigInvalid: the pool does not hold one sequence of the configured length.
     """
     pool_len = pool.num_blocks * config.block_size
     memory_key = _memory_key(device)
@@ -332,7 +333,7 @@ def _fitted(sizes: StepSizes, config: WorkerConfig, device: torch.device, pool: 
 
 
 def _sizes(config: WorkerConfig, model: Model) -> StepSizes:
-    """Of steps, as far as they are known without a pool."""
+    """Choose the sizes of steps, as far as they are known without a pool."""
     device = DeviceFacts(kind=model.device.type)
     if device.kind == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(model.device)
@@ -348,7 +349,7 @@ def _sizes(config: WorkerConfig, model: Model) -> StepSizes:
 
 
 def _usable(device: torch.device) -> torch.device:
-    """The device, by its number: threads that select it need that.
+    """Return the device with its index, which threads that select it need.
 
     Raises:
         ConfigInvalid: it is a GPU, and torch finds none.
@@ -361,7 +362,7 @@ def _usable(device: torch.device) -> torch.device:
 
 
 def _check_invariance(model: Model, config: WorkerConfig, group: Communicator) -> None:
-    """Of what will serve: GEMMs of these shapes, and attention with as many query heads to a KV head."""
+    """Check what will serve: GEMMs of these shapes, and attention with as many query heads per KV head."""
     heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
     delta = model.config.delta_net
     check_invariance(
@@ -377,7 +378,7 @@ def _check_invariance(model: Model, config: WorkerConfig, group: Communicator) -
 
 
 def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -> RequestLimits:
-    """What one request may be, as far as the model goes; each role puts its own pool's capacity in."""
+    """Return the model's limits on one request; each role sets its own pool's capacity."""
     max_model_len = min(max_model_len, model.config.max_model_len)
     return RequestLimits(
         max_model_len=max_model_len,
@@ -389,22 +390,22 @@ def request_limits(model: Model, *, max_model_len: int, num_draft_tokens: int) -
 
 
 def reach_of(config: WorkerConfig, model: Model) -> Reach:
-    """What steps a worker of this configuration may be asked for."""
+    """Return which steps a worker with this configuration may be asked for."""
     context_len = min(config.max_model_len + config.num_draft_tokens, model.config.max_model_len)
-    num_rows = config.max_num_seqs * (config.num_draft_tokens + 1)  # that decode in one step
+    num_rows = config.max_num_seqs * (config.num_draft_tokens + 1)  # rows that decode in one step
     num_tokens = max(min(config.chunk_len, config.max_num_seqs * context_len), num_rows + MIN_LEN)
     return Reach(num_tokens=num_tokens, num_sequences=config.max_num_seqs, context_len=context_len)
 
 
 def num_state_slots_of(layout: KVLayout, max_num_seqs: int) -> int:
-    """Of a pool: for sequences in steps, and as many that are received, pushed or wait."""
+    """Return a pool's state slots: for sequences in steps, and as many that are received, pushed or wait."""
     return layout.num_state_slots(max_num_seqs)
 
 
 def _pool_sizes(
     config: WorkerConfig, model: Model, layout: KVLayout, group: Communicator, step: StepSizes
 ) -> PoolSizes:
-    """What every rank has memory for. On a CPU the ranks share the worker's; each GPU has its own."""
+    """Return sizes that every rank has memory for. CPU ranks share the worker's memory; each GPU has its own."""
     device = model.device
     num_state_slots = num_state_slots_of(layout, step.max_num_seqs)
     has_checkpoints = layout.has_state and config.prefix_cache

@@ -1,8 +1,8 @@
-"""The thread that runs a worker's main loop, and the only way other threads reach it.
+"""The thread that runs a worker's main loop, and the only way for other threads to reach it.
 
-A worker's state belongs to its loop thread. Others leave commands in a bounded inbox and wake it. An exception that
-escapes a step is a bug or a broken device: the loop stops for good and says so through `on_fatal`, because a worker
-that lost track of its state must not serve on.
+A worker's state belongs to its loop thread. Other threads put commands into a bounded inbox and wake it. An exception
+that escapes a step is a bug or a broken device: the loop stops for good and reports it through `on_fatal`, because a
+worker that lost track of its state must not keep serving.
 """
 
 import logging
@@ -14,7 +14,7 @@ from baton.core.errors import Overloaded
 
 
 class RequestLimit:
-    """A bounded count; any thread."""
+    """A bounded count of requests. Thread-safe."""
 
     def __init__(self, what: str, limit: int) -> None:
         assert limit > 0
@@ -25,11 +25,11 @@ class RequestLimit:
 
     @property
     def num_inside(self) -> int:
-        """Requests let in and not gone yet."""
+        """Number of requests that were admitted and have not left."""
         return self._num_inside
 
     def enter(self) -> None:
-        """Let one in.
+        """Admit one request.
 
         Raises:
             Overloaded: the limit is reached.
@@ -40,7 +40,7 @@ class RequestLimit:
             self._num_inside += 1
 
     def leave(self) -> None:
-        """One of those let in has gone."""
+        """Note that an admitted request has left."""
         with self._lock:
             assert self._num_inside > 0
             self._num_inside -= 1
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Calls `step` until closed; between turns it sleeps as long as `step` says, or until it is woken."""
+    """Calls `step` until closed; between turns it sleeps for as long as `step` returns, or until woken."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class LoopThread:
         """Prepare a loop; `start` runs it.
 
         Args:
-            name: of the thread.
-            step: one turn; returns how many seconds to sleep before the next one at most, so that deadlines are seen
-                without a wake-up; 0 does not sleep. Runs on the loop thread only.
-            on_fatal: told, on the loop thread, the exception that ended the loop.
-            max_commands: bound of the inbox.
+            name: name of the thread.
+            step: runs one turn, on the loop thread only; returns the maximum number of seconds to sleep before the next
+                one, so that deadlines are noticed without a wake-up; 0 does not sleep.
+            on_fatal: called on the loop thread with the exception that ended the loop.
+            max_commands: capacity of the inbox.
         """
         self._step = step
         self._on_fatal = on_fatal
@@ -84,11 +84,12 @@ class LoopThread:
         self._thread.start()
 
     def post(self, command: Command, *, always: bool = False) -> None:
-        """Have `command` run on the loop thread before its next step. Any thread may call this.
+        """Run `command` on the loop thread before its next step. Any thread may call this.
 
         Args:
             command: what to run.
-            always: even with a full inbox: for what gives up a request that was let in, so bounded by those.
+            always: whether to post even to a full inbox; for commands that end an admitted request, whose number bounds
+                them.
 
         Raises:
             Overloaded: the inbox is full.
@@ -99,7 +100,7 @@ class LoopThread:
         self._wake.set()
 
     def wake(self) -> None:
-        """Have the next step run soon. Any thread may call this."""
+        """Make the next step run soon. Any thread may call this."""
         self._wake.set()
 
     def close(self, timeout_s: float = 10.0) -> None:

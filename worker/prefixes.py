@@ -1,4 +1,4 @@
-"""Prefix caching of a worker: by what its blocks are known, and what the router hears of changes."""
+"""A worker's prefix caching: the names of its blocks, and what the router hears of changes."""
 
 import asyncio
 import contextlib
@@ -23,20 +23,20 @@ log = logging.getLogger(__name__)
 
 
 def prefix_index(pool: KVPool, block_log: BlockLog, checkpoint_interval: int = 0) -> PrefixIndex:
-    """An empty index over a worker's pool, with checkpoints if its sequences keep state."""
+    """Make an empty index over a worker's pool, with checkpoints if its sequences keep state."""
     if not pool.layout.has_state:
         return PrefixIndex(block_log)
     return PrefixIndex(block_log, StateCheckpoints(pool.checkpoint_slots, block_log, interval=checkpoint_interval))
 
 
 class PrefixNames:
-    """Names of prompts' blocks.
+    """Makes the names (block hashes) of prompts' blocks.
 
     Args:
-        layout: of the worker's pool.
-        num_checkpoints: that it has room for, of a layout with state.
-        with_mtp: an MTP head's entries are in it.
-        enabled: an operator wants prefixes kept.
+        layout: layout of the worker's pool.
+        num_checkpoints: number of checkpoints that it has room for, for a layout with state.
+        with_mtp: whether the pool includes the entries of an MTP head.
+        enabled: whether the operator enabled the prefix cache.
         checkpoint_interval: tokens between checkpoints within a prompt; 0: there are none.
     """
 
@@ -49,9 +49,9 @@ class PrefixNames:
         enabled: bool,
         checkpoint_interval: int = 0,
     ) -> None:
-        self.naming: worker_pb2.PrefixNaming | None = None  # what the router makes the same names with
+        self.naming: worker_pb2.PrefixNaming | None = None  # from which the router makes the same names
         if enabled and layout.has_state and not num_checkpoints:
-            # A recurrent state is that of its last position alone: it cannot be cut to a shorter prompt.
+            # A recurrent state belongs to its last position only: it cannot be cut to a shorter prompt.
             log.warning(NO_PREFIX_CACHE)
         elif enabled:
             self.naming = worker_pb2.PrefixNaming(
@@ -63,8 +63,8 @@ class PrefixNames:
             )
 
     def of(self, request: GenerationRequest) -> tuple[bytes, ...]:
-        """Names of the full blocks of its prompt; none if it shares nothing."""
-        # Log-probabilities of the prompt need every position computed.
+        """Return the names of the full blocks of a request's prompt; none if it shares nothing."""
+        # Log-probabilities of the prompt require computing every position.
         if self.naming is None or request.sampling.prompt_logprobs is not None:
             return ()
         return block_hashes(
@@ -76,7 +76,7 @@ class PrefixNames:
         )
 
 
-GATHER_S: Final = 0.005  # changes of the prefix cache within so long are sent together
+GATHER_S: Final = 0.005  # changes of the prefix cache within this time are sent together
 
 
 async def serve_watch(
@@ -85,13 +85,13 @@ async def serve_watch(
     request: worker_pb2.WatchPrefixesRequest,
     context: grpc.aio.ServicerContext[Any, Any],
 ) -> None:
-    """Send a reader what it misses, now and whenever something changes; a slow one gets larger changes.
+    """Send a reader what it has missed, now and after every change; a slow reader gets larger changes.
 
     Args:
-        log: of the worker's prefix cache.
-        epoch: of this incarnation; a reader that knows another one is refused.
+        log: log of the worker's prefix cache.
+        epoch: this incarnation; a reader that knows another one is refused.
         request: what the reader has.
-        context: of the call, which never ends by itself.
+        context: context of the call, which never ends by itself.
     """
     if request.epoch != epoch:
         await abort_with(context, WorkerLost("this worker was restarted", epoch=epoch))

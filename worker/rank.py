@@ -1,4 +1,4 @@
-"""One rank of a worker: where it stands in its TP group, and the thread that serves it."""
+"""One rank of a worker: its place in the TP group, and the thread that serves it."""
 
 import logging
 import threading
@@ -12,15 +12,15 @@ from baton.engine.tp.plan import PlanChannel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """What another rank needs to know to take its place.
+    """What another rank needs to join the TP group.
 
     Attributes:
-        rank: its own.
-        size: of the TP group.
-        epoch: of the worker, the same for all ranks.
-        store_port: of rank 0's store, on this host.
-        link_address: of rank 0's link.
-        link_token: for it.
+        rank: its rank.
+        size: size of the TP group.
+        epoch: incarnation of the worker, the same for all ranks.
+        store_port: port of rank 0's store, on this host.
+        link_address: address of rank 0's link.
+        link_token: token for that link.
     """
 
     rank: int
@@ -35,14 +35,14 @@ class RankStarter(Protocol):
     """Starts the processes of the other ranks, on rank 0's host."""
 
     def start(self, rank_place: RankPlace) -> None:
-        """Have a process take this seat; returns at once."""
+        """Start the process of a rank; returns at once."""
         ...
 
     def check(self) -> None:
-        """Look whether they could be started.
+        """Raise if a rank could not be started.
 
         Raises:
-            BatonError: one of them could not.
+            BatonError: a rank could not be started.
         """
         ...
 
@@ -54,8 +54,8 @@ class RankThread:
     """Runs `run` until rank 0 says stop.
 
     Args:
-        run: what a rank does; an error that leaves it says why the rank cannot go on.
-        channel: its own.
+        run: what a rank does; an error that it raises says why the rank cannot go on.
+        channel: the rank's channel.
         on_fatal: ends this process.
     """
 
@@ -68,16 +68,16 @@ class RankThread:
         self._thread = threading.Thread(target=self._run, name="rank", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Begin to follow rank 0."""
         self._channel.link.on_fail = self._lost
-        if self._channel.link.failure is not None:  # it came before this listened
+        if self._channel.link.failure is not None:  # it failed before the callback was set
             self._lost(self._channel.link.failure)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             self._run_rank()
-        # The boundary of the thread: whatever it is, this rank cannot go on, and rank 0 is told why.
+        # The boundary of the thread: after any error this rank cannot go on, and rank 0 is told why.
         except BaseException as error:
             log.exception("this rank cannot go on")
             known = error if isinstance(error, BatonError) else WorkerLost(f"{type(error).__name__}: {error}")
@@ -85,7 +85,7 @@ class RankThread:
             self._on_fatal(error)
 
     def _lost(self, failure: WorkerLost) -> None:
-        """Rank 0 died or hangs. If it hangs, only the other ranks can end it."""
+        """Handle that rank 0 died or hangs. If it hangs, only the other ranks can end it."""
         if failure.fields.get("how") == "hangs":
             self._channel.link.kill_peers()
         self._on_fatal(failure)

@@ -1,7 +1,7 @@
-"""The worker's end of a stream mux: one call that carries all the streams of one router.
+"""The worker's side of a stream multiplexer: one call that carries all the streams of one router.
 
-A stream that ends badly is one item of a frame, and the others go on. When the call ends, for whatever reason, the
-router no longer reads any of them, and all are cancelled.
+A stream that fails is one item of a frame, and the others go on. When the call ends, for whatever reason, the router no
+longer reads any of its streams, and all are cancelled.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ EventIn = TypeVar("EventIn", contravariant=True)
 
 
 class EventSink(Protocol[EventIn]):
-    """Where a worker puts one request's events; `worker.send_queue` and tests each have their own."""
+    """Where a worker puts one request's events: a `MuxedStream`, or a test's own."""
 
     @property
     def ended(self) -> bool:
@@ -34,12 +34,12 @@ class EventSink(Protocol[EventIn]):
         ...
 
     def end(self, error: BatonError | None = None) -> None:
-        """No event follows; `error` says why there are no more."""
+        """End the events; `error` says why there are no more."""
         ...
 
 
 class WriteCoalescer:
-    """Held by one thread at a time; other threads' wake-ups pass."""
+    """Delays wake-ups while one thread holds it, to batch writes; other threads' wake-ups pass."""
 
     def __init__(self) -> None:
         self._holder: int | None = None
@@ -47,7 +47,7 @@ class WriteCoalescer:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Until the end of the block; not to be nested."""
+        """Hold wake-ups until the end of the block; must not be nested."""
         assert self._holder is None
         self._holder = threading.get_ident()
         try:
@@ -55,12 +55,12 @@ class WriteCoalescer:
         finally:
             self._holder = None
             held, self._held = self._held, {}
-            with contextlib.ExitStack() as stack:  # each, whatever another raises
+            with contextlib.ExitStack() as stack:  # calls each, even if another raises
                 for wake in reversed(held):
                     stack.callback(wake)
 
     def call(self, wake: Callable[[], None]) -> None:
-        """Call `wake` now, or once at the release of a write coalescer that this thread holds."""
+        """Call `wake` now, or once when this thread releases the write coalescer that it holds."""
         if self._holder == threading.get_ident():
             self._held[wake] = None
         else:
@@ -71,11 +71,11 @@ Event = TypeVar("Event")
 
 
 class SendQueue(Generic[Event]):
-    """Of one call.
+    """The send queue of one call.
 
     Args:
-        loop: the reader's.
-        write_coalescer: what is said while it is held is taken in one piece.
+        loop: the reader's event loop.
+        write_coalescer: items that are put while it is held are taken together.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, write_coalescer: WriteCoalescer) -> None:
@@ -87,7 +87,7 @@ class SendQueue(Generic[Event]):
         self._ready = asyncio.Event()
 
     def put(self, number: int, item: Event | End) -> None:
-        """A stream says something. Any thread."""
+        """Append an item of a stream. Any thread may call this."""
         with self._lock:
             self._items.append((number, item))
             if self._is_waking:
@@ -95,13 +95,13 @@ class SendQueue(Generic[Event]):
             self._is_waking = True
         try:
             self._write_coalescer.call(self._wake)
-        except BaseException:  # it may not have come to `_wake`
+        except BaseException:  # `_wake` may not have been called
             with self._lock:
                 self._is_waking = False
             raise
 
     async def take(self) -> list[tuple[int, Event | End]]:
-        """All that was said since, at least one item."""
+        """Return all items since the last call, at least one."""
         await self._ready.wait()
         self._ready.clear()
         with self._lock:
@@ -114,7 +114,7 @@ class SendQueue(Generic[Event]):
         try:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._ready.set)
-        except BaseException:  # the next to say something wakes the reader, who else would sleep for ever
+        except BaseException:  # the next item wakes the reader, which would otherwise sleep forever
             with self._lock:
                 self._is_waking = False
             raise
@@ -134,11 +134,11 @@ class MuxedStream(Generic[Event]):
         return self._ended
 
     def emit(self, event: Event) -> None:
-        """Add an event. Any thread."""
+        """Add an event. Any thread may call this."""
         self._send_queue.put(self._number, event)
 
     def end(self, error: BatonError | None = None) -> None:
-        """No event follows; `error` says why there are no more. Any thread; later calls change nothing."""
+        """End the events; `error` says why there are no more. Any thread may call this; later calls change nothing."""
         if not self._ended:
             self._ended = True
             self._send_queue.put(self._number, End(error))
@@ -153,7 +153,7 @@ class StreamRole(Protocol[MessageIn, Event]):
     """What a worker does with a stream."""
 
     def read(self, message: MessageIn) -> GenerationRequest:
-        """The attempt that a message opens.
+        """Return the attempt that a message opens.
 
         Raises:
             BatonError: it opens none.
@@ -161,34 +161,34 @@ class StreamRole(Protocol[MessageIn, Event]):
         ...
 
     def check(self, attempt: GenerationRequest) -> None:
-        """What may take a while before `begin`: called in a thread, for attempts with a grammar.
+        """Do what may take a while before `begin`. Called on a thread, for attempts with a grammar.
 
         Raises:
-            InvalidRequest: it can never be served here.
+            InvalidRequest: the attempt can never be served here.
         """
         ...
 
     def begin(self, message: MessageIn, attempt: GenerationRequest, stream: MuxedStream[Event]) -> None:
-        """Serve it.
+        """Serve the attempt.
 
         Raises:
-            BatonError: it is refused.
+            BatonError: the attempt is refused.
         """
         ...
 
     def cancel(self, key: AttemptKey, stream: MuxedStream[Event]) -> None:
-        """The router no longer reads it."""
+        """Cancel an attempt whose stream the router no longer reads."""
         ...
 
 
 class StreamMux(Generic[Message, Event]):
-    """One call; `serve` until it ends.
+    """One call; `serve` runs until it ends.
 
     Args:
         role: serves the streams.
-        frame_of: what streams say, as a message.
-        write_coalescer: held by the worker while it says what belongs together.
-        epoch: of this incarnation.
+        frame_of: converts the streams' items to a message.
+        write_coalescer: held by the worker while it emits what belongs together.
+        epoch: this incarnation.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class StreamMux(Generic[Message, Event]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Open, cancel and answer, until the caller or the connection ends the call."""
+        """Open and cancel streams and send their events, until the caller or the connection ends the call."""
         frame = self._frame_of(())
         frame.epoch = self._epoch
         await context.write(frame)
@@ -228,7 +228,7 @@ class StreamMux(Generic[Message, Event]):
 
     @staticmethod
     async def _next(context: grpc.aio.ServicerContext[Any, Any], writing: asyncio.Task[None]) -> Any:
-        """The next commands; what ended the writer is raised here, because no stream could be heard any more."""
+        """Return the next commands; raise the writer's error if it ended, since no stream could be read any more."""
         reading = asyncio.ensure_future(read_of(context))
         try:
             await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
@@ -251,7 +251,7 @@ class StreamMux(Generic[Message, Event]):
                     await context.write(frame)
 
     def _frames(self, part: Sequence[tuple[int, Any]]) -> list[Any]:
-        """What streams say, as a rule in one frame; a stream that says what no frame can carry ends alone."""
+        """Encode items, normally as one frame; a stream with an item that no frame can carry ends alone."""
         try:
             return [self._frame_of(part)]
         except Exception as error:  # noqa: BLE001  which of them it is, is found one by one
@@ -263,7 +263,7 @@ class StreamMux(Generic[Message, Event]):
 
     @staticmethod
     def _room(items: Sequence[tuple[int, Any]]) -> int:
-        """How many of them one frame takes."""
+        """Return how many items fit one frame."""
         num_bytes = 0
         for at, (_, item) in enumerate(items[:MAX_ITEMS]):
             num_bytes += 0 if isinstance(item, End) else item.ByteSize()
@@ -287,7 +287,7 @@ class StreamMux(Generic[Message, Event]):
             self._fail(number, stream, error)
 
     def _fail(self, number: int, stream: MuxedStream[Event], error: Exception) -> None:
-        """Whatever was raised for a stream ends it, and what the worker may have taken for it is given back."""
+        """End a stream with the error that was raised for it, and release what the worker may have taken for it."""
         typed = as_internal("a request's beginning", error)
         if typed is not error:
             self._cancel(number)

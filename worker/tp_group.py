@@ -1,8 +1,8 @@
-"""How the ranks of one worker become a group: rank 0 opens the places, has the others started, and they all meet there.
+"""Forms the TP group of one worker: rank 0 opens the meeting points, has the others started, and all connect there.
 
 A group has one incarnation: when a rank ends, all end, and the process that started rank 0 starts the whole group
-again, under a new epoch. Nothing is left behind by it: the link is an abstract socket, the store is rank 0's. Owns the
-order of meeting; how ranks are started is the caller's (`RankStarter`), what they do then is the roles'.
+again, under a new epoch. A group leaves nothing behind: the link is an abstract socket, and the store is rank 0's. This
+module owns the order of joining; the caller starts the ranks (`RankStarter`), and the roles decide what they do then.
 """
 
 import logging
@@ -30,7 +30,7 @@ from baton.worker.rank import RankPlace, RankStarter
 
 
 def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Communicator | None) -> Runner:
-    """For a worker that decodes, and computes prompts; warmed up, its CUDA graphs captured."""
+    """Make the runner of a worker that decodes and computes prompts; warmed up, its CUDA graphs captured."""
     runner = Runner(
         loaded.model,
         loaded.pool,
@@ -62,7 +62,7 @@ def decode_runner(config: WorkerConfig, loaded: LoadedWorker, communicator: Comm
 def prefill_runner(
     config: WorkerConfig, loaded: LoadedWorker, communicator: Communicator | None, open_push: OpenPush
 ) -> Runner:
-    """For a worker that computes prompts alone, and pushes their KV; warmed up, graphs of its trunk captured."""
+    """Make the runner of a worker that only computes prompts, and pushes their KV; warmed up, trunk graphs captured."""
     runner = Runner(
         loaded.model,
         loaded.pool,
@@ -91,13 +91,13 @@ def prefill_runner(
 
 
 def rank0_runner(config: WorkerConfig, runner: Runner, channel: PlanChannel) -> Rank0Runner:
-    """Rank 0's of a worker of several ranks, whose experts move if that was asked for."""
+    """Make rank 0's runner of a worker with several ranks; its experts move if that was configured."""
     balancer = None if runner.experts is None else ExpertBalancer(runner.experts, config.eplb_step_interval)
     return Rank0Runner(runner, channel, balancer)
 
 
-JOIN_TIMEOUT_S: Final = 600.0  # the caller that waits for the worker has a deadline of its own
-LOAD_TIMEOUT_S: Final = 3600.0  # and a large model takes its time
+JOIN_TIMEOUT_S: Final = 600.0  # the caller that waits for the worker has its own deadline
+LOAD_TIMEOUT_S: Final = 3600.0  # a large model takes long to load
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +105,10 @@ OnFatal = Callable[[BaseException], None]
 
 
 def lead(size: int, epoch: int, codec: PlanCodec, device: torch.device, starter: RankStarter) -> PlanChannel:
-    """Rank 0's channel to a TP group whose ranks have all come.
+    """Return rank 0's channel to a TP group, once all ranks have joined.
 
     Raises:
-        StartupError: one of them cannot.
+        StartupError: a rank cannot join.
     """
     listener = tp_group_join.RankListener(codec, size)
     try:
@@ -133,10 +133,10 @@ def lead(size: int, epoch: int, codec: PlanCodec, device: torch.device, starter:
 
 
 def follow(rank_place: RankPlace, codec: PlanCodec, device: torch.device) -> PlanChannel:
-    """Another rank's channel.
+    """Return another rank's channel to rank 0.
 
     Raises:
-        StartupError: rank 0 is not there any more.
+        StartupError: rank 0 is gone.
     """
     try:
         link = tp_group_join.join(
@@ -150,10 +150,10 @@ def follow(rank_place: RankPlace, codec: PlanCodec, device: torch.device) -> Pla
 def lead_worker(
     config: WorkerConfig, epoch: int, codec: PlanCodec, starter: RankStarter | None, on_fatal: OnFatal
 ) -> tuple[PlanChannel | None, OnFatal]:
-    """What rank 0 of a worker begins with: its channel, if it has other ranks, and what to tell when it cannot go on.
+    """Return rank 0's channel, if the worker has other ranks, and what to call when it cannot go on.
 
     Raises:
-        StartupError: one of the ranks cannot come.
+        StartupError: a rank cannot join.
     """
     if config.tp_size == 1:
         return None, on_fatal
@@ -164,10 +164,10 @@ def lead_worker(
 
 @contextmanager
 def closed_if_it_fails(channel: PlanChannel | None) -> Iterator[None]:
-    """A worker that cannot start leaves its group, and says what it has to; if another rank was first, what that said.
+    """Leave the TP group with an error if the block fails; if another rank failed first, raise that rank's error.
 
     Raises:
-        BaseException: what happened inside, or what the other rank told of it.
+        BaseException: the error raised inside, or the one that the other rank reported.
     """
     try:
         yield
@@ -182,10 +182,10 @@ def closed_if_it_fails(channel: PlanChannel | None) -> Iterator[None]:
 
 
 def watch_tp_group(channel: PlanChannel | None, on_fatal: OnFatal) -> None:
-    """From here on the ranks serve, and any that fails ends them all.
+    """Watch the ranks, which serve from here on: if any fails, all end.
 
     Raises:
-        WorkerLost: one of them never came so far.
+        WorkerLost: a rank never came to this point.
     """
     if channel is not None:
         channel.start(LOAD_TIMEOUT_S)
@@ -193,13 +193,13 @@ def watch_tp_group(channel: PlanChannel | None, on_fatal: OnFatal) -> None:
 
 
 def start_error(error: WorkerLost) -> BatonError:
-    """What a rank that failed while the TP group started has to say; its own error if it told us."""
+    """Return the error of a rank that failed while the TP group started; its own error if it reported one."""
     cause = error.fields.get("cause")
     return WorkerStartFailed(error.message, **error.fields) if cause is None else from_wire(cause)
 
 
 def end_tp_group(channel: PlanChannel, error: BaseException, on_fatal: OnFatal) -> None:
-    """Rank 0 cannot go on, or another rank cannot: none of them may."""
+    """End all ranks, because rank 0 or another rank cannot go on."""
     log.critical("the TP group ends: %s", error)
     channel.link.kill_peers()
     on_fatal(error)
@@ -209,7 +209,7 @@ def _channel(link: TPGroupLink, store: TCPStore, device: torch.device) -> PlanCh
     group: Communicator
     try:
         if device.type == "cuda":
-            from baton.engine.tp.collectives import NcclGroup  # CPUs have no use for it
+            from baton.engine.tp.collectives import NcclGroup  # CPUs do not need it
 
             group = NcclGroup(link.rank, link.size, store, device)
         else:
