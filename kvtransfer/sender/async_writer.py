@@ -208,7 +208,7 @@ class WriterThreads:
                 stalled = WriterStalled(f"tasks did not end within {limit_s} s")
                 group.errors.append(stalled if self._num_alive else self._dead)
                 group.is_cancelled = group.is_left_alone = True
-                self._throw_away(group)  # with that it is quiet, if there is no thread
+                self._throw_away(group)  # leaves the group quiet if no thread is alive
             tell = group.take_telling()
         if tell:
             group.tell()

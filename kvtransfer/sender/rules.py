@@ -113,7 +113,7 @@ class PushRules:
     def send_again(self, transfer: Transfer, missing: Iterable[kv_pb2.LayerGap], now_s: float) -> Actions:
         """Queue again what the decode worker lacks of what was computed. Earlier frames have arrived or are lost.
 
-        It may name nothing twice, so a short message cannot make this side queue more than the transfer has.
+        The message may name nothing twice, so a short one cannot make this side queue more than the transfer has.
         """
         pieces: list[LayerRange] = []
         named = (0, 0)  # layer, and one past the last position named in it
