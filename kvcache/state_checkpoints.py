@@ -7,10 +7,10 @@ the pool's, but not a sequence's: free, filling (a step copies state into it), o
 Some checkpoints are at the *end* of a prompt. Most of those are never used, or once, by the next turn of a chat. With a
 checkpoint interval, those at intermediate positions count as ends, too. Others are at a *branch*: where a prompt
 diverged from an earlier one, or from where two have continued. A new checkpoint evicts the least recently used end. A
-branch is evicted, and then before any end, once it was unused while `BRANCH_ROUNDS` times as many new checkpoints as
-there are slots were taken. At most three quarters of the slots are branches; one more counts as an end, and evicts none
-of them: otherwise a round over slightly more prompts than fit would find nothing at all. A checkpoint that a sequence
-is about to begin with is never evicted.
+branch is evicted, before any end, once `BRANCH_ROUNDS` times as many new checkpoints as there are slots were taken
+since its last use. At most three quarters of the slots are branches; one more counts as an end, and evicts none of
+them: otherwise a round over slightly more prompts than fit would find nothing at all. A checkpoint that a sequence is
+about to begin with is never evicted.
 
 Only steps read and write these slots, in the order in which they are launched. So a slot may be reassigned as soon as
 the step that copies from it is planned: the step that overwrites it comes later, and copies at its end.

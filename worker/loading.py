@@ -431,7 +431,7 @@ def _pool_sizes(
         vocab_size=sizes.vocab_size,
     )
     if model.implementation is Implementation.TRITON and model.numerics is Numerics.DEFAULT:
-        kv_dtype = TORCH_DTYPES[layout.dtype]  # a layer needs it; twice, since torch may keep memory of another size
+        kv_dtype = TORCH_DTYPES[layout.dtype]  # twice: a layer's memory, and what torch keeps of another size
         steps += 2 * max(
             kv_dequantize.most_bytes(kv_dtype, device.index, head_dim, layout.block_size)
             for head_dim in {layer.row_len for layer in layout.layers}

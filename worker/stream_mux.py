@@ -254,7 +254,7 @@ class StreamMux(Generic[Message, Event]):
         """Encode items, normally as one frame; a stream with an item that no frame can carry ends alone."""
         try:
             return [self._frame_of(part)]
-        except Exception as error:  # noqa: BLE001  which of them it is, is found one by one
+        except Exception as error:  # noqa: BLE001  the items are encoded one by one below, to find which one fails
             if len(part) == 1:
                 ((number, _),) = part
                 self._cancel(number)
@@ -309,7 +309,7 @@ class StreamMux(Generic[Message, Event]):
         if key is not None and stream is not None and not stream.ended:
             try:
                 self._role.cancel(key, stream)
-            except Exception as error:  # noqa: BLE001  the others are to be cancelled all the same
+            except Exception as error:  # noqa: BLE001  the other streams must still be cancelled
                 as_internal("the cancellation of a request", error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
