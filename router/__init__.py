@@ -1,1 +1,1 @@
-"""The front door: tokenizes, validates, admits, picks workers, forwards tokens; never tensors, never worker code."""
+"""The router: tokenizes, validates, admits, places and streams requests; handles no tensors, runs no worker code."""

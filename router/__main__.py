@@ -1,8 +1,8 @@
-"""`python -m baton.router`: the router as a plain process. Says `{"grpc_port": N}` on stdout once it listens.
+"""Runs the router as a plain process: `python -m baton.router`. It prints `{"grpc_port": N}` once it listens.
 
-SIGTERM and SIGINT drain it: nothing new is taken, what runs may finish within `--shutdown-grace-s`; a second one ends
-it at once, and so does with `--exit-with-parent` the end of stdin. An error at the start is one line on stderr, the
-error's JSON, and exit code 3.
+SIGTERM or SIGINT drains the router: it accepts nothing new, and running requests may finish within
+`--shutdown-grace-s`. A second signal ends it at once; with `--exit-with-parent`, so does the end of stdin. An error at
+start-up is printed to stderr as one line of JSON, and the exit code is 3.
 """
 
 import argparse
@@ -43,7 +43,7 @@ EXIT_PRECONDITION = 3
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; argparse exits with 2 if it is wrong."""
+    """Parse the command line; argparse exits with 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m baton.router", description="Baton's front door.")
     add_flags(parser)
     parser.add_argument("--port", type=port, default=50051, help="gRPC; 0 picks a free one")
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def serve(options: argparse.Namespace, ending: "ProcessEnd") -> None:
-    """Serve until the end is asked for.
+    """Serve until `ending` requests a drain or an immediate end.
 
     Raises:
         StartupError: the model directory or a port is not usable.
@@ -129,7 +129,7 @@ async def serve(options: argparse.Namespace, ending: "ProcessEnd") -> None:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Serve until a signal or the parent's end.
+    """Serve until a signal arrives or, with `--exit-with-parent`, stdin closes.
 
     Raises:
         StartupError: see `serve`.
@@ -144,23 +144,23 @@ async def run(options: argparse.Namespace) -> None:
 
 
 class ProcessEnd:
-    """How the process is to end: `drain` first, and `now` if it is to be at once."""
+    """How the process ends: `drain` alone drains it first, `now` ends it at once."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.now = asyncio.Event()
 
     def signalled(self) -> None:
-        """The first signal drains, the next one ends."""
+        """Drain at the first signal; end at once at the next."""
         (self.now if self.drain.is_set() else self.drain).set()
 
     def at_once(self) -> None:
-        """Do not wait for anything."""
+        """End without waiting for anything."""
         self.now.set()
         self.drain.set()
 
     async def unless_now(self, course: Coroutine[Any, Any, None]) -> None:
-        """Follow a course to its end, or until everything is to end at once."""
+        """Run `course` to its end, but cancel it when the process is to end at once."""
         tasks = [asyncio.create_task(course), asyncio.create_task(self.now.wait())]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -171,7 +171,7 @@ class ProcessEnd:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The process."""
+    """Run the process and return its exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     configure_logging(options.log_format, {"role": "router"}, rotates=options.exit_with_parent)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""`baton.v1.Admin` of the router: what it knows of itself and its workers."""
+"""Implements `baton.v1.Admin` at the router: status of the router and its workers, and operators' commands."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Operations(admin_pb2_grpc.AdminServicer):
-    """Drain and ClearQuarantine."""
+    """Implements Drain and ClearQuarantine, and adds the router's own view to a worker's status."""
 
     def __init__(self, members: Members, migration: Migration, clock: Clock) -> None:
         self._roster = members
@@ -33,7 +33,10 @@ class Operations(admin_pb2_grpc.AdminServicer):
         self._now_s = clock.now_s
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
-        """Give a worker nothing new; after the grace its streams move on. Asked again: how far that is."""
+        """Stop placing requests on a worker and migrate its streams after the grace period; `undo` ends the drain.
+
+        Called again without a grace period for a draining worker, it only reports progress.
+        """
         migration = self._migration
         try:
             if request.undo:
@@ -52,11 +55,11 @@ class Operations(admin_pb2_grpc.AdminServicer):
     async def ClearQuarantine(
         self, request: admin_pb2.ClearQuarantineRequest, context: Context
     ) -> admin_pb2.ClearQuarantineReply:
-        """Take a request that was blamed for deaths again, or all of them."""
+        """Accept again a request that was blamed for workers' deaths, or all such requests."""
         return admin_pb2.ClearQuarantineReply(num_cleared=self._migration.poison_detector.clear(request.fingerprint))
 
     def describe(self, member: Member, status: admin_pb2.WorkerStatus) -> admin_pb2.WorkerStatus:
-        """A worker's status, with what is known here."""
+        """Add to a worker's status what the router knows: drain, open streams, fitness."""
         status.draining = member.incarnation in self._migration.drains.incarnations()
         status.num_streams = self._migration.in_flight_requests.num_at(member.incarnation)
         canary = self._migration.in_flight_tracker.canary
@@ -65,7 +68,7 @@ class Operations(admin_pb2_grpc.AdminServicer):
         return status
 
     def quarantined(self) -> list[admin_pb2.Quarantined]:
-        """Requests that are refused."""
+        """Return the requests that the router refuses because workers died of them."""
         now_s = self._now_s()
         return [
             admin_pb2.Quarantined(fingerprint=one.fingerprint, workers=one.workers, left_s=one.until_s - now_s)
@@ -82,7 +85,7 @@ log = logging.getLogger(__name__)
 
 
 class AdminService(Operations):
-    """Status from heartbeats, Inventory asked afresh; and what operators change."""
+    """Serves status from heartbeats, a fresh inventory from the workers, and operators' changes."""
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class AdminService(Operations):
     async def Status(
         self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.StatusReply:
-        """Everything the router has heard, dead workers included."""
+        """Report everything the router has heard, dead workers included."""
         num_failed, num_clients = self._metrics.ended_with_errors()
         return admin_pb2.StatusReply(
             model=self._model,
@@ -153,9 +156,10 @@ class AdminService(Operations):
     async def Inventory(
         self, request: admin_pb2.InventoryRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.InventoryReply:
-        """What every live worker holds right now; one that does not answer is shown as last heard, not alive.
+        """Report what every live worker holds right now.
 
-        A dead worker is left out: its process holds nothing.
+        A live worker that does not answer is shown as it was last heard, and as not alive. A dead worker is left out:
+        its process holds nothing.
         """
         live = [member for member in self._members.all() if member.alive]
         asking = [self._ask(member, self._channels.to(member)) for member in live]
@@ -164,7 +168,7 @@ class AdminService(Operations):
     async def SetSpeculation(
         self, request: admin_pb2.SetSpeculationRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.SetSpeculationReply:
-        """Tell every live decode worker now, and with its heartbeats every one that cannot be told now."""
+        """Set the speculation mode at every live decode worker, now if it answers, else with its heartbeats."""
         live = self._members.live(DECODE)
         try:
             require(live, DECODE)
@@ -177,7 +181,7 @@ class AdminService(Operations):
     async def Restart(
         self, request: admin_pb2.RestartRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.RestartReply:
-        """Pass it on to the worker."""
+        """Forward the restart to the worker."""
         try:
             return await self._restart(request)
         except BatonError as error:
@@ -186,7 +190,7 @@ class AdminService(Operations):
     async def SetAdmission(
         self, request: admin_pb2.SetAdmissionRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.SetAdmissionReply:
-        """Hold so many requests from now on."""
+        """Set how many requests the router holds from now on."""
         admission = self._admission
         previous, admission.limit = admission.limit, request.max_queue_len or admission.default
         log.warning("the router holds at most %s requests, not %s", admission.limit or "any", previous or "any")
@@ -197,7 +201,7 @@ class AdminService(Operations):
     async def Scale(
         self, request: admin_pb2.ScaleRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.ScaleReply:
-        """Keep it for the process that starts workers to read."""
+        """Store the requested number of workers, for the process that starts workers to read."""
         if not request.num_decode or request.num_prefill + request.num_decode > MAX_WORKERS:
             message = f"at least one decode worker, and at most {MAX_WORKERS} workers in all"
             await wire.abort_with(context, InvalidRequest(message, field="num_decode"))

@@ -1,10 +1,12 @@
-"""What operators asked of this router, and whom it refuses: kept by its workers for the router that comes after it.
+"""The desired state: operators' requests and refused request fingerprints, kept by workers for the next router.
 
-Workers hold one message, which only routers read, and only routers can write: it is authenticated by a key that no
-worker has, or one of them could give the router orders. Its version counts changes over the incarnations of routers. A
-router that hears of a message of another incarnation, newer than any that it has gone on with, has been started again:
-it asks for the message and goes on with it, but for what an operator has asked of it since, which wins. Nothing is on a
-disk, which might not outlive its host; desired state is lost only if all workers end together with the router.
+Workers hold it as one message that only routers read and write. It carries an HMAC under a key that no worker has;
+otherwise a worker could give the router orders. Its version counts changes across incarnations of routers.
+
+A router that hears of another incarnation's message, newer than any it has adopted, knows that it was restarted. It
+asks for that message and adopts it, except for what an operator has since requested of this router. Nothing is stored
+on disk, because a disk might not outlive its host. The desired state is lost only if all workers end together with the
+router.
 """
 
 import hashlib
@@ -25,20 +27,20 @@ log = logging.getLogger(__name__)
 
 
 class DesiredSpeculation:
-    """The mode that decode workers should be in; None until an operator sets one."""
+    """The speculation mode that decode workers should use; None until an operator sets one."""
 
     def __init__(self) -> None:
         self.mode: worker_pb2.SpeculationMode | None = None
 
     def set_mode(self, mode: worker_pb2.SpeculationMode, limits: Sequence[int]) -> None:
-        """Ask for `mode`.
+        """Set the desired mode.
 
         Args:
-            mode: a number of drafts, or auto.
-            limits: the most drafts that each decode worker can make.
+            mode: a number of draft tokens, or auto.
+            limits: each decode worker's maximum number of draft tokens.
 
         Raises:
-            InvalidRequest: it names no mode, or more drafts than one of them can make.
+            InvalidRequest: the message has no mode, or requests more draft tokens than a worker can make.
         """
         kind = mode.WhichOneof("mode")
         if kind is None or (kind == "auto" and not mode.auto):
@@ -50,8 +52,8 @@ class DesiredSpeculation:
         self.mode.CopyFrom(mode)
 
 
-MAX_VERSION: Final = 1 << 63  # no router counts so far; above it a number would not fit its field
-WAIT_S: Final = 60.0  # for workers that were being emptied to be heard of again
+MAX_VERSION: Final = 1 << 63  # no router counts this far; a larger number would overflow its field
+WAIT_S: Final = 60.0  # how long to wait for a heartbeat of workers that an earlier router was draining
 _PARTS: Final = (
     ("speculation",),
     ("max_queue_len",),
@@ -62,23 +64,23 @@ _PARTS: Final = (
 
 
 class DesiredScale:
-    """How many workers there should be; None until an operator has said so."""
+    """The number of workers there should be; None until an operator sets it."""
 
     def __init__(self) -> None:
         self.request: admin_pb2.ScaleRequest | None = None
 
 
 class DesiredState:
-    """One router's. `tick` is called several times a second, on the same thread as the rest.
+    """A router's desired state. `tick` runs several times a second, on the same thread as the other methods.
 
     Args:
-        migration: has the drains, and whom deaths are blamed on.
-        speculation: of the decode workers.
-        admission: whose limit an operator may change.
-        scale: see there.
-        clock: of the router.
+        migration: holds the drains and the requests blamed for deaths.
+        speculation: desired mode of the decode workers.
+        admission: holds the request limit, which an operator may change.
+        scale: desired number of workers.
+        clock: the router's clock.
         incarnation: a number that no other router has; not 0.
-        key: that the routers of this deployment have, and nothing else has.
+        key: secret shared by the routers of this deployment and unknown to anything else.
     """
 
     def __init__(
@@ -93,28 +95,26 @@ class DesiredState:
     ) -> None:
         assert incarnation, "0 is no incarnation"
         self._incarnation = incarnation
-        self._adopted_version = 0  # the newest of other incarnations that was gone on with
+        self._adopted_version = 0  # newest version adopted from another incarnation
         self._migration = migration
         self._speculation = speculation
         self._admission = admission
         self._scale = scale
         self._clock = clock
         self._default_queue_len = admission.default
-        self._awaited: dict[
-            Incarnation, float
-        ] = {}  # drained by a router before this one; until when they are waited for
-        self._own: set[str] = set()  # what was asked of this router itself
-        self._refused: dict[str, tuple[int, int]] = {}  # what is no router's, by the worker that keeps it
+        self._awaited: dict[Incarnation, float] = {}  # drained by an earlier router; until when to wait for each
+        self._own: set[str] = set()  # fields that operators set at this router itself
+        self._refused: dict[str, tuple[int, int]] = {}  # (incarnation, version) of forged states, by worker
         self._key = key
         self._tell(self._content(), 0)
 
     @property
     def version(self) -> int:
-        """Of what workers should keep; 0: nothing yet."""
+        """Version of the state that workers should keep; 0 if there is nothing to keep yet."""
         return self._told.version
 
     def tick(self) -> None:
-        """Notice what has changed, and go on with drains of workers that have been heard of again."""
+        """Publish changes as a new version, and resume drains of workers that have been heard of again."""
         now_s = self._clock.now_s()
         for incarnation, until_s in list(self._awaited.items()):
             if self._migration.drains.resume(incarnation, self._migration.config.drain_grace_s) or until_s <= now_s:
@@ -126,14 +126,14 @@ class DesiredState:
             self._tell(content, self.version + 1)
 
     def ended(self) -> Set[Incarnation]:
-        """Who was emptied for a smaller deployment, and is gone."""
+        """Incarnations that were drained for a smaller deployment and are gone."""
         scale = self._scale.request
         if scale is None:
             return frozenset()
         return self._migration.drains.ended({PREFILL: scale.num_prefill, DECODE: scale.num_decode})
 
     def answer(self, state: worker_pb2.WorkerState, reply: worker_pb2.HeartbeatReply) -> None:
-        """Ask a worker for what another router left, if that is news, and otherwise give it what it lacks."""
+        """Ask a worker for another router's state if it is newer; otherwise send the worker the state it lacks."""
         named = state.desired_state_incarnation, state.desired_state_version
         is_refused = self._refused.get(state.worker_id) == named
         reply.wants_desired_state = not is_refused and self._is_news(*named)
@@ -141,8 +141,8 @@ class DesiredState:
             reply.desired_state.CopyFrom(self._told)
 
     def adopt(self, kept: worker_pb2.DesiredState, worker_id: str) -> None:
-        """Go on with what another router has left with a worker, if that is news and a router's."""
-        self.tick()  # what was asked of this router a moment ago is its own
+        """Adopt the state that another router left with a worker, if it is newer and authentic."""
+        self.tick()  # a request made of this router a moment ago takes precedence
         if not self._is_news(kept.incarnation, kept.version):
             return
         if not hmac.compare_digest(kept.mac, self._mac(kept)):
@@ -169,7 +169,7 @@ class DesiredState:
         return incarnation not in (0, self._incarnation) and self._adopted_version < version < MAX_VERSION
 
     def _refuse(self, kept: worker_pb2.DesiredState, worker_id: str) -> None:
-        """Take nothing of it, and have the worker keep this router's instead."""
+        """Adopt nothing from a forged state, and have the worker keep this router's instead."""
         named = kept.incarnation, kept.version
         if self._refused.get(worker_id) != named:
             log.warning("refused (desired_state): %s keeps one that no router of this deployment wrote", worker_id)

@@ -1,4 +1,4 @@
-"""`baton.v1.Inference`: what clients call. Everything is checked here before anything is allocated anywhere."""
+"""Implements `baton.v1.Inference`, the clients' service. It checks a request before anything is allocated anywhere."""
 
 import asyncio
 import logging
@@ -51,24 +51,27 @@ ANY_ROOM: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class CheckedSampling:
-    """Values that are in range; a seed, and a length that was left open, are each prompt's own."""
+    """Sampling parameters whose values are in range. An unset seed or length is filled in for each prompt."""
 
     params: SamplingParams
     has_seed: bool
     has_max_tokens: bool
 
     def complete(self, room_len: int) -> SamplingParams:
-        """For a prompt that leaves so much room: everything large is shared, nothing is copied."""
+        """Fill in the seed and `max_tokens` for a prompt that leaves `room_len` positions.
+
+        Large fields are shared, not copied.
+        """
         seed = self.params.seed if self.has_seed else _draw_seed()
         max_tokens = self.params.max_tokens if self.has_max_tokens else max(1, min(self.params.max_tokens, room_len))
         return replace(self.params, seed=seed, max_tokens=max_tokens)
 
 
 def check_sampling(asked: inference_pb2.Sampling, vocab_size: int, default_max_tokens: int) -> CheckedSampling:
-    """Check values without the workers: a bad one is named even when no worker is there to serve a good one.
+    """Check sampling values without the workers, so that a bad value is reported even when no worker is available.
 
     Raises:
-        InvalidRequest: too many of something, or a value out of range.
+        InvalidRequest: there are too many entries in a field, or a value is out of range.
     """
     check_message(asked, "sampling.")
     params = wire.sampling_from_client(
@@ -79,7 +82,7 @@ def check_sampling(asked: inference_pb2.Sampling, vocab_size: int, default_max_t
 
 
 def num_choices(sampling: inference_pb2.Sampling) -> int:
-    """Answers to each prompt, within what a request may ask for."""
+    """Number of answers to each prompt, clamped to what a request may ask for."""
     return min(max(sampling.n, 1), MAX_CHOICES)
 
 
@@ -88,10 +91,10 @@ def _draw_seed() -> int:
 
 
 def end_of(token_ids: Sequence[int], num_tokens: int, room_len: int) -> Sequence[int]:
-    """The last tokens of a prompt: so many, or with -1 as many as leave room for the answer.
+    """Return the last `num_tokens` tokens of a prompt; -1 keeps as many as leave room for the answer.
 
     Raises:
-        InvalidRequest: it is neither.
+        InvalidRequest: `num_tokens` is neither positive nor -1.
     """
     if num_tokens == 0 or num_tokens < -1:
         message = f"truncate_prompt_tokens = {num_tokens}: a number of tokens, or -1 for as many as fit"
@@ -103,26 +106,26 @@ log = logging.getLogger(__name__)
 
 
 def log_request(shown_id: str, tenant: str, times: str, error: BaseException | None) -> None:
-    """One line for a request that ended, well or not.
+    """Log one line for a request that ended, successfully or not.
 
     Args:
-        shown_id: its name to the client.
-        tenant: who asked; empty if it was not given.
+        shown_id: the request's id as the client knows it.
+        tenant: the request's tenant; empty if none was given.
         times: counts and times, as `StreamStats.line` writes them.
-        error: None if it ended well.
+        error: what ended the request; None if it succeeded.
     """
     how = "ok" if error is None else type(error).__name__
     log.info("request %r%s: %s, %s", shown_id, f" of {tenant!r}" if tenant else "", how, times)
 
 
 def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_sent: bool) -> None:
-    """One line for a request that ended by an error of ours; what clients do wrong, or give up, is none.
+    """Log a warning for a request that ended by an error of ours; clients' own errors and cancels are logged as debug.
 
     Args:
-        key: of its first attempt.
-        shown_id: its name to the client.
-        error: None if it ended well.
-        was_sent: whether any worker was asked.
+        key: the request's first attempt.
+        shown_id: the request's id as the client knows it.
+        error: what ended the request; None if it succeeded.
+        was_sent: whether the request reached any worker.
     """
     if isinstance(error, Overloaded) and not was_sent:
         return
@@ -132,20 +135,20 @@ def log_end(key: AttemptKey, shown_id: str, error: BaseException | None, *, was_
         log.debug("request %s, at the workers %s, ended by its client: %s", shown_id, key, shown(error))
 
 
-THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thread, so that other streams go on
-# A request may have this many bytes, and so many more per position of the model: no text that fits is longer, but for
-# runs of a few very long tokens; what is longer is refused unread.
+THREAD_TEXT_LEN: Final = 2048  # longer texts (> 0.5 ms) are tokenized in a thread, so as not to delay other streams
+# A request may have BASE_BYTES, plus BYTES_PER_POSITION for each position of the model. No text that fits the model is
+# longer, except runs of a few very long tokens. The router refuses longer requests unread.
 BASE_BYTES: Final = (64 << 10) + MAX_GRAMMAR_BYTES
 BYTES_PER_POSITION: Final = 16
-MAX_CALL_ANSWERS: Final = 256  # of one call, unless an operator set how many the router holds
-MAX_PROMPT_LOGPROBS: Final = 2048  # in a chunk, which stays below 1 MiB
+MAX_CALL_ANSWERS: Final = 256  # per call, unless an operator set how many requests the router holds
+MAX_PROMPT_LOGPROBS: Final = 2048  # per chunk, which keeps a chunk below 1 MiB
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """The front door."""
+    """Checks, admits and streams requests, for gRPC and HTTP alike."""
 
     def __init__(
         self,
@@ -181,9 +184,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._clock = clock
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        """Stream one answer, or `n` side by side.
+        """Stream one answer, or `n` answers side by side.
 
-        Writes to the context: a cancel is then raised here, wherever this waits.
+        It writes chunks to the context, so a client's cancel is raised here wherever this method waits.
         """
         try:
             if self._tracing is not None:
@@ -191,9 +194,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with self.open([request], context.time_remaining()) as answers:
                 async for chunk in answers.only():
                     await context.write(chunk)
-        except BatonError as error:  # `open` has counted it
+        except BatonError as error:  # `open` has counted the failure
             wire.end_with(context, error)
-        except Exception as error:  # noqa: BLE001  the call's boundary: it was raised outside of `open`
+        except Exception as error:  # noqa: BLE001  the call's boundary: raised outside `open`, which did not count it
             self._metrics.requests_failed.labels(InternalError.__name__).inc()
             wire.end_with(context, as_internal("the request", error))
 
@@ -205,16 +208,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         default_max_tokens: int = wire.DEFAULT_MAX_TOKENS,
         sampling: inference_pb2.Sampling | None = None,
     ) -> AsyncIterator[Answers]:
-        """Check one call's requests, all before any begins, and hold their places; leaving ends what still runs.
+        """Check and admit one call's requests, all before any begins; on exit, end those still running.
 
         Args:
-            asked: one for each prompt; they succeed or fail together.
-            time_left_s: until the client's own deadline, if it has one.
-            default_max_tokens: where a request names none; never more than fit.
-            sampling: of all of them together, checked once; None if each brings its own.
+            asked: one request for each prompt; they succeed or fail together.
+            time_left_s: seconds until the client's own deadline; None if it has none.
+            default_max_tokens: `max_tokens` where a request has none; the rest of the context caps it.
+            sampling: shared by all requests and checked once; None if each brings its own.
 
         Raises:
-            BatonError: whatever refuses a request.
+            BatonError: a request is refused or fails.
         """
         all_stats: list[StreamStats] = []
         try:
@@ -243,7 +246,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._metrics.requests_failed.labels(InternalError.__name__).inc()
             raise as_internal("the request", error) from None
         except (asyncio.CancelledError, GeneratorExit):
-            if not all(stats.counted for stats in all_stats):  # else the client had everything but the status
+            if not all(stats.counted for stats in all_stats):  # else the client got everything but the status
                 self._metrics.requests_failed.labels("RequestCancelled").inc()
             raise
 
@@ -255,31 +258,31 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             yield
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> inference_pb2.TokenizeReply:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         try:
             return inference_pb2.TokenizeReply(token_ids=await self.tokenize(request))
         except Exception as error:  # noqa: BLE001  the call's boundary
             await wire.abort_with(context, as_internal("the request", error))
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: Context) -> inference_pb2.Model:
-        """What is served, as the live workers report it."""
+        """Describe the served model as the live workers report it."""
         try:
             return self.model()
         except BatonError as error:
             await wire.abort_with(context, error)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
-            InvalidRequest: another model's, too long, or no Unicode text.
+            InvalidRequest: the request names another model, or its text is too long or not valid Unicode.
         """
         self.check_model(request.model)
         self._check_size(request)
         return await self._encode(request)
 
     def model(self) -> inference_pb2.Model:
-        """What is served, as the live workers report it.
+        """Describe the served model as the live workers report it.
 
         Raises:
             NoWorker: a role has no live worker.
@@ -297,7 +300,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     def prefix_block_size(self) -> int:
-        """Positions of a block of the prefix cache; 0 where no live worker names one."""
+        """Positions in a block of the prefix cache; 0 if no live worker reports one."""
         live = (*self._members.live(PREFILL), *self._members.live(DECODE))
         return next((size for member in live if (size := member.state.prefix_naming.block_size)), 0)
 
@@ -311,7 +314,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Check a request; nothing is allocated yet.
 
         Raises:
-            InvalidRequest: it can never be served as it is.
+            InvalidRequest: the request can never be served as it is.
             NoWorker: there is no worker to serve it.
         """
         self.check_model(asked.model)
@@ -325,7 +328,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             hold.check_priority(priority)
         limits = self._limits()
         num_draft_tokens = _num_draft_tokens(asked, limits)
-        prompt_token_ids = await self._prompt(asked, limits)  # the dear step: after all that can refuse without it
+        prompt_token_ids = await self._prompt(asked, limits)  # the expensive step, so last of the checks
         positions = min(limits.max_model_len, limits.decode_capacity_len - limits.num_draft_tokens)
         if asked.HasField("truncate_prompt_tokens"):
             room_len = _prompt_room(checked, limits, positions)
@@ -361,7 +364,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 if emitted.prompt_logprobs:
                     for reports in _batched(emitted.prompt_logprobs, MAX_PROMPT_LOGPROBS):
                         yield inference_pb2.GenerateChunk(request_id=shown_id, prompt_logprobs=reports)
-                chunk = inference_pb2.GenerateChunk()  # filled in place, which takes half the time of the constructor
+                chunk = inference_pb2.GenerateChunk()  # filling it in place halves the time of the constructor
                 chunk.request_id = shown_id
                 chunk.index = emitted.index
                 chunk.token_ids.extend(emitted.token_ids)
@@ -385,7 +388,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             try:
                 choices.close()
             finally:
-                # No name for the error here: it knows this frame, and with the frame knowing it neither would be freed.
+                # Do not bind the error to a name here: its traceback holds this frame, and the cycle would keep both
+                # alive.
                 self._note_end(request, shown_id, choices, stats, None if stats.counted else sys.exception())
 
     def _note_end(
@@ -406,7 +410,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return Attempts(request, self._attempts_context)
 
     def _is_near(self, pair: Pair | None) -> bool:
-        """Whether the workers' clock is ours."""
+        """Whether both workers run on this host's clock."""
         return pair is not None and all(
             state.clock_id == clock_id() if state.clock_id else state.address.rpartition(":")[0] in self._hosts
             for state in (pair.prefill.state, pair.decode.state)
@@ -414,14 +418,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @property
     def num_answers(self) -> int:
-        """Answers that are under way."""
+        """Number of answers in progress."""
         return self._admission.num_in_flight
 
     def check_model(self, name: str) -> None:
-        """Refuse another model's name; none at all is the one that is served.
+        """Check a model name; an empty name means the served model.
 
         Raises:
-            ModelNotFound: it is not served here.
+            ModelNotFound: another model is served here.
         """
         if name and name not in self._model.names:
             message = f"this deployment serves {', '.join(map(repr, self._model.names))}, not {name[:200]!r}"
@@ -429,24 +433,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @property
     def max_answers(self) -> int:
-        """Of one call; an idle router would be too small for more."""
+        """Maximum number of answers in one call; even an idle router could not hold more."""
         return MAX_CALL_ANSWERS if self._admission.limit is None else self._admission.limit
 
     def _check_size(self, asked: Message) -> None:
-        """Refuse what cannot fit before any work is spent on it.
+        """Refuse a message that cannot fit, before any work is spent on it.
 
         Raises:
-            PromptTooLong: more bytes than the longest prompt and its sampling values take.
-            NoWorker: it is not small, and there is no worker to say how long a prompt may be.
+            PromptTooLong: it has more bytes than the longest prompt and its sampling values take.
+            NoWorker: it exceeds `BASE_BYTES`, and no worker is there to say how long a prompt may be.
         """
         self.check_num_bytes(asked.ByteSize())
 
     def check_num_bytes(self, num_bytes: int) -> None:
-        """Refuse a request that cannot fit by its number of bytes alone.
+        """Refuse a request that cannot fit, judged by its number of bytes alone.
 
         Raises:
-            PromptTooLong: see `max_request_bytes`.
-            NoWorker: it is not small, and there is no worker to say how long a prompt may be.
+            PromptTooLong: it exceeds `max_request_bytes`.
+            NoWorker: it exceeds `BASE_BYTES`, and no worker is there to say how long a prompt may be.
         """
         if num_bytes <= BASE_BYTES:
             return
@@ -456,7 +460,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise PromptTooLong(message, num_bytes=num_bytes, limit_bytes=limit_bytes)
 
     def max_request_bytes(self) -> int:
-        """The longest prompt and its sampling values take no more.
+        """Maximum size of a request: room for the longest prompt and its sampling values.
 
         Raises:
             NoWorker: a role has no live worker.
@@ -469,7 +473,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 return await self._encode(asked)
             case "token_ids":
                 if asked.HasField("truncate_prompt_tokens"):
-                    return asked.token_ids.ids[-limits.max_model_len :]  # no more is read
+                    return asked.token_ids.ids[-limits.max_model_len :]  # the model reads no more
                 num = len(asked.token_ids.ids)
                 if num >= limits.max_model_len:
                     message = f"the prompt has {num} tokens; the model's length is {limits.max_model_len}"
@@ -483,7 +487,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return encode() if len(asked.text) < THREAD_TEXT_LEN else await asyncio.to_thread(encode)
 
     def _limits(self) -> RequestLimits:
-        """What every live worker can hold, so that an answer never depends on whose turn it is.
+        """The limits that every live worker can hold, so that a request's outcome does not depend on its placement.
 
         Raises:
             NoWorker: a role has no live worker.
@@ -504,7 +508,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _prompt_room(checked: CheckedSampling, limits: RequestLimits, positions: int) -> int:
-    """Tokens of a prompt that leave room for its answer: at least half where the request names no `max_tokens`."""
+    """Tokens of a prompt that leave room for its answer: at least half of the positions without `max_tokens`."""
     answer_len = checked.params.max_tokens
     if not checked.has_max_tokens:
         answer_len = min(answer_len, positions // 2)
@@ -536,7 +540,7 @@ def _say_what_stopped(finish: inference_pb2.Finish, stop_reason: int | str | Non
 
 
 def _unique_id(given: str) -> str:
-    """The workers' name for a request: clients may use an id twice, the hand-off never does."""
+    """Derive the workers' name for a request. Clients may reuse an id; a hand-off's id must be unique."""
     unique = secrets.token_hex(8)
     return f"{given}-{unique}" if given else unique
 

@@ -1,6 +1,6 @@
-"""What the router counts itself, under public names, and how late its event loop runs.
+"""The router's own metrics under their public names, including the delay of its event loop.
 
-Each instance owns its registry, so tests run several.
+Each instance owns its registry, so tests can run several.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from baton.core.distribution import Buckets
 
 
 class LoopHistogram(Collector):
-    """A histogram without labels; `observe` is for one thread."""
+    """A histogram without labels; `observe` must be called from one thread only."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class LoopHistogram(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """As of now."""
+        """Yield the current counts."""
         found = self._buckets.read()
         family = HistogramMetricFamily(self._name, self._text)
         num = 0
@@ -40,7 +40,7 @@ class LoopHistogram(Collector):
 
 
 class LoopCounter(Collector):
-    """A counter without labels; `inc` is for one thread."""
+    """A counter without labels; `inc` must be called from one thread only."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name = name
@@ -49,11 +49,11 @@ class LoopCounter(Collector):
         registry.register(self)
 
     def inc(self, num: int = 1) -> None:
-        """So many more."""
+        """Add `num` to the counter."""
         self._num += num
 
     def collect(self) -> Iterator[Metric]:
-        """As of now."""
+        """Yield the current count."""
         yield CounterMetricFamily(self._name, self._text, value=self._num)
 
 
@@ -65,7 +65,7 @@ E2E_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.
 
 
 class RouterMetrics:
-    """What the router counts. Feeding is by the named attributes; reading is `render` or `total`."""
+    """The router's counters and histograms. Callers update the named attributes and read with `render` or `total`."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -116,23 +116,23 @@ class RouterMetrics:
         self.migrations = self._counter("migrations", "Answers that went on elsewhere after a lost worker", "cause")
 
     def render(self) -> str:
-        """Everything in Prometheus' text format."""
+        """Render all metrics in Prometheus' text format."""
         return generate_latest(self._registry).decode("utf-8")
 
     @property
     def registry(self) -> CollectorRegistry:
-        """For an exporter."""
+        """The registry, for an exporter."""
         return self._registry
 
     def total(self, name: str) -> int:
-        """Sum of a counter over its labels; `name` as in the attributes."""
+        """Sum a counter over its labels; `name` is the attribute's name."""
         family = f"baton_{name}"
         metrics = (metric for metric in self._registry.collect() if metric.name == family)
         samples = (sample for metric in metrics for sample in metric.samples if sample.name == f"{family}_total")
         return int(sum(sample.value for sample in samples))
 
     def ended_with_errors(self) -> tuple[int, int]:
-        """Requests that failed, and those that were wrong, refused, or given up by their clients."""
+        """Count requests that failed, and those that were invalid, refused, or cancelled by their clients."""
         failed = clients = 0
         for family in self.requests_failed.collect():
             for sample in family.samples:
@@ -146,19 +146,19 @@ class RouterMetrics:
 
 
 class SpanCollector(Collector):
-    """Of a router that traces: requests whose spans were lost."""
+    """Counts requests whose spans were lost, at a router that traces."""
 
     def __init__(self, num_dropped: Callable[[], int]) -> None:
         self._num_dropped = num_dropped
 
     def collect(self) -> Iterator[Metric]:
-        """As of now."""
+        """Yield the current count."""
         text = "Requests whose spans the router lost"
         yield CounterMetricFamily("baton_traces_dropped", text, value=self._num_dropped())
 
 
 def is_clients(kind: str) -> bool:
-    """Whether an error, by its name, is of the client's making: a wrong request, no permission, a stream given up."""
+    """Whether the client caused an error, given by its name: invalid request, access refused or request cancelled."""
     own = (errors.InvalidRequest, errors.AccessRefused, errors.RequestCancelled)
     found = getattr(errors, kind, None)
     return isinstance(found, type) and issubclass(found, own)

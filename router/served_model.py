@@ -1,4 +1,4 @@
-"""The one model a router speaks for: its name, its tokenizer and the size of its vocabulary; no weights."""
+"""Describes the one model that a router serves: names, tokenizer and vocabulary size, but no weights."""
 
 import json
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from baton.core.requests.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the router must know of a model.
+    """What the router must know about a model.
 
     Attributes:
-        name: what clients call it.
-        tokenizer: its tokenizer.
-        vocab_size: rows of its embedding; at least as many as the tokenizer has tokens.
+        name: the model's name to clients.
+        tokenizer: the model's tokenizer.
+        vocab_size: number of rows of the embedding; at least the tokenizer's number of tokens.
         aliases: other names that clients may use.
-        source: (directory, weights) that it was read from, by which another process can read it, too.
-        tokenizer_config: what tokenizer_config.json holds, if there is one.
+        source: (directory, weights) from which it was read, so that another process can read it too.
+        tokenizer_config: contents of tokenizer_config.json; empty if there is none.
     """
 
     name: str
@@ -32,16 +32,18 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that clients may use; the first is the one in answers."""
+        """All names that clients may use; answers carry the first."""
         return (self.name, *self.aliases)
 
     @classmethod
     def from_directory(cls, name: str, directory: Path, *, weights: str = "checkpoint") -> "ServedModel":
-        """Read tokenizer and config of a Hugging Face model directory; with random weights it may lack the tokenizer.
+        """Read tokenizer and config of a Hugging Face model directory.
+
+        With random weights the tokenizer may be missing.
 
         Raises:
             ModelMissing: a required file does not exist.
-            ModelFileDamaged: a file cannot be read as what it should be.
+            ModelFileDamaged: a file cannot be read in its expected format.
         """
         path = directory / "config.json"
         try:
@@ -64,7 +66,7 @@ def _tokenizer_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)  # shown, where none may be
+        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)  # no NaN in JSON output
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileDamaged(f"{path} is not a JSON object: {error}", path=str(path)) from error
     if not isinstance(config, dict):

@@ -1,6 +1,6 @@
-"""The router's process: a port for clients, perhaps another for workers and operators, and the clock tick.
+"""Assembles the router: a port for clients, optionally one for workers and operators, and the periodic tick.
 
-The tick notices silent workers.
+Among other things, the tick notices silent workers.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """A set of tasks."""
+    """A set of background tasks."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,15 +90,15 @@ MEMBERSHIP: Final = SERVICES["Membership"]
 MAX_RUNNING: Final = QueueLimits().max_running
 TICK_S: Final = 0.05
 STOP_GRACE_S: Final = 1.0
-SETTLE_S: Final = 2.5  # at most
-NOTICE_S: Final = 2.0  # new requests hear why they are refused, before connections are
+SETTLE_S: Final = 2.5  # upper bound
+NOTICE_S: Final = 2.0  # how long new requests are told why they are refused, before connections are refused
 
 __all__ = ["RouterConfig", "RouterServer", "why_not_bound"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """What a router is started with. Port 0 picks a free one."""
+    """Configuration of a router. Port 0 picks a free one."""
 
     host: str
     port: int
@@ -111,15 +111,15 @@ class RouterConfig:
     log_requests: bool = False
     local_prefill: str = NEVER
     canary: CanaryConfig = CanaryConfig()  # noqa: RUF009
-    max_wait_s: float | None = 0.0  # for a turn; None: as long as each deadline allows; 0: no request waits here
+    max_wait_s: float | None = 0.0  # in the queue; None: up to each request's deadline; 0: no request waits here
     security: RouterSecurity = field(default_factory=RouterSecurity)
     http: HttpConfig | None = None
-    follows_workers: int = 0  # that a router before this one had; requests wait until they are heard, see `Settling`
+    follows_workers: int = 0  # workers of the previous router; requests wait until that many are heard (`Settling`)
     secret: DeploymentSecret = field(default_factory=DeploymentSecret.of_process, repr=False)
 
 
 class RouterServer:
-    """Serves from `start` to `stop`, on the running event loop."""
+    """The router's servers and state; serves from `start` to `stop`, on the running event loop."""
 
     def __init__(
         self, config: RouterConfig, model: ServedModel, clock: Clock | None = None, tracer: Tracer | None = None
@@ -156,9 +156,9 @@ class RouterServer:
         security = config.security
         self.security_metrics = SecurityMetrics(self.metrics.registry)
         verifier = config.secret.router_verifier(secrets.randbits(64), time.time)
-        self.callee = verifier.callee  # what workers call this incarnation of it
+        self.callee = verifier.callee  # workers' name for this incarnation of the router
         for_operators = security.admin_port is None
-        # Its door is to be asked by every front door for clients, and its `http_context` to be served with.
+        # All services for clients use its authenticator, and HTTP is served with its `http_context`.
         self.public = Listener(
             "public",
             tls=security.public_tls,
@@ -183,7 +183,7 @@ class RouterServer:
             )
         self._listeners = tuple({id(item): item for item in (self.public, self._admin)}.values())
         self.port = 0
-        self.admin_port = 0  # the same, unless it has one of its own
+        self.admin_port = 0  # equals `port` unless the admin port is separate
         self.http_port: int | None = None
 
     def _make_canaries(self) -> Canaries:
@@ -212,7 +212,7 @@ class RouterServer:
         return admission_queue
 
     async def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
             PortInUse: the port is taken.
@@ -235,15 +235,15 @@ class RouterServer:
         self._background.spawn(self._tick())
 
     def warm_up(self) -> None:
-        """Begin to start what the first requests would wait for."""
+        """Start in the background what the first requests would otherwise wait for."""
         if self._reader is not None:
             self._background.spawn(self._reader.warm_up())
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests with `Draining`, give open ones a grace, then end them likewise; `stop` comes after.
+        """Refuse new requests with `Draining`, and end open ones with it after a grace period; `stop` follows.
 
-        Clients are told to go away (GOAWAY) as soon as the port is no longer needed: workers' heartbeats are, as long
-        as streams run, so with one port for all that is at the end.
+        Clients receive GOAWAY as soon as the port is no longer needed. Workers' heartbeats need their port while
+        streams run, so a port shared by clients and workers stays open until the end.
         """
         self.shutdown.begin()
         await self._health.enter_graceful_shutdown()
@@ -256,7 +256,7 @@ class RouterServer:
             log.warning("%d calls have not finished, and are ended", self.shutdown.num_open)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Refuse new requests, end open ones with `Draining`, give that a grace to arrive."""
+        """Refuse new requests, end open ones with `Draining`, and allow that error a grace period to arrive."""
         if self.shutdown.cut():
             await self.shutdown.wait_empty(grace_s)
         await self._health.enter_graceful_shutdown()
@@ -391,7 +391,7 @@ class RouterServer:
             for part in parts:
                 try:
                     part()
-                except Exception as error:  # noqa: BLE001  the next tick may find it well again, and others go on
+                except Exception as error:  # noqa: BLE001  the next tick may succeed, and other parts go on
                     as_internal("a part of the router's tick", error)
             try:
                 await self._set_health()

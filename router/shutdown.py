@@ -1,6 +1,6 @@
-"""The end of a router, in order: nothing new is let in, what runs may finish, the rest is told why it ends.
+"""Shuts a router down in order: it refuses new calls, lets running ones finish, then ends the rest with an error.
 
-It holds every call that generates. It knows no server: who owns the ports stops them when this is through.
+`Shutdown` tracks every call that generates. It knows no server: the owner of the ports stops them afterwards.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ RETRY_AFTER_S: Final = 1.0
 
 
 class Shutdown:
-    """One router's."""
+    """The shutdown state of one router."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -25,14 +25,14 @@ class Shutdown:
 
     @property
     def num_open(self) -> int:
-        """Calls that are held."""
+        """Number of calls in progress."""
         return len(self._scopes)
 
     def require_open(self) -> None:
-        """Let in what is new.
+        """Check that new calls are still accepted.
 
         Raises:
-            Draining: nothing new is.
+            Draining: the router is shutting down.
         """
         if self.has_begun:
             message = f"this deployment is shutting down; ask another one, or again in {RETRY_AFTER_S:g} s"
@@ -40,10 +40,10 @@ class Shutdown:
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        """Hold a call of the current task.
+        """Track a call of the current task while it runs.
 
         Raises:
-            Draining: it is not let in, or it was ended by `cut`.
+            Draining: the router is shutting down, or `cut` ended the call.
         """
         self.require_open()
         scope = asyncio.timeout(None)
@@ -64,11 +64,11 @@ class Shutdown:
             raise Draining(message, retry_after_s=RETRY_AFTER_S) from None
 
     def begin(self) -> None:
-        """Let nothing new in."""
+        """Refuse new calls from now on."""
         self.has_begun = True
 
     async def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until no call is held; returns whether that came about in time."""
+        """Wait until no call is in progress; return whether that happened in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -77,7 +77,7 @@ class Shutdown:
         return True
 
     def cut(self) -> int:
-        """End every call that is still held, each with `Draining`; returns how many."""
+        """End every call in progress, each with `Draining`; return how many there were."""
         self.begin()
         self._is_cut = True
         num_open, now_s = self.num_open, asyncio.get_running_loop().time()
