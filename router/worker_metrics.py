@@ -1,9 +1,8 @@
-"""What workers report in their heartbeats, as metrics by worker: one declaration of each, over the message itself.
+"""Exports workers' heartbeats as metrics, one declaration per metric, each read from the heartbeat message.
 
-Counters of a worker begin at 0 again with each of its incarnations, as those of any restarted process do. Names keep
-vLLM's meanings under `baton_`: a draft is a row of a step that had draft tokens, and drafts that were accepted behind
-the end of a sequence count as accepted. Lost workers are shown until the router forgets them, but what they hold is
-unknown.
+A worker's counters restart at 0 with each incarnation, as those of any restarted process do. Names have vLLM's meanings
+under the prefix `baton_`: a draft is a row of a step that had draft tokens, and draft tokens accepted beyond the end of
+a sequence count as accepted. The router shows lost workers until it forgets them, but what they hold is unknown.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,20 +20,20 @@ from baton.proto.wire import distribution_from_proto, kv_cache_usage, report_fro
 from baton.router.placement.members import DECODE, Member, Members
 
 Value = float | Distribution
-Values = Value | Mapping[Any, float] | None  # keys are a label's value, or a tuple of several labels' values
+Values = Value | Mapping[Any, float] | None  # a key is a label's value, or a tuple of several labels' values
 BOTH: Final = ("worker", "role")
-WORKER: Final = ("worker",)  # of what one role alone does
+WORKER: Final = ("worker",)  # for metrics of a single role
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What is known of one worker.
+    """What the router knows about one worker.
 
     Attributes:
-        member: as the router knows it.
-        age_s: since it was last heard of.
-        held: what it said last.
-        steps: of it, those of a worker that decodes.
+        member: the worker's membership entry.
+        age_s: seconds since its last heartbeat.
+        held: inventory from its last heartbeat.
+        steps: step statistics from that inventory; None if the worker does not decode.
     """
 
     member: Member
@@ -45,16 +44,16 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMetric:
-    """One metric.
+    """Declares one metric.
 
     Attributes:
-        family: what kind it is.
-        name: behind `baton_`.
-        text: what it counts, for people.
-        read: its value; by a label's value, or those of several labels, where there are more; None: not reported.
-        labels: which, beside those of `by`.
-        by: how a worker is named.
-        is_of_lost: whether it is known of lost workers, too.
+        family: kind of metric.
+        name: the metric's name without the prefix `baton_`.
+        text: help text.
+        read: returns the value, or a mapping from label values to values; None if the worker does not report it.
+        labels: labels in addition to those of `by`.
+        by: labels that identify the worker.
+        is_of_lost: whether the metric is also known for lost workers.
     """
 
     family: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
@@ -476,13 +475,13 @@ WORKER_METRICS: Final = (
 
 
 class WorkerCollector(Collector):
-    """Turns the last heartbeats of all workers into metrics. Read on any thread."""
+    """Turns all workers' last heartbeats into metrics; any thread may read it."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
 
     def collect(self) -> Iterator[Metric]:
-        """As of now."""
+        """Yield the current metrics."""
         reports = [self._report(member) for member in self._members.all()]
         for metric in WORKER_METRICS:
             family = metric.family(f"baton_{metric.name}", metric.text, labels=(*metric.by, *metric.labels))
@@ -513,7 +512,7 @@ def _add(family: Any, labels: tuple[str, ...], values: Values) -> None:
 
 
 def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
-    """Buckets as Prometheus has them: each with all values up to its bound."""
+    """Return Prometheus' cumulative buckets, each counting all values up to its bound."""
     num = 0
     buckets: list[tuple[str, float]] = []
     for bound, count in zip((*distribution.bounds, None), distribution.counts, strict=True):

@@ -1,1 +1,1 @@
-"""One request on its way through the workers, over as many attempts as it takes."""
+"""Runs one request at the workers, over as many attempts as it takes."""

@@ -1,7 +1,8 @@
-"""One request until it ends: a first attempt, and others elsewhere when it lost a worker or a hand-off failed.
+"""Runs one request to its end: a first attempt, then others after lost workers or failed hand-offs.
 
-It chooses pairs and waits for them; what follows from what is `continuation`'s to decide, and what happens within an
-attempt is `request_run`'s. The client's stream goes on: it sees a pause, no token twice and none left out.
+`Attempts` chooses pairs of workers and waits for them. `continuation` decides what follows a failure, and `request_run`
+runs a single attempt. The client's stream continues across attempts: the client sees a pause, but no token twice and
+none missing.
 """
 
 import asyncio
@@ -30,11 +31,11 @@ Incarnations = tuple[Incarnation, Incarnation]
 
 @dataclass(slots=True)
 class TooLong:
-    """Pairs that a request is too long for.
+    """Pairs of workers that cannot hand over a prompt of this length.
 
     Attributes:
-        surely: they report so, or have refused it.
-        perhaps: they do if the data path that they have not used yet is not one-sided.
+        surely: the pair's reports say so, or it has refused the prompt.
+        perhaps: the pair has not used a data path yet; it cannot if that path turns out not to be one-sided.
     """
 
     surely: set[Incarnations] = field(default_factory=set)
@@ -45,7 +46,7 @@ class TooLong:
 
 
 def too_long(prefill: Sequence[Member], decode: Sequence[Member], prompt_len: int) -> TooLong:
-    """Pairs that cannot hand so long a prompt over."""
+    """Find pairs that cannot hand over a prompt of this length."""
     found = TooLong()
     for receiver in decode:
         if not 0 < receiver.state.inventory.max_handoff_len < prompt_len:
@@ -58,7 +59,7 @@ def too_long(prefill: Sequence[Member], decode: Sequence[Member], prompt_len: in
 
 
 def refusal(prompt_len: int, decode: Sequence[Member]) -> HandoffTooLong:
-    """The error of a request that no pair can hand over, where no decode worker may compute it."""
+    """Build the error of a request that no pair can hand over and no decode worker may compute."""
     limit_len = max((member.state.inventory.max_handoff_len for member in decode), default=0)
     message = (
         f"no hand-off can carry {prompt_len} tokens, of at most {limit_len}: a larger kv_staging_mib would, or"
@@ -68,13 +69,13 @@ def refusal(prompt_len: int, decode: Sequence[Member]) -> HandoffTooLong:
 
 
 def _data_path(sender: Member, receiver: Member) -> str:
-    """The last one that these two took; empty if they have taken none."""
+    """The data path that the two workers used last; empty if they have used none."""
     address, epoch = receiver.state.kv_address, receiver.state.kv_epoch or receiver.incarnation.epoch
     paths = sender.state.inventory.transfer.paths
     return next((path.data_path for path in paths if path.kv_address == address and path.epoch == epoch), "")
 
 
-SETTLE_S = 0.05  # between looks whether a worker died
+SETTLE_S = 0.05  # between checks whether a worker died
 SETTLE_LOOKS = 40
 
 log = logging.getLogger(__name__)
@@ -85,19 +86,19 @@ class AttemptsContext:
     """What the attempts of all requests share.
 
     Attributes:
-        policy: chooses pairs.
-        in_flight_tracker: who is alive, and where requests are.
-        refusals: pairs that cannot work; it grows by what is found here.
-        channels: to workers.
-        clock: that deadlines are read from.
-        spawn: runs a coroutine in the background and keeps hold of it.
-        limits: of migration.
-        budget: of attempts after failed hand-offs.
-        on_retry: called before each of those.
-        on_retry_refused: called for each that the budget refuses.
-        on_migration: called before each that follows a lost worker.
+        policy: chooses pairs of workers.
+        in_flight_tracker: live workers, and which requests are at which worker.
+        refusals: incompatible pairs; attempts add those they find.
+        channels: gRPC channels to workers.
+        clock: clock of the deadlines.
+        spawn: runs a coroutine in the background and keeps a reference to its task.
+        limits: limits of migration.
+        budget: limits attempts after failed hand-offs.
+        on_retry: called before each such attempt.
+        on_retry_refused: called for each such attempt that the budget refuses.
+        on_migration: called before each attempt that follows a lost worker.
         on_finished: called when an answer is complete.
-        admit: refuses a request that is not to go to a worker any more, by raising.
+        admit: raises if a request must no longer be sent to a worker.
     """
 
     policy: Policy
@@ -116,49 +117,51 @@ class AttemptsContext:
 
 
 class Attempts:
-    """Iterate `events`, then `close` in any case.
+    """All attempts of one request. The caller iterates `events`, then always calls `close`.
 
     Args:
-        request: its first attempt; its seed is fixed.
+        request: its first attempt, with the seed fixed.
         context: what all requests share.
     """
 
     def __init__(self, request: GenerationRequest, context: AttemptsContext) -> None:
         self.request = request
-        self.first: worker_pb2.FirstToken | None = None  # of the attempt whose first token the client got
+        self.first: worker_pb2.FirstToken | None = None  # of the attempt that gave the client's first token
         self.first_pair: Pair | None = None
         self.runs: list[RequestRun] = []  # every attempt, in order
-        self.on_arrival: Callable[[int, bool], None] | None = None  # told how many new tokens came, and the end
+        self.on_arrival: Callable[[int, bool], None] | None = (
+            None  # gets (number of new tokens, whether they are the last)
+        )
         self._context = context
         self._answer = Continuation(request, context.limits, random.random)
         self._outcasts = Outcasts()
-        self._too_long: set[Incarnations] = set()  # pairs that refused to hand so much over
+        self._too_long: set[Incarnations] = set()  # pairs that refused a prompt of this length
         self._pair: Pair | None = None
         self._run: RequestRun | None = None
 
     @property
     def run(self) -> RequestRun:
-        """The attempt that is under way, or was the last."""
+        """The current or last attempt."""
         assert self._run is not None
         return self._run
 
     @property
     def num_retries(self) -> int:
-        """Attempts after failed hand-offs."""
+        """Number of attempts after failed hand-offs."""
         return self._answer.num_retries
 
     @property
     def num_migrations(self) -> int:
-        """Attempts after lost workers."""
+        """Number of attempts after lost workers."""
         return self._answer.num_migrations
 
     @property
     def num_forced(self) -> int:
-        """Tokens that the last attempt took over from those before it."""
+        """Number of tokens that the last attempt took over from earlier ones."""
         return self._answer.num_forced
 
     async def events(self) -> AsyncIterator[CertainTokens]:
-        """Tokens in order, each once; ends after the one with a finish reason.
+        """Yield tokens in order, each once; the last event has a finish reason.
 
         Raises:
             BatonError: what ended the request; all tokens that had arrived were yielded before.
@@ -185,7 +188,7 @@ class Attempts:
                     if new is not None:
                         yield new
                 self._answer.finish()
-                if run.decode_worker:  # else it ended at its first token
+                if run.decode_worker:  # else the request ended at its first token
                     self._came(pair.decode)
                 self._context.on_finished(self.request)
                 return
@@ -195,7 +198,7 @@ class Attempts:
                 raise as_internal("an attempt of a request", error) from error
 
     def close(self) -> None:
-        """End the attempt that is under way, if it has not ended."""
+        """End the current attempt if it has not ended."""
         if self._run is not None:
             try:
                 self._run.close()
@@ -203,16 +206,16 @@ class Attempts:
                 self._run.linger()
 
     def _came(self, member: Member) -> None:
-        """A worker has done its part."""
+        """Record that a worker served its part of the request."""
         self._context.in_flight_tracker.canary.came(member.incarnation, self._context.clock.now_s())
 
     async def _find_pair(self) -> Pair:
-        """A pair, waited for where the answer has begun.
+        """Return a pair of workers; wait for one if the answer has already begun.
 
         Raises:
             NoWorker: a role has no live worker.
             WorkersIncompatible: every live pair has refused.
-            RequestDeadlineExceeded: while waiting.
+            RequestDeadlineExceeded: the deadline passed while waiting.
         """
         while True:
             try:
@@ -221,12 +224,12 @@ class Attempts:
                 await asyncio.sleep(self._answer.no_pair(error, self._context.clock.now_s()))
 
     def _pick(self) -> Pair:
-        """Workers that have not failed this request if there are, else a pair that has not, else any.
+        """Choose workers that have not failed this request, else a pair that has not, else any pair.
 
         Raises:
             NoWorker: a role has no live worker.
             WorkersIncompatible: every live pair has refused.
-            HandoffTooLong: every other one cannot hand so much over, and no decode worker may compute it.
+            HandoffTooLong: every remaining pair cannot hand over so long a prompt, and no decode worker may compute it.
         """
         prefill, decode = self._serving(PREFILL), self._serving(DECODE)
         exclusions = self._exclusions(prefill, decode)
@@ -241,11 +244,11 @@ class Attempts:
 
     @property
     def _prompt_len(self) -> int:
-        """What another attempt would have to hand over."""
+        """Number of tokens that another attempt would have to hand over."""
         return self.request.prompt_len + self._answer.num_tokens
 
     def _exclusions(self, prefill: Sequence[Member], decode: Sequence[Member]) -> list[Set[Incarnations]]:
-        """Pairs that are not to be chosen; then fewer of them, if no other is left."""
+        """Sets of pairs to exclude: first the full set, then a smaller one to use if no other pair is left."""
         refused = self._context.refusals.incarnations()
         long = too_long(prefill, decode, self._prompt_len)
         long.surely |= self._too_long
@@ -267,20 +270,20 @@ class Attempts:
             raise self._incompatible(error) from None
 
     def _serving(self, role: str, *, is_again: bool = False) -> list[Member]:
-        """Live workers that take requests, and did not lose this one's stream just now.
+        """Live workers that take requests and did not just lose this request's stream.
 
-        If any is left: that are fit, and lost no others' stream.
+        Among these, workers that are fit and whose connections are settled are preferred, if there are any.
 
         Args:
-            role: theirs.
-            is_again: as after a first attempt.
+            role: the workers' role.
+            is_again: filter as after a first attempt.
         """
         in_flight_tracker, draining = (
             self._context.in_flight_tracker,
             self._context.in_flight_tracker.drains.incarnations(),
         )
         live = [member for member in in_flight_tracker.members.live(role) if member.incarnation not in draining]
-        if is_again or self._answer.tried:  # before, it was checked against all
+        if is_again or self._answer.tried:  # the first attempt was already checked against all workers
             live = [member for member in self._outcasts.heard(live) if fits(self.request, member)]
         live = [member for member in live if not in_flight_tracker.canary.is_unfit(member.incarnation)] or live
         return [
@@ -308,7 +311,7 @@ class Attempts:
         first = self._answer.num_tokens
         new = self._answer.take(run.request.key.attempt, emitted.index, emitted.token_ids)
         if len(new) == len(emitted.token_ids) and (first == emitted.index > 0):
-            return emitted  # as a rule
+            return emitted  # the common case
         if new or emitted.finish_reason:
             logprobs = emitted.logprobs[len(emitted.token_ids) - len(new) :]
             prompt_logprobs = () if first else emitted.prompt_logprobs
@@ -316,10 +319,10 @@ class Attempts:
         return None
 
     async def _lost(self, pair: Pair, error: BatonError) -> None:
-        """End the attempt, and wait until the next may begin.
+        """End the attempt, and wait until the next one may begin.
 
         Raises:
-            BatonError: there is no next.
+            BatonError: no attempt follows.
         """
         self.close()
         reason = error.fields.get("pair_refused") if isinstance(error, TransferFailed) else None
@@ -354,7 +357,7 @@ class Attempts:
         self._context.on_migration(again.cause)
 
     async def _settle(self) -> None:
-        """After a second broken stream: wait until it is known whether workers died, so that no third one does."""
+        """After a second broken stream, wait until it is known whether workers died, to spare a third one."""
         in_flight_requests = self._context.in_flight_tracker.in_flight_requests
         for _ in range(SETTLE_LOOKS):
             if not any(in_flight_requests.is_unsettled(incarnation) for incarnation in self._outcasts.lost):
@@ -362,7 +365,7 @@ class Attempts:
             await asyncio.sleep(SETTLE_S)
 
     def _may_move(self) -> bool:
-        """Whether a worker that is being emptied can be left: `_pick` would find a pair, and a migration is left."""
+        """Whether the request can leave a draining worker: a migration is left, and `_pick` would find a pair."""
         if self._pair is None or not self._answer.migrates:
             return False
         prefill, decode = self._serving(PREFILL, is_again=True), self._serving(DECODE, is_again=True)

@@ -1,4 +1,4 @@
-"""One gRPC channel to each incarnation of each worker, and the one stream on it that carries every request."""
+"""Keeps one gRPC channel per worker incarnation, and one call on it that multiplexes every request."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,36 +15,36 @@ from baton.proto.stream_mux_wire import End, read_decode_frame, read_prefill_fra
 from baton.router.attempt.continuation import Cause
 from baton.router.placement.members import PREFILL, Incarnation, Member, Members
 
-MAX_OPEN_BYTES: Final = 4 << 20  # of the requests in one message, unless it is a single one
+MAX_OPEN_BYTES: Final = 4 << 20  # limit of the requests in one message, unless it holds a single one
 
 
 class MuxStreamReader(Protocol):
-    """One stream's."""
+    """Receives the messages of one stream."""
 
     @property
     def on_said(self) -> Callable[[Any], None]:
-        """Called with each thing that the worker says, in order.
+        """Called with each message of the worker, in order.
 
         Raises:
-            BatonError: it cannot be; the stream ends with this.
+            BatonError: the message is invalid; the stream ends with this error.
         """
         ...
 
     def on_end(self, error: BaseException | None) -> None:
-        """Nothing follows: called once, unless the stream was cancelled here."""
+        """Called once when the stream has ended, unless the router cancelled it."""
         ...
 
 
 class StreamMuxClient:
-    """One call, from the first stream on.
+    """One call that carries all streams to one worker incarnation.
 
     Args:
-        call: not begun yet.
-        commands: the class of messages to the worker.
-        read: what a frame says, stream by stream.
-        worker_id: whose.
-        role: its part in every stream.
-        epoch: of the incarnation that is meant.
+        call: the gRPC call, not started yet.
+        commands: class of the messages to the worker.
+        read: splits a frame into (stream number, message) pairs.
+        worker_id: the worker's name.
+        role: the worker's role in every stream.
+        epoch: epoch of the expected incarnation.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class StreamMuxClient:
         self._epoch = epoch
         self._readers: dict[int, MuxStreamReader] = {}
         self._last = 0
-        self._opening: dict[int, Any] = {}  # not sent yet
-        self._cancelled: list[int] = []  # likewise
+        self._opening: dict[int, Any] = {}  # requests not sent yet, by stream
+        self._cancelled: list[int] = []  # cancellations not sent yet
         self._wake = asyncio.Event()
         self._retired = False
         self.over = False
@@ -74,11 +74,11 @@ class StreamMuxClient:
 
     @property
     def num_open(self) -> int:
-        """Streams that have not ended."""
+        """Number of streams that have not ended."""
         return len(self._readers)
 
     def open(self, message: Any, reader: MuxStreamReader) -> Callable[[], None]:
-        """Begin a stream; what is returned cancels it, and `reader` is not called again then."""
+        """Open a stream and return a function that cancels it; after a cancel, `reader` is not called again."""
         assert not self.over
         self._last += 1
         number = self._last
@@ -88,12 +88,12 @@ class StreamMuxClient:
         return lambda: self._cancel(number)
 
     def retire(self) -> None:
-        """No stream is opened any more: the call ends with the last one."""
+        """Open no more streams: the call ends with the last open one."""
         self._retired = True
         self._end_if_idle()
 
     def close(self) -> None:
-        """End the call; streams that are open end as if the connection had closed."""
+        """End the call; open streams end as if the connection had closed."""
         for task in self._tasks:
             task.cancel()
 
@@ -118,10 +118,10 @@ class StreamMuxClient:
                     await self._call.write(self._take())
                 self._end_if_idle()
         except grpc.aio.AioRpcError:
-            pass  # the reader finds the same, and ends every stream with it
+            pass  # the read task gets the same error, and ends every stream with it
         except asyncio.InvalidStateError:
-            pass  # the call has ended: likewise
-        except Exception as error:  # noqa: BLE001  the task's boundary: without it streams would be opened and never sent
+            pass  # likewise: the call has ended
+        except Exception as error:  # noqa: BLE001  the task's boundary: without it, streams would never be sent
             self._end(as_internal(f"writing to {self._name}", error))
             self._tasks[1].cancel()
 
@@ -146,14 +146,14 @@ class StreamMuxClient:
                 readers = self._readers
                 for number, said in self._read_frame(frame):
                     reader = readers.get(number)
-                    if reader is not None:  # else it was cancelled
+                    if reader is not None:  # else the stream was cancelled
                         self._say(number, reader, said)
             error = self._broken("ended the call of all streams")
         except ProtocolError as found:
             error = self._broken(f"sent {found.message}")
         except (grpc.aio.AioRpcError, BatonError) as found:
             error = found
-        except Exception as found:  # noqa: BLE001  the task's boundary: all its streams end with it
+        except Exception as found:  # noqa: BLE001  the task's boundary: all its streams end with the error
             error = as_internal(f"reading from {self._name}", found)
         finally:
             self._end(error)
@@ -169,7 +169,7 @@ class StreamMuxClient:
             return
         try:
             reader.on_said(said)
-        except Exception as error:  # noqa: BLE001  a fault in what one stream says must not end the others
+        except Exception as error:  # noqa: BLE001  a bad message on one stream must not end the others
             if number in self._readers:
                 self._cancel(number)
                 self._tell_end(reader, error)
@@ -184,7 +184,10 @@ class StreamMuxClient:
             self._tell_end(reader, error)
 
     def _tell_end(self, reader: MuxStreamReader, error: BaseException | None) -> None:
-        """One that cannot hear it does not keep it from the others; it is told once more, why."""
+        """Tell a reader that its stream ended. If the reader fails, tell it once more with its own error.
+
+        A failing reader must not keep the end from the others.
+        """
         try:
             reader.on_end(error)
         except Exception as found:  # noqa: BLE001  a reader's boundary
@@ -196,23 +199,23 @@ OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.enable_retries", 0),  # an attempt is sent once; trying again is the router's decision, with a new attempt
+    ("grpc.enable_retries", 0),  # an attempt is sent once; a retry is the router's decision, as a new attempt
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.use_local_subchannel_pool", 1),  # a new incarnation at an old address gets a connection of its own
+    ("grpc.use_local_subchannel_pool", 1),  # a new incarnation at an old address gets its own connection
 )
-RETIRE_S: Final = 3600.0  # a channel with certificates of before may finish its calls
+RETIRE_S: Final = 3600.0  # how long calls on a channel with replaced certificates may take to finish
 
 
 class Channels:
-    """Channels by incarnation.
+    """gRPC channels by worker incarnation.
 
     Args:
-        members: says when an incarnation is lost.
-        spawn: runs a coroutine in the background and keeps hold of it.
-        secure: opens them; nothing is encrypted if not given. After its files have changed, new calls go over a new
-            channel, and those on the one before end by themselves.
-        secret: what workers are shown that it is known here; this process's own if not given.
+        members: reports when an incarnation is lost.
+        spawn: runs a coroutine in the background and keeps a reference to its task.
+        secure: opens the channels; without it nothing is encrypted. After its certificate files change, new calls use a
+            new channel, and calls on the old one run to their end.
+        secret: proves this router's identity to workers; defaults to this process's own secret.
     """
 
     def __init__(
@@ -230,7 +233,7 @@ class Channels:
         self._stream_muxes: dict[Incarnation, tuple[StreamMuxClient, int]] = {}
 
     def to(self, member: Member) -> Any:
-        """The channel to the incarnation of `member`, which must be alive, for stubs; its calls prove themselves."""
+        """Return the authenticated channel to the incarnation of `member`, which must be alive."""
         assert member.alive
         incarnation = member.incarnation
         version = self._secure.version
@@ -245,7 +248,7 @@ class Channels:
         return channel
 
     def stream_mux(self, member: Member) -> StreamMuxClient:
-        """The call for all streams to the incarnation `member` is in, which must be alive and serve that."""
+        """Return the multiplexed call to the incarnation of `member`, which must be alive."""
         channel, version = self.to(member), self._secure.version
         incarnation = member.incarnation
         stream_mux, begun_version = self._stream_muxes.get(incarnation, (None, 0))
@@ -263,7 +266,7 @@ class Channels:
         return InsideChannel(self._secure.open_aio(member.state.address, OPTIONS), caller, lambda: callee)
 
     async def close(self) -> None:
-        """Close all; calls still open on them end."""
+        """Close all channels; calls still open on them end."""
         for incarnation in tuple(self._channels):
             await self._close(incarnation)
 

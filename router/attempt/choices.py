@@ -1,4 +1,4 @@
-"""The answers to one request, side by side: attempts, text and one stream of events."""
+"""Runs the answers to one request side by side, and merges the chunks of a call's requests."""
 
 import asyncio
 import dataclasses
@@ -18,11 +18,11 @@ Chunks = AsyncGenerator[inference_pb2.GenerateChunk]
 
 
 class Answers:
-    """Iterate `chunks` inside the context; leaving it ends whatever is under way.
+    """The chunks of one call. Iterate `chunks` inside the context; leaving it ends what is still running.
 
     Args:
-        requests: checked, in the order of the call.
-        streams: the chunks of each.
+        requests: the checked requests, in the order of the call.
+        streams: each request's chunks.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest], streams: Iterable[Chunks]) -> None:
@@ -42,17 +42,17 @@ class Answers:
             await asyncio.wait(self._tasks)
         for stream in self._streams:
             await stream.aclose()
-        # A caller that was refused may keep the error, and with it the frames that know this object.
+        # A caller that was refused may keep the error, whose traceback holds frames that refer to this object.
         self._tasks.clear()
         self._streams.clear()
 
     def only(self) -> Chunks:
-        """The chunks of a call that asked for one thing. To be iterated once, instead of `chunks`."""
+        """The chunks of a call with a single request. Iterate it once, instead of `chunks`."""
         (stream,) = self._streams
         return stream
 
     async def chunks(self) -> AsyncGenerator[tuple[int, inference_pb2.GenerateChunk]]:
-        """(which request, chunk), each request's in order. To be iterated once.
+        """Yield (index of the request, chunk), each request's chunks in order. Iterate it once.
 
         Raises:
             BatonError: what ended one request, and with it the call.
@@ -61,7 +61,7 @@ class Answers:
             async for chunk in self.only():
                 yield 0, chunk
             return
-        # No request has more events than tokens, so the queue needs no other bound.
+        # No request has more events than tokens, so the queue is bounded without a limit.
         queue: asyncio.Queue[tuple[int, inference_pb2.GenerateChunk] | BaseException | None] = asyncio.Queue()
 
         async def read(at: int, stream: Chunks) -> None:
@@ -82,7 +82,7 @@ class Answers:
             if isinstance(item, BaseException):
                 try:
                     raise item
-                finally:  # it knows this frame: with the frame knowing it neither would be freed
+                finally:  # The error's traceback holds this frame: a cycle that would keep both alive.
                     del item
                     while not queue.empty():
                         queue.get_nowait()
@@ -92,24 +92,24 @@ class Answers:
                 yield item
 
 
-@dataclass(slots=True)  # not frozen, which would make each three times as dear
+@dataclass(slots=True)  # not frozen, which would make construction three times as expensive
 class ChoiceEvent:
-    """What one answer's attempts emitted."""
+    """Tokens emitted by the attempts of one answer."""
 
     choice: int
     emitted: CertainTokens
 
 
 class Choices:
-    """Iterate `events`, then `close` in any case.
+    """The `n` answers to one request. The caller iterates `events`, then always calls `close`.
 
-    A request for one answer runs as it is; of several, each has its own name at the workers. The first that fails ends
-    all of them.
+    A request for one answer runs as it is; with several, each has its own name at the workers. The first answer that
+    fails ends all of them.
 
     Args:
-        request: checked.
+        request: the checked request.
         attempts_of: makes the attempts of one answer.
-        admission_queue: where it waits for its turn, if there is one.
+        admission_queue: where the request waits to be admitted; None if there is no queue.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class Choices:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def events(self) -> AsyncIterator[ChoiceEvent]:
-        """Tokens of all answers as they come; each answer's in order, its last with a finish reason.
+        """Yield tokens of all answers as they arrive; each answer's are in order, its last event has a finish reason.
 
         Raises:
-            BatonError: what ended one of them, and with it the request; or it was refused its turn.
+            BatonError: what ended one answer, and with it the request; or the queue refused the request.
         """
         if self._admission_queue is not None:
             self._turn = await self._admission_queue.enter(self._request)
@@ -141,12 +141,13 @@ class Choices:
             yield event
 
     async def _events(self) -> AsyncIterator[ChoiceEvent]:
-        # Each answer has at most `max_tokens` events, so the queue needs no other bound.
+        # Each answer has at most `max_tokens` events, so the queue is bounded without a limit.
         queue: asyncio.Queue[ChoiceEvent | asyncio.Task[None]] = asyncio.Queue()
         for choice, attempts in enumerate(self.attempts):
             task = asyncio.create_task(_read(choice, attempts, queue))
             self._tasks.append(task)
-            # As it is, without code of ours in between: what that raised would leave the loop below waiting for ever.
+            # The callback is `put_nowait` itself: if code of ours in between raised, the loop below would wait for
+            # ever.
             task.add_done_callback(queue.put_nowait)
         num_open = len(self._tasks)
         while num_open:
@@ -158,8 +159,8 @@ class Choices:
                 yield event
 
     def close(self) -> None:
-        """End what is under way."""
-        with ExitStack() as stack:  # all of it, whatever one of them raises
+        """End the answers still running, and leave the admission queue."""
+        with ExitStack() as stack:  # runs every callback, even if one raises
             if self._turn is not None:
                 stack.callback(self._turn.leave)
             for attempts in self.attempts:

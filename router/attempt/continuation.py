@@ -1,9 +1,9 @@
-"""One answer over all its attempts: which tokens the next one starts from, and whether there is a next one. Pure.
+"""Decides, over all attempts of one answer, which tokens the next attempt starts from and whether there is one. Pure.
 
-An attempt that loses a worker is followed by another, which gets the prompt and what the client has of the answer as a
-*forced prefix* and goes on behind it (a migration); so is one whose hand-off failed (a retry). Every token reaches the
-client once and in order, whatever late words of earlier attempts still arrive. Without migration a retry computes
-everything again with the same seed, and what the client has is only compared.
+After an attempt loses a worker, the next one gets the prompt and the tokens that the client has as a *forced prefix*
+and continues behind it: a migration. The same happens after a failed hand-off: a retry. Every token reaches the client
+once and in order, even if late messages of earlier attempts still arrive. Without migration, a retry recomputes
+everything with the same seed, and the tokens that the client has are only compared.
 """
 
 import dataclasses
@@ -30,27 +30,26 @@ from baton.core.requests.request import AttemptKey, GenerationRequest
 class TokenOrder:
     """The tokens emitted so far.
 
-    A worker that leaves a gap, contradicts itself or exceeds `max_tokens` is broken, and nothing it says can be
-    streamed.
+    A worker that leaves a gap, contradicts itself or exceeds `max_tokens` is broken: nothing it sends can be streamed.
     """
 
     __slots__ = ("_max_tokens", "token_ids")
 
     def __init__(self, max_tokens: int, token_ids: Sequence[int] = ()) -> None:
         self._max_tokens = max_tokens
-        self.token_ids: list[int] = list(token_ids)  # those of earlier attempts to begin with
+        self.token_ids: list[int] = list(token_ids)  # begins with the tokens of earlier attempts
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def take(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """Accept tokens whose first has this index in the answer; returns those that are new.
+        """Accept tokens, the first of which has this index in the answer; return those that are new.
 
         Raises:
-            ProtocolError: a gap, a repeated token that differs, or too many tokens.
+            ProtocolError: there is a gap, a repeated token differs, or there are too many tokens.
         """
         have = len(self.token_ids)
-        if index == have and have + len(token_ids) <= self._max_tokens:  # as a rule
+        if index == have and have + len(token_ids) <= self._max_tokens:  # the common case
             self.token_ids.extend(token_ids)
             return list(token_ids)
         if index > have:
@@ -68,25 +67,25 @@ class TokenOrder:
 MAX_RETRIES: Final = 2  # after failed hand-offs
 FIRST_DELAY_S: Final = 0.05
 LAST_DELAY_S: Final = 1.0
-_CAUSE: Final = "cause"  # field of an error that a lost stream ended with
+_CAUSE: Final = "cause"  # field of the error that a lost stream ended with
 
 
 class Cause(Enum):
     """Why an answer moved to other workers."""
 
     DEATH = "death"  # the connection broke, or the worker reports under a new epoch
-    FENCE = "fence"  # it was silent for too long
-    DRAIN = "drain"  # an operator empties it
-    STREAM = "stream"  # it ended this stream alone, without a finish or with an error of its own
+    FENCE = "fence"  # the worker was silent for too long
+    DRAIN = "drain"  # an operator drains the worker
+    STREAM = "stream"  # the worker ended only this stream, without a finish reason or with an error of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationLimits:
-    """How far an answer is followed.
+    """Limits of migration.
 
     Attributes:
-        max_migrations: of one answer; 0 is no migration at all: who loses a worker ends.
-        wait_s: without any pair to go on with, before it ends.
+        max_migrations: per answer; 0 disables migration, so that losing a worker ends the answer.
+        wait_s: how long an answer waits for a pair to continue on before it ends.
     """
 
     max_migrations: int = 2
@@ -95,7 +94,7 @@ class MigrationLimits:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One attempt that failed."""
+    """One failed attempt."""
 
     attempt: int
     prefill: str
@@ -108,12 +107,12 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What follows a failed attempt: another, after a pause.
+    """What follows a failed attempt: another attempt, after a delay.
 
     Attributes:
-        delay_s: the pause.
-        cause: why it moves, if it is a migration.
-        takes_budget: it is a retry of a request that nothing has come of yet.
+        delay_s: the delay.
+        cause: why the answer moves; None unless it is a migration.
+        takes_budget: whether it is a retry of a request that has emitted no token yet.
     """
 
     delay_s: float
@@ -122,7 +121,7 @@ class Again:
 
 
 def cause_of(error: BatonError) -> Cause | None:
-    """Why the answer should move, if this error says that a stream was lost and not that the request is at fault."""
+    """Why the answer should move; None if the error does not mean that a stream was lost."""
     if type(error) in (WorkerLost, ProtocolError, BatonError):
         named = error.fields.get(_CAUSE)
         for cause in Cause:
@@ -134,12 +133,12 @@ def cause_of(error: BatonError) -> Cause | None:
 
 
 class Continuation:
-    """Call `begin`, `take` what its attempt says, and after an error `failed`; in this order, again and again.
+    """The state of one answer. Call `begin`, then `take` for the attempt's tokens, and after an error `failed`; repeat.
 
     Args:
-        request: the client's, as its first attempt.
-        limits: of migration.
-        uniform: draws from [0, 1), so that those who lost a worker together do not come back together.
+        request: the client's request, as its first attempt.
+        limits: limits of migration.
+        uniform: draws from [0, 1), so that requests that lost a worker together do not return together.
     """
 
     def __init__(self, request: GenerationRequest, limits: MigrationLimits, uniform: Callable[[], float]) -> None:
@@ -158,25 +157,25 @@ class Continuation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer that the client has."""
+        """Number of the answer's tokens that the client has."""
         return len(self._order)
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Those."""
+        """The answer's tokens that the client has."""
         return self._order.token_ids
 
     @property
     def migrates(self) -> bool:
-        """Whether another migration is left to it."""
+        """Whether the answer may migrate once more."""
         return self.num_migrations < self._limits.max_migrations
 
     def begin(self, room_len: int) -> GenerationRequest:
-        """The next attempt.
+        """Build the next attempt.
 
         Args:
-            room_len: positions that its prefill worker can hold. What does not fit of the forced prefix is computed
-                again, and compared.
+            room_len: positions that its prefill worker can hold. The part of the forced prefix that does not fit is
+                recomputed and compared.
         """
         assert not self._ended
         self._attempt += 1
@@ -185,26 +184,26 @@ class Continuation:
         if not self._order.token_ids:
             return request
         if self._limits.max_migrations:
-            # All that were allowed came, and no word of the end: the last is asked for again.
+            # If all allowed tokens came but no finish reason, the last token is requested again.
             most = min(room_len - self.request.prompt_len, self.request.sampling.max_tokens - 1)
             self.num_forced = max(min(len(self._order), most), 0)
         forced = tuple(self._order.token_ids[: self.num_forced])
         return dataclasses.replace(
             request,
             prompt_token_ids=(*self.request.prompt_token_ids, *forced),
-            sampling=dataclasses.replace(request.sampling, prompt_logprobs=None),  # they were reported
+            sampling=dataclasses.replace(request.sampling, prompt_logprobs=None),  # already reported
             num_forced=len(forced),
         )
 
     def take(self, attempt: int, index: int, token_ids: Sequence[int]) -> list[int]:
-        """Tokens of an attempt, of which the first has this index in the answer; returns those the client lacks.
+        """Accept tokens of an attempt, the first of which has this index in the answer; return those the client lacks.
 
         Raises:
-            ProtocolError: a gap, or another token where one is known, or too many.
-            TransferFailed: likewise, where an attempt computed again what was known.
+            ProtocolError: there is a gap, a known token differs, or there are too many tokens.
+            TransferFailed: likewise, where an attempt recomputed known tokens.
         """
         if attempt != self._attempt or self._ended:
-            return []  # of an attempt that was given up
+            return []  # from an abandoned attempt
         self._waiting_since_s = None
         self._num_delays = 0
         was_known = index < len(self._order)
@@ -213,18 +212,18 @@ class Continuation:
         except ProtocolError as error:
             if not was_known or not self.tried:
                 raise
-            # Default numerics promise equal tokens but for near-ties, and this was one.
+            # Default numerics promise equal tokens except at near-ties, and this was one.
             raise TransferFailed(f"a recompute gave other tokens: {error.message}", diverged=True) from error
 
     def finish(self) -> None:
-        """The answer is complete: nothing more is taken."""
+        """Mark the answer as complete; later tokens are ignored."""
         self._ended = True
 
     def failed(self, error: BatonError, *, prefill: str, decode: str, now_s: float) -> Again:
-        """What follows an attempt of these two workers that ended with an error.
+        """Decide what follows an attempt of these two workers that ended with an error.
 
         Raises:
-            BatonError: nothing does: this error, with what was tried.
+            BatonError: no attempt follows; the error, with a list of the attempts.
         """
         cause = cause_of(error)
         why = type(error).__name__ if cause is None else cause.value
@@ -232,31 +231,31 @@ class Continuation:
         if now_s >= self.request.deadline_s:
             raise self._final(error)
         if isinstance(error, HandoffTooLong):
-            return Again(0.0)  # by another pair, of which there are not many, or by the decode worker alone
+            return Again(0.0)  # another pair may carry it, of which there are few, or a decode worker alone
         if isinstance(error, TransferFailed | ModelOutputInvalid):
             if self.num_retries >= MAX_RETRIES or error.fields.get("diverged"):
                 raise self._final(error)
             self.num_retries += 1
             return Again(0.0 if self.num_retries == 1 else self._delay_s(), takes_budget=not self._has_begun)
         if isinstance(error, Overloaded) and self._may_wait:
-            return Again(self._wait_s(error, now_s))  # who has begun is not turned away
+            return Again(self._wait_s(error, now_s))  # an answer that has begun waits instead of being refused
         if cause is None or not self.migrates:
             raise self._final(error)
         self.num_migrations += 1
         return Again(0.0 if self.num_migrations == 1 else self._delay_s(), cause)
 
     def unaffordable(self, error: BatonError, retry_after_s: float) -> BatonError:
-        """The error of a retry that the router cannot afford; says when the client may try again."""
+        """Build the error of a retry that exceeds the router's retry budget; it says when the client may try again."""
         self.num_retries -= 1
         about = {"retry_after_s": round(retry_after_s, 2), "tried": [str(one) for one in self.tried[-8:]]}
         return type(error)(f"{error.message}; the router's retries are used up", **(error.fields | about))
 
     def no_pair(self, error: BatonError, now_s: float) -> float:
-        """How long to wait before looking again for a pair, where there is none.
+        """Return how long to wait before looking for a pair again.
 
         Raises:
-            BatonError: no worker is waited for (before the first attempt), or it has been too long.
-            RequestDeadlineExceeded: its deadline passed.
+            BatonError: the answer may not wait (no attempt has begun), or it has waited too long.
+            RequestDeadlineExceeded: the request's deadline passed.
         """
         if not self._may_wait or not isinstance(error, NoWorker | WorkersIncompatible):
             raise error
@@ -264,12 +263,12 @@ class Continuation:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether it has begun: then it is not turned away, but waits."""
+        """Whether the request waits for workers instead of being refused, because its answer has begun."""
         return self._limits.max_migrations > 0 and self._has_begun
 
     @property
     def _has_begun(self) -> bool:
-        """Whether the client has tokens, or the answer has moved already."""
+        """Whether the client has tokens, or the answer has already migrated."""
         return self.num_migrations > 0 or bool(self._order.token_ids)
 
     def _wait_s(self, error: BatonError, now_s: float) -> float:
@@ -290,7 +289,7 @@ class Continuation:
         return delay_s * (0.5 + self._uniform())
 
     def _final(self, error: BatonError, *, least: int = 2) -> BatonError:
-        """The error, saying what was tried if that was so many attempts."""
+        """Add the list of attempts to the error, if there were at least `least`."""
         if len(self.tried) < least:
             return error
         tried = [str(one) for one in self.tried[-8:]]

@@ -1,9 +1,9 @@
-"""Which requests are at which worker, so that it is known who was there when one died.
+"""Tracks which requests are at which worker, so that it is known which were there when a worker died.
 
-It feeds `poison_detector`, and answers for the operators how many streams a worker has. A stream that breaks is no
-death yet: its request counts as present until the worker is heard of again, or is lost. Nor is silence: a worker that
-was not heard for a while, and under which no stream broke, has died only if its name comes back in another incarnation,
-or never. One that comes back in the same incarnation has not died, whatever broke.
+It feeds `poison_detector`, and tells operators how many streams a worker has. A broken stream is not yet a death: its
+request counts as present until the worker is heard of again, or is lost. Nor is silence a death: a worker that fell
+silent without a broken stream has died only if its name returns as another incarnation, or never returns. A worker that
+returns in the same incarnation has not died, even if streams broke.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint(request: GenerationRequest) -> str:
-    """Hex digits that name a client's request; the same for each of its answers, and another one for each tenant.
+    """Return hex digits that identify a client's request: equal for all its answers, different for each tenant.
 
-    Or a tenant could have another's requests refused, and learn of them.
+    Otherwise a tenant could cause another's requests to be refused, and learn about them.
     """
     values = request.sampling.as_data()
-    for name in ("seed", "prompt_logprobs"):  # the second differs between the answers of one request
+    for name in ("seed", "prompt_logprobs"):  # `prompt_logprobs` differs between the answers of one request
         del values[name]
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     digest.update(json.dumps([request.tenant, values, request.num_draft_tokens], sort_keys=True).encode())
@@ -43,17 +43,17 @@ def fingerprint(request: GenerationRequest) -> str:
     return digest.hexdigest()
 
 
-HEARD_S: Final = 0.5  # who reports so long after a stream broke was not killed with it
-BROKEN_S: Final = 10.0  # by then it is known
+HEARD_S: Final = 0.5  # a worker that reports this long after a stream broke was not killed along with it
+BROKEN_S: Final = 10.0  # by then it is known whether the worker died
 
 
 class Leaving(Enum):
-    """How an attempt came to depend on a worker no more."""
+    """How an attempt stopped depending on a worker."""
 
     IN_ORDER = auto()
-    BROKEN = auto()  # the connection broke under it
-    TURNED_AWAY = auto()  # there was no connection: it was never there
-    DOUBTED = auto()  # its hand-off failed, perhaps because the worker died
+    BROKEN = auto()  # the connection broke during the attempt
+    TURNED_AWAY = auto()  # there was no connection: the attempt never reached the worker
+    DOUBTED = auto()  # the hand-off failed, perhaps because the worker died
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ class _Visit:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """A worker that was given up because it was not heard of.
+    """A worker that was declared lost because it was silent.
 
     Attributes:
-        present: whose streams were whole until then.
-        counted: requests whose streams had broken there, and of which it counts as a death until it comes back.
+        present: requests whose streams were intact until then.
+        counted: requests whose streams had broken there, for which it counts as a death until it returns.
     """
 
     present: tuple[Stay, ...]
@@ -76,7 +76,7 @@ class _Silence:
 
 
 class InFlightRequests:
-    """Visits by incarnation and attempt. Call `tick` several times a second."""
+    """Visits by incarnation and attempt. `tick` must be called several times a second."""
 
     def __init__(
         self, members: Members, poison_detector: PoisonDetector, clock: Clock, on_blamed: Callable[[Blamed], None]
@@ -86,12 +86,12 @@ class InFlightRequests:
         self._clock = clock
         self._on_blamed = on_blamed
         self._visits: dict[Incarnation, dict[AttemptKey, _Visit]] = {}
-        self._left: dict[Incarnation, list[Stay]] = {}  # not in order; a request itself is not kept for that
-        self._broken: dict[Incarnation, float] = {}  # when a stream broke there last
+        self._left: dict[Incarnation, list[Stay]] = {}  # in no order; requests themselves are not kept
+        self._broken: dict[Incarnation, float] = {}  # when a stream last broke at each worker
         self._silences: dict[Incarnation, _Silence] = {}
 
     def enter(self, incarnation: Incarnation, key: AttemptKey, request: GenerationRequest) -> None:
-        """An attempt of a client's request goes to a worker."""
+        """Record that an attempt of a client's request is sent to a worker."""
         visits = self._visits.get(incarnation)
         if visits is None:
             visits = self._visits[incarnation] = {}
@@ -99,7 +99,7 @@ class InFlightRequests:
         visits[key] = _Visit(request, self._clock.now_s())
 
     def leave(self, incarnation: Incarnation, key: AttemptKey, how: Leaving) -> None:
-        """It does not depend on the worker any more."""
+        """Record that the attempt no longer depends on the worker."""
         visits = self._visits.get(incarnation)
         if visits is None or key not in visits:
             return
@@ -111,7 +111,7 @@ class InFlightRequests:
             self._left.setdefault(incarnation, []).append(stay)
 
     def tick(self) -> None:
-        """See what became of workers that were silent, or under which attempts broke off."""
+        """Determine what became of silent workers and of workers with broken streams."""
         for incarnation in list(self._left):
             self._settle(incarnation)
         members = {member.state.worker_id: member for member in self._members.all()} if self._silences else {}
@@ -128,22 +128,22 @@ class InFlightRequests:
 
     @property
     def has_silences(self) -> bool:
-        """Whether it is not known of some worker whether it has died."""
+        """Whether it is undecided for some silent worker whether it died."""
         return bool(self._silences)
 
     def finished(self, fingerprint: str) -> None:
-        """A request ended well: it has killed no worker, nor one of which that will be known later."""
+        """Clear a request that ended successfully: it has killed no worker, nor one still undecided."""
         for incarnation, silence in self._silences.items():
             if any(stay.fingerprint == fingerprint for stay in silence.present):
                 present = tuple(stay for stay in silence.present if stay.fingerprint != fingerprint)
                 self._silences[incarnation] = _Silence(present, silence.counted)
 
     def num_at(self, incarnation: Incarnation) -> int:
-        """Attempts at a worker now."""
+        """Number of attempts now at a worker."""
         return len(self._visits.get(incarnation, {}))
 
     def is_unsettled(self, incarnation: Incarnation) -> bool:
-        """Whether a connection broke there and it is not known yet whether the worker died."""
+        """Whether a connection to the worker broke, and it is undecided whether the worker died."""
         broken_s = self._broken.get(incarnation)
         if broken_s is None:
             return False
@@ -154,7 +154,7 @@ class InFlightRequests:
         return True
 
     def _settle(self, incarnation: Incarnation) -> None:
-        """Forget who did not leave in order, where the worker lives on."""
+        """Forget the broken stays at a worker that turned out to be alive, or whose time for a decision is over."""
         heard_since, now_s = self._members.heard_since, self._clock.now_s()
         stays = [
             stay
@@ -187,14 +187,14 @@ OnLost = Callable[[WorkerLost], None]
 
 @dataclass(frozen=True, slots=True)
 class InFlightTracker:
-    """Of all requests.
+    """Shared view of workers and requests.
 
     Attributes:
-        members: who is alive.
-        drains: who is being emptied.
-        in_flight_requests: who is where.
+        members: live and lost workers.
+        drains: drains in progress.
+        in_flight_requests: which requests are at which worker.
         local: whether decode workers can do without a prefill worker.
-        canary: who can be trusted to serve.
+        canary: which workers can be trusted to serve.
     """
 
     members: Members
@@ -205,7 +205,7 @@ class InFlightTracker:
 
 
 class Guest(Protocol):
-    """What a leg enters a worker as."""
+    """How a leg registers with a worker."""
 
     def enter(self, incarnation: Incarnation, role: str, key: AttemptKey, on_lost: OnLost) -> Callable[[Leaving], None]:
         """See `Visitor`."""
@@ -213,10 +213,10 @@ class Guest(Protocol):
 
 
 class Inspector:
-    """A request of the router's own: it is told when an incarnation is lost, and stands in no list.
+    """A request of the router's own: it is told when an incarnation is lost, but is not counted as in flight.
 
     Args:
-        members: who is alive.
+        members: live and lost workers.
     """
 
     def __init__(self, members: Members) -> None:
@@ -229,12 +229,12 @@ class Inspector:
 
 
 class Visitor:
-    """One client's request, on its way through attempts.
+    """One client's request, as it passes through its attempts.
 
     Args:
-        in_flight_tracker: where it is entered.
-        request: the client's.
-        may_move: whether a worker that is being emptied can be left now, for another.
+        in_flight_tracker: where visits are recorded.
+        request: the client's request.
+        may_move: whether the request can now leave a draining worker for another.
     """
 
     def __init__(
@@ -245,16 +245,16 @@ class Visitor:
         self._may_move = may_move
 
     def enter(self, incarnation: Incarnation, role: str, key: AttemptKey, on_lost: OnLost) -> Callable[[Leaving], None]:
-        """An attempt depends on a worker from now on.
+        """Make an attempt depend on a worker from now on.
 
         Args:
-            incarnation: the worker's.
-            role: its part in the attempt.
-            key: of the attempt.
-            on_lost: called when the attempt must leave, with the reason; at once if the incarnation is lost already.
+            incarnation: the worker's incarnation.
+            role: the worker's role in the attempt.
+            key: the attempt's key.
+            on_lost: called with the reason when the attempt must leave; at once if the incarnation is already lost.
 
         Returns:
-            what ends that.
+            a function that ends the dependence.
         """
         members, drains, in_flight_requests = (
             self._in_flight_tracker.members,

@@ -1,4 +1,4 @@
-"""What the router knows for answers that outlive their workers: drains, who is where, and who is refused for it."""
+"""Holds the router's state for answers that outlive their workers: drains, in-flight requests, quarantine, retries."""
 
 import logging
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from baton.router.placement.members import DECODE, PREFILL, Members
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryLimits:
-    """Of the bucket.
+    """Parameters of the retry budget's token bucket.
 
     Attributes:
-        share: of a token that each request puts in.
-        per_s: tokens that come by themselves.
-        burst: tokens that the bucket holds.
+        share: tokens that each request adds.
+        per_s: tokens added per second.
+        burst: capacity of the bucket.
     """
 
     share: float = 0.2
@@ -32,7 +32,7 @@ class RetryLimits:
 
 
 class RetryBudget:
-    """One router's."""
+    """A router's token bucket for retries."""
 
     def __init__(self, limits: RetryLimits, now_s: float) -> None:
         self._limits = limits
@@ -41,17 +41,17 @@ class RetryBudget:
         self.num_refused = 0
 
     def tokens(self, now_s: float) -> float:
-        """Retries that could be made now."""
+        """Number of retries that could be made now."""
         self._fill(now_s)
         return self._tokens
 
     def request(self, now_s: float) -> None:
-        """A request has come: its first attempt is no retry."""
+        """Add a new request's share to the bucket; its first attempt is no retry."""
         self._fill(now_s)
         self._add(self._limits.share)
 
     def retry(self, now_s: float) -> float:
-        """Take a retry; 0, or where there is none to take, the seconds after which there will be one."""
+        """Take one retry; return 0, or the seconds until one becomes available."""
         self._fill(now_s)
         if self._tokens >= 1.0:
             self._tokens -= 1.0
@@ -72,14 +72,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationConfig:
-    """How the router is told to treat answers that lose a worker.
+    """Configuration of migration and quarantine.
 
     Attributes:
-        max_migrations: of one answer; 0 turns migration off.
-        wait_s: for a pair to go on with.
-        drain_grace_s: for the streams of a worker that is being emptied, before they move.
-        quarantine_deaths: of workers, before a request is blamed; 0 blames none.
-        quarantine_s: how long such a request is refused.
+        max_migrations: per answer; 0 disables migration.
+        wait_s: how long an answer waits for a pair to continue on.
+        drain_grace_s: how long streams of a draining worker may run before they migrate.
+        quarantine_deaths: deaths of workers before a request is blamed; 0 blames none.
+        quarantine_s: how long a blamed request is refused.
     """
 
     max_migrations: int = 2
@@ -90,7 +90,7 @@ class MigrationConfig:
 
 
 class Migration:
-    """One router's."""
+    """Drains, in-flight requests and quarantine of one router."""
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class Migration:
 
     @property
     def serving(self) -> bool:
-        """Whether a new request could be served: of each role, a worker lives and is not being emptied.
+        """Whether a new request could be served: each role has a live worker that is not draining.
 
-        Decode workers that compute prompts do without the other role.
+        If decode workers compute prompts, no prefill worker is needed.
         """
         draining = self.drains.incarnations()
         prefill, decode = (
@@ -127,10 +127,10 @@ class Migration:
         return bool(decode) and (bool(prefill) or self.in_flight_tracker.local.suffices(decode))
 
     def admit(self, request: GenerationRequest) -> None:
-        """Check that a request is not one that kills workers.
+        """Check that a request is not quarantined.
 
         Raises:
-            RequestQuarantined: it is.
+            RequestQuarantined: it is blamed for workers' deaths.
         """
         if not len(self.poison_detector):
             return
@@ -143,14 +143,14 @@ class Migration:
             raise RequestQuarantined(message, fingerprint=blamed.fingerprint, workers=list(blamed.workers))
 
     def finished(self, request: GenerationRequest) -> None:
-        """A request ended well."""
+        """Record that a request ended successfully."""
         if len(self.poison_detector) or self.in_flight_requests.has_silences:
             name = fingerprint(request)
             self.poison_detector.finished(name)
             self.in_flight_requests.finished(name)
 
     def migrated(self, cause: Cause) -> None:
-        """An answer moves to other workers."""
+        """Count an answer's migration."""
         self._metrics.migrations.labels(cause.value).inc()
 
 
