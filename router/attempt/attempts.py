@@ -129,9 +129,7 @@ class Attempts:
         self.first: worker_pb2.FirstToken | None = None  # of the attempt that gave the client's first token
         self.first_pair: Pair | None = None
         self.runs: list[RequestRun] = []  # every attempt, in order
-        self.on_arrival: Callable[[int, bool], None] | None = (
-            None  # gets (number of new tokens, whether they are the last)
-        )
+        self.on_arrival: Callable[[int, bool], None] | None = None  # gets (number of new tokens, whether last)
         self._context = context
         self._answer = Continuation(request, context.limits, random.random)
         self._outcasts = Outcasts()

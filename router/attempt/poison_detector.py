@@ -1,9 +1,10 @@
-"""Which requests kill workers: told apart from bystanders by who was there at several deaths. Pure.
+"""Finds out which requests kill workers, by which requests were present at several deaths. Pure.
 
-A request is known by a fingerprint of its prompt and parameters, so that a client's retry is the same one. It is blamed
-once it was at the deaths of `num_deaths` different workers, came to each later one after it had lost the one before,
-and no other request shares that record. One death blames none, however few were there; and of requests that went
-from death to death together none is blamed until another death tells them apart. Who is blamed is refused for a while.
+A request is identified by a fingerprint of its prompt and parameters, so a client's retry counts as the same request.
+It is blamed once it was present at the deaths of `num_deaths` different workers, came to each later worker after it had
+lost the one before, and no other request has the same record. One death blames no request, however few were present. Of
+requests that were present at the same deaths together, none is blamed until another death tells them apart. A blamed
+request is refused for a while.
 """
 
 from collections import OrderedDict
@@ -19,12 +20,12 @@ MAX_BLAMED: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A request's time at a worker that died: until its death, or until its stream broke there.
+    """A request's time at a worker that died: until the death, or until the request's stream broke there.
 
     Attributes:
-        fingerprint: of the request.
-        start_s: when an attempt of it came.
-        end_s: when that ended.
+        fingerprint: the request's fingerprint.
+        start_s: when one of its attempts arrived.
+        end_s: when the stay ended.
     """
 
     fingerprint: str
@@ -37,9 +38,9 @@ class Blamed:
     """A request that is refused.
 
     Attributes:
-        fingerprint: its own.
-        workers: that died of it, in order.
-        until_s: when it is tried again.
+        fingerprint: the request's fingerprint.
+        workers: workers that died of it, in order.
+        until_s: when it is accepted again.
     """
 
     fingerprint: str
@@ -50,33 +51,33 @@ class Blamed:
 @dataclass(slots=True)
 class _Record:
     workers: tuple[str, ...]
-    start_s: float  # of the first stay that counted
-    end_s: float  # of the last one
+    start_s: float  # start of the first stay that counts
+    end_s: float  # end of the last stay that counts
     seen_s: float
-    suspects: frozenset[str]  # who was at each of these deaths
+    suspects: frozenset[str]  # requests present at each of these deaths
 
 
 class PoisonDetector:
-    """What deaths say about requests.
+    """The record of deaths and the requests that were present.
 
     Args:
-        num_deaths: of different workers, before a request is blamed; 0 blames none.
-        hold_s: how long it is refused, and how long a death is remembered.
+        num_deaths: deaths of different workers before a request is blamed; 0 blames none.
+        hold_s: how long a blamed request is refused, and how long a death is remembered.
     """
 
     def __init__(self, *, num_deaths: int = NUM_DEATHS, hold_s: float = HOLD_S) -> None:
         assert num_deaths == 0 or num_deaths >= 2, "one death says nothing"
         self._num_deaths = num_deaths
         self._hold_s = hold_s
-        self._records: OrderedDict[str, _Record] = OrderedDict()  # the one that a death concerned last is the last
+        self._records: OrderedDict[str, _Record] = OrderedDict()  # ordered by each record's latest death
         self._blamed: OrderedDict[str, Blamed] = OrderedDict()
 
     def __len__(self) -> int:
-        """Requests that were at a death lately, and those that are refused."""
+        """Number of requests that were recently present at a death, plus those that are refused."""
         return len(self._records) + len(self._blamed)
 
     def died(self, worker_id: str, stays: Iterable[Stay], now_s: float) -> list[Blamed]:
-        """A worker died, and these requests were there; returns those that are blamed by that."""
+        """Record a worker's death and the requests present; return the requests that are now blamed."""
         if not self._num_deaths:
             return []
         self._forget(now_s)
@@ -84,14 +85,14 @@ class PoisonDetector:
         for stay in stays:
             by_name.setdefault(stay.fingerprint, []).append(stay)
         present = frozenset(by_name)
-        shared: dict[int, frozenset[str]] = {}  # many have the same suspects
+        shared: dict[int, frozenset[str]] = {}  # many records have the same suspects
         for name, own in by_name.items():
             record = self._records.get(name)
             if record is None:
                 start_s, end_s = min(stay.start_s for stay in own), max(stay.end_s for stay in own)
                 self._records[name] = _Record((worker_id,), start_s, end_s, now_s, present)
                 continue
-            # A death may be known only after a later one: then it is the earlier stay that counts.
+            # A death may become known only after a later one; then the earlier stay counts.
             apart = [stay for stay in own if stay.start_s >= record.end_s or stay.end_s <= record.start_s]
             if worker_id in record.workers or not apart:
                 continue
@@ -108,9 +109,9 @@ class PoisonDetector:
         return self._blame(by_name, now_s)
 
     def survived(self, worker_id: str, fingerprints: Iterable[str]) -> list[str]:
-        """A worker has not died after all: what its death said of these requests is forgotten.
+        """Retract a worker's death: forget what it said about these requests.
 
-        Returns those that were refused for it, and are not any more.
+        It returns the requests that were refused because of it, and no longer are.
         """
         pardoned = []
         for name in fingerprints:
@@ -123,26 +124,26 @@ class PoisonDetector:
         return pardoned
 
     def finished(self, fingerprint: str) -> None:
-        """A request ended well: it kills no worker."""
+        """Clear a request that ended successfully: it kills no worker."""
         self._records.pop(fingerprint, None)
 
     def find(self, fingerprint: str, now_s: float) -> Blamed | None:
-        """Why a request is refused, if it is."""
+        """Return why a request is refused; None if it is not."""
         blamed = self._blamed.get(fingerprint)
         return blamed if blamed is not None and now_s < blamed.until_s else None
 
     def blamed(self, now_s: float) -> list[Blamed]:
-        """All that are refused, the oldest first."""
+        """All refused requests, the oldest first."""
         self._forget(now_s)
         return list(self._blamed.values())
 
     def resume(self, fingerprint: str, workers: tuple[str, ...], now_s: float) -> None:
-        """Refuse what another router had blamed, for a whole hold again."""
+        """Refuse a request that another router had blamed, for a full `hold_s` again."""
         if self._num_deaths and len(self._blamed) < MAX_BLAMED:
             self._blamed[fingerprint] = Blamed(fingerprint, workers, now_s + self._hold_s)
 
     def clear(self, fingerprint: str = "") -> int:
-        """Refuse one no more, or none at all; returns how many that were."""
+        """Stop refusing one request, or all of them; return how many were refused."""
         names = [name for name in self._blamed if fingerprint in ("", name)]
         for name in names:
             del self._blamed[name]

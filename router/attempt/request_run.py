@@ -1,8 +1,8 @@
-"""One request's life between two workers: both legs opened, tokens put in order, one end for whatever happens.
+"""Runs one attempt of a request at a pair of workers: opens both legs, orders the tokens, and ends both legs together.
 
-It owns the two streams of one attempt. It never touches blocks or text, and it never retries (`attempts` does).
-Whatever ends the request ends both legs: a leg is cancelled unless it has nothing left but to report, and then it is
-given a moment.
+`RequestRun` owns the attempt's two streams. It never touches blocks or text, and it never retries (`attempts` does).
+However the attempt ends, both legs end: a leg that only has its final report left gets a moment for it, any other is
+cancelled.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from baton.router.attempt.in_flight_requests import Guest, Leaving
 from baton.router.placement.members import Member
 from baton.router.placement.policy import Pair
 
-NO_CONNECTION: Final = "failed to connect"  # gRPC has no code of its own for it
+NO_CONNECTION: Final = "failed to connect"  # gRPC has no status code for this
 
 
 class Leg:
-    """The leg of a request at one worker."""
+    """The part of an attempt at one worker."""
 
     def __init__(self, role: str, member: Member) -> None:
         self.role = role
@@ -52,7 +52,7 @@ class Leg:
 
     @property
     def worker_id(self) -> str:
-        """Its name."""
+        """The worker's name."""
         return self.incarnation.worker_id
 
     def join(
@@ -62,50 +62,50 @@ class Leg:
         on_said: Callable[[Any], None],
         on_ended: Callable[["Leg", BaseException | None], None],
     ) -> None:
-        """Open a stream in a stream mux; `on_ended` gets this leg and what ended it, None if it ended well.
+        """Open a stream in `stream_mux`; when it ends, call `on_ended` with this leg and the error, None for a clean end.
 
-        A leg that was cancelled is not told.
+        `on_ended` is not called for a cancelled leg.
         """
         self.is_open = True
         self._give_up = stream_mux.open(message, _Muxed(self, on_said, on_ended))
 
     def watch(self, guest: Guest, key: AttemptKey, on_lost: Callable[[BatonError], None]) -> None:
-        """Have `on_lost` called with a WorkerLost when the worker's incarnation is lost, or when it should be left."""
+        """Have `on_lost` called with a WorkerLost when the incarnation is lost, or when the request should leave."""
         self._leave = guest.enter(self.incarnation, self.role, key, on_lost)
 
     def unwatch(self) -> None:
-        """The request does not depend on this worker any more."""
+        """Stop depending on this worker."""
         if self._leave is not None:
             self._leave(self._leaving)
             self._leave = None
 
     def doubt(self) -> None:
-        """Its hand-off failed, which may have been the worker's death."""
+        """Record that the hand-off failed, perhaps because the worker died."""
         if self._leaving is Leaving.IN_ORDER:
             self._leaving = Leaving.DOUBTED
 
     def cancel(self) -> None:
-        """Cancel the stream; the worker then gives up what it holds."""
+        """Cancel the stream; the worker then releases what it holds for the request."""
         if self.is_open and self._give_up is not None:
             self.is_open = False
             try:
                 self._give_up()
-            except Exception as error:  # noqa: BLE001  what ends a request goes on to its end
+            except Exception as error:  # noqa: BLE001  ending a request must run to completion
                 as_internal(f"leaving {self}", error)
 
     def explain(self, error: BaseException) -> BatonError:
-        """The error of this leg, as the error of the request."""
+        """Translate this leg's error into the error of the request."""
         lost = {"worker_id": self.worker_id, "role": self.role}
         if isinstance(error, asyncio.CancelledError):
             return WorkerLost(f"{self}: the connection was closed", cause=Cause.DEATH.value, **lost)
         typed = wire.error_from_rpc(error) if isinstance(error, grpc.RpcError) else error
-        if isinstance(typed, RequestCancelled):  # not cancelled here: the worker gave up, or is shutting down
+        if isinstance(typed, RequestCancelled):  # not cancelled by the router: the worker gave up, or is shutting down
             return WorkerLost(f"{self} gave the request up: {typed.message}", cause=Cause.STREAM.value, **lost)
         if isinstance(typed, WorkerLost):
             self._leaving = Leaving.TURNED_AWAY if NO_CONNECTION in typed.message else Leaving.BROKEN
             fields = typed.fields | lost | {"cause": Cause.DEATH.value}
             return WorkerLost(f"{self}: {typed.message}", **fields)
-        if type(typed) is BatonError:  # it broke in a way that it has no name for
+        if type(typed) is BatonError:  # the worker failed in a way that has no type of its own
             return BatonError(f"{self}: {typed.message}", **(typed.fields | lost | {"cause": Cause.STREAM.value}))
         if isinstance(typed, BatonError):
             return typed
@@ -113,7 +113,7 @@ class Leg:
 
 
 class _Muxed:
-    """A leg as a stream mux's reader."""
+    """Adapts a leg to the stream multiplexer's reader interface."""
 
     __slots__ = ("_leg", "_on_ended", "_on_said")
 
@@ -138,28 +138,28 @@ class _Muxed:
 
 
 LINGER_S: Final = 2.0
-CAUSE_WAIT_S: Final = 0.25  # a failed hand-off seen by decode has its cause at prefill, whose word may be on its way
+CAUSE_WAIT_S: Final = 0.25  # if decode reports a failed hand-off, prefill knows the cause; its report may be on its way
 _FINISH_REASONS: Final = frozenset((FinishReason.STOP.value, FinishReason.LENGTH.value))
 
 
-@dataclass(slots=True)  # not frozen, which would make each three times as dear
+@dataclass(slots=True)  # not frozen, which would make construction three times as expensive
 class CertainTokens:
-    """Tokens that are certain, in order, with reports on each if asked for; the last holds the reason."""
+    """Final tokens in order, with log-probabilities if requested; the last event holds the finish reason."""
 
     index: int
     token_ids: list[int]
     finish_reason: str = ""
     logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
-    prompt_logprobs: Sequence[inference_pb2.TokenLogprobs] = ()  # with the first token
+    prompt_logprobs: Sequence[inference_pb2.TokenLogprobs] = ()  # sent with the first token
 
 
 class RequestRun:
-    """One attempt. `start`, then `take`, waiting for `changed`, then `close` and `linger` in any case.
+    """One attempt. Call `start`, then `take`, waiting for `changed` in between; always `close` and `linger` at the end.
 
-    What comes before the reader has taken the last event is added to that: a chunk has the tokens of one decode step,
-    or of several where the client or this process is behind, and then each token costs less. What a slow reader costs
-    is bounded by the tokens of the answer, which are at most `max_tokens`, and nothing waits for it: neither other
-    streams nor the workers, which are free as soon as they are done.
+    Tokens that arrive before the reader takes the last event are merged into it. A chunk therefore has the tokens of
+    one decode step, or of several if the client or this process lags, which makes each token cheaper. A slow reader
+    costs at most the memory of its answer's `max_tokens` tokens. Nothing waits for it: neither other streams nor the
+    workers, which are free as soon as they are done.
     """
 
     is_local = False  # whether the decode worker computes the prompt
@@ -183,34 +183,34 @@ class RequestRun:
         )
         self._order = TokenOrder(request.sampling.max_tokens, request.forced_token_ids)
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
-        self._early: list[worker_pb2.DecodeTokens] = []  # came before the first token, which travels another way
+        self._early: list[worker_pb2.DecodeTokens] = []  # arrived before prefill's first token
         self._waiting: CertainTokens | None = None  # for the reader
         self._error: BatonError | None = None
         self._changed: asyncio.Future[None] | None = None
         self._decode_finished = False
         self._ended = False
-        self.on_arrival: Callable[[int, bool], None] | None = None  # told how many new tokens came, and the end
+        self.on_arrival: Callable[[int, bool], None] | None = None  # gets (number of new tokens, whether last)
         self._timers: list[asyncio.TimerHandle] = []
-        self._suspended: BatonError | None = None  # decode's, until prefill has had its word
+        self._suspended: BatonError | None = None  # decode's error, held until prefill reports the cause
         self._lingering: asyncio.TimerHandle | None = None
 
     @property
     def prefill_worker(self) -> str:
-        """Who computes the prompt."""
+        """The worker that computes the prompt."""
         return self._prefill.worker_id
 
     @property
     def decode_worker(self) -> str:
-        """Who writes the answer; empty once the request has ended at its first token."""
+        """The worker that decodes the answer; empty once the request has ended at its first token."""
         ended_at_prefill = self.first is not None and self.first.finish_reason != ""
         return "" if ended_at_prefill else self._decode.worker_id
 
     def start(self, guest: Guest) -> None:
-        """Open both legs: decode attends first, but nothing waits for it.
+        """Open both legs. The decode leg subscribes first, but nothing waits for it.
 
         Args:
-            guest: the client's request; not kept, since it leads back to its attempts, and what refers to itself
-                waits for the garbage collector, which stops every thread.
+            guest: the client's request. It is not kept: it refers back to its attempts, and reference cycles wait for
+                the garbage collector, which stops every thread.
         """
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
@@ -219,11 +219,11 @@ class RequestRun:
         self._open_prefill(now_s)
         for leg in (self._decode, self._prefill):
             leg.watch(guest, self.request.key, self._fail)
-        if self._ended:  # one of them is lost already
+        if self._ended:  # a worker is already lost
             self._end()
 
     def take(self) -> CertainTokens | None:
-        """The next tokens in order, up to those with a finish reason; None: `changed` says when there are more.
+        """Return the next tokens in order, up to those with a finish reason; None if there are none until `changed`.
 
         Raises:
             BatonError: what ended the request; all tokens that had arrived were taken before.
@@ -234,7 +234,7 @@ class RequestRun:
         return emitted
 
     def changed(self) -> "asyncio.Future[None]":
-        """Done as soon as `take` has something; for one reader."""
+        """Return a future that is done as soon as `take` has something. It supports one reader."""
         self._changed = asyncio.get_running_loop().create_future()
         return self._changed
 
@@ -256,11 +256,11 @@ class RequestRun:
         self._wake()
 
     def close(self) -> None:
-        """The reader is gone: if the request has not ended, it ends now."""
+        """End the attempt if it has not ended: the reader is gone."""
         self._fail(RequestCancelled("the client went away or cancelled"))
 
     def linger(self) -> None:
-        """Give the legs of an ended request a moment to end by themselves, then cancel them."""
+        """Give the legs of an ended attempt a moment to end by themselves, then cancel them."""
         if self._prefill.is_open or self._decode.is_open:
             self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._cancel)
 
@@ -268,7 +268,7 @@ class RequestRun:
         self._prefill.cancel()
         self._decode.cancel()
 
-    # Each leg reads one stream; an error in it ends the request.
+    # Each leg reads one stream; an error in it ends the attempt.
 
     def _open_prefill(self, now_s: float) -> None:
         message, stream_mux = (
@@ -302,7 +302,7 @@ class RequestRun:
         return wire.attend_request(self.request, now_s)
 
     def _on_other(self, event: worker_pb2.DecodeEvent) -> None:
-        """What a decode worker has nothing to say of, where a prefill worker does."""
+        """Handle an event that only a worker that computes the prompt sends."""
 
     def _on_prompt_logprobs(self, reports: worker_pb2.PromptLogprobs) -> None:
         self._prompt_logprobs.extend(reports.tokens)
@@ -318,7 +318,7 @@ class RequestRun:
         if len(self._prompt_logprobs) != (self.request.prompt_len - 1) * is_asked:
             raise ProtocolError(f"{self._prefill} reported on {len(self._prompt_logprobs)} tokens of the prompt")
         if first.index != self.request.num_forced:
-            # One that knows nothing of forced tokens would count them to the prompt.
+            # A worker that ignores forced tokens would count them as part of the prompt.
             expected = self.request.num_forced
             message = f"{self._prefill} began at token {first.index}, not {expected}"
             raise ProtocolError(message, index=first.index, expected=expected)
@@ -332,8 +332,9 @@ class RequestRun:
         try:
             for tokens in early:
                 self._on_decode_tokens(tokens)
-        # Decode's, though it is found while prefill's stream is read: the end of that may not matter any more.
-        except Exception as error:  # noqa: BLE001  the boundary of what a worker's stream calls
+        # The error is the decode worker's, although it surfaces while prefill's stream is read: prefill's end may no
+        # longer matter.
+        except Exception as error:  # noqa: BLE001  the boundary of a stream's callback
             self._fail(as_internal(f"reading the stream of {self._decode}", error))
 
     def _on_prefill_done(self, done: worker_pb2.PrefillDone) -> None:
@@ -359,7 +360,7 @@ class RequestRun:
                 raise ProtocolError(f"{self._decode} sent more than {self.request.sampling.max_tokens} events")
             self._early.append(tokens)
             return
-        self._prefill.unwatch()  # what decode emits rests on a verified hand-off: prefill is not needed any more
+        self._prefill.unwatch()  # decode emits tokens only after a verified hand-off, so prefill is no longer needed
         if tokens.HasField("start"):
             self.decode_start = tokens.start
         if tokens.finish_reason:
@@ -397,12 +398,12 @@ class RequestRun:
             message = f"{self._decode} emitted {num_emitted} tokens and streamed {num_streamed}"
             raise ProtocolError(message, num_emitted=num_emitted, num_streamed=num_streamed)
 
-    # The end: once, for one reason.
+    # The attempt ends once, for one reason.
 
     def _on_leg_ended(self, leg: Leg, error: BaseException | None) -> None:
         try:
             self._judge_end(leg, error)
-        except Exception as found:  # noqa: BLE001  the boundary of what a worker's stream calls
+        except Exception as found:  # noqa: BLE001  the boundary of a stream's callback
             self._fail(as_internal(f"reading the end of the stream of {leg}", found))
 
     def _judge_end(self, leg: Leg, error: BaseException | None) -> None:
@@ -410,21 +411,22 @@ class RequestRun:
             self._lingering.cancel()
         needed = leg is self._decode or self.prefill_done is None
         if leg is self._prefill and self.first is not None and len(self._order) > self.request.num_forced + 1:
-            needed = False  # decode has the hand-off already
+            needed = False  # decode already has the hand-off
         if error is None:
             error = self._missing(leg)
         if error is None or self._ended or not needed:
             return
         explained = leg.explain(error)
         if leg is self._decode and self.first is None and isinstance(explained, TransferFailed):
-            # The transfer was aborted. Perhaps the request ended at its first token, or prefill knows why it failed.
+            # The transfer was aborted. The request may have ended at its first token, or prefill may know why it
+            # failed.
             self._suspended = explained
             self._timers.append(asyncio.get_running_loop().call_later(CAUSE_WAIT_S, self._fail, explained))
             return
         self._fail(explained)
 
     def _missing(self, leg: Leg) -> BatonError | None:
-        """What is wrong with a stream that ended well; None: nothing."""
+        """Return what is missing from a stream that ended without an error; None if nothing is."""
         if leg is self._prefill:
             return self._cut_off(leg, "before it was done") if self.prefill_done is None else None
         return None if self._decode_finished else self._cut_off(leg, "without a finish")
@@ -441,7 +443,7 @@ class RequestRun:
                 self._prefill.doubt()
                 self._decode.doubt()
             self._end()
-        finally:  # whatever goes wrong on the way, the reader hears of the end, and workers do
+        finally:  # whatever fails above, the reader and the workers learn of the end
             self._ended = True
             self._wake()
             self._prefill.cancel()
@@ -458,32 +460,32 @@ class RequestRun:
 
 
 class LocalRun(RequestRun):
-    """As `RequestRun`, without a prefill worker."""
+    """An attempt without a prefill worker: the decode worker computes the prompt."""
 
     is_local = True
 
     def __init__(self, request: GenerationRequest, pair: Pair, *, channels: Channels, clock: Clock) -> None:
         super().__init__(request, pair, channels=channels, clock=clock)
-        self._prefill = Leg("decode", pair.decode)  # for what is said of it; it is never started
+        self._prefill = Leg("decode", pair.decode)  # used in messages only; it is never started
 
     @property
     def prefill_worker(self) -> str:
-        """None: a decode worker computes the prompt."""
+        """Empty: a decode worker computes the prompt."""
         return ""
 
     @property
     def decode_worker(self) -> str:
-        """Who does it all, also if the request ended at its first token."""
+        """The worker that computes the prompt and the answer, even if the answer ends at its first token."""
         return self._decode.worker_id
 
     def start(self, guest: Guest) -> None:
-        """Open the one leg."""
+        """Open the single leg."""
         now_s = self._clock.now_s()
         left_s = self.request.deadline_s - now_s
         self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire))
         self._open_decode(now_s)
         self._decode.watch(guest, self.request.key, self._fail)
-        if self._ended:  # it is lost already
+        if self._ended:  # the worker is already lost
             self._end()
 
     def _attend_request(self, now_s: float) -> worker_pb2.AttendRequest:

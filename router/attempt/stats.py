@@ -1,4 +1,4 @@
-"""What one stream's last chunk says of its time and tokens, measured where the client's tokens leave: here."""
+"""Computes the statistics in a stream's last chunk, from times taken where tokens leave for the client."""
 
 import functools
 import random
@@ -30,7 +30,7 @@ from baton.router.placement.routing import data_path_of, path_of
 
 
 def prefill_times(first: worker_pb2.FirstToken) -> PrefillTimes:
-    """From the message."""
+    """Convert the message's times to seconds."""
     return PrefillTimes(
         received_s=first.received_ns / 1e9,
         queue_s=first.queue_ms / 1e3,
@@ -41,9 +41,9 @@ def prefill_times(first: worker_pb2.FirstToken) -> PrefillTimes:
 
 
 def decode_times(runs: Sequence[RequestRun], prompt_len: int) -> DecodeTimes | None:
-    """Of the attempt that gave the second token; None if none did.
+    """Times of the attempt that emitted the second token; None if no attempt did.
 
-    A later attempt may have prefilled the first token behind the prompt, and then its prefill worker gave the second.
+    If a later attempt started with the first token as its forced prefix, its prefill worker emitted the second token.
     """
     for run in runs:
         start, first, num_before = run.decode_start, run.first, run.request.prompt_len - prompt_len
@@ -81,14 +81,14 @@ def add_timing(
     *,
     shared_clock: bool,
 ) -> None:
-    """Fill in the parts of the times to the first and the second token.
+    """Fill in the breakdown of the times to the first and second token.
 
     Args:
-        stats: filled in place.
-        router: readings of this process.
-        first: of the attempt whose first token left.
-        runs: all attempts, in order; `stats.prompt_len` is the request's own.
-        shared_clock: this process and the workers read one clock.
+        stats: filled in place; its `prompt_len` is the request's own.
+        router: times measured in this process.
+        first: the first token of the attempt that gave the client its first token.
+        runs: all attempts, in order.
+        shared_clock: whether this process and the workers read the same clock.
     """
     prefill = prefill_times(first)
     parts = first_token(router, prefill, shared_clock=shared_clock)
@@ -113,7 +113,7 @@ def add_timing(
 
 @dataclass(slots=True)
 class _Marks:
-    """One answer's chunks."""
+    """Times and counts of one answer's chunks."""
 
     first_s: float = 0.0
     second_s: float | None = None
@@ -122,7 +122,7 @@ class _Marks:
 
 
 class StreamStats:
-    """Marks the chunks of one stream, of one answer or several, as they are handed to gRPC."""
+    """Times the chunks of one request's answers as they are handed to gRPC."""
 
     def __init__(self, clock: Clock, metrics: RouterMetrics, received_s: float) -> None:
         self._clock = clock
@@ -133,7 +133,7 @@ class StreamStats:
         self.counted = False
 
     def mark(self, choice: int, num_tokens: int) -> None:
-        """A chunk with this many tokens leaves now."""
+        """Record that a chunk with this many tokens leaves now."""
         now_s = self._clock.now_s()
         marks = self._marks.get(choice)
         if marks is None:
@@ -150,7 +150,7 @@ class StreamStats:
         self._metrics.generation_tokens.inc(num_tokens)
 
     def line(self, prompt_len: int) -> str:
-        """Counts and times for the log."""
+        """Format counts and times for the log."""
         now_s = self._clock.now_s()
         num_tokens = sum(marks.num_tokens for marks in self._marks.values())
         firsts = [marks.first_s for marks in self._marks.values() if marks.num_tokens]
@@ -164,12 +164,12 @@ class StreamStats:
         return self._marks[choice].first_s if choice in self._marks else 0.0
 
     def summary(self, choice: int, attempts: Attempts, *, same_host: bool) -> inference_pb2.RequestStats:
-        """The stats of a finished answer.
+        """Build the statistics of a finished answer.
 
         Args:
-            choice: which one.
-            attempts: its own, finished.
-            same_host: the workers' clock is ours, so their stamps can be compared.
+            choice: index of the answer.
+            attempts: the answer's attempts, finished.
+            same_host: whether the workers share this host's clock, so that their timestamps can be compared.
         """
         assert attempts.first is not None
         first, run = attempts.first, attempts.run
@@ -210,12 +210,12 @@ class StreamStats:
             stats.num_decode_tokens = decode.num_emitted_tokens
             stats.kv_bytes_landed_before_prefill_end = decode.kv_bytes_landed_before_prefill_end
             stats.handoff_ms = decode.handoff_ms
-            if done is None:  # its report is still on the way; what landed was pushed
+            if done is None:  # prefill's report is still on its way; the bytes received are those pushed
                 stats.kv_bytes_pushed = decode.kv_bytes_landed
         return stats
 
     def count(self, stats: inference_pb2.RequestStats, reason: str, *, num_choices: int = 1) -> None:
-        """Add a finished answer to the process's metrics; with the last one the request."""
+        """Add a finished answer to the router's metrics, and the request with its last answer."""
         self._num_finished += 1
         metrics = self._metrics
         metrics.answers.labels(stats.path).inc()
@@ -233,9 +233,9 @@ class RequestTracing:
     """Begins and ends the trace of each request.
 
     Args:
-        tracer: of this process.
-        clock: of the router.
-        is_near: whether a pair's clocks are ours.
+        tracer: this process's tracer.
+        clock: the router's clock.
+        is_near: whether a pair's workers share this host's clock.
     """
 
     def __init__(self, tracer: Tracer, clock: Clock, is_near: Callable[[Pair | None], bool]) -> None:
@@ -244,7 +244,7 @@ class RequestTracing:
         self._is_near = is_near
 
     def begin(self) -> TraceContext | None:
-        """The span of the request that runs now; None if its client wants none recorded, or by chance."""
+        """Begin the current request's span; None if its client asked for none, or it was not sampled."""
         header = INCOMING.get()
         incoming = parse(header) if header else None
         if incoming is None and self._tracer.share < 1.0 and random.random() >= self._tracer.share:
@@ -262,7 +262,7 @@ class RequestTracing:
         stats: StreamStats,
         error: BaseException | None,
     ) -> None:
-        """The request has ended, well or by `error`; its spans will be made. None of these changes any more."""
+        """Hand an ended request to the tracer, which builds its spans later; the arguments must no longer change."""
         if request.trace is not None:
             why = "" if error is None else _why(error)
             self._tracer.put(

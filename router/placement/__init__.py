@@ -1,1 +1,1 @@
-"""Which workers serve a request: who is alive, what they hold, what each way would cost."""
+"""Chooses the workers that serve a request: membership, caches held, and cost of each option."""

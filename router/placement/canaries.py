@@ -1,8 +1,8 @@
-"""The router's own small requests to workers from which nothing came for a while: one at a time, to one exact pair.
+"""Sends the router's own small requests to idle workers: one at a time, each to one exact pair.
 
-It sends what `canary` decides and tells it what came of it. A canary is no client's request: it takes no place in a
-queue and no retry, no worker's death is blamed on it, and no count or trace of clients' requests has it. When its time
-is over it is cancelled like any request, and leaves as little behind.
+It sends what `canary` decides, and reports the outcome to it. A canary is not a client's request: it takes no place in
+a queue and uses no retry, it is never blamed for a worker's death, and no count or trace of clients' requests includes
+it. At its deadline it is cancelled like any request, and leaves as little behind.
 """
 
 import asyncio
@@ -28,26 +28,26 @@ from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member,
 from baton.router.placement.policy import Pair
 from baton.router.placement.refusals import Refusals
 
-TENANT: Final = "baton-canary"  # no other tenant finds its prompt cached; it is too short for that anyway
-PROMPT_LEN: Final = 4  # less than any block: it leaves no name in an index of prefixes
-SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # one token of either worker
-LOOK_S: Final = 0.1  # between two looks at all workers, and so between two canaries, at least;
-LOOKS: Final = 60  # in the time that makes a worker idle no more than these
-SETTLE_S: Final = 0.05  # between two looks whether a worker died
+TENANT: Final = "baton-canary"  # no other tenant can use its cached prompt, which is too short for that anyway
+PROMPT_LEN: Final = 4  # shorter than any block, so no prefix index holds it
+SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # one token from each worker
+LOOK_S: Final = 0.1  # minimum time between scans of all workers, and so between canaries
+LOOKS: Final = 60  # maximum number of scans in `idle_s`
+SETTLE_S: Final = 0.05  # between checks whether a worker died
 
 log = logging.getLogger(__name__)
 
 
 class Canaries:
-    """One router's. `tick` is called several times a second.
+    """The canaries of one router. `tick` must be called several times a second.
 
     Args:
-        in_flight_tracker: who is alive, where requests are, and who is to be asked.
-        refusals: pairs that cannot work; it grows by what is found here.
-        channels: to workers.
-        clock: that deadlines are read from.
-        spawn: runs a coroutine in the background and keeps hold of it.
-        vocab_size: token ids are below it.
+        in_flight_tracker: live workers, in-flight requests, and the `CanaryWatch`.
+        refusals: incompatible pairs; canaries add those they find.
+        channels: gRPC channels to workers.
+        clock: clock of the deadlines.
+        spawn: runs a coroutine in the background and keeps a reference to its task.
+        vocab_size: exclusive upper bound of token ids.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Canaries:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         vocab_size: int,
     ) -> None:
-        self.counts: Counter[tuple[str, str, str]] = Counter()  # by worker, role and outcome; of workers that are known
+        self.counts: Counter[tuple[str, str, str]] = Counter()  # by worker, role and outcome; known workers only
         self._in_flight_tracker = in_flight_tracker
         self._watch = in_flight_tracker.canary
         self._refusals = refusals
@@ -119,7 +119,7 @@ class Canaries:
             self._count(probe, pair, outcome)
 
     async def _send(self, pair: Pair) -> BatonError | None:
-        """Have it answered; what it ended with if that was an error."""
+        """Send the request and wait for its answer; return the error that ended it, None if it was answered."""
         request = GenerationRequest(
             key=AttemptKey(f"canary-{secrets.token_hex(8)}", 1),
             prompt_token_ids=self._prompt,
@@ -163,7 +163,7 @@ class Canaries:
         return CanaryOutcome.FAILED if self._all_live(probe) else CanaryOutcome.LOST
 
     async def _settle(self, probe: Probe) -> None:
-        """A connection broke: wait until an incarnation is lost, or all are heard of well after that."""
+        """After a broken connection, wait until an incarnation is lost, or all are heard of well after the break."""
         members, broken_s = self._in_flight_tracker.members, self._clock.now_s()
         while self._all_live(probe) and self._clock.now_s() < broken_s + BROKEN_S:
             if all(members.heard_since(incarnation, broken_s + HEARD_S) for incarnation in probe.incarnations):
@@ -187,7 +187,7 @@ class Canaries:
 
 
 class CanaryCollector(Collector):
-    """Shows one router's."""
+    """Exports one router's canary metrics."""
 
     def __init__(self, canaries: Canaries, watch: CanaryWatch, members: Members) -> None:
         self._canaries = canaries
@@ -195,7 +195,7 @@ class CanaryCollector(Collector):
         self._members = members
 
     def collect(self) -> Iterator[Metric]:
-        """As of now; a canary counts for each worker that it was sent to."""
+        """Yield the current metrics; a canary counts for each worker that it was sent to."""
         sent = CounterMetricFamily(
             "baton_canaries",
             "The router's own requests to idle workers, by how they ended",

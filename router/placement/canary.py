@@ -1,9 +1,9 @@
-"""Which idle workers to ask for a sign that they can serve, and who has given none. Pure; the time is given.
+"""Decides which idle workers to probe with a canary, and which workers are unfit. Pure; time is an argument.
 
-A heartbeat says that a process lives, not that a request would come through. While there is traffic attempts find that
-out; where nothing came from a worker for a while, a canary does: a small request of the router's own to one pair of
-workers. This chooses the pair and draws the conclusions. It sends nothing (`canaries` does), and it takes no worker out
-of routing: who is *unfit* is avoided while there are others.
+A heartbeat proves that a process lives, not that a request would get through. With traffic, attempts find that out.
+When a worker has been idle for a while, a canary does: a small request of the router's own to one pair of workers. This
+module chooses the pair and draws the conclusions. It sends nothing (`canaries` does), and it takes no worker out of
+routing: *unfit* workers are only avoided while there are others.
 """
 
 from collections.abc import Callable, Collection, Sequence, Set
@@ -13,17 +13,17 @@ from typing import Final
 
 from baton.router.placement.members import Incarnation
 
-NUM_FAILURES: Final = 2  # canaries in a row without an answer make an incarnation unfit
+NUM_FAILURES: Final = 2  # this many unanswered canaries in a row make an incarnation unfit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryConfig:
-    """When idle workers are asked.
+    """When idle workers are probed.
 
     Attributes:
-        idle_s: nothing came from a worker for so long; 0: no worker is ever asked.
-        retry_s: between two canaries of a worker that did not answer the last one.
-        timeout_s: an answer must be complete by then.
+        idle_s: idle time after which a worker is probed; 0 disables canaries.
+        retry_s: time between two canaries to a worker that did not answer the last one.
+        timeout_s: time within which the answer must be complete.
     """
 
     idle_s: float = 0.0
@@ -32,26 +32,26 @@ class CanaryConfig:
 
 
 class CanaryOutcome(Enum):
-    """How a canary ended. Only the first two say something of workers."""
+    """How a canary ended. Only the first two outcomes say something about the workers' fitness."""
 
     ANSWERED = "answered"
     FAILED = "failed"
-    OVERLOADED = "overloaded"  # one has too much to do, so it is alive
-    REFUSED = "refused"  # one does not take KV from the other: `refusals` knows that from now on
-    LOST = "lost"  # an incarnation was lost: heartbeats tell that
+    OVERLOADED = "overloaded"  # a worker has too much to do, so it is alive
+    REFUSED = "refused"  # one worker does not take KV from the other; `refusals` records the pair
+    LOST = "lost"  # an incarnation was lost, which heartbeats report
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryRoster:
-    """Who there is.
+    """The workers that could be probed.
 
     Attributes:
-        prefill: all live incarnations of the role; quick to look up.
-        decode: likewise.
-        barred: those that must not be asked: they are being emptied, or are too small.
+        prefill: all live prefill incarnations; membership tests must be fast.
+        decode: likewise, decode incarnations.
+        barred: incarnations that must not be probed: they are draining, or too small.
         apart: pairs that refuse each other.
-        alone: decode workers that compute prompts themselves, where there are no others for it; else none.
-        is_busy: whether an attempt of a client is there now.
+        alone: decode workers that compute prompts themselves, if no prefill worker is available; else empty.
+        is_busy: whether a client's attempt is at the worker now.
     """
 
     prefill: Collection[Incarnation]
@@ -67,10 +67,11 @@ class Probe:
     """One canary.
 
     Attributes:
-        prefill: who computes its prompt; the decode incarnation itself if that does it all.
-        decode: who writes its answer.
-        target: whose turn it is, one of the two.
-        judged: whom a failure counts for. A busy partner has attempts that find out.
+        prefill: computes its prompt; the decode incarnation itself if that computes everything.
+        decode: decodes its answer.
+        target: the one of the two that was due.
+        judged: incarnations that a failure counts against. A busy partner is not among them: its attempts show its
+            fitness.
         begun_s: when it was sent.
     """
 
@@ -82,24 +83,24 @@ class Probe:
 
     @property
     def incarnations(self) -> tuple[Incarnation, ...]:
-        """Each once."""
+        """The distinct incarnations, one or two."""
         return (self.decode,) if self.prefill == self.decode else (self.prefill, self.decode)
 
 
 @dataclass(slots=True)
 class _Record:
-    came_s: float  # something came from it then, or it was first heard of
-    asked_s: float  # its last canary ended then
+    came_s: float  # when it last served something, or was first heard of
+    asked_s: float  # when its last canary ended
     num_failures: int = 0  # in a row
-    failed_with: set[Incarnation] = field(default_factory=set)  # since its last answer
+    failed_with: set[Incarnation] = field(default_factory=set)  # partners in failed canaries since its last answer
 
 
 class CanaryWatch:
-    """What is known of each incarnation. `begin` and `ended` take turns: there is one canary at most.
+    """What is known about each incarnation. `begin` and `ended` alternate: there is at most one canary at a time.
 
     Args:
-        config: see there.
-        on_change: called with an incarnation and why it is unfit from now on, or with "" when it is fit again.
+        config: when to probe.
+        on_change: called with an incarnation and the reason when it becomes unfit, or with "" when it is fit again.
     """
 
     def __init__(
@@ -115,24 +116,24 @@ class CanaryWatch:
 
     @property
     def num_incarnations(self) -> int:
-        """Incarnations that something is known of."""
+        """Number of incarnations tracked."""
         return len(self._records)
 
     @property
     def under_way(self) -> Probe | None:
-        """The canary that has not ended."""
+        """The canary in progress; None if there is none."""
         return self._under_way
 
     def is_unfit(self, incarnation: Incarnation) -> bool:
-        """Whether it has answered neither its last canaries nor any client since."""
+        """Whether the incarnation answered neither its last canaries nor any client since."""
         return incarnation in self._unfit
 
     def why_unfit(self, incarnation: Incarnation) -> str:
-        """What its last canary ended with; empty if it is fit."""
+        """What its last canary ended with; empty if the incarnation is fit."""
         return self._unfit.get(incarnation, "")
 
     def came(self, incarnation: Incarnation, now_s: float) -> None:
-        """A client got from this incarnation what it should."""
+        """Record that an incarnation served a request as it should."""
         record = self._records.get(incarnation)
         if record is None:
             return
@@ -143,7 +144,7 @@ class CanaryWatch:
             self._on_change(incarnation, "")
 
     def begin(self, roster: CanaryRoster, now_s: float) -> Probe | None:
-        """The canary to send now, if one is due and none is under way."""
+        """Return the canary to send now, if one is due and none is in progress."""
         if not self.config.idle_s or self._under_way is not None:
             return None
         self._follow(roster, now_s)
@@ -161,12 +162,12 @@ class CanaryWatch:
         return self._under_way
 
     def ended(self, probe: Probe, outcome: CanaryOutcome, now_s: float, why: str = "") -> None:
-        """What became of the canary that `begin` returned last."""
+        """Record the outcome of the canary that `begin` returned last."""
         assert probe is self._under_way
         self._under_way = None
         for incarnation in probe.judged:
             record = self._records.get(incarnation)
-            # A partner that is in doubt keeps its turn: others' failures with it must not put off its own canary.
+            # A doubtful partner keeps its turn: others' failures with it must not postpone its own canary.
             keeps_turn = outcome is CanaryOutcome.FAILED and incarnation != probe.target
             if record is not None and not (keeps_turn and record.num_failures):
                 record.asked_s = now_s
@@ -177,7 +178,7 @@ class CanaryWatch:
             self._blame(probe, why)
 
     def _follow(self, roster: CanaryRoster, now_s: float) -> None:
-        """Know every incarnation that there is, and no other."""
+        """Track exactly the incarnations that are live."""
         live = {*roster.prefill, *roster.decode}
         for incarnation in self._records.keys() - live:
             del self._records[incarnation]
@@ -193,7 +194,7 @@ class CanaryWatch:
         return max(record.came_s, record.asked_s) + self.config.idle_s
 
     def _settling(self, asked: Sequence[Incarnation], roster: CanaryRoster) -> tuple[Incarnation, Incarnation] | None:
-        """Who is in doubt, with one that is not and with whom it was not tried: that tells the two sides apart."""
+        """Pair a doubtful worker with one that is not, and not yet tried with it: that tells the two apart."""
         for incarnation in asked:
             failed_with = self._records[incarnation].failed_with
             partner = self._partner(incarnation, roster) if self._is_doubtful(incarnation) else None
@@ -202,8 +203,8 @@ class CanaryWatch:
         return None
 
     def _waiting(self, asked: Sequence[Incarnation], roster: CanaryRoster) -> tuple[Incarnation, Incarnation] | None:
-        """Who has waited longest, of those for whom there is a partner."""
-        lonely = set()  # roles of which a worker that may have any partner found none
+        """Pick the worker that has waited longest, among those with a possible partner."""
+        lonely = set()  # roles for which an unrestricted worker found no partner
         for incarnation in asked:
             kind = incarnation in roster.prefill
             is_alike = not (roster.apart or incarnation in roster.alone or self._is_doubtful(incarnation))
@@ -220,10 +221,10 @@ class CanaryWatch:
         return self._records[incarnation].num_failures > 0
 
     def _partner(self, incarnation: Incarnation, roster: CanaryRoster) -> Incarnation | None:
-        """One of the other role: rather one not in doubt, then an idle one, then one with whom it was not tried.
+        """Choose a partner of the other role: preferably not doubtful, then idle, then not yet tried with this worker.
 
-        One in doubt only for an incarnation that is in doubt itself: else two that hang would make an innocent partner
-        unfit. A busy one only for an incarnation that is unfit, which else might never be asked again.
+        A doubtful partner is allowed only for a doubtful worker; otherwise two hanging workers could make an innocent
+        partner unfit. A busy partner is allowed only for an unfit worker, which might otherwise never be probed again.
         """
         is_prefill = incarnation in roster.prefill
         if not is_prefill and incarnation in roster.alone:
@@ -244,7 +245,10 @@ class CanaryWatch:
         return min(filter(may, roster.decode if is_prefill else roster.prefill), key=rank, default=None)
 
     def _blame(self, probe: Probe, why: str) -> None:
-        """Count the failure, but not for one whose partner was known to be unfit, or who has answered meanwhile."""
+        """Count the failure against the judged workers.
+
+        A worker is excused if its partner was known to be unfit, or if it has served something since.
+        """
         unfit = [incarnation for incarnation in probe.incarnations if self.is_unfit(incarnation)]
         for incarnation in probe.judged:
             record = self._records.get(incarnation)

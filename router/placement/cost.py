@@ -1,10 +1,11 @@
-"""What it would cost a request, in seconds, to be served by a prefill and a decode worker. Pure arithmetic.
+"""Estimates, in seconds, what serving a request by a prefill and a decode worker would cost. Pure arithmetic.
 
-    cost = prefill queue + own uncached prompt, for itself and for who comes after it + what it pushes out of the cache
+    cost = prefill queue + own uncached prompt, charged also for later requests + KV that it evicts from the cache
          + decode's blocks and batch
          + the part of the transfer that the prefill does not hide
 
-Rates are the workers' own measurements. A worker that was not measured lately is taken as the mean of those that were.
+Rates are the workers' own measurements. A worker without a recent measurement counts as the mean of those that have
+one.
 """
 
 from collections import deque
@@ -14,14 +15,14 @@ from typing import Final
 from baton.proto import worker_pb2
 from baton.router.placement.members import Incarnation, Member
 
-STALE_S: Final = 30.0  # after which a rate that was not measured again is no longer believed
-LAG_S: Final = 0.02  # between a request's leaving here and its being counted there
-STEP_WEIGHT: Final = 0.5  # of what came since the last heartbeat in a mean time
+STALE_S: Final = 30.0  # age at which an unrefreshed rate is no longer trusted
+LAG_S: Final = 0.02  # from a request's departure here until the worker counts it
+STEP_WEIGHT: Final = 0.5  # weight of what came since the last heartbeat in a mean time
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """How one prefill worker reaches one decode worker, as measured; 0 where nothing was."""
+    """How one prefill worker reaches one decode worker, as measured; 0 where nothing was measured."""
 
     usable: bool
     bytes_per_s: float
@@ -30,7 +31,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a step over prompts takes: a fixed time, and one for each token; the MTP head's part of it."""
+    """Duration of a prefill step: a fixed part, a part per token, and the MTP head's part of it."""
 
     fixed_s: float
     per_token_s: float
@@ -39,35 +40,35 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """One request on its way."""
+    """One request sent since the last heartbeat."""
 
     sent_s: float
     num_tokens: int  # to prefill
-    num_blocks: int  # that it takes
+    num_blocks: int  # KV blocks it takes
 
 
 @dataclass(slots=True)
 class WorkerLoad:
-    """Of one incarnation, from its heartbeat and the requests since.
+    """Load of one incarnation, from its heartbeat and the requests sent since.
 
     Attributes:
-        heartbeat_s: when it was heard.
-        tokens_queued: prompt tokens to compute, then.
-        tokens_per_s: that it computes, as it says; 0 not measured.
-        measured_s: when it had last finished a request.
-        num_blocks: of its pool.
-        num_blocks_free: then.
-        num_blocks_cached: that have names, then.
-        num_sequences: there, waiting or running, then.
-        max_num_seqs: that it runs at once; 0 not said.
-        step_s: of a decode step, lately; 0 not measured.
-        num_running: sequences that decode, or compute, then.
-        pace: of prompts that it computes; None not measured.
-        local_chunk_len: of a prompt between two decode steps; 0 not said.
-        exposed_s: from the end of a prefill until the transfer is complete, lately; 0 not measured.
-        bytes_per_position: of KV.
-        edges: by address and incarnation of the decode worker's incoming transfer.
-        sent: since then.
+        heartbeat_s: when the last heartbeat arrived.
+        tokens_queued: prompt tokens left to compute, at the heartbeat.
+        tokens_per_s: reported prefill rate; 0 if not measured.
+        measured_s: when the worker last reported a new measurement.
+        num_blocks: blocks in its pool.
+        num_blocks_free: free blocks, at the heartbeat.
+        num_blocks_cached: blocks with a block hash, at the heartbeat.
+        num_sequences: sequences waiting or running, at the heartbeat.
+        max_num_seqs: maximum number of running sequences; 0 if not reported.
+        step_s: recent duration of a decode step; 0 if not measured.
+        num_running: sequences that decode or compute a prompt, at the heartbeat.
+        pace: pace of the prompts that it computes; None if not measured.
+        local_chunk_len: prompt tokens between two decode steps; 0 if not reported.
+        exposed_s: recent time from the end of a prefill until the transfer is complete; 0 if not measured.
+        bytes_per_position: bytes of KV per position.
+        edges: by (KV address, epoch) of the decode worker's KV receiver.
+        sent: requests sent since the heartbeat.
     """
 
     heartbeat_s: float = float("-inf")
@@ -89,39 +90,40 @@ class WorkerLoad:
     sent: deque[SentRequest] = field(default_factory=deque)
     _steps: tuple[int, float] = (0, 0.0)  # count and seconds, at the last heartbeat
     _exposed: tuple[int, float] = (0, 0.0)  # likewise
-    _measured: tuple[float, int] = (0.0, 0)  # the rate and how many prompts, likewise
+    _measured: tuple[float, int] = (0.0, 0)  # rate and number of prompts, at the last heartbeat
     _state: worker_pb2.WorkerState | None = None  # the last heartbeat itself
 
     @property
     def tokens_sent(self) -> int:
-        """Prompt tokens of the requests since."""
+        """Prompt tokens of the requests sent since the heartbeat."""
         return sum(item.num_tokens for item in self.sent)
 
     @property
     def blocks_sent(self) -> int:
-        """Blocks of the requests since."""
+        """Blocks of the requests sent since the heartbeat."""
         return sum(item.num_blocks for item in self.sent)
 
     def believed_tokens_per_s(self, now_s: float) -> float:
-        """The rate, if it was measured lately; else 0.
+        """The prefill rate if it was measured recently, else 0.
 
-        One that got a prompt when it was cold, or its host busy, would get none for ever: nothing else measures it.
+        A worker that got its only prompt while it was cold, or its host busy, would otherwise never get another:
+        nothing else measures the rate.
         """
         return self.tokens_per_s if self._is_fresh(now_s) else 0.0
 
     def believed_pace(self, now_s: float) -> Pace | None:
-        """The pace, likewise."""
+        """The pace if it was measured recently, else None."""
         return self.pace if self._is_fresh(now_s) else None
 
     def believed_step_s(self, now_s: float) -> float:
-        """The time of a decode step, likewise; else 0."""
+        """The duration of a decode step if it was measured recently, else 0."""
         return self.step_s if self._is_fresh(now_s) else 0.0
 
     def _is_fresh(self, now_s: float) -> bool:
         return now_s - self.measured_s < STALE_S
 
     def hear(self, member: Member) -> None:
-        """Take the member's last heartbeat, if it is a new one."""
+        """Take in the member's last heartbeat, if it is new."""
         if member.state is self._state:
             return
         self._state = member.state
@@ -154,7 +156,7 @@ class WorkerLoad:
 
 
 def _newer(mean_s: float, seen: tuple[int, float], now: tuple[int, float]) -> tuple[float, tuple[int, float]]:
-    """The mean of durations lately, from their count and sum then and now; and what is seen now."""
+    """Update a mean duration from count and sum, then and now; return it with the new (count, sum)."""
     num, seconds = now[0] - seen[0], now[1] - seen[1]
     if num <= 0 or seconds <= 0:
         return mean_s, now
@@ -163,13 +165,13 @@ def _newer(mean_s: float, seen: tuple[int, float], now: tuple[int, float]) -> tu
 
 
 class Loads:
-    """Loads by incarnation, of those that were asked for lately."""
+    """Loads by incarnation, for recently used workers."""
 
     def __init__(self) -> None:
         self._loads: dict[Incarnation, WorkerLoad] = {}
 
     def of(self, member: Member) -> WorkerLoad:
-        """The member's load, its last heartbeat taken."""
+        """Return the member's load, updated from its last heartbeat."""
         load = self._loads.setdefault(member.incarnation, WorkerLoad())
         load.hear(member)
         return load
@@ -183,21 +185,21 @@ class Loads:
             }
 
 
-NO_EDGE_S: Final = 1e6  # of a pair between which no data path works
+NO_EDGE_S: Final = 1e6  # cost of a pair without a working data path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostWeights:
-    """What is not measured.
+    """Constants for what is not measured.
 
     Attributes:
-        tokens_per_s: prefill rate where no worker has measured one.
-        step_s: decode step where none has.
-        answer_steps: steps over which the load of a decode worker is felt.
-        work: seconds charged for each second of prefill, because others wait for it: of two workers that would be
-            done at the same time, the one that has less to compute.
-        eviction: seconds charged for each second of prefill whose KV is pushed out of the cache; how likely it would
-            have been used again.
+        tokens_per_s: prefill rate if no worker has measured one.
+        step_s: duration of a decode step if no worker has measured one.
+        answer_steps: steps over which a decode worker's load is felt.
+        work: seconds charged per second of prefill, because other requests wait for it. Of two workers that would
+            finish at the same time, the one with less to compute wins.
+        eviction: seconds charged per second of prefill whose KV is evicted from the cache: how likely it would have
+            been reused.
     """
 
     tokens_per_s: float = 10_000.0
@@ -215,8 +217,8 @@ class RequestNeeds:
     """What a request needs.
 
     Attributes:
-        prompt_len: its tokens.
-        block_size: positions of a block.
+        prompt_len: its prompt's tokens.
+        block_size: positions in a block.
     """
 
     prompt_len: int
@@ -224,7 +226,7 @@ class RequestNeeds:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks for its prompt and the first answer token."""
+        """Blocks for the prompt and the first answer token."""
         return -(-(self.prompt_len + 1) // self.block_size)
 
 
@@ -234,8 +236,8 @@ class PrefillCost:
 
     Attributes:
         queue_s: until the prompt's turn.
-        compute_s: for what is not cached.
-        charged_s: for others: those who come after it, and those whose prefixes it pushes out.
+        compute_s: to compute the uncached part.
+        charged_s: charged for later requests, and for prefixes that it evicts.
     """
 
     queue_s: float
@@ -244,7 +246,7 @@ class PrefillCost:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The sum."""
         return self.queue_s + self.compute_s + self.charged_s
 
 
@@ -258,19 +260,19 @@ def prefill_cost(
     num_names: int | None = None,
     weights: CostWeights = WEIGHTS,
 ) -> PrefillCost:
-    """What a prefill worker would take.
+    """Estimate the cost at a prefill worker.
 
     Args:
-        load: its own.
-        asked: by the request.
-        tokens_per_s: its rate, measured or assumed, > 0.
-        cached_len: prompt tokens that it need not compute.
-        now_s: on the clock of `load.heartbeat_s`.
-        num_names: blocks with names that it is known to hold; None: it keeps none, so nothing is pushed out.
-        weights: of what is not measured.
+        load: the worker's load.
+        asked: the request's needs.
+        tokens_per_s: the worker's rate, measured or assumed, > 0.
+        cached_len: prompt tokens that need not be computed.
+        now_s: time on the clock of `load.heartbeat_s`.
+        num_names: number of block hashes that the worker is known to hold; None: it keeps none, so nothing is evicted.
+        weights: constants for what is not measured.
     """
     own_len = asked.prompt_len - cached_len
-    # Meanwhile it has computed, at its rate and no more than there was.
+    # since the heartbeat it has computed at its rate, at most what was queued
     done = tokens_per_s * max(0.0, now_s - load.heartbeat_s)
     queued = max(0.0, load.tokens_queued + load.tokens_sent - done)
     compute_s = own_len / tokens_per_s
@@ -283,13 +285,13 @@ def prefill_cost(
 
 
 def decode_cost(load: WorkerLoad, asked: RequestNeeds, *, step_s: float, weights: CostWeights = WEIGHTS) -> float:
-    """Seconds that the others at a decode worker cost the request: slower steps, and a wait for a slot or blocks.
+    """Seconds that a decode worker's load costs the request: slower steps, and a wait for a slot or blocks.
 
     Args:
-        load: its own.
-        asked: by the request.
-        step_s: of its steps, measured or assumed.
-        weights: of what is not measured.
+        load: the worker's load.
+        asked: the request's needs.
+        step_s: duration of the worker's decode steps, measured or assumed.
+        weights: constants for what is not measured.
     """
     answer_s = weights.answer_steps * step_s
     num_sequences = load.num_sequences + len(load.sent)
@@ -307,11 +309,11 @@ def edge_cost(
     """Seconds of the transfer that the prefill does not hide.
 
     Args:
-        edge: as measured; None: these two have not met.
-        asked: by the request.
-        bytes_per_position: of KV.
-        bytes_per_s: assumed where nothing was measured; 0: nothing is known, and nothing charged.
-        compute_s: what the prefill takes, which runs at the same time.
+        edge: the measured connection; None if this pair has made no transfer.
+        asked: the request's needs.
+        bytes_per_position: bytes of KV per position.
+        bytes_per_s: rate assumed without a measurement; 0: unknown, and nothing is charged.
+        compute_s: duration of the prefill, which overlaps with the transfer.
     """
     if edge is not None and not edge.usable:
         return NO_EDGE_S
@@ -320,21 +322,21 @@ def edge_cost(
     return max(0.0, transfer_s - compute_s) + (edge.round_trip_s if edge is not None else 0.0)
 
 
-CAUTIOUS_LEN: Final = 64  # prompt tokens for a decode worker that has measured nothing
-CAUTION: Final = 2.0  # times what the others take
-INTERFERENCE: Final = 0.25  # seconds charged for each second in which a sequence that runs has to wait
-FIRST_CHUNK_LEN: Final = 32  # where the worker has not said yet
+CAUTIOUS_LEN: Final = 64  # longest prompt for a decode worker that has measured nothing
+CAUTION: Final = 2.0  # factor on the other workers' pace
+INTERFERENCE: Final = 0.25  # seconds charged per second in which a running sequence has to wait
+FIRST_CHUNK_LEN: Final = 32  # assumed until the worker reports one
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCost:
-    """Seconds at a decode worker.
+    """Seconds at a decode worker that computes the prompt itself.
 
     Attributes:
         queue_s: until the prompt's turn.
-        compute_s: for the prompt.
-        steps_s: of decode steps between its chunks.
-        charged_s: for others.
+        compute_s: to compute the prompt.
+        steps_s: decode steps between its chunks.
+        charged_s: charged for other requests.
     """
 
     queue_s: float
@@ -344,7 +346,7 @@ class LocalCost:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The sum."""
         return self.queue_s + self.compute_s + self.steps_s + self.charged_s
 
 
@@ -359,18 +361,18 @@ def local_cost(
     is_must: bool = False,
     weights: CostWeights = WEIGHTS,
 ) -> LocalCost | None:
-    """What a decode worker would take; None if it is not known and must not be tried.
+    """Estimate the cost of a local prefill; None if it is unknown and the worker must not be tried.
 
     Args:
-        load: its own.
-        asked: by the request.
-        assumed: the pace of others, where it has measured none.
-        cached_len: prompt tokens that it need not compute.
-        step_s: of its decode steps, measured or assumed.
-        now_s: on the clock of `load.heartbeat_s`.
-        is_must: a decode worker computes it in any case, so one that has measured nothing lately is taken for one like
-            others.
-        weights: of what is not measured.
+        load: the decode worker's load.
+        asked: the request's needs.
+        assumed: the other workers' pace, used if this worker has measured none.
+        cached_len: prompt tokens that need not be computed.
+        step_s: duration of the worker's decode steps, measured or assumed.
+        now_s: time on the clock of `load.heartbeat_s`.
+        is_must: whether a decode worker computes the prompt in any case; then a worker without a recent measurement
+            counts like the others.
+        weights: constants for what is not measured.
     """
     pace = load.believed_pace(now_s) or assumed or load.pace if is_must else load.pace
     own_len = asked.prompt_len - cached_len
@@ -397,15 +399,15 @@ def local_cost(
 def split_cost(
     load: WorkerLoad, cost: PrefillCost, asked: RequestNeeds, *, cached_len: int, edge_s: float, round_trip_s: float
 ) -> float:
-    """What the best prefill worker would take, in the same terms.
+    """Estimate the cost at the best prefill worker, in the same terms as `local_cost`.
 
     Args:
-        load: its own.
-        cost: its own.
-        asked: by the request.
-        cached_len: prompt tokens that it need not compute.
-        edge_s: what its data path to the decode worker is expected to add.
-        round_trip_s: of that data path; 0 not measured.
+        load: the prefill worker's load.
+        cost: the prefill worker's cost.
+        asked: the request's needs.
+        cached_len: prompt tokens that need not be computed.
+        edge_s: expected extra time of the data path to the decode worker.
+        round_trip_s: round-trip time of that data path; 0 if not measured.
     """
     if load.pace is None:
         return cost.total_s + edge_s

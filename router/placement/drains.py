@@ -1,6 +1,6 @@
-"""Workers that an operator empties: they get nothing new, and after a grace their streams move on.
+"""Drains: a draining worker gets no new requests, and after a grace period its streams migrate.
 
-A drain belongs to one incarnation of a worker: the process that replaces it serves. The clock is given; `tick` is
+A drain belongs to one incarnation of a worker, so a replacement process serves. The clock is injected; `tick` must be
 called several times a second.
 """
 
@@ -14,14 +14,14 @@ from baton.router.placement.members import Incarnation, Members
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """One worker's."""
+    """One worker's drain."""
 
     incarnation: Incarnation
-    due_s: float  # when its streams move on
+    due_s: float  # when its streams start to migrate
 
 
 class Drains:
-    """The drains under way."""
+    """The drains in progress."""
 
     def __init__(self, members: Members, clock: Clock) -> None:
         self._members = members
@@ -30,37 +30,37 @@ class Drains:
         self._watches: dict[Incarnation, dict[object, Callable[[], None]]] = {}
 
     def begin(self, worker_id: str, grace_s: float) -> Drain:
-        """Empty a worker from now on; again with another grace, that counts from now.
+        """Drain a worker from now on; called again, the new grace period counts from now.
 
         Raises:
-            InvalidRequest: no such worker lives.
+            InvalidRequest: no such worker is alive.
         """
         drain = Drain(self._live(worker_id), self._clock.now_s() + grace_s)
         self._drains[worker_id] = drain
         return drain
 
     def resume(self, incarnation: Incarnation, grace_s: float) -> bool:
-        """Go on with what another router began; False if that incarnation is not known to live (yet)."""
+        """Continue another router's drain; return False if that incarnation is not (yet) known to be alive."""
         alive = any(member.incarnation == incarnation and member.alive for member in self._members.all())
         if alive:
             self._drains[incarnation.worker_id] = Drain(incarnation, self._clock.now_s() + grace_s)
         return alive
 
     def end(self, worker_id: str) -> bool:
-        """It serves again; False if it was not being emptied.
+        """End a worker's drain; return False if there was none.
 
         Raises:
-            InvalidRequest: no such worker lives.
+            InvalidRequest: no such worker is alive.
         """
         self._live(worker_id)
         return self._drains.pop(worker_id, None) is not None
 
     def incarnations(self) -> Set[Incarnation]:
-        """Who gets nothing new."""
+        """Incarnations that get no new requests."""
         return {drain.incarnation for drain in self._drains.values()}
 
     def ended(self, wanted: Mapping[str, int]) -> Set[Incarnation]:
-        """Who was emptied and is gone, while as many others of its role live as are wanted, by role."""
+        """Drained incarnations that are gone, in roles where at least as many others live as wanted."""
         incarnations = self.incarnations()
         return {
             member.incarnation
@@ -72,7 +72,10 @@ class Drains:
         }
 
     def watch(self, incarnation: Incarnation, on_due: Callable[[], None]) -> Callable[[], None]:
-        """Have `on_due` called at every tick while this incarnation's streams should move; returns what ends that."""
+        """Have `on_due` called at every tick while this incarnation's streams should migrate.
+
+        The returned function stops that.
+        """
         key = object()
         self._watches.setdefault(incarnation, {})[key] = on_due
 
@@ -85,7 +88,7 @@ class Drains:
         return unwatch
 
     def tick(self) -> None:
-        """Move on who should, and forget drains of incarnations that are over."""
+        """Notify the streams that should migrate, and forget drains of incarnations that are gone."""
         now_s = self._clock.now_s()
         known = {member.incarnation for member in self._members.all()} if self._drains else set()
         for worker_id, drain in list(self._drains.items()):
