@@ -1,1 +1,1 @@
-"""Who gets in, and how much each may take."""
+"""Access control: who may call, and how much each caller may use."""

@@ -1,13 +1,13 @@
-"""API keys: who a caller is. A file of names, tenants and digests; keys themselves are nowhere.
+"""API keys, which identify callers. A file holds names, tenants and digests; the keys themselves are stored nowhere.
 
-One JSON object a line: `name`, `tenant`, `sha256` (hex, of the key), `expires` (ISO 8601 with a zone, or null). Where
-its holder may do more or less than others: `max_priority` (low, normal or high; else normal), `max_answers`,
-`max_queued_tokens` and `max_connections`. The file is read again when it changes. One that cannot be read any more
-leaves the keys before in force, and is logged and counted: it takes no client's access away, so a revocation holds only
-once the file is whole.
+The file has one JSON object per line: `name`, `tenant`, `sha256` (hex, of the key), `expires` (ISO 8601 with a zone, or
+null). Optional fields limit or extend what the key's holder may do: `max_priority` (low, normal or high; default
+normal), `max_answers`, `max_queued_tokens` and `max_connections`. The file is read again when it changes. If it can no
+longer be read, the previous keys stay in force, and the failure is logged and counted. No client loses access by that,
+but a revocation takes effect only once the file is valid again.
 
-A key is 256 random bits, so its plain SHA-256 cannot be guessed from. Digests are looked up under a hash keyed with a
-random value of this process, and compared in constant time: how long a refusal takes says nothing of any key.
+A key is 256 random bits, so it cannot be guessed from its plain SHA-256. Digests are looked up under a hash keyed with
+a random value of this process, and compared in constant time: the duration of a refusal reveals nothing about any key.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ from baton.core.errors import ConfigInvalid, Unauthenticated
 from baton.core.files import file_state
 from baton.router.access.quota import NO_LIMITS, PRIORITY_NAMES, Quota
 
-CHECK_S: Final = 0.5  # the file is looked at no more often
+CHECK_S: Final = 0.5  # minimum interval between checks of the file
 PREFIX: Final = "baton-"
-MAX_NAME_LEN: Final = 256  # of names and tenants
+MAX_NAME_LEN: Final = 256  # for names and tenants
 MAX_HEADER_LEN: Final = 1024
 SCHEME: Final = "bearer"
-DEFAULT_PRIORITY: Final = "normal"  # requests may name it, or a lower one
+DEFAULT_PRIORITY: Final = "normal"  # the highest priority that requests of a key may have by default
 QUOTAS: Final = ("max_answers", "max_queued_tokens", "max_connections", "max_header_bytes")
 _FIELDS: Final = frozenset(("name", "tenant", "sha256", "expires", "max_priority", *QUOTAS))
 _SHA256_LEN: Final = 64
@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls.
+    """The caller.
 
     Attributes:
-        name: of the key; fit for logs.
-        tenant: whose requests these are.
-        quota: what it may hold at once, and which priority it may name.
+        name: the key's name; safe for logs.
+        tenant: the tenant of its requests.
+        quota: what it may hold at once, and the highest priority it may use.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """One line of the file. `expires_s` is Unix time."""
+    """One line of the file."""
 
     name: str
     tenant: str
@@ -70,17 +70,17 @@ class KeyEntry:
 
     @property
     def quota(self) -> Quota:
-        """What its holder may take at once."""
+        """What the key's holder may use at once."""
         values = {name: getattr(self, name) for name in QUOTAS}
         return Quota(**values, max_priority=PRIORITY_NAMES[self.max_priority])
 
     @property
     def expires_s(self) -> float:
-        """Infinite if it does not expire."""
+        """When the key expires, in Unix time; infinite if it does not."""
         return float("inf") if self.expires is None else datetime.fromisoformat(self.expires).timestamp()
 
     def to_line(self) -> str:
-        """As the file holds it."""
+        """Format the entry as a line of the file."""
         data: dict[str, Any] = {
             "name": self.name,
             "tenant": self.tenant,
@@ -94,20 +94,20 @@ class KeyEntry:
 
 
 def new_key() -> str:
-    """A new key, at random."""
+    """Generate a random key."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def digest_of(key: str) -> str:
-    """What the file holds of a key."""
+    """The digest of a key, as the file holds it."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def parse_keys(text: str, path: str) -> tuple[KeyEntry, ...]:
-    """The entries of a file.
+    """Parse the entries of a file.
 
     Raises:
-        ConfigInvalid: a line is no entry, or a name or digest is there twice. No line is quoted.
+        ConfigInvalid: a line is not a valid entry, or a name or digest is duplicated. The error quotes no line.
     """
     entries = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -121,7 +121,7 @@ def parse_keys(text: str, path: str) -> tuple[KeyEntry, ...]:
 
 
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """See `parse_keys`.
+    """Read and parse a file; see `parse_keys`.
 
     Raises:
         ConfigInvalid: likewise, or the file cannot be read.
@@ -138,11 +138,11 @@ class ApiKeys:
     """The keys in force.
 
     Args:
-        path: of the file.
+        path: the keys file.
         now_s: Unix time.
-        check_s: the file is looked at no more often than this.
-        on_reload: told after each change that was seen: whether it was taken.
-        extra: entries beside the file's.
+        check_s: minimum interval between checks of the file.
+        on_reload: called after each detected change with whether it was accepted.
+        extra: entries in addition to the file's.
 
     Raises:
         ConfigInvalid: the file cannot be used.
@@ -168,20 +168,21 @@ class ApiKeys:
         self._checked_s = time.monotonic()
 
     def authenticate(self, header: str | None) -> Principal:
-        """Who presents this `Authorization` header.
+        """Return the principal that presents this `Authorization` header.
 
         Args:
             header: `Bearer KEY`, as gRPC metadata and HTTP carry it; None if there is none.
 
         Raises:
-            Unauthenticated: there is no key, it is unknown, or it has expired. It never says what was presented.
+            Unauthenticated: there is no key, it is unknown, or it has expired. The error never repeats what was
+                presented.
         """
         self._follow()
         scheme, _, key = (header or "").strip().partition(" ")
         key = key.strip()
         if not header:
             raise Unauthenticated("no API key: send `authorization: Bearer KEY`", reason="missing")
-        is_one = not set(" ,") & set(key)  # several headers are joined by commas
+        is_one = not set(" ,") & set(key)  # several headers would be joined by commas
         if scheme.lower() != SCHEME or not key or not is_one or len(header) > MAX_HEADER_LEN:
             raise Unauthenticated("the authorization header is not `Bearer KEY`", reason="malformed")
         digest = digest_of(key)

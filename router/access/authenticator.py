@@ -1,7 +1,7 @@
-"""Who may come in, and how many: keys, tenants and streams, for every front door alike.
+"""The authenticator: identifies callers and limits their streams, for gRPC and HTTP alike.
 
-A front door asks `authenticate` with the caller's `Authorization` header, and holds `stream` while it answers. It
-never sees a key again after that: principals are names.
+A server calls `authenticate` with the caller's `Authorization` header, and holds `stream` while it answers. After that
+it handles only principals, which are names, and never sees the key.
 """
 
 import logging
@@ -25,7 +25,7 @@ from baton.router.access.quota import Account, ConnectionsHeld, Quota, holding
 from baton.router.access.security import ClientLimits, SecurityMetrics
 
 RETRY_AFTER_S: Final = 1.0
-SAY_EVERY_S: Final = 10.0  # a refusal of each kind is logged no more often, and counted always
+SAY_EVERY_S: Final = 10.0  # a refusal of each kind is logged at most this often; all are counted
 ANYBODY: Final = Principal("", "")
 COUNTED: Final = ("streams_per_tenant", "queued_tokens", "header_bytes", "connections")
 
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 
 
 class Authenticator:
-    """One kind of callers' way in.
+    """Authenticates one kind of caller.
 
     Args:
-        keys: the keys file; None: every caller may come in, as whichever tenant they say.
-        limits: of streams.
-        metrics: where refusals are counted.
-        now_s: for what is said no more often than every few seconds.
-        extra: keys beside the file's.
+        keys: the keys file; None: every caller is let in, as any tenant that it names.
+        limits: limits of streams.
+        metrics: counts refusals.
+        now_s: clock that limits the rate of log lines.
+        extra: keys in addition to the file's.
 
     Raises:
         ConfigInvalid: the keys file cannot be used.
@@ -66,10 +66,10 @@ class Authenticator:
             self.keys = ApiKeys(keys, on_reload=self._metrics.reloaded("api_keys"), extra=extra)
 
     def authenticate(self, header: str | None) -> Principal:
-        """Who presents this `Authorization` header; `ANYBODY` where no keys are asked for.
+        """Return the principal that presents this `Authorization` header; `ANYBODY` if no keys are required.
 
         Raises:
-            Unauthenticated: no key, or none that is good now.
+            Unauthenticated: there is no key, or none that is valid now.
         """
         if self.keys is None:
             return ANYBODY
@@ -80,10 +80,10 @@ class Authenticator:
             raise
 
     def tenant_of(self, principal: Principal, asked: str) -> str:
-        """Whose request it is: the key's tenant, if keys are asked for, whatever the caller says.
+        """Return the request's tenant: the key's if keys are required, else the one that the caller names.
 
         Raises:
-            PermissionDenied: the caller names another tenant than its own.
+            PermissionDenied: the caller names a tenant other than its own.
         """
         if self.keys is None:
             return asked
@@ -105,21 +105,22 @@ class Authenticator:
         num_header_bytes: int = 0,
         is_grpc: bool = False,
     ) -> Iterator[None]:
-        """Hold places for the answers of a call that streams.
+        """Hold places for the answers of a streaming call.
 
         Args:
-            tenant: whose.
-            connection: over which; empty if it is not to be counted.
-            num_answers: of all its prompts.
-            principal: whose key it came with: its quota is the tenant's for this call.
-            num_header_bytes: of the call.
-            is_grpc: the connection counts as the principal's while calls hold it; HTTP's count while they are open.
+            tenant: the call's tenant.
+            connection: the connection's peer; empty if it is not to be counted.
+            num_answers: number of answers to all its prompts.
+            principal: the caller; its quota applies to the tenant for this call.
+            num_header_bytes: size of the call's headers.
+            is_grpc: whether the connection counts as the principal's while calls hold it; HTTP connections count while
+                open.
 
         Raises:
-            Overloaded: the tenant or the connection has as many as it may.
+            Overloaded: the tenant or the connection is at its limit.
         """
         quota = self.quota_of(principal)
-        # Without keys a caller's name for itself proves nothing: all are one.
+        # Without keys a tenant's name proves nothing, so all callers share one account.
         owner = tenant if self.keys is not None or principal is None else principal.tenant
         account = self._accounts.setdefault(owner, Account())
         try:
@@ -150,7 +151,7 @@ class Authenticator:
                 self._accounts.pop(owner, None)
 
     def quota_of(self, principal: Principal | None) -> Quota:
-        """What a principal may hold: the deployment's limits, and its key's own."""
+        """What a principal may hold: the deployment's limits, narrowed by its key's own."""
         limits = self._limits
         common = Quota(
             max_answers=limits.max_streams_per_tenant,
@@ -168,7 +169,7 @@ class Authenticator:
             raise error
 
     def count(self, error: BatonError, reason: str) -> None:
-        """A refusal: in the metric always, in the log now and then."""
+        """Count a refusal, and log it unless one of its kind was logged recently."""
         self._metrics.refused.labels(reason).inc()
         now_s = self._now_s()
         if now_s - self._said_s.get(reason, -SAY_EVERY_S) >= SAY_EVERY_S:
@@ -185,16 +186,16 @@ OPEN: Final = (
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = Any  # the stubs make the class generic; at run time it is not
+Handler = Any  # generic in the type stubs only, not at run time
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """To be the first of a server's interceptors.
+    """Authenticates every call; must be the first of a server's interceptors that identifies clients.
 
     Args:
-        authenticator: decides.
-        open_services: that need no key.
-        handshakes: told whose calls arrive; None without TLS.
+        authenticator: identifies callers.
+        open_services: services that need no key.
+        handshakes: told which peers have made a call; None without TLS.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Refuse, or let in what `continuation` found."""
+        """Refuse the call, or wrap the handler that `continuation` found."""
         service = handler_call_details.method.lstrip("/").partition("/")[0]
         if service in self._open:
             return self._around(await continuation(handler_call_details), None)
@@ -268,10 +269,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             make = grpc.unary_unary_rpc_method_handler
         if handler.request_streaming:
             make = grpc.stream_stream_rpc_method_handler
-        return make(refuse)  # without a deserializer: what is refused is not read
+        return make(refuse)  # no deserializer: a refused request is not parsed
 
     def _own(self, request: Any, principal: Principal) -> str:
-        """Make the request its principal's; the tenant."""
+        """Set the request's tenant to its principal's, and return it."""
         if not isinstance(request, Message) or "tenant" not in request.DESCRIPTOR.fields_by_name:
             return principal.tenant
         named: Any = request
@@ -284,12 +285,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def num_header_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
-    """Of a call's metadata, which is what its headers were."""
+    """Size of a call's headers, computed from its metadata."""
     return sum(len(name) + len(value) for name, value in metadata)
 
 
 def num_answers(request: Any) -> int:
-    """How many answers a request asks for, within what one may."""
+    """Number of answers a request asks for, clamped to what is allowed."""
     sampling = getattr(request, "sampling", None)
     return 1 if sampling is None else min(max(sampling.n, 1), MAX_CHOICES)
 

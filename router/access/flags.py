@@ -1,4 +1,4 @@
-"""The router's flags that are keys of `ServeConfig`: made from their declarations there, and written for a router."""
+"""The router's flags that are keys of `ServeConfig`: derived from the keys' declarations, and written for a router."""
 
 import argparse
 from argparse import ArgumentTypeError
@@ -16,7 +16,7 @@ KEYS = {name: key for name, key in keys_of(ServeConfig).items() if key.is_for_ro
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The same names, defaults and bounds as `baton serve` has."""
+    """Add the flags, with the same names, defaults and bounds as in `baton serve`."""
     for name, key in KEYS.items():
         default = ServeConfig.model_fields[name].default
         if key.kind is bool:
@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def flags_of(config: ServeConfig) -> list[str]:
-    """The flags of a router that is started for this configuration."""
+    """The command-line flags of a router that is started with this configuration."""
     flags: list[str] = []
     for name, key in KEYS.items():
         value = getattr(config, name)
@@ -39,7 +39,7 @@ def flags_of(config: ServeConfig) -> list[str]:
 
 
 def _reader(name: str) -> Callable[[str], Any]:
-    """What argparse reads a value with; it words the refusal."""
+    """Return a function that parses a value for argparse and words the error."""
 
     def read(text: str) -> Any:
         try:
@@ -54,7 +54,7 @@ MAX_PORT = 65535
 
 
 def port(text: str) -> int:
-    """A port, or 0; gRPC and uvicorn would take what is beyond modulo 65536."""
+    """Parse a port or 0. Without this check, gRPC and uvicorn would take larger numbers modulo 65536."""
     value = int(text)
     if not 0 <= value <= MAX_PORT:
         raise ArgumentTypeError(f"{value} is no port")
@@ -62,7 +62,7 @@ def port(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """0 or more."""
+    """Parse a number that is 0 or more."""
     value = int(text)
     if value < 0:
         raise ArgumentTypeError(f"{value} is negative")
@@ -70,10 +70,10 @@ def count(text: str) -> int:
 
 
 def security_of(options: argparse.Namespace | ServeConfig) -> RouterSecurity:
-    """What the flags, or the keys of a configuration, say.
+    """Build the security configuration from the flags, or from the keys of a configuration.
 
     Raises:
-        ConfigInvalid: they do not go together, or a port beyond loopback would ask for no credential.
+        ConfigInvalid: they contradict each other, or a port beyond loopback would need no credential.
     """
     security = RouterSecurity(
         tls=TlsFiles(

@@ -1,4 +1,4 @@
-"""One port of the router: a gRPC server, its door, its certificates and its limits."""
+"""One port of the router: a gRPC server with its authenticator, certificates and limits."""
 
 import errno
 import logging
@@ -26,9 +26,9 @@ from baton.router.access.authenticator import OPEN, Authenticator, AuthIntercept
 from baton.router.access.security import IDLE_S, ClientLimits, SecurityMetrics
 
 MAX_SEND_BYTES: Final = 16 << 20
-STREAM_HEADROOM: Final = 32  # streams of a connection beyond its limit that are answered with a refusal, not held back
+STREAM_HEADROOM: Final = 32  # streams beyond a connection's limit that get a refusal instead of being held back
 CLIENT_MESSAGES: Final = ("baton.v1.GenerateRequest", "baton.v1.TokenizeRequest")  # bounded by the model's length
-NUM_DOORS: Final = 2  # gRPC and HTTP share the file numbers
+NUM_DOORS: Final = 2  # gRPC and HTTP share the file descriptors
 SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),  # a second router on the port must fail, not share it
     ("grpc.keepalive_time_ms", 10_000),
@@ -41,23 +41,23 @@ log = logging.getLogger(__name__)
 
 
 class Listener:
-    """A port: `open`, then register services with its `server`, then `listen`.
+    """A port. Call `open`, register services with its `server`, then call `listen`.
 
     Args:
-        name: of the port, for logs and counters.
-        tls: certificate, key and the CA that callers' certificates must be of; empty for no encryption.
+        name: the port's name, for logs and counters.
+        tls: certificate, key and the CA that must have signed callers' certificates; empty for no encryption.
         keys: API keys that callers must present; None for none.
-        limits: of messages, streams and connections.
-        metrics: where refusals are counted.
-        open_services: that need no key, beside health and reflection.
-        extra_keys: beside those of the file.
-        verifier: of calls from inside the deployment, which all are but those to `outside`.
-        outside: services for callers from outside.
+        limits: limits of messages, streams and connections.
+        metrics: counts refusals.
+        open_services: services that need no key, in addition to health and reflection.
+        extra_keys: keys in addition to the file's.
+        verifier: verifies calls from inside the deployment: all calls except those to `outside`.
+        outside: services for callers outside the deployment.
 
     Attributes:
-        authenticator: shared with other front doors of the same callers.
-        server: the caller that opened it starts and stops it.
-        check_num_bytes: told how long a client's message is before it is parsed; raises if it is too long.
+        authenticator: shared with HTTP, which serves the same callers.
+        server: the gRPC server; the owner of the listener starts and stops it.
+        check_num_bytes: called with a client message's size before it is parsed; raises if it is too large.
 
     Raises:
         ConfigInvalid: the keys or the certificates cannot be used.
@@ -92,7 +92,7 @@ class Listener:
         self.check_num_bytes: Callable[[int], None] = lambda num_bytes: None
 
     def open(self) -> None:
-        """Make the server, on the running event loop."""
+        """Create the server, on the running event loop."""
         options = _options(self._limits)
         require_proof = RequireProof(self._verifier, self._outside, self._count_refused)
         require_role = RequireRole(ALLOWED.get, self._metrics.refused.labels("certificate_role").inc)
@@ -104,7 +104,7 @@ class Listener:
             self.check_num_bytes(num_bytes)
 
     def listen(self, host: str, port: int) -> None:
-        """Bind; 0 picks a free port.
+        """Bind the port; 0 picks a free one.
 
         Raises:
             PortInUse: the port is taken.
@@ -122,19 +122,19 @@ class Listener:
             log.warning("API keys cross the network in clear: the %s port has no certificate", self._name)
 
     def http_context(self) -> ssl.SSLContext | None:
-        """For an HTTP server of the same callers: the same certificates, followed likewise; None without TLS."""
+        """TLS context for an HTTP server with the same callers, reloaded likewise; None without TLS."""
         return None if self.watch is None else server_context(self.watch)
 
     @property
     def asks_certificates(self) -> bool:
-        """Whether callers must present one."""
+        """Whether callers must present a certificate."""
         return self.watch is not None and bool(self.watch.files.ca_file)
 
     def _count_refused(self, reason: str) -> None:
         self._metrics.refused.labels(f"proof_{reason}").inc()
 
     def tick(self) -> None:
-        """Now and then."""
+        """Must be called periodically."""
         if self._handshakes is not None:
             self._handshakes.tick()
 
@@ -155,14 +155,14 @@ def _options(limits: ClientLimits) -> list[tuple[str, Any]]:
 
 
 def why_not_bound(host: str, port: int, key: str = "grpc_port") -> BatonError:
-    """The reason that gRPC does not give; `key` is the setting that names the port."""
+    """Find the reason for a failed bind, which gRPC does not report; `key` is the setting of the port."""
     name = host.strip("[]")
     try:
         family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:  # gaierror is one
+    except OSError as error:  # includes gaierror
         if error.errno != errno.EADDRINUSE:
             return ConfigInvalid(f"cannot listen on {host}:{port}: {error.strerror}", keys=["host", key])
     return PortInUse(f"port {port} on {host} is taken; choose another, or 0 for a free one", host=host, port=port)

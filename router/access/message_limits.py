@@ -1,6 +1,6 @@
-"""How much of everything a client's message may hold, checked before any of it is copied, tokenized or kept.
+"""Limits of every field of a client's message, checked before any of it is copied, tokenized or kept.
 
-Every text and every repeated field of a client's message stands in the table by its path:
+Every text and every repeated field of a client's message is in the table by its path;
 tests/router/test_message_limits.py walks the descriptors and fails on a field without a limit.
 """
 
@@ -24,9 +24,9 @@ from baton.core.requests.sampling import (
 MAX_MODEL_NAME_LEN: Final = 4096
 MAX_REQUEST_ID_LEN: Final = 128
 MAX_TENANT_LEN: Final = 256
-BY_SIZE: Final = -1  # the limit of the whole message's bytes is the only one
+BY_SIZE: Final = -1  # limited only by the size of the whole message
 Kind = type[InvalidRequest]
-# Path: (most items of a repeated field, longest text; whichever there is; the error).
+# path: (maximum entries of a repeated field, maximum length of a text, error); 0 where it does not apply
 LIMITS: Final[dict[str, tuple[int, int, Kind]]] = {
     "model": (0, MAX_MODEL_NAME_LEN, InvalidRequest),
     "text": (0, BY_SIZE, PromptTooLong),
@@ -47,20 +47,20 @@ LIMITS: Final[dict[str, tuple[int, int, Kind]]] = {
 
 
 def check_num_answers(num: int, limit: int) -> None:
-    """Refuse a call that an idle router would be too small for, before anything is made of it.
+    """Refuse a call with more answers than an idle router could hold, before any work is done for it.
 
     Raises:
-        InvalidRequest: it asks for more answers than there may be.
+        InvalidRequest: the call asks for more answers than `limit`.
     """
     if num > limit:
         raise InvalidRequest(f"{num} answers in one call; at most {limit}", field="n", limit=limit)
 
 
 def check_message(message: Message, prefix: str = "") -> None:
-    """Refuse a message that holds more of something than `LIMITS` allow. What it costs does not grow with the excess.
+    """Refuse a message that exceeds `LIMITS`. The cost of the check does not grow with the excess.
 
     Raises:
-        InvalidRequest: it does; the field is named.
+        InvalidRequest: a field exceeds its limit; the error names it.
     """
     for field, value in message.ListFields():
         path = prefix + field.name
@@ -81,8 +81,8 @@ def check_message(message: Message, prefix: str = "") -> None:
 
 
 def is_repeated(field: Any) -> bool:
-    """Whether a field holds any number of values."""
-    if hasattr(field, "is_repeated"):  # protobuf 6 and newer; 7 has no label any more
+    """Whether a field is repeated."""
+    if hasattr(field, "is_repeated"):  # protobuf 6 and newer; 7 no longer has `label`
         return bool(field.is_repeated)
     return bool(field.label == FieldDescriptor.LABEL_REPEATED)
 
@@ -94,7 +94,7 @@ def _refusal(path: str, num: int, limit: int, what: str) -> InvalidRequest:
 
 
 def _holds_more(field: FieldDescriptor) -> bool:
-    """Whether anything in a submessage can grow."""
+    """Whether a submessage has a field that can grow."""
     kinds = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
     message = field.message_type
     return message is not None and any(is_repeated(inner) or inner.type in kinds for inner in message.fields)

@@ -1,4 +1,4 @@
-"""Prometheus metrics over HTTP, or HTTPS where the router has certificates: then scrapers need one of its CA."""
+"""Serves Prometheus metrics over HTTP, or over HTTPS if the router has certificates; scrapers then need its CA."""
 
 import ssl
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from baton.core.errors import PortInUse
 from baton.core.tls_files import TlsFiles, TlsWatch, server_context
 
-TIMEOUT_S = 10.0  # of a scraper that does not finish its handshake or its request
+TIMEOUT_S = 10.0  # for a scraper that does not finish its handshake or its request
 
 
 def serve_metrics(
     host: str, port: int, registry: CollectorRegistry, tls: TlsFiles | None = None
 ) -> tuple[int, Callable[[], None]]:
-    """Serve until the second result is called; the first is the port, which 0 leaves to the system.
+    """Start serving; return the port (the system picks one for 0) and a function that stops the server.
 
     Raises:
         PortInUse: the port cannot be bound.
@@ -45,7 +45,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     context: ssl.SSLContext | None = None
 
     def get_request(self) -> tuple[Any, Any]:
-        """The handshake is made by the connection's own thread, so that a slow one keeps no other waiting."""
+        """Accept a connection. Its own thread does the handshake, so that a slow one delays no other."""
         connection, address = super().get_request()
         connection.settimeout(TIMEOUT_S)
         if self.context is not None:
@@ -53,9 +53,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         return connection, address
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A handshake that fails, or a scraper that goes away, is no error of ours."""
+        """Ignore failed handshakes and scrapers that disconnect: they are no errors of the router."""
 
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not logged."""
+        """Do not log scrapes."""

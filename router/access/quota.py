@@ -1,6 +1,6 @@
-"""What one principal may take of the deployment at once: one object for a tenant, whichever doors its requests come by.
+"""Quotas: what one principal may hold at once. A tenant has one account for all its calls, over gRPC and HTTP.
 
-Without keys every caller is the same principal: whatever name a caller gives itself proves nothing.
+Without keys every caller is the same principal, because a tenant's name proves nothing.
 """
 
 from collections import Counter
@@ -19,14 +19,15 @@ PRIORITY_NAMES: Final = {"low": 0, "normal": NORMAL, "high": HIGH}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Limits; None is none.
+    """Limits of a principal; None means unlimited.
 
     Attributes:
-        max_answers: that are made at once: a call has as many as its prompts times `n`.
-        max_queued_tokens: of the prompts of all calls under way.
-        max_connections: open over HTTP, and in use over gRPC, whose library names a connection with its calls alone.
-        max_header_bytes: of all calls under way.
-        max_priority: that its requests may name.
+        max_answers: answers in progress at once; a call has as many as its prompts times `n`.
+        max_queued_tokens: prompt tokens of all calls in progress.
+        max_connections: connections open over HTTP, or in use over gRPC, whose library shows a connection only with its
+            calls.
+        max_header_bytes: headers of all calls in progress.
+        max_priority: highest priority that its requests may have.
     """
 
     max_answers: int | None = None
@@ -36,7 +37,7 @@ class Quota:
     max_priority: int = HIGH
 
     def within(self, other: "Quota") -> "Quota":
-        """The narrower of both, limit by limit."""
+        """The lower of both, limit by limit."""
         return Quota(
             max_answers=_least(self.max_answers, other.max_answers),
             max_queued_tokens=_least(self.max_queued_tokens, other.max_queued_tokens),
@@ -50,10 +51,10 @@ NO_LIMITS: Final = Quota()
 
 
 class Account:
-    """What one principal holds.
+    """What one principal currently holds.
 
     Args:
-        owner: for messages.
+        owner: the kind of principal, for messages.
     """
 
     def __init__(self, owner: str = "tenant") -> None:
@@ -64,31 +65,31 @@ class Account:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is held."""
+        """Whether nothing is held."""
         return not self.num_answers and not self.num_tokens and not self.num_header_bytes
 
     def check_answers(self, num: int, quota: Quota) -> None:
-        """Refuse so many more answers, if that is too many.
+        """Check that the quota allows `num` more answers.
 
         Raises:
-            Overloaded: it is.
+            Overloaded: it does not.
         """
         _require(self.num_answers, num, quota.max_answers, f"{self._owner} has", "answers", "streams_per_tenant")
 
     def check_header_bytes(self, num: int, quota: Quota) -> None:
-        """Refuse a call with so many bytes of headers, if that is too many.
+        """Check that the quota allows a call with `num` more bytes of headers.
 
         Raises:
-            Overloaded: it is.
+            Overloaded: it does not.
         """
         limit = quota.max_header_bytes
         _require(self.num_header_bytes, num, limit, f"{self._owner} has", "bytes of headers", "header_bytes")
 
     def check_tokens(self, num: int, quota: Quota) -> None:
-        """Refuse a prompt of so many tokens, if that is too many.
+        """Check that the quota allows a prompt of `num` more tokens.
 
         Raises:
-            Overloaded: it is.
+            Overloaded: it does not.
         """
         limit = quota.max_queued_tokens
         _require(self.num_tokens, num, limit, f"{self._owner} has", "prompt tokens", "queued_tokens")
@@ -96,27 +97,27 @@ class Account:
 
 @dataclass(slots=True)
 class Hold:
-    """What one call has been given of an account."""
+    """What one call holds of an account."""
 
     account: Account
     quota: Quota
     num_tokens: int = 0
 
     def add_tokens(self, num: int) -> None:
-        """A prompt of the call has so many.
+        """Charge the tokens of one of the call's prompts.
 
         Raises:
-            Overloaded: more than are left.
+            Overloaded: they exceed the quota.
         """
         self.account.check_tokens(num, self.quota)
         self.num_tokens += num
         self.account.num_tokens += num
 
     def check_priority(self, priority: int) -> None:
-        """Refuse a turn before others' that the principal has no permission for.
+        """Check that the principal may use this priority.
 
         Raises:
-            PermissionDenied: it has none.
+            PermissionDenied: it may not.
         """
         if priority > self.quota.max_priority:
             message = f"priority {priority} needs a key that permits it; this one permits {self.quota.max_priority}"
@@ -124,21 +125,21 @@ class Hold:
 
 
 class ConnectionsHeld:
-    """Connections by principal, over every way in."""
+    """Number of connections by principal, over gRPC and HTTP."""
 
     def __init__(self) -> None:
         self._num_of: Counter[str] = Counter()
         self._num_calls: Counter[tuple[str, str]] = Counter()
 
     def num_of(self, principal: str) -> int:
-        """How many it holds."""
+        """Number of connections that a principal holds."""
         return self._num_of[principal]
 
     def add(self, principal: str, limit: int | None) -> None:
-        """One more is its own.
+        """Count one more connection.
 
         Raises:
-            Overloaded: the principal has as many as it may.
+            Overloaded: the principal is at its limit.
         """
         if limit is not None and self._num_of[principal] >= limit:
             message = f"{limit} connections are open for this key, the limit; try again in {RETRY_AFTER_S:g} s"
@@ -146,17 +147,17 @@ class ConnectionsHeld:
         self._num_of[principal] += 1
 
     def remove(self, principal: str) -> None:
-        """One is not any more."""
+        """Count one connection less."""
         self._num_of[principal] -= 1
         if not self._num_of[principal]:
             del self._num_of[principal]
 
     @contextmanager
     def used(self, principal: str, connection: str, limit: int | None) -> Iterator[None]:
-        """A call holds a connection that is known by its calls alone; empty: it is counted otherwise.
+        """Count a gRPC connection while a call uses it; an empty `connection` is counted elsewhere.
 
         Raises:
-            Overloaded: as `add`, if this is the only call over it.
+            Overloaded: as for `add`, if no other call uses the connection.
         """
         if not connection:
             yield
@@ -174,16 +175,16 @@ class ConnectionsHeld:
                 self.remove(principal)
 
 
-# Of the call that runs: what is known only behind the door (tokens, the priority) is charged to it there.
+# The current call's hold. Tokens and priority, which are known only after authentication, are charged to it.
 CURRENT: ContextVar[Hold | None] = ContextVar("baton_quota", default=None)
 
 
 @contextmanager
 def holding(account: Account, quota: Quota, num_answers: int, num_header_bytes: int = 0) -> Iterator[None]:
-    """Hold answers and headers, and what is added meanwhile, to the end of a call.
+    """Hold answers and headers, and what is added meanwhile, until the end of a call.
 
     Raises:
-        Overloaded: there are not so many left.
+        Overloaded: the quota does not allow them.
     """
     account.check_answers(num_answers, quota)
     account.check_header_bytes(num_header_bytes, quota)

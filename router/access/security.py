@@ -1,9 +1,9 @@
-"""How a router is protected: its certificates, its keys, its ports and the limits at its door. Checked, not enforced.
+"""A router's security configuration: certificates, keys, ports and clients' limits. Checked here, enforced elsewhere.
 
-With an admin port there are two kinds of callers. Clients come to the public port: with TLS, with certificates of the
-clients' CA if one is named, with API keys if there are any. Workers and operators come to the admin port, where the
-deployment's own CA is asked for. Without an admin port all callers come to one port, and whatever protects it is
-asked of all.
+With an admin port there are two kinds of callers. Clients use the public port: with TLS, with certificates of the
+clients' CA if one is configured, and with API keys if there are any. Workers and operators use the admin port, which
+requires certificates of the deployment's own CA. Without an admin port all callers share one port, and its protection
+applies to all of them.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from baton.router.access.api_keys import KeyEntry
 
 
 class SecurityMetrics:
-    """Feeding is by the named attributes.
+    """Metrics of access control. Callers update the named attributes.
 
     Args:
-        registry: where they are shown; a router has them only if anything is protected or limited.
+        registry: where they are exported.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -47,7 +47,7 @@ class SecurityMetrics:
         )
 
     def reloaded(self, what: str) -> Callable[[bool], None]:
-        """Counts what a watch of files tells."""
+        """Return a callback that counts reloads of watched files."""
 
         def count(taken: bool) -> None:
             self.reloads.labels(what, "taken" if taken else "refused").inc()
@@ -56,24 +56,25 @@ class SecurityMetrics:
 
 
 MIB = 1 << 20
-# A client's connection without a request is closed then, over HTTP and gRPC; longer than HTTP clients keep one, so that
-# they do not write to one that closes. gRPC's clients open another by themselves.
+# After this, the router closes a client's connection without a request, over HTTP and gRPC. It is longer than HTTP
+# clients keep an idle connection, so that they do not write to one that is closing. gRPC clients reconnect by
+# themselves.
 IDLE_S = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """What a client may take. None is no limit of its own.
+    """What a client may use. None means no separate limit.
 
     Attributes:
-        max_message_bytes: of a request.
-        max_prompt_tokens: of a prompt, where that is less than the model's length.
-        max_streams_per_connection: answers that stream over one connection.
-        max_streams_per_tenant: answers that stream to one tenant.
-        max_queued_tokens_per_tenant: of the prompts of one tenant's requests under way.
-        max_connections_per_tenant: open over HTTP, and in use over gRPC.
-        max_header_bytes_per_tenant: of one tenant's calls under way.
-        max_connections: to the public port; more are closed at once.
+        max_message_bytes: bytes of a request.
+        max_prompt_tokens: tokens of a prompt, if fewer than the model's length.
+        max_streams_per_connection: answers streaming over one connection.
+        max_streams_per_tenant: answers streaming to one tenant.
+        max_queued_tokens_per_tenant: prompt tokens of one tenant's requests in progress.
+        max_connections_per_tenant: connections open over HTTP, or in use over gRPC.
+        max_header_bytes_per_tenant: headers of one tenant's calls in progress.
+        max_connections: connections to the public port; further ones are closed at once.
     """
 
     max_message_bytes: int = 16 * MIB
@@ -88,16 +89,16 @@ class ClientLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSecurity:
-    """Everything a router is told about it.
+    """A router's security configuration.
 
     Attributes:
-        tls: its certificate, which it shows to clients and to workers, and the deployment's CA.
-        client_ca_file: who signed clients' certificates; with it, clients must present one.
-        api_keys_file: with it, clients must present a key of it.
-        admin_port: where workers and operators come; None: to the public port. 0 picks a free one.
-        admin_keys_file: with it, operators must present a key of it.
-        operator_key_digest: SHA-256 of one more such key: of who has started the router.
-        limits: of the public port.
+        tls: the router's certificate for clients and workers, its key, and the deployment's CA.
+        client_ca_file: CA of clients' certificates; if set, clients must present one.
+        api_keys_file: if set, clients must present a key from it.
+        admin_port: port of workers and operators; None: they use the public port. 0 picks a free one.
+        admin_keys_file: if set, operators must present a key from it.
+        operator_key_digest: SHA-256 of one more operator key, held by the process that started the router.
+        limits: limits of the public port.
     """
 
     tls: TlsFiles = field(default_factory=TlsFiles)
@@ -119,10 +120,10 @@ class RouterSecurity:
             raise ConfigInvalid("a CA without tls_cert_file: a router needs a certificate", keys=["tls_cert_file"])
 
     def require_credentials(self, host: str) -> None:
-        """Check that ports of this host ask their callers for a credential, unless only this machine reaches them.
+        """Check that the ports require credentials, unless the host is reachable from this machine only.
 
         Raises:
-            ConfigInvalid: clients, or operators, would need none.
+            ConfigInvalid: clients or operators would need none.
         """
         if host in LOOPBACK:
             return
@@ -136,18 +137,18 @@ class RouterSecurity:
 
     @property
     def public_tls(self) -> TlsFiles:
-        """Of the port that clients come to."""
+        """Certificates of the clients' port."""
         ca_file = self.tls.ca_file if self.admin_port is None else self.client_ca_file
         return TlsFiles(cert_file=self.tls.cert_file, key_file=self.tls.key_file, ca_file=ca_file)
 
     def keys_path(self, *, admin: bool = False) -> Path | None:
-        """Of the keys of clients, or of operators."""
+        """File with the clients' keys, or the operators'; None if there is none."""
         name = self.admin_keys_file if admin else self.api_keys_file
         return Path(name) if name else None
 
     @property
     def operator_keys(self) -> tuple[KeyEntry, ...]:
-        """Beside those of the file."""
+        """Operators' keys in addition to the file's."""
         if not self.operator_key_digest:
             return ()
         return (KeyEntry(name="operator", tenant="operators", sha256=self.operator_key_digest),)

@@ -1,1 +1,1 @@
-"""Which request goes to the workers next, who waits, and who is refused at once."""
+"""Decides which request goes to the workers next, which wait, and which are refused at once."""

@@ -1,4 +1,4 @@
-"""What a request costs, and how many answers the router holds at once; requests beyond are refused at once."""
+"""Models the work of a request and the workers' capacity, and limits how many answers the router holds at once."""
 
 import asyncio
 import logging
@@ -13,11 +13,11 @@ from baton.router.metrics import RouterMetrics, is_clients
 
 
 class Settling:
-    """One router's beginning.
+    """A router's start: requests wait until the workers are known.
 
     Args:
-        until_s: of the clock that `look` is given; then it is over in any case.
-        is_whole: whether everything is known.
+        until_s: when the wait ends in any case, on the clock of `look`.
+        is_whole: whether all expected workers are known.
     """
 
     def __init__(self, until_s: float, is_whole: Callable[[], bool]) -> None:
@@ -26,32 +26,32 @@ class Settling:
         self._over = asyncio.Event()
 
     def look(self, now_s: float) -> None:
-        """Called several times a second."""
+        """End the wait if its time is over or all workers are known; called several times a second."""
         if not self._over.is_set() and (now_s >= self._until_s or self._is_whole()):
             self._over.set()
 
     async def wait(self) -> None:
-        """Until it is over."""
+        """Wait until the start is over."""
         await self._over.wait()
 
 
 LOW: Final = 0
 NORMAL: Final = 1
 HIGH: Final = 2
-KV_FILL: Final = 0.9  # part of all KV that is in use when the next request does not fit
-PRIORITIES: Final = (HIGH, NORMAL, LOW)  # in the order they are served
+KV_FILL: Final = 0.9  # share of all KV that is in use when the next request does not fit
+PRIORITIES: Final = (HIGH, NORMAL, LOW)  # in the order in which they are served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestWork:
-    """One request.
+    """What one request needs.
 
     Attributes:
-        tenant: whose it is.
-        num_tokens: of its prompt, to be computed.
-        num_positions: of KV that it may come to hold.
-        num_bytes: of the router's memory that it takes as long as it is here.
-        deadline_s: when its first token must be there.
+        tenant: the request's tenant.
+        num_tokens: prompt tokens to be computed.
+        num_positions: positions of KV that it may come to hold.
+        num_bytes: router memory that it takes while it is in the queue or running.
+        deadline_s: when its first token is due.
         priority: LOW, NORMAL or HIGH.
     """
 
@@ -65,14 +65,14 @@ class RequestWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What all workers together do. A 0 is not known, and limits nothing.
+    """What all workers together can do. A 0 means unknown, and limits nothing.
 
     Attributes:
-        tokens_per_s: of prompts computed.
-        num_workers: prefill workers, >= 1; one prompt is computed by one of them.
-        num_pairs: while fewer requests than this run, some prefill and some decode worker have nothing to do.
-        num_positions: of KV in all decode workers.
-        residence_s: for which a request holds its KV, lately.
+        tokens_per_s: prompt tokens computed per second.
+        num_workers: prefill workers, >= 1; one of them computes a prompt alone.
+        num_pairs: while fewer requests than this run, some prefill worker and some decode worker are idle.
+        num_positions: positions of KV in all decode workers.
+        residence_s: recent mean time for which a request holds its KV.
     """
 
     tokens_per_s: float = 0.0
@@ -82,17 +82,17 @@ class Capacity:
     residence_s: float = 0.0
 
     def share_s(self, work: RequestWork) -> float:
-        """Seconds of all workers' time that a request takes: of prefill workers, or of the KV if that is scarcer."""
+        """Seconds of all workers' time that a request takes: of prefill, or of KV if that is scarcer."""
         prefill_s = work.num_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
         return max(prefill_s, self.kv_s(work.num_positions))
 
     def kv_s(self, num_positions: int) -> float:
-        """Seconds in which so many positions come free, if all are in use."""
+        """Seconds in which this many positions become free, if all are in use."""
         budget = KV_FILL * self.num_positions
         return num_positions * self.residence_s / budget if budget else 0.0
 
     def own_s(self, work: RequestWork) -> float:
-        """Seconds from its start to its first token, on one worker."""
+        """Seconds from a request's start to its first token, on one worker."""
         return work.num_tokens * self.num_workers / self.tokens_per_s if self.tokens_per_s else 0.0
 
 
@@ -101,10 +101,10 @@ log = logging.getLogger(__name__)
 
 
 class ShedReport:
-    """What has ended with an error since the last look.
+    """Reports which errors have ended requests since the last report.
 
     Args:
-        metrics: the router's.
+        metrics: the router's metrics.
     """
 
     def __init__(self, metrics: RouterMetrics) -> None:
@@ -112,7 +112,7 @@ class ShedReport:
         self._told: Counter[str] = Counter()
 
     def line(self) -> str:
-        """The sentence for the log; empty if there is nothing to say."""
+        """Format the report for the log; empty if there is nothing to report."""
         now = self._counts()
         new = now - self._told
         self._told = now
@@ -132,7 +132,7 @@ class ShedReport:
 
 
 async def watch(metrics: RouterMetrics) -> None:
-    """Log it until cancelled."""
+    """Log the report periodically until cancelled."""
     report = ShedReport(metrics)
     while True:
         await asyncio.sleep(INTERVAL_S)
@@ -145,7 +145,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Counts answers in flight against a limit; None: there is none, the queue's own rules bound them."""
+    """Counts answers in flight against a limit; None: no limit, the queue's own rules bound them."""
 
     def __init__(self, limit: int | None) -> None:
         assert limit is None or limit >= 1
@@ -157,7 +157,7 @@ class Admission:
         """Hold a place for each of a request's answers.
 
         Raises:
-            Overloaded: there are not so many; try again after `retry_after_s`.
+            Overloaded: there are not enough places left; retry after `retry_after_s`.
         """
         if self.limit is not None and self.num_in_flight + num_answers > self.limit:
             message = f"{self.num_in_flight} requests are in flight, the limit; try again in {RETRY_AFTER_S:g} s"

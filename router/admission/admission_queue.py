@@ -1,11 +1,10 @@
-"""Where requests wait for their turn: the fair queue, with a clock and coroutines around it.
+"""The admission queue: the fair queue with a clock, coroutines and measurements.
 
-What is predicted rests on what live workers report: prompt tokens per second in full steps, KV blocks; and on what
-passes here: how long requests hold KV, how long answers are, and how long they take, all of it by when workers sent
-what they sent, however slowly a client reads it. What was measured fades; what is refused measures nothing. Before
-anything was measured, or after it has faded, nothing is refused but for memory. A request must have its first token
-early enough that the rest of its answer still fits its deadline: else one that was accepted would be late because it
-had waited.
+Predictions rest on what live workers report (prompt tokens per second in full steps, KV blocks) and on what the router
+measures: how long requests hold KV, how long answers are, and how long they take. The router times tokens when workers
+send them, however slowly a client reads. Measurements fade, and refused requests measure nothing. Before the first
+measurement, or after all have faded, requests are refused only for memory. The first token must come early enough that
+the rest of the answer fits the deadline; otherwise an accepted request would be late because it had waited.
 """
 
 import asyncio
@@ -21,38 +20,38 @@ from baton.router.admission.admission import Capacity, RequestWork
 from baton.router.admission.fair_queue import FairQueue, QueueLimits, Ticket
 from baton.router.placement.members import DECODE, PREFILL, Members
 
-WEIGHT: Final = 0.05  # of the newest, at least
+WEIGHT: Final = 0.05  # minimum weight of the newest measurement
 HALF_LIFE_S: Final = 5.0
 NUM_DEVIATIONS: Final = 2.0
-CLIP: Final = 4.0  # times what is seldom exceeded: one request must not tell for all
-FLOOR_S: Final = 0.05  # less is never clipped
+CLIP: Final = 4.0  # multiple of `high` at which values are clipped, so that one request does not dominate
+FLOOR_S: Final = 0.05  # values up to this are never clipped
 
 
 class Estimate:
-    """A running mean and mean deviation, of TCP's retransmission timer (RFC 6298); 0 before anything is measured.
+    """A running mean and mean deviation, as in TCP's retransmission timer (RFC 6298); 0 before the first measurement.
 
     Args:
-        half_life_s: of a measurement.
+        half_life_s: half-life of a measurement's weight.
     """
 
     def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
         assert half_life_s > 0
         self._half_life_s = half_life_s
-        self.latest = 0.0  # the mean as of the last measurement
+        self.latest = 0.0  # mean as of the last measurement
         self._deviation = 0.0
         self._added_s = 0.0
         self._is_empty = True
 
     def mean(self, now_s: float) -> float:
-        """The mean; it fades."""
+        """The mean; it fades with time."""
         return self.latest * self._kept(now_s)
 
     def high(self, now_s: float) -> float:
-        """Seldom exceeded; it fades."""
+        """A value that is seldom exceeded; it fades with time."""
         return self._high() * self._kept(now_s)
 
     def add(self, value: float, now_s: float) -> None:
-        """A new measurement."""
+        """Add a measurement."""
         if self._is_empty:
             self._is_empty = False
             self.latest, self._added_s = value, now_s
@@ -71,14 +70,15 @@ class Estimate:
         return kept
 
 
-REQUEST_BYTES: Final = 32 << 10  # that a request takes beside its prompt: its stream, tasks, answer
-TOKEN_BYTES: Final = 40  # that a token of a prompt takes: an int, a reference to it, its part of messages
-SPARE: Final = 2.0  # an answer may be so much longer than the mean before its KV is not counted
-OVERCOMMIT: Final = 2.0  # times all KV may be promised: decode workers know best, and preempt; this only stops floods
+REQUEST_BYTES: Final = 32 << 10  # memory of a request besides its prompt: stream, tasks, answer
+TOKEN_BYTES: Final = 40  # memory of a prompt token: an int, a reference to it, its share of messages
+SPARE: Final = 2.0  # until an answer exceeds this multiple of the mean length, its KV is counted
+# Multiple of all KV that may be promised. Decode workers know best what fits, and preempt; this only stops floods.
+OVERCOMMIT: Final = 2.0
 
 
 class AdmissionTicket:
-    """A request's turn; `leave` in any case. It ends by itself when workers have sent the last of all its answers."""
+    """A request's place; always call `leave`. It leaves by itself when workers have sent the end of all its answers."""
 
     def __init__(self, admission_queue: "AdmissionQueue", ticket: Ticket, num_answers: int) -> None:
         self._admission_queue = admission_queue
@@ -91,7 +91,7 @@ class AdmissionTicket:
         self._num_tokens = 0
 
     def arrived(self, num_tokens: int, is_last: bool) -> None:
-        """So many more tokens came from a worker, for one of its answers; called when they do, read or not."""
+        """Count new tokens of one answer, when they arrive from a worker, whether the client has read them or not."""
         self._num_tokens += num_tokens
         self._last_s = self._admission_queue.clock.now_s()
         if self._first_s is None:
@@ -106,10 +106,10 @@ class AdmissionTicket:
                 self.leave()
 
     def leave(self) -> None:
-        """The request has ended; later calls change nothing."""
+        """Release the place when the request has ended; later calls change nothing."""
         if not self._has_left:
             self._admission_queue.drop(self._ticket)
-            self._has_left = True  # not before: if that raised, the end of the request calls this again
+            self._has_left = True  # set last: if `drop` raised, the end of the request calls this again
             if self._first_s is not None:
                 self._measure(self._first_s)
             self._admission_queue.look()
@@ -121,14 +121,14 @@ class AdmissionTicket:
 
 
 class AdmissionQueue:
-    """Call `look` several times a second.
+    """The router's admission queue. `look` must be called several times a second.
 
     Args:
-        limits: of the queue.
-        members: whose capacity it is.
-        clock: that deadlines are read from.
-        cached_len: how many tokens of a prompt some worker has cached, as far as is known.
-        prefill_role: whose workers compute prompts; decode workers if there are none.
+        limits: limits of the queue.
+        members: workers whose capacity counts.
+        clock: clock of the deadlines.
+        cached_len: how many of a request's prompt tokens some worker is known to have cached.
+        prefill_role: role of the workers that compute prompts; decode workers if there are none of that role.
     """
 
     def __init__(
@@ -141,16 +141,16 @@ class AdmissionQueue:
     ) -> None:
         self._prefill_role = prefill_role
         self.queue = FairQueue(limits)
-        self.slack = Estimate()  # seconds by which first tokens come later than the workers' rates say
+        self.slack = Estimate()  # seconds by which first tokens come later than the workers' rates predict
         self.pace = Estimate()  # seconds from one token of an answer to the next
         self._margin_s = limits.margin_s
         self.clock = clock
         self._members = members
         self._cached_len = cached_len
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
-        self._running: dict[Ticket, None] = {}  # those whose turn has come
-        self.residence = Estimate()  # seconds for which a request is with workers
-        self.answer_len = Estimate()  # tokens; what was learnt of it stays until more is learnt
+        self._running: dict[Ticket, None] = {}  # requests whose turn has come
+        self.residence = Estimate()  # seconds that a request spends at the workers
+        self.answer_len = Estimate()  # tokens; only its `latest` is used, which does not fade
 
     async def enter(self, request: GenerationRequest) -> AdmissionTicket:
         """Wait for a request's turn.
@@ -184,7 +184,7 @@ class AdmissionQueue:
             raise
 
     def look(self) -> None:
-        """Hear what the workers can do, and let in whose turn it is."""
+        """Update the workers' capacity, and grant the requests whose turn it is."""
         self.queue.set_capacity(self._capacity())
         self.keep(self._grant)
 
@@ -193,12 +193,12 @@ class AdmissionQueue:
             granted = self._waiting[ticket]
             if not granted.done():
                 granted.set_result(None)
-            # Only now: one that was not told waits on, and its turn comes again.
+            # Only now: if `set_result` failed, the request waits on, and its turn comes again.
             self._running[ticket] = None
             del self._waiting[ticket]
 
     def keep(self, change: Callable[[], None]) -> None:
-        """Change the queue. What goes wrong in it must not hold up those who are not to blame: it begins anew."""
+        """Change the queue; if that fails, rebuild it, so that other requests are not held up."""
         try:
             change()
         except Exception as error:  # noqa: BLE001  the boundary between the requests that share the queue
@@ -206,7 +206,7 @@ class AdmissionQueue:
             self._rebuild()
 
     def drop(self, ticket: Ticket) -> None:
-        """A request has ended, or waits no more."""
+        """Remove a request that has ended, or no longer waits."""
         try:
             self._forget(ticket)
         except Exception as error:  # noqa: BLE001  its place must not stay taken
@@ -222,7 +222,7 @@ class AdmissionQueue:
         self.queue.rebuild(tuple(self._waiting), tuple(self._running), self.clock.now_s())
 
     def measure(self, residence_s: float, num_tokens: int) -> None:
-        """A request has ended, after so long, with so many tokens."""
+        """Record an ended request's time at the workers and its number of tokens."""
         now_s = self.clock.now_s()
         self.residence.add(residence_s, now_s)
         self.answer_len.add(num_tokens, now_s)
@@ -251,7 +251,7 @@ class AdmissionQueue:
 
     def _capacity(self) -> Capacity:
         decode = self._members.live(DECODE)
-        prefill = self._members.live(self._prefill_role) or decode  # which compute prompts then, or no worker does
+        prefill = self._members.live(self._prefill_role) or decode  # decode workers compute prompts, or none does
         rates = [member.state.inventory.full_prefill_tokens_per_s for member in prefill]
         measured = [rate for rate in rates if rate > 0]
         mean = sum(measured) / len(measured) if measured else 0.0

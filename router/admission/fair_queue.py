@@ -1,18 +1,18 @@
-"""Who may go to the workers, who waits, and who is refused at once. Pure: time and capacity are given.
+"""Decides which requests go to the workers, which wait, and which are refused at once. Pure; time is an argument.
 
-A request is accepted only if its first token is predicted within its deadline, and those of all accepted before it
-still are. Accepted ones wait here, so that the workers' own queues stay short and turns are fair: by priority, then
-tenants by deficit round robin. Where that order would make a request late, the earliest deadline goes first
-instead, which meets all deadlines if any order does (Jackson's rule). So no accepted request is late because of the
-queue, as long as the workers do what they reported.
+A request is accepted only if its first token is predicted within its deadline, and those of all requests accepted
+before it still are. Accepted requests wait here, so that the workers' own queues stay short and the order is fair: by
+priority, then by tenant with deficit round robin. Where that order would make a request late, the earliest deadline
+goes first instead, which meets all deadlines if any order does (Jackson's rule). So the queue makes no accepted request
+late, as long as the workers perform as they reported.
 
-Two rules stand above all predictions. While fewer requests run than there are workers of either role, and none waits,
-the next one is accepted: some worker has nothing to do, and what was predicted from an earlier load may be wrong. And
-what all that are here take of the router's memory is bounded; their number is not, unless an operator says so.
+Two rules override all predictions. While fewer requests run than there are workers of either role, and none waits, the
+next request is accepted: some worker is idle, and a prediction from an earlier load may be wrong. And the router memory
+that all requests take is bounded; their number is not, unless an operator sets a limit.
 
-A tenant's part of the queue is its share among the tenants that have asked lately, so who asks more is refused more.
-A priority may fill only a part of the queue, so that higher ones find room; what counts is due no later than the
-request that comes. Refusals say when to try again.
+A tenant's part of the queue is its share among the tenants that sent requests recently, so a tenant that sends more is
+refused more. A priority may fill only a part of the queue, so that higher ones find room; what counts is the work due
+no later than the new request. Refusals say when to retry.
 """
 
 import math
@@ -33,7 +33,7 @@ QUANTUM: Final = 512  # tokens
 
 
 class Ticket:
-    """One request's place."""
+    """One request's place in the queue."""
 
     __slots__ = ("expected_s", "granted", "work")
 
@@ -44,10 +44,10 @@ class Ticket:
 
 
 class DeficitRoundRobin:
-    """Tickets by priority and tenant.
+    """Orders tickets by priority, then by tenant with deficit round robin.
 
     Args:
-        quantum: tokens that a turn is worth.
+        quantum: tokens that each turn adds to a tenant's deficit.
     """
 
     def __init__(self, quantum: int = QUANTUM) -> None:
@@ -58,7 +58,7 @@ class DeficitRoundRobin:
         self._deficits: dict[tuple[int, str], float] = {}
 
     def add(self, ticket: Ticket) -> None:
-        """Behind the others of its tenant and priority."""
+        """Append a ticket behind the others of its tenant and priority."""
         key = (ticket.work.priority, ticket.work.tenant)
         if key not in self._queues:
             self._queues[key] = deque()
@@ -67,7 +67,7 @@ class DeficitRoundRobin:
         self._queues[key].append(ticket)
 
     def next(self) -> Ticket | None:
-        """Whose turn it is; it stays until it is taken."""
+        """Return the ticket whose turn it is, without removing it."""
         for priority in PRIORITIES:
             turns = self._turns[priority]
             if not turns:
@@ -81,21 +81,21 @@ class DeficitRoundRobin:
         return None
 
     def take(self, ticket: Ticket) -> None:
-        """Remove a ticket, and charge its tenant."""
+        """Remove a ticket, and charge its tokens to its tenant."""
         key = self._remove(ticket)
         if key in self._deficits:
             self._deficits[key] -= ticket.work.num_tokens
 
     def drop(self, ticket: Ticket) -> None:
-        """Remove a ticket that is not served."""
+        """Remove a ticket that will not be served."""
         self._remove(ticket)
 
     def _lacks(self, priority: int, tenant: str) -> float:
-        """Tokens that a tenant's next request needs beyond what the tenant may have."""
+        """Tokens by which a tenant's next request exceeds the tenant's deficit."""
         return self._queues[priority, tenant][0].work.num_tokens - self._deficits[priority, tenant]
 
     def _skip_rounds(self, priority: int) -> None:
-        """Give all tenants at once the rounds in which none would be served."""
+        """Credit all tenants at once with the rounds in which none would be served."""
         turns = self._turns[priority]
         rounds = min(math.ceil(self._lacks(priority, tenant) / self._quantum) for tenant in turns) - 1
         if rounds > 0:
@@ -113,25 +113,25 @@ class DeficitRoundRobin:
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 30.0
-MAX_TENANTS: Final = 4096  # that are remembered for having asked
-ROOM: Final = {LOW: 0.4, NORMAL: 0.7, HIGH: 1.0}  # part of the queue that each priority may fill, with those above it
+MAX_TENANTS: Final = 4096  # maximum number of remembered tenants
+ROOM: Final = {LOW: 0.4, NORMAL: 0.7, HIGH: 1.0}  # part of the queue for each priority together with higher ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """What bounds the queue.
+    """Limits of the queue.
 
     Attributes:
         max_waiting: requests; None: as many as their deadlines and the memory allow.
-        max_wait_s: no request waits longer than so, however far its deadline is; None: its deadline alone counts.
-        max_bytes: of memory that requests take which wait or run.
-        max_running: requests that are with workers and have not ended.
-        ahead: requests that each prefill worker may have been given without a first token yet; more wait here,
-        ahead_s: unless all that workers were given is less than so many seconds' work, so that short ones fill a step.
-        memory_s: a tenant has a part of the queue for so long after it asked.
-        stall_s: a request that takes twice as long to its first token as it should, and so much more, waits for
-            something else than a prefill worker, and does not hold the others up.
-        margin_s: predictions must keep so far from deadlines.
+        max_wait_s: maximum wait of a request, however far its deadline is; None: only its deadline counts.
+        max_bytes: memory of all requests that wait or run.
+        max_running: requests that are at workers and have not ended.
+        ahead: granted requests per prefill worker without a first token yet; further ones wait,
+        ahead_s: unless all granted work is less than this many seconds, so that short prompts can fill a step.
+        memory_s: how long a tenant keeps its part of the queue after its last request.
+        stall_s: a request that takes twice the predicted time to its first token, plus this, is waiting for something
+            other than a prefill worker, and no longer holds up the others.
+        margin_s: safety margin between predictions and deadlines.
     """
 
     max_waiting: int | None = None
@@ -146,17 +146,17 @@ class QueueLimits:
 
 
 class FairQueue:
-    """Call `offer`, then `grant` whenever something changed; every ticket ends in `leave`.
+    """The queue. Call `offer`, then `grant` whenever something changes; every ticket ends in `leave`.
 
     Args:
-        limits: of the queue.
+        limits: limits of the queue.
     """
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._capacity = Capacity()
         self._clear()
-        self._asked_s: dict[str, float] = {}  # tenants, when they last asked
+        self._asked_s: dict[str, float] = {}  # when each tenant last sent a request
         self.num_refused: Counter[str] = Counter()  # by reason
 
     def _clear(self) -> None:
@@ -164,52 +164,52 @@ class FairQueue:
         self._waiting: list[tuple[float, int, Ticket]] = []  # by deadline
         self._order: dict[Ticket, tuple[float, int, Ticket]] = {}
         self._num_offered = 0
-        self._ahead: dict[Ticket, float] = {}  # granted, without a first token: until when they count
-        self._num_ahead_tokens = self._num_ahead_positions = 0  # of those
+        self._ahead: dict[Ticket, float] = {}  # granted, without a first token; until when each counts
+        self._num_ahead_tokens = self._num_ahead_positions = 0  # sums over `_ahead`
         self._running: dict[Ticket, None] = {}  # granted
-        self._num_positions = 0  # of those
-        self._num_bytes = 0  # of all that are here
-        self._waiting_lens: list[int] = []  # positions of each that waits, in order
-        self._num_waiting_tokens = 0  # of those, likewise
+        self._num_positions = 0  # sum over `_running`
+        self._num_bytes = 0  # memory of all requests
+        self._waiting_lens: list[int] = []  # positions of each waiting request, sorted
+        self._num_waiting_tokens = 0  # sums over the waiting requests, likewise
         self._num_waiting_positions = 0
-        self._most_tokens = 0  # of one of those; of some that left, too, until none waits
+        self._most_tokens = 0  # largest waiting request; may be one that left, until none waits
         self._num_waiting_of: Counter[str] = Counter()
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Number of requests that wait for their turn."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that were granted and have not left."""
+        """Number of requests that were granted and have not left."""
         return len(self._running)
 
     @property
     def capacity(self) -> Capacity:
-        """What the workers can do."""
+        """The workers' current capacity."""
         return self._capacity
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that the requests take which are here."""
+        """Router memory that all waiting and running requests take."""
         return self._num_bytes
 
     @property
     def is_idle(self) -> bool:
-        """Whether some worker of each role has nothing to do, and no request waits."""
+        """Whether some worker of each role is idle, and no request waits."""
         return not self._waiting and len(self._running) < max(1, self._capacity.num_pairs)
 
     def set_capacity(self, capacity: Capacity) -> None:
-        """What the workers can do from now on."""
+        """Set the workers' capacity from now on."""
         self._capacity = capacity
 
     def offer(self, work: RequestWork, now_s: float) -> Ticket:
-        """A place for a request.
+        """Accept a request into the queue, or refuse it.
 
         Raises:
-            Overloaded: it would wait too long, make others late, or take more than its tenant's or priority's part;
-                `retry_after_s` says when there may be room.
+            Overloaded: it would wait too long, make others late, or exceed its tenant's or priority's part of the
+                queue; `retry_after_s` says when there may be room.
         """
         self._remember(work.tenant, now_s)
         ticket = Ticket(work)
@@ -219,7 +219,7 @@ class FairQueue:
         return ticket
 
     def grant(self, now_s: float) -> list[Ticket]:
-        """The tickets whose turn it is now, in order."""
+        """Grant and return the tickets whose turn it is now, in order."""
         granted: list[Ticket] = []
         for ticket in [ticket for ticket, until_s in self._ahead.items() if until_s <= now_s]:
             self._discount_ahead(ticket)
@@ -237,11 +237,11 @@ class FairQueue:
         return granted
 
     def first_token(self, ticket: Ticket) -> None:
-        """A granted request's prompt is computed; said twice is fine."""
+        """Record that a granted request's prompt is computed; repeated calls are harmless."""
         self._discount_ahead(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """A request has ended, or waits no more."""
+        """Remove a request that has ended, or no longer waits."""
         self._num_bytes -= ticket.work.num_bytes
         if not ticket.granted:
             self._stop_waiting(ticket)
@@ -252,11 +252,11 @@ class FairQueue:
         self._num_positions -= ticket.work.num_positions
 
     def predicted_s(self, work: RequestWork) -> float:
-        """Seconds until a request's first token if it were offered now, at the most."""
+        """Upper bound of the seconds until a request's first token if it were offered now."""
         return self._ahead_s() + self._queue_s() + self._capacity.own_s(work)
 
     def rebuild(self, waiting: Iterable[Ticket], running: Iterable[Ticket], now_s: float) -> None:
-        """Begin anew with these, after an exception left it unknown what was counted."""
+        """Start over with these tickets, after an exception left the counts undefined."""
         self._clear()
         for ticket in running:
             self._run(ticket)
@@ -283,10 +283,11 @@ class FairQueue:
         self._running[ticket] = None
         self._num_positions += ticket.work.num_positions
 
-    # Predictions: the workers as one server of all their rates, which works on what it was given, then on the queue.
+    # Predictions model the workers as one server with the sum of their rates, which serves granted work, then the
+    # queue.
 
     def _late_s(self, ticket: Ticket, now_s: float) -> float:
-        """By how much the worst of all would be late with this one among them; <= 0: none is."""
+        """Worst predicted lateness of all waiting requests with this one among them; <= 0 if none would be late."""
         latest_s = self._latest_s(ticket.work, now_s)
         first_s = min(latest_s, self._waiting[0][0]) if self._waiting else latest_s
         if now_s + self._at_most_s(ticket.work) <= first_s:
@@ -307,7 +308,10 @@ class FairQueue:
         return worst_s
 
     def _choose(self, now_s: float) -> Ticket:
-        """Whose turn it is, unless that would make a request late that is not late in order of deadlines."""
+        """Choose the ticket whose turn it is, unless that would make a request late.
+
+        A request that would be late even in the order of deadlines does not count.
+        """
         ticket, first = self._ring.next(), self._waiting[0][2]
         assert ticket is not None
         if ticket is first or now_s + self._at_most_s() <= self._waiting[0][0]:
@@ -319,7 +323,7 @@ class FairQueue:
         return first
 
     def _ahead_s(self) -> float:
-        """Until what was granted lets the first of the queue start: its prompts are computed, or KV is free."""
+        """Seconds until granted work lets the queue's first request start: its prompts are computed, and KV is free."""
         prefill_s = self._prefill_s()
         budget = self._capacity.num_positions
         if not budget or not self._waiting:
@@ -328,7 +332,7 @@ class FairQueue:
         return max(prefill_s, self._capacity.kv_s(max(0, self._num_positions + largest - budget)))
 
     def _at_most_s(self, work: RequestWork | None = None) -> float:
-        """No first token of those that wait, and of one more, is predicted later than so, in whatever order."""
+        """Upper bound of the predicted first token of every waiting request and one more, in any order."""
         capacity, tokens, positions = self._capacity, self._num_waiting_tokens, self._num_waiting_positions
         most = self._most_tokens
         if work is not None:
@@ -338,7 +342,7 @@ class FairQueue:
         return self._ahead_s() + self._sum_s(tokens, positions) + own_s + self._limits.margin_s
 
     def _sum_s(self, num_tokens: int, num_positions: int) -> float:
-        """At least the sum of `share_s` of requests with so much together."""
+        """Upper bound of the summed `share_s` of requests with these totals."""
         prefill_s = num_tokens / self._capacity.tokens_per_s if self._capacity.tokens_per_s else 0.0
         return prefill_s + self._capacity.kv_s(num_positions)
 
@@ -364,10 +368,10 @@ class FairQueue:
         max_wait_s = self._limits.max_wait_s
         return work.deadline_s if max_wait_s is None else min(work.deadline_s, now_s + max_wait_s)
 
-    # Parts.
+    # The parts of tenants and priorities.
 
     def _require_room(self, ticket: Ticket, now_s: float) -> None:
-        """Refuse what does not fit beside those that are here."""
+        """Refuse a request that does not fit beside the current ones."""
         work, limits = ticket.work, self._limits
         if limits.max_waiting is not None and len(self._waiting) >= limits.max_waiting:
             raise self._refusal("queue", f"{len(self._waiting)} requests wait, the limit", self._queue_s())
@@ -381,20 +385,20 @@ class FairQueue:
             raise self._refusal("deadline", message, late_s)
 
     def _require_part(self, work: RequestWork, now_s: float) -> None:
-        """Refuse what is beyond the tenant's or the priority's part of the queue, in seconds of the workers' time."""
+        """Refuse a request beyond its tenant's or priority's part of the queue, in seconds of the workers' time."""
         latest_s = self._latest_s(work, now_s)
         room_s = latest_s - now_s - self._capacity.own_s(work)
         limit_s = max(0.0, room_s) * ROOM[work.priority]
         tokens = self._num_waiting_tokens + work.num_tokens
         positions = self._num_waiting_positions + work.num_positions
         if self._sum_s(tokens, positions) <= limit_s / max(1, len(self._asked_s)):
-            return  # it would be no more than one tenant's part if all that wait were of one
+            return  # within one tenant's part even if all waiting work were that tenant's
         before_s = self._before_s(latest_s)
         if work.priority < HIGH and before_s > limit_s:
             message = f"the queue is full to {ROOM[work.priority]:.0%}, beyond which this priority may not fill it"
             raise self._refusal("priority", message, before_s - limit_s)
         if not self._num_waiting_of[work.tenant]:
-            return  # one may always wait
+            return  # every tenant may have one request waiting
         share = 1 / max(1, len(self._asked_s))
         queued = (item[2].work for item in self._waiting)
         own_s = sum(self._capacity.share_s(other) for other in queued if other.tenant == work.tenant)
@@ -403,17 +407,17 @@ class FairQueue:
             raise self._refusal("tenant", message, (own_s - share * limit_s) / share)
 
     def _before_s(self, latest_s: float) -> float:
-        """Seconds of the work that waits and is due no later.
+        """Seconds of waiting work that is due no later.
 
-        What is due later can go after it, so far deadlines, of which more fit into the queue, take no room from near
-        ones; else who asks with a near one would hardly ever be let in.
+        Work that is due later can go after the request. So distant deadlines, of which more fit into the queue, take no
+        room from near ones; otherwise a request with a near deadline would hardly ever be accepted.
         """
         at = bisect_right(self._waiting, latest_s, key=lambda item: item[0])
         return sum(self._capacity.share_s(item[2].work) for item in self._waiting[:at])
 
     def _remember(self, tenant: str, now_s: float) -> None:
         self._asked_s.pop(tenant, None)
-        self._asked_s[tenant] = now_s  # dicts keep the order of insertion: the longest silent is first
+        self._asked_s[tenant] = now_s  # dicts keep insertion order: the tenant silent for longest comes first
         while len(self._asked_s) > 1:
             oldest = next(iter(self._asked_s))
             is_old = self._asked_s[oldest] < now_s - self._limits.memory_s
@@ -421,7 +425,7 @@ class FairQueue:
                 break
             del self._asked_s[oldest]
 
-    # The admission queue.
+    # Starting requests.
 
     def _may_start(self) -> bool:
         has_room = len(self._ahead) < self._limits.ahead * self._capacity.num_workers
@@ -451,13 +455,13 @@ class FairQueue:
 
 
 class AdmissionCollector(Collector):
-    """Shows one queue."""
+    """Exports one queue's metrics."""
 
     def __init__(self, queue: FairQueue) -> None:
         self._queue = queue
 
     def collect(self) -> Iterator[Metric]:
-        """As of now."""
+        """Yield the current metrics."""
         waiting = GaugeMetricFamily("baton_router_requests_waiting", "Requests that wait at the router for their turn")
         waiting.add_metric((), self._queue.num_waiting)
         yield waiting

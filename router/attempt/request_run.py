@@ -62,7 +62,7 @@ class Leg:
         on_said: Callable[[Any], None],
         on_ended: Callable[["Leg", BaseException | None], None],
     ) -> None:
-        """Open a stream in `stream_mux`; when it ends, call `on_ended` with this leg and the error, None for a clean end.
+        """Open a stream; when it ends, `on_ended` gets this leg and the error that ended it, None for a clean end.
 
         `on_ended` is not called for a cancelled leg.
         """

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP front door: the same requests, checks and errors as gRPC, in OpenAI's JSON."""
+"""The OpenAI-compatible HTTP API: the same requests, checks and errors as gRPC, in OpenAI's JSON."""

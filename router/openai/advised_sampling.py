@@ -1,4 +1,4 @@
-"""Sampling values that a model's makers advise, for requests that name none."""
+"""Reads the sampling values that a model's makers recommend, for requests that set none."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,10 @@ _DEFAULTS: Final = {"temperature": float, "top_p": float, "top_k": int, "min_p":
 
 
 def advised_sampling(directory: Path) -> dict[str, Any]:
-    """What a model's generation_config.json advises, as vLLM does by default; but for what `unused_advice` names.
+    """Read the values that generation_config.json recommends, as vLLM does, except those that `unused_advice` reports.
 
     Raises:
-        ModelFileDamaged: the file is there and cannot be read as what it should be.
+        ModelFileDamaged: the file exists but has no usable values.
     """
     path = directory / "generation_config.json"
     if not path.is_file():
@@ -22,23 +22,23 @@ def advised_sampling(directory: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         values = {name: kind(found[name]) for name, kind in _DEFAULTS.items() if found.get(name) is not None}
-        if values.get("top_k") == -1:  # vLLM's other way of saying: all
+        if values.get("top_k") == -1:  # vLLM's other spelling of "all tokens"
             values["top_k"] = 0
         if values.get("top_p") == 0:
             del values["top_p"]
-        SamplingParams(**values).validate(vocab_size=0)  # else each request that names none would be refused for it
+        SamplingParams(**values).validate(vocab_size=0)  # else every request that sets no values would be refused
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, InvalidSampling) as error:
         raise ModelFileDamaged(f"{path} holds no usable sampling values: {error}", path=str(path)) from error
     return values
 
 
 def unused_advice(directory: Path) -> str | None:
-    """What generation_config.json advises and is not used, in a sentence: a `top_p` of 0, which no request may have.
+    """Describe what generation_config.json recommends but is not used: a `top_p` of 0, which no request may have.
 
-    vLLM takes it, and then refuses every request that names none.
+    vLLM uses it, and then refuses every request that sets no `top_p`.
 
     Raises:
-        ModelFileDamaged: as `advised_sampling`.
+        ModelFileDamaged: as in `advised_sampling`.
     """
     used = advised_sampling(directory)
     path = directory / "generation_config.json"

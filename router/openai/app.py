@@ -1,4 +1,4 @@
-"""The HTTP application: paths, and what becomes of errors that no endpoint has turned into a reply."""
+"""Assembles the HTTP application: its paths, and the replies for errors that no endpoint has handled."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def make_app(front: Front) -> ASGIApp:
-    """Everything that is served over HTTP."""
+    """Build the application that serves everything over HTTP."""
     tokens, plain = Tokens(front), PlainEndpoints(front)
     routes = [
         Route("/v1/completions", Completions(front), methods=["POST"]),
@@ -57,7 +57,7 @@ def make_app(front: Front) -> ASGIApp:
     ]
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        """Starlette raises it again behind the reply, so uvicorn logs it."""
+        """Reply to an unexpected error. Starlette raises it again after the reply, so uvicorn logs it."""
         front.metrics.requests_failed.labels(InternalError.__name__).inc()
         return JsonResponse.of_error(
             HttpRefusal(500, "an internal error; the router's log says more", "internal_error")
@@ -70,7 +70,7 @@ def make_app(front: Front) -> ASGIApp:
 
 
 def _for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The same, with CORS for web pages from these origins; a browser asks first, and without a key."""
+    """Wrap the application with CORS for web pages of these origins; a browser's preflight request carries no key."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -79,7 +79,7 @@ def _for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class PlainEndpoints:
-    """What is only looked at.
+    """Endpoints that only report.
 
     Args:
         front: what all endpoints share.
@@ -91,46 +91,46 @@ class PlainEndpoints:
         self._document = openapi_document(front.model.name)
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """List the served model under all its names."""
         return JsonResponse({"object": "list", "data": [self._model(name) for name in self._front.model.names]})
 
     async def model(self, request: Request) -> Response:
-        """The one model, by its name."""
+        """Describe the served model under one of its names."""
         if not request.path_params["name"]:
-            raise HTTPException(HTTPStatus.NOT_FOUND)  # in a request no name is the served model's
+            raise HTTPException(HTTPStatus.NOT_FOUND)  # an empty name would mean the served model
         self._front.inference.check_model(request.path_params["name"])
         return JsonResponse(self._model(request.path_params["name"]))
 
     async def health(self, request: Request) -> Response:
-        """This process answers."""
+        """Report that this process answers."""
         return JsonResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Both roles have a live worker and nothing shuts down, so requests are served."""
+        """Report whether requests can be served: enough live workers, and no shutdown."""
         self._front.inference.shutdown.require_open()
         if not self._front.is_serving():
             return JsonResponse.of_error(NoWorker("no pair of live workers could serve a request"))
         return JsonResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus' text format."""
+        """Export metrics in Prometheus' text format."""
         text = await asyncio.to_thread(self._front.metrics.render)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def document(self, request: Request) -> Response:
-        """What is served, in OpenAPI."""
+        """Return the OpenAPI document."""
         return JsonResponse(self._document)
 
     async def docs(self, request: Request) -> Response:
-        """The same as a page."""
+        """Return the OpenAPI document as a web page."""
         return Response(docs_page(self._document), headers={"content-type": "text/html; charset=utf-8"})
 
     async def version(self, request: Request) -> Response:
-        """Which release runs here."""
+        """Report the release that runs here."""
         return JsonResponse({"version": metadata.version("baton-pd")})
 
     async def load(self, request: Request) -> Response:
-        """Answers that are under way."""
+        """Report the number of answers in progress."""
         return JsonResponse({"server_load": self._front.inference.num_answers})
 
     def _model(self, name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Policies that send a request where it costs least: by load alone, or by load and what is cached. Pure.
+"""Policies that send a request where it costs least, by load alone or by load and cached prefixes. Pure.
 
-The random source only decides between pairs that cost the same.
+The random source only decides between pairs of equal cost.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ from baton.router.placement.policy import NOBODY, Incarnations, Pair, RoundRobin
 from baton.router.placement.prefix_index import FleetPrefixIndex
 
 TIE_S: Final = 1e-6
-MAX_PAIRS: Final = 256  # some 4 us each; beyond that only the cheapest of each role are paired
+MAX_PAIRS: Final = 256  # about 4 us each; with more pairs, only the cheapest workers of each role are paired
 SHORT_LIST: Final = 16
-EXPECT_S: Final = 1.0  # a prefix is expected for twice the time its prefill should take, and so much more
+EXPECT_S: Final = 1.0  # a prefix is expected for twice its predicted prefill time, plus this
 
 
 class _Local(NamedTuple):
-    """A decode worker that may compute the prompt: what that costs, and how long it takes there."""
+    """A decode worker that may compute the prompt, with the cost and the time that it would be busy."""
 
     cost_s: float
     busy_s: float
@@ -47,13 +47,13 @@ class _Local(NamedTuple):
 
 
 class LeastCost:
-    """The pair of least cost.
+    """Picks the pair of least cost.
 
     Args:
-        clock: that heartbeats are stamped with.
-        rng: decides between equals.
-        prefixes: what is cached where; None leaves it out of account.
-        weights: of what is not measured.
+        clock: clock of the heartbeats' timestamps.
+        rng: decides between equal costs.
+        prefixes: which worker caches which prefixes; None ignores caches.
+        weights: constants for what is not measured.
         local: whether decode workers may compute prompts; None: never.
     """
 
@@ -73,7 +73,7 @@ class LeastCost:
         self._weights = weights
         self._loads = Loads()
         self._in_turn = RoundRobin()
-        self._named: tuple[object, ...] = ()  # what the names below are of
+        self._named: tuple[object, ...] = ()  # the request and naming that `_names` belongs to
         self._names: tuple[bytes, ...] = ()
 
     def pick(
@@ -83,10 +83,10 @@ class LeastCost:
         excluded: Set[Incarnations] = NOBODY,
         request: GenerationRequest | None = None,
     ) -> Pair:
-        """The pair of least cost, or a decode worker alone; what they are sent counts from now on.
+        """Pick the pair of least cost, or a decode worker alone, and add the request to their load.
 
         Raises:
-            NoWorker: a role has none.
+            NoWorker: a role has no worker.
             WorkersIncompatible: every pair is excluded.
         """
         require(decode, DECODE)
@@ -103,7 +103,7 @@ class LeastCost:
         at_decode = self._decode_costs(decode, asked, now_s)
         paces = self._paces(at_decode, at_prefill, now_s)
         local = self._local_costs(able, at_decode, paces, asked, matched, now_s, is_must=bool(must))
-        is_canary = request is not None and request.split_only  # which is to see every worker, the dearest, too
+        is_canary = request is not None and request.split_only  # it must reach every worker, even the most expensive
         if must:
             reason = self._local.required_reason(prefill)
             if is_canary:
@@ -137,7 +137,7 @@ class LeastCost:
         request: GenerationRequest | None,
         reason: str,
     ) -> Pair:
-        """A decode worker computes the prompt."""
+        """Let a decode worker compute the prompt."""
         self._local.chosen(LOCAL, reason)
         member = chosen.member
         cached_len = matched.get(member.incarnation, 0)
@@ -155,7 +155,7 @@ class LeastCost:
         at_prefill: list[tuple[PrefillCost, Member, WorkerLoad]],
         now_s: float,
     ) -> list[Pace]:
-        """Those that were measured, lately if any was, of decode workers first."""
+        """Measured paces, decode workers' first; only recent ones if there are any."""
         loads = [self._loads.of(member) for _, member in at_decode] + [load for _, _, load in at_prefill]
         lately = [pace for load in loads if (pace := load.believed_pace(now_s)) is not None]
         return lately or [load.pace for load in loads if load.pace is not None]
@@ -171,7 +171,7 @@ class LeastCost:
         *,
         is_must: bool,
     ) -> list[_Local]:
-        """Of those decode workers of which it is known; of all if it must be one of them."""
+        """Costs at the decode workers where they are known; at all of them if one must compute the prompt."""
         incarnations, costs = {member.incarnation for member in able}, []
         for decode_s, member in at_decode:
             if member.incarnation not in incarnations:
@@ -199,7 +199,7 @@ class LeastCost:
         asked: RequestNeeds,
         matched: dict[Incarnation, int],
     ) -> float:
-        """The cost of the best pair, in the terms of `local_cost`."""
+        """Cost of the best pair, in the same terms as `local_cost`."""
         cost, load = next((cost, load) for cost, member, load in at_prefill if member is pair.prefill)
         decode_s = next(decode_s for decode_s, member in at_decode if member is pair.decode)
         edge = load.edges.get(_incoming_of(pair.decode))
@@ -220,7 +220,7 @@ class LeastCost:
         )
 
     def cached_len(self, prefill: Sequence[Member], decode: Sequence[Member], request: GenerationRequest) -> int:
-        """How many of the prompt's tokens the worker with most of them has cached, of those that may compute it."""
+        """Longest cached prefix of the prompt, in tokens, at any worker that may compute it."""
         must = self._local.required(prefill, decode, NOBODY, request)
         members = must or [*prefill, *self._local.optional(decode, NOBODY, request)]
         return max(self._match(members, request, self._clock.now_s()).values(), default=0)
@@ -228,11 +228,11 @@ class LeastCost:
     def _match(
         self, members: Sequence[Member], request: GenerationRequest | None, now_s: float
     ) -> dict[Incarnation, int]:
-        """Tokens of the prompt that each has cached, or is about to; the last one is always computed."""
+        """Prompt tokens that each worker has cached, or is about to; the last token is always computed."""
         if self._prefixes is None or request is None or request.sampling.prompt_logprobs is not None:
             return {}
         found: dict[Incarnation, int] = {}
-        matches: dict[tuple[object, ...], dict[Incarnation, int]] = {}  # by naming; as a rule there is one
+        matches: dict[tuple[object, ...], dict[Incarnation, int]] = {}  # by naming, usually one for all workers
         for member in members:
             if not member.state.HasField("prefix_naming"):
                 continue
@@ -248,7 +248,7 @@ class LeastCost:
     def _block_names(self, member: Member, request: GenerationRequest) -> tuple[bytes, ...]:
         naming = member.state.prefix_naming
         key = (request.prompt_token_ids, request.tenant, naming.model, naming.block_size, naming.with_mtp)
-        # The answers of one request come one after the other, with the same prompt.
+        # The answers of one request arrive in a row, with the same prompt.
         if not self._named or self._named[0] is not key[0] or self._named[1:] != key[1:]:
             self._named = key
             self._names = block_hashes(
@@ -366,7 +366,7 @@ class LeastCost:
         now_s: float,
         request: GenerationRequest | None,
     ) -> None:
-        """A worker will hold the prompt's blocks when it has computed them."""
+        """Expect a worker to hold the prompt's blocks once it has computed them."""
         if self._prefixes is None or request is None or member.incarnation not in matched:
             return
         naming = member.state.prefix_naming
@@ -390,6 +390,6 @@ def _incoming_of(decode: Member) -> tuple[str, int]:
 
 
 def _mean(values: list[float]) -> float:
-    """Of those that were measured; 0 if none was."""
+    """Mean of the measured (positive) values; 0 if there is none."""
     measured = [value for value in values if value > 0]
     return sum(measured) / len(measured) if measured else 0.0

@@ -1,8 +1,7 @@
-"""Whether a decode worker may compute a prompt itself, and how often that was chosen. Pure.
+"""Decides whether a decode worker may compute a prompt itself, and counts the choices. Pure.
 
-What it costs is `local_cost`'s to say, and which is cheaper the policy's. This knows what the operator wants, which
-decode workers can, and what is left where no prefill worker takes requests: then prompts go to decode workers, unless
-that is never wanted.
+`local_cost` estimates the cost, and the policy decides what is cheaper. This module knows the operator's mode and which
+decode workers are able. If no prefill worker takes requests, prompts go to decode workers, unless the mode is `never`.
 """
 
 import logging
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class LocalPrefill:
-    """One router's.
+    """The local prefill mode and choices of one router.
 
     Args:
         mode: one of MODES.
@@ -38,14 +37,14 @@ class LocalPrefill:
     def __init__(self, mode: str = NEVER) -> None:
         assert mode in MODES
         self.mode = mode
-        self.choices: Counter[tuple[str, str]] = Counter()  # attempts, by path and reason
+        self.choices: Counter[tuple[str, str]] = Counter()  # number of attempts, by path and reason
         self.is_only_way = False
-        self._has_prefill = False  # some worker was one
+        self._has_prefill = False  # whether there was ever a prefill worker
 
     def able(
         self, decode: Sequence[Member], excluded: Set[tuple[Incarnation, Incarnation]] = frozenset()
     ) -> list[Member]:
-        """Decode workers that can be given a prompt."""
+        """Decode workers that can compute a prompt."""
         if self.mode == NEVER:
             return []
         return [
@@ -65,7 +64,7 @@ class LocalPrefill:
         excluded: Set[tuple[Incarnation, Incarnation]],
         request: GenerationRequest | None = None,
     ) -> list[Member]:
-        """Decode workers of which one must compute the prompt; empty if a prefill worker may."""
+        """Decode workers one of which must compute the prompt; empty if a prefill worker may."""
         self._has_prefill = self._has_prefill or bool(prefill)
         if prefill and (self.mode != ALWAYS or _is_split_only(request)):
             return []
@@ -77,11 +76,11 @@ class LocalPrefill:
         excluded: Set[tuple[Incarnation, Incarnation]],
         request: GenerationRequest | None,
     ) -> list[Member]:
-        """Decode workers that may compute the prompt, where a prefill worker may, too."""
+        """Decode workers that may compute the prompt although a prefill worker may too."""
         return [] if _is_split_only(request) else self.able(decode, excluded)
 
     def split_reason(self, able: Sequence[Member], known: bool, request: GenerationRequest | None) -> str:
-        """Why a prefill worker was chosen: of these decode workers that may, the costs of some are known, or not."""
+        """Why a prefill worker was chosen; `known` is whether the cost at any of the able decode workers is known."""
         if self.mode == NEVER:
             return NEVER
         if _is_split_only(request):
@@ -91,14 +90,14 @@ class LocalPrefill:
         return "cheaper" if known else "not_known"
 
     def chosen(self, path: str, reason: str) -> None:
-        """An attempt goes this way."""
+        """Count an attempt's path, and log when decode workers start to compute prompts for lack of prefill workers."""
         self.choices[path, reason] += 1
-        if reason == ONLY_WAY and not self.is_only_way and self._has_prefill:  # else it is meant: --prefill 0
+        if reason == ONLY_WAY and not self.is_only_way and self._has_prefill:  # otherwise it is intended: --prefill 0
             log.warning("no prefill worker takes requests: decode workers compute prompts until one does")
         self.is_only_way = reason == ONLY_WAY
 
     def required_reason(self, prefill: Sequence[Member]) -> str:
-        """Why `required` named any."""
+        """Why `required` returned any workers."""
         return ALWAYS if prefill else ONLY_WAY
 
 
@@ -107,13 +106,13 @@ def _is_split_only(request: GenerationRequest | None) -> bool:
 
 
 class LocalPrefillCollector(Collector):
-    """Shows one router's choices."""
+    """Exports one router's choices."""
 
     def __init__(self, local: LocalPrefill) -> None:
         self._local = local
 
     def collect(self) -> Iterator[Metric]:
-        """As of now."""
+        """Yield the current counts."""
         chosen = CounterMetricFamily(
             "baton_prefill_choices",
             "Attempts whose prompt went to a prefill worker (split) or to the decode worker (local), by the reason",

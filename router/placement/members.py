@@ -1,8 +1,8 @@
-"""Who is alive: the table of workers by heartbeat. Pure; the clock is given, nothing is called over a wire.
+"""The table of workers, built from their heartbeats. Pure; the clock is injected, and nothing is called over a wire.
 
 A worker has a name (`worker_id`) and an incarnation (`epoch`). An incarnation is lost when it is silent for `alive_s`,
-or when its worker reports under a new epoch; a replaced incarnation never comes back, a silent one may. A router that
-stands still hears no worker, so its own stalls are not counted as silence.
+or when its worker reports under a new epoch. A replaced incarnation never comes back; a silent one may. A stalled
+router hears no worker, so its own stalls do not count as silence.
 """
 
 from collections import deque
@@ -20,14 +20,14 @@ from baton.proto.wire import distribution_from_proto, report_from_proto
 from baton.router.access.message_limits import is_repeated
 
 ALIVE_S: Final = 1.5
-MAX_GAP_S: Final = 0.25  # of the time between two looks at the table, no more than this counts as silence
+MAX_GAP_S: Final = 0.25  # of the time between two calls of `expire`, at most this counts as silence
 FORGET_S: Final = 600.0
-FORGET_ENDED_S: Final = 10.0  # of one that is wanted no more
+FORGET_ENDED_S: Final = 10.0  # likewise, for a drained worker that is no longer wanted
 MAX_WORKERS: Final = 4096
 MAX_RETIRED_EPOCHS: Final = 64
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
-FENCE: Final = "fence"  # why an incarnation was lost, if nothing but its silence says so
+FENCE: Final = "fence"  # why an incarnation was lost, if only its silence says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class Incarnation:
 
 @dataclass(slots=True)
 class Member:
-    """The last that was heard of a worker.
+    """The latest state of a worker.
 
     Attributes:
-        state: its last report.
-        heartbeat_s: when that came.
-        lease_s: from when its silence counts: that moment, moved by how long the router itself stood still.
+        state: its last heartbeat.
+        heartbeat_s: when that arrived.
+        lease_s: start of its silence: `heartbeat_s`, moved forward by the router's own stalls.
         alive: whether it counts as alive.
-        num_epochs: incarnations that were heard of.
-        lost_by: "death" or "fence", if not alive.
-        retired_epochs: of incarnations that were replaced.
+        num_epochs: number of incarnations seen.
+        lost_by: "death" or "fence" if it is not alive.
+        retired_epochs: epochs of replaced incarnations.
     """
 
     state: worker_pb2.WorkerState
@@ -62,32 +62,32 @@ class Member:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The incarnation it is in."""
+        """The worker's current incarnation."""
         return Incarnation(self.state.worker_id, self.state.epoch)
 
     @property
     def capacity_len(self) -> int:
-        """Positions in its whole pool."""
+        """Positions in its whole KV pool."""
         return self.state.inventory.num_blocks * self.state.block_size
 
 
 class Members:
-    """Workers known and alive."""
+    """The workers known to the router, live or lost."""
 
     def __init__(self, clock: Clock, alive_s: float = ALIVE_S) -> None:
         self._clock = clock
         self._alive_s = alive_s
         self._members: dict[str, Member] = {}
         self._watches: dict[Incarnation, dict[object, Callable[[], None]]] = {}
-        self._live: dict[str, list[Member]] = {}  # by role, as long as none comes or goes
+        self._live: dict[str, list[Member]] = {}  # by role; cached until a worker joins or is lost
         self._expired_s = clock.now_s()
 
     def heartbeat(self, state: worker_pb2.WorkerState) -> bool:
-        """Take a worker's report; returns whether this incarnation was known and alive until now.
+        """Take in a worker's heartbeat; return whether this incarnation was already known and alive.
 
         Raises:
-            InvalidRequest: the report lacks what the table needs, or its numbers do not fit together.
-            Overloaded: more workers than the table holds.
+            InvalidRequest: the heartbeat lacks a required field, or its numbers are invalid.
+            Overloaded: the table is full.
         """
         _check(state)
         now_s = self._clock.now_s()
@@ -99,9 +99,7 @@ class Members:
             self._live.clear()
             return False
         if state.epoch in member.retired_epochs:
-            return (
-                False  # of an incarnation that was replaced: a report that was late, or a process that should be dead
-            )
+            return False  # a replaced incarnation: a late heartbeat, or a process that should be dead
         known = member.alive and state.epoch == member.state.epoch
         if state.epoch != member.state.epoch:
             self._lose(member, "death")
@@ -113,12 +111,14 @@ class Members:
         return known
 
     def expire(self, ended: Set[Incarnation] = frozenset()) -> list[Incarnation]:
-        """Give up who has been silent too long; returns the incarnations lost. Call it several times per MAX_GAP_S.
+        """Declare workers lost that were silent too long, and return their incarnations.
 
-        A call that comes late extends every lease by its lateness: reports may be waiting to be read.
+        It must be called several times per MAX_GAP_S. A late call extends every lease by its lateness, because
+        heartbeats may be waiting to be read.
 
         Args:
-            ended: who is wanted no more, and is forgotten soon after it is lost, not shown as dead for minutes.
+            ended: incarnations no longer wanted; once lost, they are forgotten soon instead of being shown as dead for
+                minutes.
         """
         now_s = self._clock.now_s()
         stalled_s = max(0.0, now_s - self._expired_s - MAX_GAP_S)
@@ -135,7 +135,7 @@ class Members:
         return lost
 
     def watch(self, incarnation: Incarnation, on_lost: Callable[[], None]) -> Callable[[], None]:
-        """Have `on_lost` called once when this incarnation is lost, now if it is; returns what ends the watch."""
+        """Have `on_lost` called once when this incarnation is lost, at once if it already is; return an unwatch function."""
         member = self._members.get(incarnation.worker_id)
         if member is None or not member.alive or member.incarnation != incarnation:
             on_lost()
@@ -152,14 +152,14 @@ class Members:
         return unwatch
 
     def why_lost(self, incarnation: Incarnation) -> str:
-        """Of an incarnation that was lost: "fence" if nothing but its silence says so, else "death"."""
+        """Why an incarnation was lost: "fence" if only its silence says so, else "death"."""
         member = self._members.get(incarnation.worker_id)
         return (
             member.lost_by if member is not None and member.incarnation == incarnation and member.lost_by else "death"
         )
 
     def heard_since(self, incarnation: Incarnation, moment_s: float) -> bool:
-        """Whether this incarnation has really reported after a moment, whatever became of it then."""
+        """Whether this incarnation sent a heartbeat after a moment, even if it was lost since."""
         member = self._members.get(incarnation.worker_id)
         return member is not None and member.incarnation == incarnation and member.heartbeat_s > moment_s
 
@@ -172,16 +172,16 @@ class Members:
         return list(found)
 
     def all(self) -> list[Member]:
-        """Every worker heard of, by name."""
+        """All known workers, by name."""
         return [self._members[worker_id] for worker_id in sorted(self._members)]
 
     @property
     def serving(self) -> bool:
-        """Whether a request could be served: a live worker of each role."""
+        """Whether there is a live worker of each role."""
         return bool(self.live(PREFILL)) and bool(self.live(DECODE))
 
     def heartbeat_age_s(self, member: Member) -> float:
-        """Seconds since a worker was last heard, but for those in which the router stood still."""
+        """Seconds since a worker's last heartbeat, not counting the router's own stalls."""
         return max(0.0, self._clock.now_s() - member.lease_s)
 
     def _lose(self, member: Member, why: str) -> None:
@@ -193,13 +193,13 @@ class Members:
             on_lost()
 
 
-MAX_NUMBER: Final = 1e18  # no second, rate or byte of a report is more, so that what is computed of them is finite
-MIN_RATE: Final = 1e-12  # what divides is this or 0, likewise
+MAX_NUMBER: Final = 1e18  # upper bound of every reported number, so that results computed from it are finite
+MIN_RATE: Final = 1e-12  # likewise: a divisor is at least this, or 0
 _RATES: Final = frozenset(("gbps", "prefill_tokens_per_s", "full_prefill_tokens_per_s"))
 
 
 class _Numbers(NamedTuple):
-    """Where a kind of message holds numbers that need not be whole."""
+    """Names of a message type's floating-point fields, including those of nested messages."""
 
     own: tuple[str, ...]
     lists: tuple[str, ...]
@@ -208,7 +208,7 @@ class _Numbers(NamedTuple):
 
     @classmethod
     def of(cls, kind: Any) -> "_Numbers":
-        """From its descriptor, so that a new field is not forgotten."""
+        """Collect the fields from the descriptor, so that a new field is not forgotten."""
         plain = [field for field in kind.fields if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE]
         inner = [(field, cls.of(field.message_type)) for field in kind.fields if field.message_type is not None]
         inner = [(field, numbers) for field, numbers in inner if any(numbers)]
@@ -220,7 +220,7 @@ class _Numbers(NamedTuple):
         )
 
     def bad(self, message: Message) -> str:
-        """The first field that holds what was not measured: NaN, less than nothing, too much; empty if none does."""
+        """Return the first field with an invalid number (NaN, negative or too large); empty if there is none."""
         for name in self.own:
             value = getattr(message, name)
             if not 0 <= value <= MAX_NUMBER or (name in _RATES and 0 < value < MIN_RATE):
@@ -249,7 +249,7 @@ def _check(state: worker_pb2.WorkerState) -> None:
         "kv_address": state.role == DECODE and not state.kv_address,
         "max_model_len": not state.max_model_len,
         "block_size": not state.block_size,
-        "num_blocks": not state.inventory.num_blocks,  # the least of all workers bounds all prompts
+        "num_blocks": not state.inventory.num_blocks,  # the smallest worker bounds all prompts
         "prefix_naming": state.HasField("prefix_naming") and not state.prefix_naming.block_size,
     }
     wrong = next((name for name, is_wrong in problems.items() if is_wrong), "") or _NUMBERS.bad(state)

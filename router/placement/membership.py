@@ -1,4 +1,4 @@
-"""`baton.v1.Membership`: workers' heartbeats into the table of members; every decision is the table's."""
+"""Implements `baton.v1.Membership`: passes workers' heartbeats to the table of members, which makes every decision."""
 
 import logging
 from collections.abc import Callable
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class MembershipService(worker_pb2_grpc.MembershipServicer):
-    """Takes reports of workers that serve this model; refuses others, and what a worker says of another one.
+    """Accepts heartbeats of workers that serve this model, each under its own name only.
 
     Args:
-        members: the table.
-        model: that is served.
-        speculation, desired_state: what workers are told.
-        on_other: called when a worker reports as another.
+        members: the table of workers.
+        model: name of the served model.
+        speculation, desired_state: what workers are told in replies.
+        on_other: called when a worker reports under another's name.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MembershipService(worker_pb2_grpc.MembershipServicer):
     async def Heartbeat(
         self, request: worker_pb2.WorkerState, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.HeartbeatReply:
-        """Take one report."""
+        """Take in one heartbeat."""
         try:
             self._check_name(request, roles_of(context))
             if request.model != self._model:

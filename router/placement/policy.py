@@ -1,4 +1,4 @@
-"""Which workers serve a request. Pure: it sees the live ones and chooses; it never asks whether they are well."""
+"""Policies that choose the workers for a request. Pure: a policy chooses among the live workers it is given."""
 
 from bisect import bisect_right
 from collections.abc import Sequence, Set
@@ -10,22 +10,22 @@ from baton.core.requests.request import GenerationRequest
 from baton.router.placement.local_prefill import LOCAL, SPLIT, LocalPrefill
 from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member
 
-Incarnations = tuple[Incarnation, Incarnation]  # of a prefill worker and a decode worker
+Incarnations = tuple[Incarnation, Incarnation]  # (prefill worker, decode worker)
 NOBODY: Set[Incarnations] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Who computes the prompt and who writes the answer; one member twice if the decode worker does both."""
+    """The workers that compute the prompt and the answer; the same one twice if the decode worker does both."""
 
     prefill: Member
     decode: Member
-    expected_cached_len: int = 0  # prompt tokens that the worker which computes it is thought to have
-    routing: str = ""  # the policy that chose it
+    expected_cached_len: int = 0  # prompt tokens expected in the cache of the worker that computes them
+    routing: str = ""  # policy that chose the pair
 
     @property
     def incarnations(self) -> Incarnations:
-        """The incarnations of the two."""
+        """The two incarnations."""
         return self.prefill.incarnation, self.decode.incarnation
 
     @property
@@ -35,11 +35,11 @@ class Pair:
 
 
 class Policy(Protocol):
-    """Chooses a pair."""
+    """Chooses a pair of workers."""
 
     @property
     def name(self) -> str:
-        """What `--routing` calls it."""
+        """The policy's name for `--routing`."""
         ...
 
     def pick(
@@ -53,19 +53,19 @@ class Policy(Protocol):
 
         Args:
             prefill: workers that may compute the prompt.
-            decode: workers that may write the answer.
-            excluded: pairs that may not.
-            request: whose prompt it is; None: nothing is known of it.
+            decode: workers that may decode the answer.
+            excluded: pairs that must not be chosen.
+            request: the request to place; None: nothing is known about it.
 
         Raises:
-            NoWorker: a role has none.
+            NoWorker: a role has no worker.
             WorkersIncompatible: every pair is excluded.
         """
         ...
 
 
 class RoundRobin:
-    """Each role's workers in turn, by name, as workers come and go."""
+    """Takes each role's workers in turn, by name, even as workers come and go."""
 
     name = "round_robin"
 
@@ -80,13 +80,13 @@ class RoundRobin:
         excluded: Set[Incarnations] = NOBODY,
         request: GenerationRequest | None = None,
     ) -> Pair:
-        """The next of each role; where that pair is excluded, the next pair after it.
+        """Pick the next worker of each role; if that pair is excluded, the next pair after it.
 
-        It compares no costs: a decode worker computes a prompt only where it always does, or no other worker could.
+        No costs are compared: a decode worker computes the prompt only if it must, or if every pair is excluded.
 
         Raises:
-            NoWorker: a role has none; no turn is taken.
-            WorkersIncompatible: every pair is excluded; no turn is taken.
+            NoWorker: a role has no worker; the turn is kept.
+            WorkersIncompatible: every pair is excluded; the turn is kept.
         """
         require(decode, DECODE)
         able = self._local.required(prefill, decode, excluded, request)

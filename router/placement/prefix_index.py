@@ -1,13 +1,13 @@
-"""Which prompt blocks each worker's incarnation holds, as far as the router has heard. Pure.
+"""Index of the prompt blocks that each worker's incarnation holds, as far as the router has heard. Pure.
 
-It is a hint: a name that is missing costs a recompute elsewhere, one that is stale a recompute there; the worker alone
-decides what it shares. An incarnation is fed with changes in order of version (`core.block_change`); what was missed is
-noticed and asked for again. Looking a prompt up takes a step for each of its blocks, however many workers there are.
+It is a hint: a missing hash costs a recompute elsewhere, a stale one a recompute at the worker, which alone decides
+what it shares. Each incarnation's changes are applied in order of version (`core.block_change`); a gap is noticed, and
+the feed asks again. A lookup takes one step per block of the prompt, however many workers there are.
 
-Beside what was heard there is what is expected: names that a request now on its way will leave where it was sent. They
-count until they are heard of, or for a time.
+Besides the reported hashes there are expected ones: hashes that a request on its way will leave at its worker. They
+count until they are reported, or until they expire.
 
-Of models whose layers keep state a worker tells the names of checkpoints, too: blocks alone are of no use there.
+For models with recurrent state, workers also report the names of state checkpoints: blocks alone are useless there.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from baton.proto.wire import change_from_proto
 from baton.router.attempt.channels import Channels
 from baton.router.placement.members import DECODE, PREFILL, Incarnation, Member, Members
 
-MAX_NAMES: Final = 1 << 20  # of all incarnations; some 200 bytes each
+MAX_NAMES: Final = 1 << 20  # over all incarnations; about 200 bytes each
 MAX_EXPECTED: Final = 1 << 16
 
 
@@ -40,16 +40,16 @@ class _Held:
 
     bit: int
     version: int = 0
-    part: int = -1  # of a whole that is being taken, the last one; -1: of none
+    part: int = -1  # last part of a snapshot in progress; -1: none in progress
     names: set[bytes] = field(default_factory=set)
 
 
 class FleetPrefixIndex:
-    """Names by incarnation and incarnations by name.
+    """Block hashes by incarnation, and incarnations by block hash.
 
     Args:
-        max_names: that are remembered, of all incarnations together; others are counted in `num_ignored`.
-        max_expected: names that are expected; the oldest expectation is dropped.
+        max_names: maximum number of hashes over all incarnations; further ones are only counted in `num_ignored`.
+        max_expected: maximum number of expected hashes; the oldest is dropped.
     """
 
     def __init__(self, max_names: int = MAX_NAMES, max_expected: int = MAX_EXPECTED) -> None:
@@ -57,38 +57,38 @@ class FleetPrefixIndex:
         self._max_expected = max_expected
         self._held: dict[Incarnation, _Held] = {}
         self._incarnations: dict[int, Incarnation] = {}  # by bit
-        self._bits: dict[bytes, int] = {}  # of the incarnations that hold a name
+        self._bits: dict[bytes, int] = {}  # incarnations that hold each hash
         self._expected: OrderedDict[bytes, tuple[Incarnation, float]] = OrderedDict()
         self.num_names = 0
         self.num_ignored = 0
         self.num_gaps = 0
 
     def join(self, incarnation: Incarnation) -> None:
-        """Begin to hear of an incarnation."""
+        """Start to track an incarnation."""
         if incarnation not in self._held:
-            free = ~sum(self._incarnations)  # bits are powers of two, so their sum is all of them
+            free = ~sum(self._incarnations)  # each bit is a distinct power of two, so their sum is the set of used bits
             bit = free & -free
             self._held[incarnation] = _Held(bit)
             self._incarnations[bit] = incarnation
 
     def drop(self, incarnation: Incarnation) -> None:
-        """Forget an incarnation; an unknown one is fine."""
+        """Forget an incarnation; an unknown one is ignored."""
         held = self._held.get(incarnation)
         if held is not None:
             self._clear(held)
             del self._held[incarnation], self._incarnations[held.bit]
 
     def incarnations(self) -> tuple[Incarnation, ...]:
-        """Those that were joined and not dropped."""
+        """Tracked incarnations."""
         return tuple(self._held)
 
     def version(self, incarnation: Incarnation) -> int:
-        """What was heard of an incarnation so far; 0 is nothing."""
+        """Version of an incarnation's last change; 0 if there was none."""
         held = self._held.get(incarnation)
         return 0 if held is None else held.version
 
     def apply(self, incarnation: Incarnation, change: BlockChange) -> bool:
-        """Take a change of a joined incarnation. False, and nothing changes: something was missed, ask again."""
+        """Apply a change of a tracked incarnation; return False and change nothing if an earlier change was missed."""
         held = self._held[incarnation]
         is_next = change.after == held.version and change.part in (0, held.part + 1 if held.part >= 0 else 0)
         if not (change.cleared or is_next):
@@ -105,17 +105,17 @@ class FleetPrefixIndex:
         return True
 
     def names(self, incarnation: Incarnation) -> frozenset[bytes]:
-        """What an incarnation is thought to hold."""
+        """Block hashes that an incarnation is thought to hold."""
         held = self._held.get(incarnation)
         return frozenset() if held is None else frozenset(held.names)
 
     def num_names_of(self, incarnation: Incarnation) -> int:
-        """How many those are."""
+        """Number of block hashes that an incarnation is thought to hold."""
         held = self._held.get(incarnation)
         return 0 if held is None else len(held.names)
 
     def expect(self, incarnation: Incarnation, names: Iterable[bytes], until_s: float) -> None:
-        """A request that was sent there will leave an incarnation these names, by `until_s` on the caller's clock."""
+        """Expect these hashes at an incarnation until `until_s`: a request sent there will leave them."""
         if incarnation not in self._held:
             return
         for name in names:
@@ -125,7 +125,7 @@ class FleetPrefixIndex:
             self._expected.popitem(last=False)
 
     def match(self, names: Sequence[bytes], now_s: float) -> dict[Incarnation, int]:
-        """For every incarnation, how many of a prompt's first names it holds or is about to."""
+        """For every incarnation, count how many of a prompt's leading hashes it holds or is about to hold."""
         found: dict[Incarnation, int] = {}
         left = sum(self._incarnations)
         for at, name in enumerate(names):
@@ -138,7 +138,7 @@ class FleetPrefixIndex:
         return found
 
     def match_checkpoints(self, names: Sequence[bytes], now_s: float) -> dict[Incarnation, int]:
-        """The same where a prompt may begin only with blocks up to one that has a checkpoint, too."""
+        """As `match`, but count only up to the last block that also has a state checkpoint."""
         found = dict.fromkeys(self._held, 0)
         left = sum(self._incarnations)
         for length, name in enumerate(names, start=1):
@@ -198,20 +198,20 @@ class FleetPrefixIndex:
 
 PAUSE_S: Final = 0.2
 MAX_PAUSE_S: Final = 5.0
-_HOPELESS: Final = (grpc.StatusCode.UNIMPLEMENTED,)  # an older worker: it is routed to by its load alone
+_HOPELESS: Final = (grpc.StatusCode.UNIMPLEMENTED,)  # an older worker: it is placed by load alone
 
 log = logging.getLogger(__name__)
 
 
 class PrefixFeed:
-    """Call `follow` now and then; new incarnations are watched from then on.
+    """Feeds the index from the workers' logs. Call `follow` periodically; it starts watching new incarnations.
 
     Args:
-        index: what is fed.
-        members: who lives.
-        channels: to them.
-        spawn: runs a coroutine in the background and keeps hold of it.
-        roles: whose workers may compute prompts.
+        index: the index to feed.
+        members: live and lost workers.
+        channels: gRPC channels to workers.
+        spawn: runs a coroutine in the background and keeps a reference to its task.
+        roles: roles whose workers may compute prompts.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class PrefixFeed:
         self._spawn = spawn
         self._roles = roles
         self._known: set[Incarnation] = set()
-        self._unheard: set[Incarnation] = set()  # of those
+        self._unheard: set[Incarnation] = set()  # those of `_known` that have reported nothing yet
 
     def follow(self) -> None:
         """Watch every live worker that keeps prefixes and is not watched yet."""
@@ -240,7 +240,7 @@ class PrefixFeed:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether every worker that is watched has told what it holds, or cannot."""
+        """Whether every watched worker has reported what it holds, or cannot."""
         return not self._unheard
 
     async def _watch(self, member: Member, incarnation: Incarnation) -> None:
@@ -252,7 +252,7 @@ class PrefixFeed:
         try:
             await asyncio.wait({reading, losing}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
-                reading.result()  # raises what should not have happened
+                reading.result()  # raises an unexpected error
                 await losing
         finally:
             unwatch()
@@ -264,7 +264,7 @@ class PrefixFeed:
 
     async def _read(self, member: Member, incarnation: Incarnation) -> None:
         pause_s = PAUSE_S
-        while member.alive and member.incarnation == incarnation:  # else the watch is about to end this
+        while member.alive and member.incarnation == incarnation:  # else `_watch` is about to end this
             before = self._index.version(incarnation)
             try:
                 await self._read_once(member, incarnation)
@@ -288,19 +288,19 @@ class PrefixFeed:
             async for message in call:
                 self._unheard.discard(incarnation)
                 if not self._index.apply(incarnation, change_from_proto(message)):
-                    return  # something was missed
+                    return  # a change was missed: ask again
         finally:
             call.cancel()
 
 
 class PrefixCollector(Collector):
-    """Shows one index."""
+    """Exports one index's metrics."""
 
     def __init__(self, index: FleetPrefixIndex) -> None:
         self._index = index
 
     def collect(self) -> Iterator[Metric]:
-        """As of now."""
+        """Yield the current metrics."""
         blocks = GaugeMetricFamily(
             "baton_prefix_index_blocks",
             "Cached blocks, and checkpoints of state, that the router has heard of",

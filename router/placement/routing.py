@@ -1,4 +1,4 @@
-"""The policies by name, and what a finished answer says of its way."""
+"""Makes the placement policies by name, and describes the path that a finished answer took."""
 
 import random
 from typing import Final
@@ -22,13 +22,13 @@ PREFILL_ALONE: Final = "prefill"
 def make_policy(
     name: str, clock: Clock, rng: random.Random, prefixes: FleetPrefixIndex, local: LocalPrefill | None = None
 ) -> Policy:
-    """The policy of a name.
+    """Make the policy with this name.
 
     Args:
         name: one of ROUTINGS.
-        clock: that heartbeats are stamped with.
-        rng: decides between pairs that cost the same.
-        prefixes: what is cached where; only "prefix" reads it.
+        clock: clock of the heartbeats' timestamps.
+        rng: decides between pairs of equal cost.
+        prefixes: which worker caches which prefixes; only "prefix" uses it.
         local: whether decode workers may compute prompts; None: never.
 
     Raises:
@@ -45,7 +45,7 @@ def make_policy(
 
 
 def data_path_of(pair: Pair, done: worker_pb2.PrefillDone | None) -> str:
-    """How the KV of a hand-off travelled, by the prefill worker's last word or, before that, its heartbeat."""
+    """The data path of a hand-off, from the prefill worker's final report or, before that, from its heartbeat."""
     if done is not None and done.kv_data_path:
         return done.kv_data_path
     decode = pair.decode.state
@@ -55,7 +55,7 @@ def data_path_of(pair: Pair, done: worker_pb2.PrefillDone | None) -> str:
 
 
 def path_of(run: RequestRun) -> str:
-    """Which way a finished answer's last attempt went."""
+    """The path of a finished answer's last attempt."""
     if run.is_local:
         return LOCAL
     return SPLIT if run.decode_worker else PREFILL_ALONE
