@@ -1,4 +1,4 @@
-"""A request's body: read within a limit, parsed into what it should be, or translated into a chat's."""
+"""Request bodies: reads them within a limit, validates them as models, or translates them into a chat's body."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,17 +22,17 @@ MAX_SHOWN_LEN = 300
 
 
 async def read_bytes(request: Request, check: Callable[[int], None], timeout_s: float) -> bytes:
-    """The body, not parsed: no more of it is taken than may be.
+    """Read the body without parsing it, and stop as soon as it is too large.
 
     Args:
-        request: whose.
-        check: told the number of bytes that were announced, then those that came; raises if they are too many.
-        timeout_s: all of it must have come by then.
+        request: the HTTP request.
+        check: called with the announced number of bytes, then with those received; raises if they are too many.
+        timeout_s: time within which the whole body must arrive.
 
     Raises:
-        HttpRefusal: it is not JSON by its own word, or comes too slowly.
-        RequestCancelled: the client went away before it had sent all of it.
-        BatonError: what `check` raises.
+        HttpRefusal: the content type is not JSON, or the body arrives too slowly.
+        RequestCancelled: the client disconnected before it had sent the whole body.
+        BatonError: raised by `check`.
     """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -54,19 +54,19 @@ async def read_bytes(request: Request, check: Callable[[int], None], timeout_s: 
 
 
 def parse_body(body: bytes, kind: type[Model]) -> Model:
-    """Bytes as a `kind`.
+    """Parse bytes as a `kind`.
 
     Raises:
-        InvalidRequest: it is not JSON, or not what `kind` asks for; the first field that is wrong is named.
+        InvalidRequest: they are not JSON, or not a valid `kind`; the error names the first invalid field.
     """
     return _checked(lambda: kind.model_validate_json(body))
 
 
 def as_model(data: Any, kind: type[Model]) -> Model:
-    """What has been parsed as a `kind`; likewise.
+    """Validate parsed data as a `kind`.
 
     Raises:
-        InvalidRequest: it is not what `kind` asks for.
+        InvalidRequest: it is not a valid `kind`; the error names the first invalid field.
     """
     return _checked(lambda: kind.model_validate(data))
 
@@ -87,7 +87,7 @@ def _checked(make: Callable[[], Model]) -> Model:
 
 
 def _beyond(problem: Any) -> InvalidRequest:
-    """A field that holds more than it may, as the error that the same excess is over gRPC."""
+    """Turn a field that exceeds its limit into the error that gRPC gives for the same excess."""
     field = str(problem["loc"][0]) if problem["loc"] else "body"
     what = "characters" if problem["type"] == "string_too_long" else "entries"
     limit = problem["ctx"]["max_length"]
@@ -96,12 +96,12 @@ def _beyond(problem: Any) -> InvalidRequest:
     )
     message = f"{_path(problem['loc'])}more than {limit} {what}"
     if kind is InvalidGrammar:
-        return kind(message, kind=field)  # as where a grammar is looked at closer
+        return kind(message, kind=field)  # as in the later, closer checks of grammars
     return kind(message, field=field, limit=limit)
 
 
 def too_large(max_bytes: int) -> HttpRefusal:
-    """A body that no request of this deployment has."""
+    """Build the refusal of a body that is too large for any request."""
     return HttpRefusal(413, f"the body is larger than {max_bytes} bytes", "request_too_large")
 
 
@@ -116,22 +116,22 @@ class Translated(Wire):
     """One of them. Fields that it does not name are those of a chat, and are read, refused or ignored as there."""
 
     def data(self) -> dict[str, Any]:
-        """The chat's body.
+        """Translate the body into a chat's.
 
         Raises:
-            InvalidRequest: it asks for what no chat can be.
+            InvalidRequest: it asks for something that no chat can express.
         """
         raise NotImplementedError
 
     def echoed(self) -> dict[str, Any]:
-        """What the reply repeats of it."""
+        """Return the options that the reply repeats."""
         return {}
 
     def as_chat(self) -> ChatRequest:
-        """The chat.
+        """Translate the body into a chat request.
 
         Raises:
-            InvalidRequest: it is none.
+            InvalidRequest: the body is not valid as a chat.
         """
         more = self.model_extra or {}
         if more.get("n") not in _ONE_ANSWER:

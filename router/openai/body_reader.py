@@ -1,9 +1,9 @@
-"""Reads bodies: takes no more bytes than may be, and lets other processes understand what would keep the loop busy.
+"""Reads request bodies within limits, and leaves those that would block the event loop to other processes.
 
-What is light is understood at once. Anything else goes to a process of its own (reader_process), of which there are a
-few, where tenants take turns (reading_queue). One is started with the router, the others when such bodies come; all end
-with the router, and are replaced when they fail. A process that ended while it had nothing to do costs no request
-anything: a new one reads the body.
+Light bodies are parsed at once. All others go to one of a few processes (`reader_process`), for which tenants take
+turns (`reading_queue`). One process starts with the router, the others when such bodies arrive; all end with the
+router, and are replaced when they fail. A process that ended while it was idle costs no request anything: a new one
+reads the body.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ from baton.router.openai.understand import understand
 from baton.router.openai.understood import LENGTH_BYTES, ReadingJob, Understood, parted
 from baton.router.served_model import ServedModel
 
-NUM_PROCESSES: Final = 2  # for one tenant; there is one more for a tenant whose bodies none of them reads
-MAX_WAITING_BYTES: Final = 256 << 20  # of bodies that wait or are being read
-MAX_WAITING_BYTES_OF_ONE: Final = 128 << 20  # of one principal, so that one's bodies leave room for others'
-BODY_TIMEOUT_S: Final = 30.0  # for a body to come
-ANSWER_TIMEOUT_S: Final = 120.0  # a process that says nothing for so long is ended
-PLACE_TIMEOUT_S: Final = 60.0  # a body that no process has begun with by then is refused
+NUM_PROCESSES: Final = 2  # for one tenant; one more is for a tenant that uses none of them
+MAX_WAITING_BYTES: Final = 256 << 20  # of all bodies that wait or are being read
+MAX_WAITING_BYTES_OF_ONE: Final = 128 << 20  # of one principal's, so that there is room for others' bodies
+BODY_TIMEOUT_S: Final = 30.0  # for a body to arrive
+ANSWER_TIMEOUT_S: Final = 120.0  # a process silent for this long is ended
+PLACE_TIMEOUT_S: Final = 60.0  # a body that no process has started on by then is refused
 RETRY_AFTER_S: Final = 1.0
 _COMMAND: Final = (sys.executable, "-m", "baton.router.openai.reader_process")
 
@@ -53,12 +53,12 @@ class BodyReader:
     """Reads the bodies of all endpoints, from the first request to `close`.
 
     Args:
-        inference: knows how long a request may be.
-        model: whose tokenizer a process can load.
-        config: the template, advised values and the largest body.
-        body_timeout_s: for a body to come.
-        answer_timeout_s: for a process to understand one.
-        place_timeout_s: for a process to begin with one.
+        inference: knows how large a request may be.
+        model: the served model, whose tokenizer a process can load.
+        config: chat template, recommended sampling values and the maximum body size.
+        body_timeout_s: time for a body to arrive.
+        answer_timeout_s: time for a process to parse one.
+        place_timeout_s: time until a process starts on one.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class BodyReader:
         self._idle: list[_Process] = []
         self._turns = ReadingQueue(NUM_PROCESSES)
         self._num_bytes_of: Counter[str] = Counter()
-        self.num_in_process = 0  # bodies that were not light
+        self.num_in_process = 0  # bodies that were read in another process
 
     async def read(self, request: Request, kind: type[BaseModel]) -> Understood:
-        """What a request's body asks.
+        """Read and parse a request's body.
 
         Raises:
-            HttpRefusal: it is too large, too slow, or not JSON by its own word.
-            BatonError: it can be seen to be wrong, or too many bodies are being read.
+            HttpRefusal: the body is too large, too slow, or its content type is not JSON.
+            BatonError: the request is invalid, or too many bodies are being read.
         """
         body = await read_bytes(request, self._check_num_bytes, self._body_timeout_s)
         job = self._job(kind.__name__, request.headers.get("x-request-id"))
@@ -106,11 +106,11 @@ class BodyReader:
         return Understood.from_parts(parts, ChatRequest if issubclass(kind, Translated) else kind)
 
     async def warm_up(self) -> None:
-        """Have one process ready, so that the first body that is not light need not wait for its start."""
+        """Start one process, so that the first body that is not light need not wait for it."""
         self._idle.append(await self._started())
 
     async def close(self) -> None:
-        """End the processes."""
+        """End all processes."""
         idle, self._idle = self._idle, []
         ends = await asyncio.gather(*(process.end() for process in idle), return_exceptions=True)
         for error in ends:
@@ -126,7 +126,7 @@ class BodyReader:
         try:
             max_model_len = self._inference.model().max_model_len
         except NoWorker:
-            max_model_len = (1 << 31) - 1  # it is refused later, for that or for a better reason
+            max_model_len = (1 << 31) - 1  # the request is refused later, for lack of workers or for another reason
         template = self._config.template
         return ReadingJob(
             kind=kind,
@@ -147,7 +147,7 @@ class BodyReader:
 
     async def _answer(self, frame: bytes) -> list[bytes]:
         if self._idle:
-            with suppress(_Ended):  # if not before it was asked, then a new one will show it
+            with suppress(_Ended):  # an idle process may have ended before it was asked; then a new one tries
                 return await self._exchange(self._idle.pop(), frame)
         process = await self._started()
         try:
@@ -157,7 +157,7 @@ class BodyReader:
             raise InternalError("the body could not be read; the router's log says more") from error
 
     async def _started(self) -> "_Process":
-        """A new process that has been told what bodies are understood by."""
+        """Start a process and send it what it needs to parse bodies."""
         process = await _Process.start()
         try:
             process.writer.write(await asyncio.to_thread(first_frame, self._forms, self._model))
@@ -167,11 +167,11 @@ class BodyReader:
         return process
 
     async def _exchange(self, process: "_Process", frame: bytes) -> list[bytes]:
-        """A process's answer. Whatever fails or is given up meanwhile ends it.
+        """Send a job to a process and return its reply. Any failure or cancel ends the process.
 
         Raises:
-            _Ended: it ended, or had before.
-            InternalError: it said nothing for too long.
+            _Ended: the process ended, perhaps before it was asked.
+            InternalError: it was silent for too long.
         """
         goes_on = False
         try:
@@ -187,7 +187,7 @@ class BodyReader:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise _Ended from error
         finally:
-            # One that was in neither place would outlive the router, and hold up the end of the event loop.
+            # A process that is neither idle nor ended would outlive the router, and block the end of the event loop.
             try:
                 await self._put_back(process, goes_on=goes_on)
             except BaseException:
@@ -197,7 +197,7 @@ class BodyReader:
         return parts
 
     async def _put_back(self, process: "_Process", *, goes_on: bool) -> None:
-        """To the idle ones, or to its end."""
+        """Return a process to the idle ones, or end it."""
         if goes_on:
             self._idle.append(process)
         else:
@@ -205,7 +205,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def _turn(self, tenant: str) -> AsyncIterator[None]:
-        """One of the processes' places."""
+        """Hold one of the processes' places, waiting for the tenant's turn."""
         try:
             async with asyncio.timeout(self._place_timeout_s):
                 give_back = await self._turns.take(tenant)
@@ -236,11 +236,11 @@ class BodyReader:
 
 
 class _Ended(Exception):
-    """A process ended and has not answered."""
+    """A process ended without a reply."""
 
 
 class _Process:
-    """One process, over a socket that is its stdin and its stdout; it ends when the socket closes."""
+    """One process, connected by a socket that is its stdin and stdout; it ends when the socket closes."""
 
     def __init__(self, child: "subprocess.Popen[bytes]", streams: tuple[StreamReader, StreamWriter]) -> None:
         self._child = child
@@ -248,15 +248,15 @@ class _Process:
 
     @classmethod
     async def start(cls) -> Self:
-        """Start one."""
+        """Start a process."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # Not asyncio's way: uvloop forks, and gRPC's threads object to that.
+            # Not asyncio's subprocess: uvloop forks, and gRPC's threads do not tolerate that.
             end = theirs.fileno()
             try:
                 child = await asyncio.to_thread(_popen, end)
             except BaseException:
-                ours.close()  # and with it ends a process that has been started
+                ours.close()  # which ends a process that has been started
                 raise
         streams = None
         try:
@@ -269,16 +269,16 @@ class _Process:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """Exit code; None while the process runs."""
         return self._child.poll()
 
     async def end(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill the process, and wait for its end."""
         self.kill()
         await _ended(self._child)
 
     def kill(self) -> None:
-        """End it. Either of the two ways suffices, whatever the other raises."""
+        """Close the socket and kill the process. Either suffices if the other raises."""
         try:
             self.writer.close()
         finally:
@@ -293,5 +293,5 @@ async def _ended(child: "subprocess.Popen[bytes]") -> None:
 
 
 def _popen(end: int) -> "subprocess.Popen[bytes]":
-    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}  # it reads no secret
+    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}  # it needs no secret
     return subprocess.Popen(_COMMAND, stdin=end, stdout=end, env=environment)

@@ -1,4 +1,4 @@
-"""The body of `/v1/chat/completions`."""
+"""Request models of `/v1/chat/completions`."""
 
 import json
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from baton.router.openai.limits import (
 )
 from baton.router.openai.options import MAX_TOP_LOGPROBS, CommonOptions, Wire
 
-NEED_CONTENT = ("system", "developer", "user", "tool")  # what other roles mean is the template's business
+NEED_CONTENT = ("system", "developer", "user", "tool")  # for other roles, the template decides
 
 
-_SURROGATE = "\\ud"  # what half of a character is escaped with
+_SURROGATE = "\\ud"  # start of the escape of a lone surrogate, half of a character
 
 
 class CallArguments(dict[str, Any]):
-    """A call's arguments as a template reads them: an object, and JSON text where they are written or joined to text.
+    """Arguments of a tool call for a template: an object, but JSON text where the template prints or concatenates it.
 
-    Published templates do either: those of DeepSeek add the arguments to a text.
+    Published templates do either; DeepSeek's append the arguments to a text.
     """
 
     def __str__(self) -> str:
@@ -77,10 +77,10 @@ class Message(Wire):
     tool_call_id: Name | None = None
 
     def as_data(self, field: str) -> dict[str, Any]:
-        """What a template reads: text as one string, a call's arguments as an object where they are one.
+        """Build what a template reads: content as one string, and a call's arguments as an object if they are one.
 
         Raises:
-            InvalidRequest: content that is missing, or is not text.
+            InvalidRequest: content is missing, or is not text.
         """
         if self.content is None and self.role in NEED_CONTENT:
             raise InvalidRequest(f"{field}: content is missing", field="messages")
@@ -125,7 +125,7 @@ class Tool(Wire):
     function: Function
 
     def as_data(self) -> dict[str, Any]:
-        """What a template reads."""
+        """Build what a template reads."""
         return {"type": self.type, "function": self.function.model_dump(exclude_none=True)}
 
 
@@ -157,7 +157,7 @@ class AllowedToolsChoice(Wire):
 
 
 def _kind_of_choice(value: Any) -> str:
-    """Which of the forms a `tool_choice` is, so that an error speaks of that one alone."""
+    """Tell which form a `tool_choice` has, so that an error is about that form only."""
     if isinstance(value, dict):
         return "allowed_tools" if value.get("type") == "allowed_tools" else "function"
     return value.type if isinstance(value, NamedToolChoice | AllowedToolsChoice) else "word"
@@ -174,7 +174,7 @@ ToolChoice = Annotated[
 class ChatRequest(CommonOptions):
     """What it asks."""
 
-    nothing_said: ClassVar[list[Any]] = [{"role": "user", "content": ""}]  # messages whose prompt has been written
+    nothing_said: ClassVar[list[Any]] = [{"role": "user", "content": ""}]  # if the prompt is already rendered
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = None
@@ -190,19 +190,19 @@ class ChatRequest(CommonOptions):
     chat_template_kwargs: JsonObject | None = None
 
     def message_data(self) -> list[dict[str, Any]]:
-        """The conversation as a template reads it.
+        """Build the conversation for the template.
 
         Raises:
-            InvalidRequest: a message that is none.
+            InvalidRequest: a message is invalid.
         """
         return data_of(self.messages, "messages")
 
     def complete(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
-        """Add what only this kind of request has.
+        """Add the options that only chat requests have.
 
         Raises:
-            ConflictingOptions: two different limits, or likeliest tokens without log-probabilities.
-            InvalidSampling: a number out of range.
+            ConflictingOptions: two different limits, or `top_logprobs` without `logprobs`.
+            InvalidSampling: a number is out of range.
         """
         limit = self.max_completion_tokens
         if limit is not None:
@@ -224,10 +224,10 @@ class ChatRequest(CommonOptions):
 
 
 def data_of(messages: Sequence[Message], field: str) -> list[dict[str, Any]]:
-    """A conversation as a template reads it.
+    """Build a conversation for the template.
 
     Raises:
-        InvalidRequest: a message that is none.
+        InvalidRequest: a message is invalid.
     """
     return [message.as_data(f"{field}[{at}]") for at, message in enumerate(messages)]
 
@@ -238,9 +238,9 @@ def _call_data(call: ToolCall) -> dict[str, Any]:
         arguments = json.loads(text)
         if _SURROGATE in text.lower():
             json.dumps(arguments, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):  # of these, half of a character: written out it would be no text
+    except (ValueError, RecursionError):  # includes a lone surrogate, which cannot be encoded
         arguments = None
-    # What a model wrote and what is not quite an object goes back to it as it was.
+    # Arguments that the model wrote and that are no object go back to it unchanged.
     given = CallArguments(arguments) if isinstance(arguments, dict) else text
     function = {"name": call.function.name, "arguments": given}
     return {"id": call.id, "type": "function", "function": function}

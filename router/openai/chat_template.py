@@ -1,7 +1,7 @@
-"""A model's chat template: messages to the text of a prompt, as Hugging Face's tokenizers render it.
+"""A model's chat template, which turns messages into the text of a prompt as Hugging Face's tokenizers do.
 
-The environment is that of `transformers.apply_chat_template` (sandboxed jinja2, blocks trimmed, `tojson` that escapes
-nothing, `raise_exception`, `strftime_now`, `generation`), without transformers, which would cost half a gigabyte.
+The environment is that of `transformers.apply_chat_template` (sandboxed jinja2, trimmed blocks, a `tojson` that escapes
+nothing, `raise_exception`, `strftime_now`, `generation`), without transformers, which would take half a gigabyte.
 """
 
 import datetime
@@ -34,18 +34,18 @@ from baton.core.requests.special_tokens import SPECIAL_TOKENS, special_tokens
 
 TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 BUILT_IN: Final = "chatml"
-TOOL_USE: Final = "tool_use"  # a model may have a template of its own for conversations with tools
+TOOL_USE: Final = "tool_use"  # a model may have a separate template for conversations with tools
 RESERVED: Final = frozenset(("messages", "tools", "add_generation_prompt", "chat_template", *SPECIAL_TOKENS))
 _MARK: Final = "\x00baton-final-message\x00"
 
 
 class ChatTemplate:
-    """One template, or one for conversations with tools and one for those without.
+    """One template, or two: for conversations with and without tools.
 
     Args:
-        sources: jinja text by name; "default" is always there.
-        special_tokens: what templates may read: `bos_token` and its like.
-        tool_call_parser: the form of tool calls; `auto`: the one that the templates speak of.
+        sources: jinja text by name; always has "default".
+        special_tokens: `bos_token` and the like, for templates to read.
+        tool_call_parser: the form of tool calls; `auto` detects it from the templates.
 
     Attributes:
         call_form: how the model writes tool calls.
@@ -71,23 +71,23 @@ class ChatTemplate:
 
     @property
     def thinks(self) -> bool:
-        """Whether the model has thoughts."""
+        """Whether the model writes thoughts."""
         return self.thought_form is not None
 
     @classmethod
     def load(
         cls, directory: Path, given: str = "", tool_call_parser: ToolCallParserName = "auto"
     ) -> "ChatTemplate | None":
-        """The template an operator names, or else the model's own; None where there is neither.
+        """Load the template that the operator names, else the model's own; None if there is neither.
 
         Args:
-            directory: the model's.
-            given: a file, `chatml` for the built-in one, or nothing.
+            directory: the model's directory.
+            given: a file, `chatml` for the built-in template, or empty.
             tool_call_parser: see `ChatTemplate`.
 
         Raises:
-            ConfigInvalid: the file cannot be read, or is no template.
-            ModelFileDamaged: the model's own is none.
+            ConfigInvalid: the named file cannot be read, or is not a template.
+            ModelFileDamaged: the model's own file is not a template.
         """
         tokens = special_tokens(directory)
         if given:
@@ -117,17 +117,17 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation.
+        """Render the prompt of a conversation.
 
         Args:
             messages: as `Message.as_data` makes them.
-            tools: likewise; None or none are the same to a template.
-            add_generation_prompt: end with the beginning of the assistant's turn.
+            tools: as `Tool.as_data` makes them; None and an empty list are the same to a template.
+            add_generation_prompt: end with the start of the assistant's turn.
             continue_final_message: leave the last message open instead.
-            variables: further ones, which the template may read.
+            variables: additional variables for the template.
 
         Raises:
-            InvalidRequest: the template refuses the conversation, or a variable is one of its own.
+            InvalidRequest: the template refuses the conversation, or a variable has a reserved name.
         """
         clash = sorted(RESERVED & (variables or {}).keys())
         if clash:
@@ -164,9 +164,9 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`, between which training looks for the assistant's tokens.
+    """The tag `{% generation %}` ... `{% endgeneration %}`, which marks the assistant's tokens for training.
 
-    What is between them is written as it is; what it sets is not seen behind it, as in transformers.
+    The text between is rendered unchanged; variables set there are not visible after it, as in transformers.
     """
 
     tags = {"generation"}  # noqa: RUF012 (its base declares it)
@@ -177,7 +177,7 @@ class _Generation(Extension):
 
 
 def _call_form(text: str, parser: ToolCallParserName) -> CallForm:
-    """What templates show a model of calls; those that show none of these forms get Hermes'."""
+    """Detect the form of tool calls from the templates; templates that show no known form get Hermes'."""
     says_mistral = CallForm.MISTRAL_ARGS if ARGS in text else CallForm.MISTRAL
     if parser != "auto":
         return says_mistral if parser == "mistral" else CallForm(parser)
@@ -191,19 +191,22 @@ def _call_form(text: str, parser: ToolCallParserName) -> CallForm:
         return CallForm.GLM45
     if "<function=" in text:
         return CallForm.QWEN3_CODER
-    is_llama_json = "<|start_header_id|>" in text and '"parameters": ' in text  # 3.2 names no tag
+    is_llama_json = "<|start_header_id|>" in text and '"parameters": ' in text  # Llama 3.2's template contains no tag
     if CALL not in text and (PYTHON_TAG in text or is_llama_json):
         return CallForm.LLAMA3_JSON
     return CallForm.HERMES
 
 
 def _without_empty_text(message: dict[str, Any]) -> dict[str, Any]:
-    """DeepSeek's first templates write calls only where the content is none."""
+    """Replace empty content by None: DeepSeek's first templates write calls only without content."""
     return message | {"content": None} if message.get("tool_calls") and message.get("content") == "" else message
 
 
 def _thought_form(text: str) -> ThoughtForm | None:
-    """A template that only drops old thoughts names the closing tag alone (DeepSeek-R1)."""
+    """Detect the form of thoughts.
+
+    A template that only drops old thoughts contains just the closing tag (DeepSeek-R1).
+    """
     for form in (ThoughtForm.BRACKETS, ThoughtForm.TAGS):
         if form in text or form.end in text:
             return form

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: choices of a chat and their replies, streamed or whole."""
+"""`/v1/chat/completions` and its batch form: choices and replies, streamed or whole."""
 
 import secrets
 import string
@@ -45,13 +45,13 @@ _FIELD: Final = "tool_choice"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What `tools` and `tool_choice` say together.
+    """The combined meaning of `tools` and `tool_choice`.
 
     Attributes:
-        calls: whether the answer may or must hold calls.
-        functions: which may be called.
-        is_restricted: some of the tools may not.
-        parallel: more than one call.
+        calls: whether the answer may, must or must not contain calls.
+        functions: functions that may be called.
+        is_restricted: whether some of the tools may not be called.
+        parallel: whether more than one call is allowed.
     """
 
     calls: Calls
@@ -61,10 +61,10 @@ class ToolUse:
 
 
 def tool_use(asked: ChatRequest) -> ToolUse:
-    """Which calls a request allows.
+    """Decide which calls a request allows.
 
     Raises:
-        InvalidRequest: a choice among no tools, or of one that is not there.
+        InvalidRequest: a call is required without tools, or `tool_choice` names an unknown tool.
     """
     choice, functions = asked.tool_choice, [tool.function for tool in asked.tools or ()]
     parallel = asked.parallel_tool_calls is not False
@@ -99,16 +99,16 @@ def thought_of(asked: ChatRequest, prompt: str, template: ChatTemplate | None) -
 
 
 def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, forms: Forms) -> inference_pb2.Sampling:
-    """Bind an answer to calls of the tools or a text of the format, if any of them is binding; thoughts are free.
+    """Add the grammar of calls and text format to the sampling, if either is binding; thoughts stay unconstrained.
 
     Args:
-        sampling: its grammar is the format.
-        use: of the tools.
-        thought: whether one comes first.
-        forms: how the model writes both.
+        sampling: its grammar is the text format.
+        use: which calls are allowed.
+        thought: whether a thought comes first.
+        forms: how the model writes calls and thoughts.
 
     Raises:
-        InvalidText: a tool's schema is not Unicode text.
+        InvalidText: a tool's schema is not valid Unicode.
     """
     has_format = sampling.HasField("grammar")
     is_strict = any(function.strict for function in use.functions)
@@ -143,7 +143,7 @@ def bind(sampling: inference_pb2.Sampling, use: ToolUse, thought: Thought, forms
 
 
 def _written(template: ChatTemplate | None) -> tuple[CallForm, ThoughtForm]:
-    """How a model writes calls and thoughts; the usual forms where nothing is known of them."""
+    """How a model writes calls and thoughts; the usual forms if it has no template."""
     if template is None:
         return CallForm.HERMES, ThoughtForm.TAGS
     return template.call_form, template.thought_form or ThoughtForm.TAGS
@@ -163,7 +163,7 @@ def _named(functions: Sequence[Function], names: Sequence[str]) -> list[Function
 
 
 def call_id(form: CallForm) -> str:
-    """An id for a call: of nine letters and digits for Mistral's templates, which refuse any other."""
+    """Make an id for a call; Mistral's templates accept only nine letters and digits."""
     if form in (CallForm.MISTRAL, CallForm.MISTRAL_ARGS):
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
@@ -171,7 +171,7 @@ def call_id(form: CallForm) -> str:
 
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 Delta = dict[str, Any]
-THOUGHTS: Final = ("reasoning", "reasoning_content")  # vLLM's name, and the older one
+THOUGHTS: Final = ("reasoning", "reasoning_content")  # vLLM's name, and its older one
 _NOTHING_ELSE: Final[Delta] = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
 
 
@@ -179,14 +179,14 @@ class ChatChoice:
     """One of `choices`.
 
     Args:
-        index: its number in the reply.
-        asked: the call.
-        names: of tokens.
-        reasoning: splits off thinking; None leaves it in the text.
-        tools: splits off calls; None leaves them in the text.
-        calls_finish: whether a call that ends the answer is its reason (`tool_calls`).
-        make_id: of a call for which the model wrote none.
-        shows_special: special tokens are part of the text, those around thoughts and calls among them.
+        index: its index in the reply.
+        asked: the request.
+        names: names of tokens.
+        reasoning: splits off thoughts; None leaves them in the text.
+        tools: splits off tool calls; None leaves them in the text.
+        calls_finish: whether an answer with calls finishes with `tool_calls` instead of `stop`.
+        make_id: makes an id for a call for which the model wrote none.
+        shows_special: whether special tokens are part of the text, including those around thoughts and calls.
     """
 
     def __init__(
@@ -224,20 +224,20 @@ class ChatChoice:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of the thoughts so far; None where none are split off."""
+        """Tokens of the thoughts so far; None if none are split off."""
         return None if self._count is None else self._count.num_tokens
 
     @property
     def num_before_text(self) -> int:
-        """Tokens of the thoughts and their tags, once they have ended."""
+        """Tokens of the thoughts and their tags, once the thoughts have ended."""
         return 0 if self._count is None else self._count.num_before_text
 
     def first(self) -> dict[str, Any]:
-        """The choice of the first event of a stream."""
+        """The choice in a stream's first event."""
         return self._piece({"role": "assistant", "content": ""}, None, None)
 
     def push(self, chunk: inference_pb2.GenerateChunk) -> dict[str, Any] | None:
-        """What a chunk adds; None where there is nothing to say of it."""
+        """Return what a chunk adds to the stream; None if it adds nothing."""
         is_last = chunk.HasField("finish")
         if self._count is not None:
             self._count.push(chunk.token_ids)
@@ -258,7 +258,7 @@ class ChatChoice:
         return piece
 
     def add(self, chunk: inference_pb2.GenerateChunk) -> None:
-        """Take a chunk for `whole`."""
+        """Collect a chunk for `whole`."""
         piece = self.push(chunk)
         if piece is None:
             return
@@ -277,7 +277,7 @@ class ChatChoice:
         self._stop_reason = piece.get("stop_reason")
 
     def whole(self) -> dict[str, Any]:
-        """All that was added, as one choice."""
+        """Everything collected, as one choice."""
         message: dict[str, Any] = {"role": "assistant", "content": self._content, **_NOTHING_ELSE}
         if self._calls:
             message |= {"tool_calls": self._calls, "content": self._content or None}
@@ -328,7 +328,7 @@ class ChatChoice:
             delta["tool_calls"] = list(calls.values())
 
     def _id(self, written: str | None) -> str:
-        """Of a call: the one that the model wrote, if it is the first to have it."""
+        """Return the id that the model wrote for a call, if it is unique; else a new one."""
         if written is None or written in self._written_ids:
             return self._make_id()
         self._written_ids.add(written)
@@ -343,12 +343,12 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatStep:
-    """More of the answer.
+    """One addition to the answer.
 
     Attributes:
-        kind: of what: a thought, text, a call that begins, or the arguments of the one that began last.
-        text: that is added.
-        call: its id and name, of one that begins.
+        kind: a thought, text, the start of a call, or arguments of the call that started last.
+        text: the added text.
+        call: id and name of a call that starts.
     """
 
     kind: Literal["thought", "text", "call", "arguments"]
@@ -357,7 +357,7 @@ class ChatStep:
 
 
 def steps(delta: dict[str, Any]) -> Iterator[ChatStep]:
-    """What a choice's delta holds. A call is complete before text follows it."""
+    """Split a choice's delta into steps. A call is complete before text follows it."""
     if delta.get("reasoning"):
         yield ChatStep("thought", delta["reasoning"])
     calls = delta.get("tool_calls", ())
@@ -377,11 +377,11 @@ ALL_THAT_FIT: Final = (1 << 31) - 1
 
 
 class ChatCall(Call[ChatRequest]):
-    """One call: a prompt that a template has written, and a choice for each answer."""
+    """One chat call: a prompt rendered by the template, and a choice for each answer."""
 
     object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
-    named_call_finishes: ClassVar[bool] = False  # a call is the reason of the end also where the request named it
+    named_call_finishes: ClassVar[bool] = False  # whether calls are the finish reason even of a named tool
     default_max_tokens = ALL_THAT_FIT
 
     def __init__(self, asked: ChatRequest, front: Front, understood: Understood, first_index: int = 0) -> None:
@@ -397,33 +397,33 @@ class ChatCall(Call[ChatRequest]):
         self.requests, self.sampling = understood.requests, understood.sampling
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """Make the choices."""
+        """Create the choices."""
         self._prompt_token_ids = requests[0].prompt_token_ids
         self._choices = [self._choice(self._first_index + at) for at in range(self._asked.num_choices)]
 
     def first(self) -> list[dict[str, Any]]:
-        """Whose turn it is, once for each choice."""
+        """One choice per answer that announces the assistant's role."""
         choices = [choice.first() for choice in self._choices]
         if self._asked.return_token_ids:
             choices[0]["prompt_token_ids"] = list(self._prompt_token_ids)
         return choices
 
     def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
-        """At most one choice."""
+        """Return at most one choice."""
         if chunk.prompt_logprobs:
             return []
         piece = self._choices[chunk.choice].push(chunk)
         return [] if piece is None else [piece]
 
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
-        """Take a chunk for `whole`."""
+        """Collect a chunk for `whole`."""
         if chunk.prompt_logprobs:
             self._prompt_reports.extend(chunk.prompt_logprobs)
         else:
             self._choices[chunk.choice].add(chunk)
 
     def whole(self) -> dict[str, Any]:
-        """The choices in order, and what was asked of the prompt."""
+        """The choices in order, and the requested data about the prompt."""
         asked = self._asked
         report = None if asked.prompt_logprobs is None else [None, *map(self._names.by_id, self._prompt_reports)]
         return {
@@ -433,7 +433,7 @@ class ChatCall(Call[ChatRequest]):
         }
 
     def reasoning_tokens(self) -> int | None:
-        """Of all choices."""
+        """Tokens of all choices' thoughts so far; None if none are split off."""
         counts = [choice.reasoning_tokens for choice in self._choices]
         return (
             sum(count for count in counts if count is not None) if any(count is not None for count in counts) else None
@@ -458,20 +458,20 @@ class ChatCall(Call[ChatRequest]):
 
 
 class Chats(GenerationEndpoint[ChatRequest]):
-    """The endpoint."""
+    """Serves `/v1/chat/completions`."""
 
     kind: type[BaseModel] = ChatRequest
 
     def call(self, asked: ChatRequest, understood: Understood) -> ChatCall:
-        """The call that a body is."""
+        """Make the call for a request."""
         return ChatCall(asked, self.front, understood)
 
 
 def understand_chat(asked: ChatRequest, forms: Forms, job: ReadingJob) -> Understood:
-    """What a body asks, in messages.
+    """Translate a request into messages for the workers.
 
     Raises:
-        InvalidRequest: it can be seen to be wrong.
+        InvalidRequest: the request is invalid.
     """
     return understand_prompts(asked, forms, job, 1, lambda: [chat_prompt(asked, forms, asked.message_data())])
 
@@ -479,17 +479,17 @@ def understand_chat(asked: ChatRequest, forms: Forms, job: ReadingJob) -> Unders
 def understand_prompts(
     asked: ChatRequest, forms: Forms, job: ReadingJob, num_prompts: int, write: Callable[[], Sequence[str]]
 ) -> Understood:
-    """The same for any number of prompts, which share all else.
+    """Translate a request with any number of prompts, which share all other options.
 
     Args:
-        asked: all else.
-        forms: the template among them.
-        job: what is known beside it.
-        num_prompts: that there will be.
-        write: makes them, once it is known that so many may be.
+        asked: the options.
+        forms: the chat template and other knowledge about the model.
+        job: limits, and the request's id.
+        num_prompts: number of prompts.
+        write: renders the prompts; called once their number has been checked.
 
     Raises:
-        InvalidRequest: it can be seen to be wrong.
+        InvalidRequest: the request is invalid.
     """
     check_num_answers(num_prompts * min(max(1, asked.num_choices), MAX_CHOICES), job.max_answers)
     sampling = forms.with_defaults(asked.complete(asked.sampling(forms.encode)))
@@ -505,7 +505,7 @@ def understand_prompts(
     call_form, thought_form = _written(forms.template)
     marks = {*(thought_form.marks if splits_thought else ()), *(call_form.marks if splits_calls else ())}
     if not marks.isdisjoint(forms.hidden):
-        sampling.skip_special_tokens = False  # else nothing would be left to split by
+        sampling.skip_special_tokens = False  # otherwise the text would have no marks to split at
     requests = [
         inference_pb2.GenerateRequest(
             model=asked.model or "",
@@ -514,7 +514,7 @@ def understand_prompts(
             tenant=asked.cache_salt or "",
             priority=asked.turn,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
-            add_special_tokens=asked.add_special_tokens is True,  # the template has written those that there are
+            add_special_tokens=asked.add_special_tokens is True,  # the template writes the special tokens itself
         )
         for prompt in prompts
     ]
@@ -531,15 +531,15 @@ def understand_prompts(
 
 
 def chat_prompt(asked: ChatRequest, forms: Forms, messages: list[dict[str, Any]]) -> str:
-    """The text of a chat's prompt.
+    """Render the prompt of a chat.
 
     Args:
-        asked: what the template reads beside the conversation.
-        forms: the template among them.
+        asked: options that the template reads besides the conversation.
+        forms: has the chat template.
         messages: the conversation.
 
     Raises:
-        InvalidRequest: a message is none, the template refuses the conversation, or what it writes is no Unicode text.
+        InvalidRequest: a message is invalid, the template refuses the conversation, or its output is not valid Unicode.
     """
     template = forms.template
     if template is None:
@@ -567,7 +567,7 @@ def chat_prompt(asked: ChatRequest, forms: Forms, messages: list[dict[str, Any]]
     return prompt
 
 
-MAX_CHARS: Final = 16 << 20  # of all prompts: the tools are in each of them, and once in the body
+MAX_CHARS: Final = 16 << 20  # over all prompts: each contains the tools, which the body has only once
 Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -580,7 +580,7 @@ class BatchRequest(ChatRequest):
 
 
 class BatchCall(Call[ChatRequest]):
-    """One call: a chat for each conversation."""
+    """One batch call: a chat for each conversation."""
 
     object: ClassVar[str] = "chat.completion"
     default_max_tokens = ALL_THAT_FIT
@@ -592,40 +592,40 @@ class BatchCall(Call[ChatRequest]):
         self.requests, self.sampling = understood.requests, understood.sampling
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """Make the choices."""
+        """Create the choices."""
         for chat, request in zip(self._chats, requests, strict=True):
             chat.begin([request])
 
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
-        """Take a chunk for `whole`."""
+        """Collect a chunk for `whole`."""
         self._chats[at].add(0, chunk)
 
     def whole(self) -> dict[str, Any]:
-        """The choices in order."""
+        """The choices of all conversations in order."""
         choices = [choice for chat in self._chats for choice in chat.whole()["choices"]]
         return {"choices": choices, "prompt_logprobs": None, "prompt_token_ids": None}
 
     def reasoning_tokens(self) -> int | None:
-        """Of all choices."""
+        """Tokens of all choices' thoughts so far; None if none are split off."""
         counts = [count for chat in self._chats if (count := chat.reasoning_tokens()) is not None]
         return sum(counts) if counts else None
 
 
 class Batches(Chats):
-    """The endpoint."""
+    """Serves `/v1/chat/completions/batch`."""
 
     kind = BatchRequest
 
     def call(self, asked: ChatRequest, understood: Understood) -> Call[ChatRequest]:  # type: ignore[override]
-        """The call that a body is."""
+        """Make the call for a request."""
         return BatchCall(asked, self.front, understood)
 
 
 def understand_batch(asked: BatchRequest, forms: Forms, job: ReadingJob) -> Understood:
-    """What a body asks, in messages, one for each conversation.
+    """Translate a batch into messages for the workers, one for each conversation.
 
     Raises:
-        InvalidRequest: it can be seen to be wrong.
+        InvalidRequest: the request is invalid.
     """
     for name in ("stream", "prompt_logprobs"):
         if getattr(asked, name) not in (None, False):

@@ -1,4 +1,4 @@
-"""`/v1/completions`: body, choices and replies."""
+"""`/v1/completions`: request model, choices and replies."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
@@ -18,7 +18,7 @@ from baton.router.openai.options import CommonOptions
 from baton.router.openai.token_names import TokenNames, finite
 from baton.router.openai.understood import ReadingJob, Understood
 
-DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
+DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default
 Prompt = str | list[int]
 
 
@@ -30,7 +30,7 @@ class CompletionRequest(CommonOptions):
     logprobs: int | None = None
 
     def prompts(self) -> list[Prompt]:
-        """Each prompt by itself.
+        """Return the prompts as a list.
 
         Raises:
             EmptyPrompt: there is none.
@@ -45,17 +45,17 @@ class CompletionRequest(CommonOptions):
 
     @property
     def echoes_only(self) -> bool:
-        """Whether only the prompt is wanted back."""
+        """Whether the client wants only the prompt back."""
         return bool(self.echo) and self.max_tokens == 0
 
     def complete(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
-        """Add what only this kind of request has.
+        """Add the options that only completion requests have.
 
         Raises:
-            InvalidSampling: a number of log-probabilities that no message can carry.
+            InvalidSampling: the number of log-probabilities is out of range.
         """
         if self.echoes_only:
-            sampling.max_tokens = 1  # it is made, and not shown
+            sampling.max_tokens = 1  # one token is generated, but not shown
         if self.logprobs is not None:
             if not 0 <= self.logprobs < 1 << 31:
                 raise InvalidSampling(f"logprobs = {self.logprobs}: out of range", field="logprobs")
@@ -66,7 +66,7 @@ class CompletionRequest(CommonOptions):
 
 
 class PromptReport:
-    """What is said of a prompt: its text, and its log-probabilities as they come."""
+    """A prompt's text and tokens, and its log-probabilities as they arrive."""
 
     def __init__(self, request: GenerationRequest, text: str) -> None:
         self.token_ids = request.prompt_token_ids
@@ -74,7 +74,7 @@ class PromptReport:
         self.reports: list[inference_pb2.TokenLogprobs] = []
 
     def logprobs(self, names: TokenNames) -> list[dict[str, Any] | None]:
-        """As vLLM's `prompt_logprobs`; nothing precedes the first token."""
+        """The log-probabilities in the form of vLLM's `prompt_logprobs`; the first token has none."""
         return [None, *map(names.by_id, self.reports)]
 
 
@@ -82,11 +82,11 @@ class CompletionChoice:
     """One of `choices`.
 
     Args:
-        index: its number in the reply.
-        asked: the call.
-        prompt: what it continues.
-        names: of tokens.
-        stream: makes the answer's text of them.
+        index: its index in the reply.
+        asked: the request.
+        prompt: the prompt that it continues.
+        names: names of tokens.
+        stream: detokenizes the answer.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CompletionChoice:
         self._chunks: list[inference_pb2.GenerateChunk] = []
 
     def push(self, chunk: inference_pb2.GenerateChunk) -> dict[str, Any] | None:
-        """What a chunk adds; None where there is nothing to say of it."""
+        """Return what a chunk adds to the stream; None if it adds nothing."""
         asked, is_first, is_hidden = self._asked, not self._has_begun, self._asked.echoes_only
         text = "" if is_hidden else chunk.text
         token_ids = [] if is_hidden else list(chunk.token_ids)
@@ -114,7 +114,7 @@ class CompletionChoice:
             logprobs = _joined([*parts, self._answered([] if is_hidden else chunk.logprobs)])
         finish_reason = chunk.finish.reason if chunk.HasField("finish") else None
         stop_reason = stop_reason_of(chunk)
-        if is_hidden and finish_reason == "stop":  # at a token that was not asked for
+        if is_hidden and finish_reason == "stop":  # it stopped at a token that the client did not ask for
             finish_reason, stop_reason = "length", None
         says_ids = asked.return_token_ids and token_ids
         if not (text or finish_reason or says_ids or (logprobs and logprobs["tokens"])):
@@ -131,11 +131,11 @@ class CompletionChoice:
         }
 
     def add(self, chunk: inference_pb2.GenerateChunk) -> None:
-        """Take a chunk for `whole`."""
+        """Collect a chunk for `whole`."""
         self._chunks.append(chunk)
 
     def whole(self) -> dict[str, Any]:
-        """All that was added, as one choice. The prompt's report must be complete."""
+        """Everything collected, as one choice. The prompt's report must be complete."""
         pieces = [piece for piece in map(self.push, self._chunks) if piece is not None]
         logprobs = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
         choice = pieces[-1] | {
@@ -149,7 +149,10 @@ class CompletionChoice:
         return choice | {"prompt_logprobs": report}
 
     def _echoed(self) -> dict[str, list[Any]]:
-        """The prompt's own tokens; nothing precedes the first. A BOS that was put before a text is not in it."""
+        """Log-probabilities of the prompt's own tokens; the first has none.
+
+        A BOS added before a text is not part of the text.
+        """
         stream, text_len = self._names.stream(skip_special_tokens=False), len(self._prompt.text)
         token_ids = [self._prompt.token_ids[0], *(report.token_id for report in self._prompt.reports)]
         offsets, end = _offsets(stream, token_ids, 0)
@@ -173,7 +176,7 @@ class CompletionChoice:
 
 
 def _offsets(stream: TokenStream, token_ids: Sequence[int], begin: int) -> tuple[list[int], int]:
-    """Where in the text each token stands, and the next one. The tokens of one character stand where it does."""
+    """Offset of each token in the text, and of the next one. The tokens of one character share its offset."""
     offsets = [begin]
     for token_id in token_ids:
         offsets.append(offsets[-1] + len(stream.push(token_id)))
@@ -181,7 +184,7 @@ def _offsets(stream: TokenStream, token_ids: Sequence[int], begin: int) -> tuple
 
 
 def stop_reason_of(chunk: inference_pb2.GenerateChunk) -> int | str | None:
-    """The stop token or string that an answer's last chunk names; None for EOS, and where it was none."""
+    """The stop token or string in an answer's last chunk; None for EOS, or if there was none."""
     kind = chunk.finish.WhichOneof("stopped_by")
     stopped_by: int | str | None = None if kind is None else getattr(chunk.finish, kind)
     return stopped_by
@@ -192,7 +195,7 @@ def _joined(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
 
 
 class CompletionCall(Call[CompletionRequest]):
-    """One call, with a choice for each answer to each prompt."""
+    """One completion call, with a choice for each answer to each prompt."""
 
     object: ClassVar[str] = "text_completion"
     chunk_object: ClassVar[str] = "text_completion"
@@ -209,7 +212,7 @@ class CompletionCall(Call[CompletionRequest]):
         self.requests, self.sampling = understood.requests, understood.sampling
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """Make the choices."""
+        """Create the choices."""
         num, names = self._asked.num_choices, self._names
         skips = not self.sampling.HasField("skip_special_tokens") or self.sampling.skip_special_tokens
         is_whole = self._asked.truncate_prompt_tokens is None
@@ -228,7 +231,7 @@ class CompletionCall(Call[CompletionRequest]):
             )
 
     def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
-        """At most one choice."""
+        """Return at most one choice."""
         if chunk.prompt_logprobs:
             self._prompts[at].reports.extend(chunk.prompt_logprobs)
             return []
@@ -236,7 +239,7 @@ class CompletionCall(Call[CompletionRequest]):
         return [] if piece is None else [piece]
 
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
-        """Take a chunk for `whole`."""
+        """Collect a chunk for `whole`."""
         if chunk.prompt_logprobs:
             self._prompts[at].reports.extend(chunk.prompt_logprobs)
         else:
@@ -248,20 +251,20 @@ class CompletionCall(Call[CompletionRequest]):
 
 
 class Completions(GenerationEndpoint[CompletionRequest]):
-    """The endpoint."""
+    """Serves `/v1/completions`."""
 
     kind = CompletionRequest
 
     def call(self, asked: CompletionRequest, understood: Understood) -> CompletionCall:
-        """The call that a body is."""
+        """Make the call for a request."""
         return CompletionCall(asked, self.front, understood)
 
 
 def understand_completion(asked: CompletionRequest, forms: Forms, job: ReadingJob) -> Understood:
-    """What a body asks, in messages; their number is checked before any is made, and they share the sampling.
+    """Translate a request into messages that share the sampling; their number is checked before any is made.
 
     Raises:
-        InvalidRequest: it can be seen to be wrong.
+        InvalidRequest: the request is invalid.
     """
     if asked.echo and asked.logprobs is not None and asked.stream and asked.num_choices > 1:
         raise ConflictingOptions("echo with logprobs cannot be streamed with n > 1", field="stream")
@@ -285,7 +288,7 @@ def _request(prompt: Prompt, asked: CompletionRequest, job: ReadingJob) -> infer
         request.text = prompt
         return request
     if asked.truncate_prompt_tokens is not None:
-        prompt = prompt[-job.max_model_len :]  # no more is read
+        prompt = prompt[-job.max_model_len :]  # the model reads no more
     if len(prompt) > job.max_model_len:
         message = f"the prompt has {len(prompt)} tokens; the model's length is {job.max_model_len}"
         raise PromptTooLong(message, length=len(prompt), limit=job.max_model_len)

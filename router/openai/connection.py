@@ -1,11 +1,11 @@
-"""One client's HTTP connection, within limits: of header bytes, of time for headers and between requests, of number.
+"""One client's HTTP connection, within limits: header bytes, time for headers and between requests, number.
 
-uvicorn's parser in C knows none of them. A connection over the number is closed at once with a 503, but first one that
-is idle makes room for it. What is closed is counted, and said no more often than every few seconds.
+uvicorn's C parser enforces none of them. A connection beyond the maximum number is closed at once with a 503, unless an
+idle one can be closed to make room. Closed connections are counted, and logged at most once every few seconds.
 
-A reply can be whole before its request is: a refusal of a body that is too long. If the connection ends with it, what
-still comes is read and dropped first, for a while. Closed at once, the kernel would answer it with a reset, and that
-takes the reply from a client that has not read it yet.
+A reply can be complete before its request is, for example when the router refuses a body that is too long. If the
+connection ends with that reply, the router first reads and drops what still arrives, for a while. If it closed at once,
+the kernel would answer the remaining data with a reset, and the client would lose a reply that it has not read yet.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
     """Run `work`; cancel it when the connection closes. The body must have been read.
 
     Raises:
-        Exception: whatever `work` raises, or `receive`.
+        Exception: raised by `work` or `receive`.
     """
     try:
-        gone = asyncio.create_task(_disconnected(receive))  # it ends with the connection, whatever follows
+        gone = asyncio.create_task(_disconnected(receive))  # ends with the connection, whatever follows
         task = asyncio.create_task(work)
     except BaseException:
-        work.close()  # it has not begun
+        work.close()  # it has not started
         raise
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -54,11 +54,11 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
             one.cancel()
         await asyncio.wait({task, gone})
         if not task.cancelled() and not is_done:
-            task.exception()  # of work that is not waited for any more
+            task.exception()  # retrieve the error of work whose result is not needed
     try:
-        (task if is_done else gone).result()  # a `receive` that failed does not say that the client is gone
+        (task if is_done else gone).result()  # a `receive` that failed does not mean that the client is gone
     finally:
-        # An error knows this frame: with the frame knowing the task, and so the error, neither would be freed.
+        # An error's traceback holds this frame; if the frame held the task, and so the error, neither would be freed.
         del task, gone, one
 
 
@@ -69,24 +69,24 @@ async def _disconnected(receive: Receive) -> None:
 
 MAX_HEADER_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
-LINGER_S: Final = 30.0  # as long as a body may take to come
+LINGER_S: Final = 30.0  # as long as a body may take to arrive
 SAY_EVERY_S: Final = 10.0
-WAITING_BYTES: Final = 1024  # that a request takes which waits, beside its own
-PLACE: Final = "baton.connection"  # in a scope
+WAITING_BYTES: Final = 1024  # overhead of a waiting request, besides its own bytes
+PLACE: Final = "baton.connection"  # key of the connection in an ASGI scope
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What connections may take.
+    """Limits of connections.
 
     Attributes:
-        max_connections: of all clients together.
-        max_header_bytes: of one request's first line and headers; of what is around its body; of trailers behind it;
-            of all requests that wait for the reply to an earlier one.
-        head_timeout_s: from the first byte of a request, or the beginning of a connection, to the end of its headers.
-        linger_s: for which a client may go on sending what is dropped, behind the reply to it.
+        max_connections: connections of all clients together.
+        max_header_bytes: bytes of one request's first line and headers; of the framing around its body; of its
+            trailers; of all requests that wait for the reply to an earlier one.
+        head_timeout_s: from a request's first byte, or the start of a connection, to the end of the headers.
+        linger_s: how long a client may go on sending dropped data after the reply.
     """
 
     max_connections: int
@@ -96,12 +96,12 @@ class ConnectionLimits:
 
 
 class Connections:
-    """Those that are open.
+    """The open connections.
 
     Args:
-        limits: of them.
-        registry: for their number, and for what was closed.
-        held: by principal, with those over other ways in.
+        limits: limits of connections.
+        registry: exports the number of open and closed connections.
+        held: connections by principal, over gRPC and HTTP.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Connections:
         registry = registry or CollectorRegistry()
         self.limits = limits
         self._open: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # the longest idle first
+        self._idle: dict[Connection, None] = {}  # in order of idleness, the longest first
         self._held = held or ConnectionsHeld()
         self._said_s = float("-inf")
         about = "HTTP connections that were closed by the router, by reason"
@@ -122,7 +122,7 @@ class Connections:
         gauge.set_function(lambda: len(self._open))
 
     def take(self, connection: "Connection") -> bool:
-        """Whether there is room for one more; an idle one is closed for it."""
+        """Add a connection, closing an idle one if necessary; return whether there was room."""
         if len(self._open) >= self.limits.max_connections:
             if not self._idle:
                 self.note("too_many")
@@ -134,7 +134,7 @@ class Connections:
         return True
 
     def drop(self, connection: "Connection") -> None:
-        """It has ended."""
+        """Remove a connection that has ended."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         if connection.principal is not None:
@@ -142,17 +142,17 @@ class Connections:
             connection.principal = None
 
     def set_idle(self, connection: "Connection", *, is_idle: bool) -> None:
-        """Whether it waits for a request."""
+        """Record whether a connection is waiting for a request."""
         if is_idle and connection in self._open:
             self._idle[connection] = None
         else:
             self._idle.pop(connection, None)
 
     def own(self, connection: "Connection", principal: str, limit: int | None) -> None:
-        """Whose it is, as of the request that came over it.
+        """Assign a connection to the principal of its latest request.
 
         Raises:
-            Overloaded: the principal has as many as it may.
+            Overloaded: the principal is at its limit.
         """
         if connection.principal == principal or connection not in self._open:
             return
@@ -166,7 +166,7 @@ class Connections:
         connection.principal = principal
 
     def note(self, reason: str) -> None:
-        """One was closed."""
+        """Count a closed connection, and log it unless one was logged recently."""
         self._closed.labels(reason).inc()
         now_s = time.monotonic()
         if now_s - self._said_s >= SAY_EVERY_S:
@@ -175,15 +175,15 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's, within limits.
+    """Uvicorn's connection, within limits.
 
-    It goes on reading while requests wait for the reply to an earlier one, or it would not see that the client is gone.
-    Requests beyond the limit are dropped, and the connection closes behind the reply that is under way: a client may
-    send them again.
+    It goes on reading while requests wait for the reply to an earlier one; otherwise it would not notice that the
+    client is gone. Waiting requests beyond the limit are dropped, and the connection closes after the reply in
+    progress; the client may send them again.
 
     Args:
-        connections: all that are open.
-        **given: what uvicorn gives.
+        connections: all open connections.
+        **given: uvicorn's own arguments.
     """
 
     def __init__(self, *, connections: Connections, **given: Any) -> None:
@@ -193,16 +193,16 @@ class Connection(HttpToolsProtocol):
         self._limits = connections.limits
         self._is_in_head = True
         self._has_ended_message = False
-        self._is_refused = False  # what comes is dropped
+        self._is_refused = False  # what arrives is dropped
         self._num_head_bytes = 0
         self._num_bytes_without_body = 0
         self._answered: RequestResponseCycle | None = None
-        self._waiting: deque[int] = deque()  # bytes of each request of `pipeline`
+        self._waiting: deque[int] = deque()  # bytes of each request in `pipeline`
         self._linger_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count it, or refuse it."""
+        """Register the connection, or refuse it."""
         super().connection_made(transport)
         if not self._all.take(self):
             self._refuse(HttpRefusal(503, "too many connections are open", "too_many_connections"))
@@ -212,7 +212,10 @@ class Connection(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended; uvicorn tells it to the newest request, which need not be the one that is answered."""
+        """Handle the end of the connection.
+
+        Uvicorn notifies only the newest request, which may not be the one in progress.
+        """
         self._stop_timer()
         self._stop_lingering()
         if self._answered is not None and not self._answered.response_complete:
@@ -222,22 +225,22 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def end(self) -> None:
-        """Close it; nothing is under way."""
+        """Close the connection at once; nothing is in progress."""
         self._is_refused = True
         self._all.drop(self)
         self.transport.close()
 
     def close(self) -> None:
-        """Close it behind a reply, when the client has sent all of what is replied to or `linger_s` have passed."""
+        """Close it after a reply, once the client has sent the whole request or `linger_s` have passed."""
         if self._is_in_head and not self._is_refused:
             self.transport.close()
         else:
             self._linger()
 
     def data_received(self, data: bytes) -> None:
-        """Count what comes before a request's headers are whole, and what is no body behind them.
+        """Count bytes that arrive before the headers are complete, and bytes after them that are not body.
 
-        The parser keeps what it has of a trailer, so one without an end would take memory, and time for each copy.
+        The parser buffers a trailer, so one without an end would take memory, and time for each copy.
         """
         if self._is_refused:
             return
@@ -253,25 +256,25 @@ class Connection(HttpToolsProtocol):
                 self._all.note("header_bytes")
                 self.end()
             return
-        # A message that ended in these bytes leaves it open how many are the next one's: none are counted.
+        # If a message ended in these bytes, it is unknown how many belong to the next one, so none are counted.
         self._num_head_bytes = 0 if self._has_ended_message else self._num_head_bytes + len(data)
         if self._num_head_bytes > self._limits.max_header_bytes:
             self._refuse_head()
 
     def _parse(self, data: bytes) -> None:
-        """As uvicorn's, which logs a line for whatever is no HTTP and says so in plain text."""
+        """Parse like uvicorn, which would log a line for invalid HTTP and reply in plain text."""
         self._unset_keepalive_if_required()
-        assert self.parser is not None  # until the connection is lost
+        assert self.parser is not None  # set until the connection is lost
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # to a protocol that is not served: the request is answered as any other
+            pass  # the protocol is not served: the request is answered like any other
         except httptools.HttpParserError:
             self._all.note("no_http")
             self._refuse(HttpRefusal(400, "what came is no HTTP request", "invalid_http"))
 
     def on_message_begin(self) -> None:
-        """A request has begun."""
+        """Handle the start of a request."""
         super().on_message_begin()
         scope: Scope = self.scope  # type: ignore[assignment]
         scope[PLACE] = self
@@ -279,7 +282,7 @@ class Connection(HttpToolsProtocol):
             self._all.set_idle(self, is_idle=False)
 
     def on_headers_complete(self) -> None:
-        """The headers are whole: begin, unless they are too long in all."""
+        """Start the request, unless its headers are too long in total."""
         if self._is_refused:
             return
         self._is_in_head = False
@@ -297,12 +300,12 @@ class Connection(HttpToolsProtocol):
             self._drop_if_too_much()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; a trailer is dropped."""
+        """Handle a header; a trailer is dropped."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        """More of a body."""
+        """Handle a part of the body."""
         self._num_bytes_without_body = 0
         if self._waiting and not self._is_refused:
             self._waiting[0] += len(body)
@@ -311,7 +314,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole; what comes next is the next one's headers."""
+        """Handle the end of the request; the next bytes are the next request's headers."""
         self._is_in_head = self._has_ended_message = True
         self._num_head_bytes = 0
         if not self._is_refused:
@@ -319,7 +322,7 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The reply is whole; its request need not be, and has `linger_s` for what is dropped of it."""
+        """Handle the end of the reply. The rest of its request may still arrive for `linger_s`, and is dropped."""
         if self._is_refused:
             return
         super().on_response_complete()
@@ -337,7 +340,7 @@ class Connection(HttpToolsProtocol):
     def _drop_if_too_much(self) -> None:
         if sum(self._waiting) <= self._limits.max_header_bytes:
             return
-        assert self._answered is not None  # what the others wait for
+        assert self._answered is not None  # the request that the others wait for
         self._all.note("waiting_bytes")
         self._is_refused = True
         self._waiting.clear()
@@ -347,7 +350,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def roles(self) -> frozenset[str]:
-        """Those that the client's certificate names; none without TLS, a certificate or a role in it."""
+        """Roles in the client's certificate; empty without TLS, a certificate or a role in it."""
         inside = self.transport.get_extra_info("ssl_object")
         shown = (inside.getpeercert() or {}) if inside is not None else {}
         names = shown.get("subjectAltName", ())
@@ -364,14 +367,17 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, refusal: HttpRefusal) -> None:
         self._stop_timer()
-        if self._is_replying:  # to an earlier request, into whose reply this one would go
+        if self._is_replying:  # the refusal would end up inside the reply to an earlier request
             self.end()
             return
         self.transport.write(error_bytes(refusal))
         self._linger()
 
     def _linger(self) -> None:
-        """Drop what comes until the client ends; meanwhile the connection is one that makes room for others."""
+        """Drop what arrives until the client closes.
+
+        Meanwhile the connection counts as idle and may be closed to make room for another.
+        """
         self._is_refused = True
         self.flow.resume_reading()
         if self.transport.can_write_eof():
@@ -413,13 +419,13 @@ class Connection(HttpToolsProtocol):
 
 
 class _Transport:
-    """What a reply is written to: it closes as its connection does."""
+    """The transport of a reply; it closes the way its connection does."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def write(self, data: bytes) -> None:
-        """Send it."""
+        """Send data."""
         self._connection.transport.write(data)
 
     def is_closing(self) -> bool:
@@ -436,19 +442,19 @@ TICK_S: Final = 0.1
 
 
 class _Server(uvicorn.Server):
-    """Ends as soon as it is told to. Signals are the process's business."""
+    """A uvicorn server that ends as soon as it is told to, and leaves signals to the process."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._is_told = asyncio.Event()
 
     def end(self) -> None:
-        """Take no new connection; `serve` returns when the others are closed."""
+        """Accept no new connection; `serve` returns when the open ones are closed."""
         self.should_exit = True
         self._is_told.set()
 
     async def main_loop(self) -> None:
-        """As uvicorn's, which looks ten times a second whether it is to end."""
+        """Run uvicorn's loop, but end it at once instead of at its next check, ten times a second."""
         counter = 0
         while not await self.on_tick(counter):
             counter = (counter + 1) % 10
@@ -457,17 +463,17 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None are."""
+        """Capture no signals."""
         yield
 
 
 class HttpServer:
-    """Serves from `start` to `stop`.
+    """The HTTP server; serves from `start` to `stop`.
 
     Args:
-        app: what is served.
-        connections: those that are open, and their limits.
-        tls: its certificates; None for no encryption.
+        app: the ASGI application.
+        connections: the open connections and their limits.
+        tls: TLS context with its certificates; None for no encryption.
     """
 
     def __init__(self, app: ASGIApp, connections: Connections, tls: ssl.SSLContext | None = None) -> None:
@@ -479,7 +485,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 picks a free one.
+        """Start listening; port 0 picks a free one.
 
         Raises:
             OSError: the address cannot be bound.
@@ -498,7 +504,7 @@ class HttpServer:
             http=partial(Connection, connections=self._connections),  # type: ignore[arg-type]
         )
         config.load()
-        config.ssl = self._tls  # uvicorn's own would not follow files that change
+        config.ssl = self._tls  # uvicorn's own context would not reload changed files
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([listener]))
         while not self._server.started:
@@ -507,7 +513,7 @@ class HttpServer:
             await asyncio.sleep(0)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new connection, give open replies a grace, then end them."""
+        """Accept no new connection, allow open replies a grace period, then end them."""
         if self._server is None or self._task is None:
             return
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0

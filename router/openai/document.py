@@ -1,7 +1,7 @@
-"""`/openapi.json`: every path, made of the models that read requests and of the tables that refuse, so neither drifts.
+"""Builds `/openapi.json` from the request models and the tables of refused parameters, so that neither can drift.
 
-What a model cannot say, ranges of numbers and what is refused by name, comes from `core.requests.sampling` and
-`options`. It describes; nothing is validated by it.
+Ranges of numbers and refusals by name, which models cannot express, come from `core.requests.sampling` and `options`.
+The document only describes; nothing is validated by it.
 """
 
 import functools
@@ -40,7 +40,7 @@ _STYLE: Final = (
 
 
 def docs_page(document: Mapping[str, Any]) -> str:
-    """The page of an OpenAPI document."""
+    """Render an OpenAPI document as a page."""
     info = document["info"]
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(info['title'])}</title>",
@@ -90,12 +90,12 @@ COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
 
 
 def ref(name: str) -> Schema:
-    """Another schema of the document."""
+    """Refer to another schema of the document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def record(required: Schema, optional: Schema | None = None) -> Schema:
-    """An object with these members and no others."""
+    """Schema of an object with these members and no others."""
     return {
         "type": "object",
         "properties": required | (optional or {}),
@@ -105,12 +105,12 @@ def record(required: Schema, optional: Schema | None = None) -> Schema:
 
 
 def many(item: Schema) -> Schema:
-    """An array."""
+    """Schema of an array."""
     return {"type": "array", "items": item}
 
 
 def or_null(schema: Schema) -> Schema:
-    """The same, or null."""
+    """Schema that also allows null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -118,7 +118,7 @@ _TOKEN_IDS = many(COUNT)
 _FINISH = or_null({"enum": ["stop", "length", "tool_calls"]})
 _STOP_REASON = or_null({"anyOf": [TEXT, COUNT]})
 _NULL: Final[Schema] = {"type": "null"}
-# What vLLM may write and what is never known here: null, so that clients find the keys.
+# Fields that vLLM may fill and Baton never does: null, so that clients find the keys.
 _NOTHING_ELSE: Final[Schema] = {"service_tier": _NULL, "system_fingerprint": _NULL, "kv_transfer_params": _NULL}
 _ENVELOPE: Final[Schema] = {"id": TEXT, "created": COUNT, "model": TEXT}
 _RANKED = {"type": "object", "additionalProperties": ref("RankedToken")}
@@ -412,19 +412,19 @@ _STOP: Final = {"minLength": 1, "maxLength": MAX_STOP_STRING_LEN}
 
 
 def _numbers(name: str, **changed: int) -> Mapping[str, Schema]:
-    """The schema of a sampling parameter that is one number, of its type."""
+    """Schema of a sampling parameter that is a single number, by its type."""
     allowed = RANGES[name]
     low = {"exclusiveMinimum" if allowed.above_low else "minimum": allowed.low}
     is_integer = "int" in str(SamplingParams.__annotations__[name])
     return {"integer" if is_integer else "number": low | {"maximum": min(allowed.high, _MAX_INT)} | changed}
 
 
-# By type of the value, as a field may have several.
+# Keyed by the value's type, because a field may accept several.
 LIMITS: Final[Mapping[str, Mapping[str, Schema]]] = {
-    **{name: _numbers(name) for name in RANGES if name != "seed"},  # any 64-bit number is a seed over HTTP
+    **{name: _numbers(name) for name in RANGES if name != "seed"},  # any 64-bit number is a valid seed over HTTP
     "max_tokens": _numbers("max_tokens", minimum=0),  # 0 with `echo`
     "max_completion_tokens": _numbers("max_tokens"),
-    "top_k": _numbers("top_k", minimum=-1),  # vLLM's other way of saying: all
+    "top_k": _numbers("top_k", minimum=-1),  # -1 is vLLM's other spelling of "all tokens"
     "top_logprobs": {"integer": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}},
     "stop": {"string": _STOP, "array": {"maxItems": MAX_STOP_STRINGS, "items": {"type": "string"} | _STOP}},
     "stop_token_ids": {"array": {"maxItems": MAX_STOP_TOKEN_IDS, "items": {"type": "integer", "minimum": 0}}},
@@ -459,7 +459,7 @@ _LOOK: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStat
 
 
 def openapi_document(model: str) -> dict[str, Any]:
-    """The document of a router that serves `model`."""
+    """Build the document of a router that serves `model`."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -560,7 +560,7 @@ def _path_operation(path: str, method: str) -> Schema:
 
 @functools.cache
 def _schemas() -> dict[str, Schema]:
-    """Of all requests, for any model; not to be changed. It takes a tenth of a second to make."""
+    """Schemas of all requests, for any model; must not be modified. Building them takes a tenth of a second."""
     made = models_json_schema([(kind, "validation") for kind in REQUESTS], ref_template="#/components/schemas/{model}")
     schemas: dict[str, Schema] = made[1]["$defs"]
     for kind in (ChatRequest, BatchRequest, CompletionRequest, TokenizeRequest):

@@ -1,4 +1,4 @@
-"""What the endpoints share: who generates, by which tokenizer and template, and the limits of HTTP."""
+"""State that the endpoints share (inference, model, template, metrics), and authentication of HTTP requests."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -23,19 +23,19 @@ from baton.router.served_model import ServedModel
 if TYPE_CHECKING:
     from baton.router.openai.body_reader import BodyReader
 
-OPEN: Final = ("/health", "/ping", "/ready")  # they say nothing of any tenant
-OPERATORS: Final = ("/metrics",)  # it says something of every tenant
+OPEN: Final = ("/health", "/ping", "/ready")  # these reveal nothing about any tenant
+OPERATORS: Final = ("/metrics",)  # this reveals something about every tenant
 _PRINCIPAL: Final = "baton.principal"
 
 
 class Entrance:
-    """An ASGI application around another.
+    """ASGI middleware that authenticates requests.
 
     Args:
-        app: for those who come in.
-        authenticator: decides.
-        operators: decides who may read metrics, which tell of all tenants, where clients need keys.
-        metrics: count what fails here that no caller is to blame for.
+        app: the application for authenticated requests.
+        authenticator: authenticates clients.
+        operators: authenticates readers of metrics, which reveal all tenants' data, if clients need keys.
+        metrics: counts internal failures.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Entrance:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or let in."""
+        """Refuse the request, or pass it to the application."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
             try:
                 if PLACE in scope:
@@ -56,7 +56,7 @@ class Entrance:
                 scope[_PRINCIPAL] = principal
                 if PLACE in scope:
                     scope[PLACE].own(principal.tenant, self._authenticator.quota_of(principal).max_connections)
-            except Exception as error:  # noqa: BLE001  the boundary of what is before the applications
+            except Exception as error:  # noqa: BLE001  the boundary around authentication
                 typed = as_internal("the request", error)
                 if typed is not error:
                     self._metrics.requests_failed.labels(type(typed).__name__).inc()
@@ -82,25 +82,25 @@ class Entrance:
 
 
 def _key_header(headers: Headers) -> str | None:
-    """`Authorization`; where there is none, the header in which Anthropic's clients send a key."""
+    """Return `Authorization`, or else the header in which Anthropic's clients send a key."""
     found = headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
-    return ", ".join(found) if found else None  # which of several is meant is not known
+    return ", ".join(found) if found else None  # if there are several, they are joined, and so refused
 
 
 def principal_of(scope: Scope) -> Principal:
-    """Who came in."""
+    """The authenticated caller."""
     found: Principal = scope.get(_PRINCIPAL, ANYBODY)
     return found
 
 
 def connection_of(scope: Scope) -> str:
-    """Over which connection, as streams are counted."""
+    """The connection's name for counting streams."""
     host, port = scope.get("client") or ("", 0)
     return f"{host}:{port}"
 
 
 def num_header_bytes(scope: Scope) -> int:
-    """Of a request's headers and of what it asks for."""
+    """Size of a request's headers, path and query string."""
     about = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     return about + sum(len(name) + len(value) for name, value in scope.get("headers", ()))
 
@@ -110,14 +110,14 @@ MAX_BODY_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """What the HTTP side of a router is started with.
+    """Configuration of the router's HTTP side.
 
     Attributes:
-        port: 0 picks a free one.
-        template: for chats; without one they are refused.
-        defaults: sampling values of requests that name none.
-        max_body_bytes: a larger body is refused unread.
-        allowed_origins: web pages from these may call (CORS); "*" is any.
+        port: port to listen on; 0 picks a free one.
+        template: chat template; chats are refused without one.
+        defaults: sampling values for requests that set none.
+        max_body_bytes: larger bodies are refused unread.
+        allowed_origins: origins whose web pages may call (CORS); "*" allows any.
     """
 
     port: int
@@ -129,15 +129,15 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forms:
-    """What a body is understood by: no more than another process can be told.
+    """What is needed to parse a body, limited to what can be sent to another process.
 
     Attributes:
-        name: of the model.
-        encode: text to tokens.
-        template: for chats; without one they are refused.
-        defaults: sampling values of requests that name none.
-        marks: tokens of texts around calls and thoughts, where the tokenizer has them.
-        hidden: those of these texts that decoded text leaves out.
+        name: the model's name.
+        encode: tokenizes text.
+        template: chat template; chats are refused without one.
+        defaults: sampling values for requests that set none.
+        marks: token ids of the marks around calls and thoughts, as far as the tokenizer has them.
+        hidden: those marks that decoded text leaves out.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Forms:
     hidden: frozenset[str] = frozenset()
 
     def with_defaults(self, sampling: inference_pb2.Sampling) -> inference_pb2.Sampling:
-        """Fill in what the model's makers advise where the client said nothing."""
+        """Fill in the recommended values where the client set none."""
         for name, value in self.defaults.items():
             if not sampling.HasField(name):
                 setattr(sampling, name, value)
@@ -157,7 +157,7 @@ class Forms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """What every endpoint is given."""
+    """What every endpoint needs."""
 
     inference: InferenceService
     model: ServedModel

@@ -1,4 +1,4 @@
-"""The course of one call that generates: body, checks, chunks, reply; ended at once when its client is gone."""
+"""Runs a generating HTTP call: body, checks, chunks, reply. A call ends at once when its client disconnects."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from baton.router.openai.options import CommonOptions
 from baton.router.openai.reply import OPENAI, HttpRefusal, Manner, Reply, Usage
 from baton.router.openai.understood import REQUEST_ID, Understood
 
-# What vLLM may write beside an answer, and what is never known here.
+# Fields that vLLM may add to an answer and Baton never knows.
 UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
 IGNORED_HEADER: Final = "x-baton-ignored"
 MAX_IGNORED_SHOWN: Final = 20
@@ -30,29 +30,29 @@ Body = TypeVar("Body", bound=CommonOptions)
 
 
 class Events(Protocol):
-    """What a stream consists of, behind its headers."""
+    """The events of a stream, after its headers."""
 
     def first(self) -> list[dict[str, Any]]:
-        """Before the first chunk."""
+        """Events before the first chunk."""
         ...
 
     def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
-        """For a chunk of the `at`-th request, which has been counted."""
+        """Events for a chunk of the `at`-th request; usage already includes it."""
         ...
 
     def last(self) -> list[dict[str, Any]]:
-        """Behind the last chunk."""
+        """Events after the last chunk."""
         ...
 
 
 class Call(Generic[Body]):
-    """One call that has been understood; what is particular to its kind.
+    """One parsed call; subclasses implement what differs between endpoints.
 
     Attributes:
-        requests: for the workers, one for each prompt.
-        sampling: of all of them.
-        default_max_tokens: where `max_tokens` is absent.
-        hides_answers: they are made, and the client has none of them.
+        requests: messages for the workers, one for each prompt.
+        sampling: shared by all of them.
+        default_max_tokens: used if `max_tokens` is absent.
+        hides_answers: whether answers are generated but not sent to the client.
     """
 
     requests: list[inference_pb2.GenerateRequest]
@@ -64,46 +64,46 @@ class Call(Generic[Body]):
     chunk_object: ClassVar[str]
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """The requests have been checked."""
+        """Prepare for the answers; the requests have been checked."""
         raise NotImplementedError
 
     def first(self) -> list[dict[str, Any]]:
-        """Choices of the events that a stream begins with."""
+        """Choices of a stream's first events."""
         return []
 
     def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
-        """What a chunk of the `at`-th request adds to a stream: choices, each of one event."""
+        """Return what a chunk of the `at`-th request adds to a stream: choices, one per event."""
         raise NotImplementedError
 
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
-        """Take a chunk for `whole`."""
+        """Collect a chunk for `whole`."""
         raise NotImplementedError
 
     def reasoning_tokens(self) -> int | None:
-        """Tokens of thoughts so far; None where none are split off."""
+        """Tokens of thoughts so far; None if none are split off."""
         return None
 
     def whole(self) -> dict[str, Any]:
-        """The choices of a reply in one piece, and what stands beside them."""
+        """The choices of a reply that is not streamed, and the fields beside them."""
         raise NotImplementedError
 
     def document(self, envelope: dict[str, Any], usage: Usage) -> dict[str, Any]:
-        """The reply in one piece."""
+        """Build the whole reply."""
         return envelope | {"object": self.object} | self.whole() | {"usage": usage.as_data()} | UNKNOWN
 
     def events(self, asked: Body, envelope: dict[str, Any], usage: Usage) -> Events:
-        """The reply as a stream."""
+        """Build the stream's events."""
         return ChoiceEvents(asked, self, envelope | {"object": self.chunk_object}, usage)
 
 
 class ChoiceEvents:
-    """A stream of choices, one in each event; usage stands beside them, or in an event of its own at the end.
+    """A stream with one choice per event; usage is sent beside each choice, or in a final event.
 
     Args:
-        asked: what a stream carries beside its choices.
-        call: makes them.
-        envelope: of each event.
-        usage: of the call.
+        asked: says what the stream carries besides choices.
+        call: makes the choices.
+        envelope: fields of each event.
+        usage: usage of the call.
     """
 
     def __init__(self, asked: CommonOptions, call: Call[Any], envelope: dict[str, Any], usage: Usage) -> None:
@@ -113,15 +113,15 @@ class ChoiceEvents:
         self._usage = usage
 
     def first(self) -> list[dict[str, Any]]:
-        """Whose turn it is."""
+        """Events that announce the choices."""
         return self._events(self._call.first())
 
     def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[dict[str, Any]]:
-        """What it adds."""
+        """Events for what the chunk adds."""
         return self._events(self._call.push(at, chunk))
 
     def last(self) -> list[dict[str, Any]]:
-        """Usage."""
+        """The final usage event, if requested."""
         return [self._envelope | {"choices": [], "usage": self._usage.as_data()}] if self._asked.include_usage else []
 
     def _events(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ class GenerationEndpoint(Generic[Body]):
         self._warned: set[str] = set()
 
     def call(self, asked: Body, understood: Understood) -> Call[Body]:
-        """The call that a body is; nothing is allocated."""
+        """Make the call for a request; nothing is allocated yet."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,7 +156,7 @@ class GenerationEndpoint(Generic[Body]):
             request = Request(scope, receive)
             INCOMING.set(request.headers.get(HEADER, ""))
             given = request.headers.get("x-request-id", "")
-            if REQUEST_ID.fullmatch(given):  # so that a refusal of the body has it, too
+            if REQUEST_ID.fullmatch(given):  # so that a refusal of the body carries it too
                 reply.headers["x-request-id"] = given
             understood = await self.front.reader.read(request, self.kind)
             asked: Any = understood.asked
@@ -174,14 +174,18 @@ class GenerationEndpoint(Generic[Body]):
                 tenant, connection_of(scope), num, principal_of(scope), num_header_bytes=num_bytes
             ):
                 await until_disconnect(receive, self._serve(asked, call, reply))
-        except BatonError as error:  # it has been counted
+        except BatonError as error:  # already counted
             await reply.fail(error)
         except Exception as error:  # noqa: BLE001  the call's boundary
             await self._fail("the reply", error, reply)
 
     async def _fail(self, where: str, error: Exception, reply: Reply) -> None:
-        """Count and say it; not where it was raised: the error knows that frame, and a name there makes a cycle."""
-        if isinstance(error, HttpRefusal):  # of a body: the client's mistake
+        """Count an error and send it.
+
+        The caller must not bind the error to a name: its traceback holds the caller's frame, so that would make a
+        cycle.
+        """
+        if isinstance(error, HttpRefusal):  # refusal of a body: the client's mistake
             self.front.metrics.requests_failed.labels(InvalidRequest.__name__).inc()
             await reply.fail(error)
             return
@@ -190,7 +194,9 @@ class GenerationEndpoint(Generic[Body]):
         await reply.fail(typed)
 
     def _make_own(self, call: Call[Body], scope: Scope) -> str:
-        """Make the call its principal's; the tenant. Without keys that is the `cache_salt`, which else must be absent.
+        """Set the call's tenant and return it: the principal's, or without keys the `cache_salt`.
+
+        With keys, `cache_salt` must be absent or name the principal's own tenant.
 
         Raises:
             PermissionDenied: the caller names another tenant.

@@ -1,7 +1,8 @@
-"""How much of everything a request's body may hold: the types of which its models are built, and what its shape may be.
+"""Limits of every field of a request's body: the types that its models are built from, and limits of its shape.
 
-A field takes one of these types, never a bare `str`, `list` or `dict`: tests/router/openai/test_limits.py walks all
-models and fails on a field without a limit. What a limit forbids is refused before it is copied, tokenized or rendered.
+Each field uses one of these types, never a bare `str`, `list` or `dict`: tests/router/openai/test_limits.py walks all
+models and fails on a field without a limit. Values beyond a limit are refused before they are copied, tokenized or
+rendered.
 """
 
 import re
@@ -20,27 +21,27 @@ from baton.core.requests.sampling import (
     MAX_STOP_TOKEN_IDS,
 )
 
-MAX_BYTES: Final = 1 << 30  # of a text that only the body's own limit bounds
+MAX_BYTES: Final = 1 << 30  # for a text bounded only by the body's own limit
 MAX_NAME_LEN: Final = 256
 MAX_BAD_WORD_CHARS: Final = 256
 MAX_MESSAGES: Final = 1 << 14
-MAX_PARTS: Final = 1 << 12  # of a message's content
+MAX_PARTS: Final = 1 << 12  # in a message's content
 MAX_TOOLS: Final = 1024
-MAX_CALLS: Final = 1024  # of tools, in one earlier message
+MAX_CALLS: Final = 1024  # tool calls in one earlier message
 MAX_PROMPTS: Final = 1 << 12
-MAX_KEYS: Final = 512  # of a JSON object of the client's own, at its top
+MAX_KEYS: Final = 512  # at the top level of a client's own JSON object
 MAX_CHOICE_FORMS: Final = 1 << 12
-MAX_UNKNOWN: Final = 64  # fields that are not known here
-# Of the whole body: what one object or array costs to build is a hundred times its two bytes.
+MAX_UNKNOWN: Final = 64  # unknown fields
+# In the whole body: building one object or array costs a hundred times its two bytes.
 MAX_CONTAINERS: Final = 1 << 17
-# A body is read on the event loop if it has no more than this, and by another process else.
+# A body within these limits is read on the event loop, others by another process.
 LIGHT_BYTES: Final = 32 << 10
 LIGHT_CONTAINERS: Final = 48
 LIGHT_ITEMS: Final = 256
-LIGHT_NUMBERS: Final = 1200  # items that are no strings: a microsecond each, where names and words cost many
+LIGHT_NUMBERS: Final = 1200  # items other than strings: a microsecond each, while names and words take many
 
 Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
-Text = Annotated[str, Field(max_length=MAX_BYTES)]  # the body's limit is what bounds it
+Text = Annotated[str, Field(max_length=MAX_BYTES)]  # bounded by the body's limit
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
 StopStrings = Annotated[
     list[Annotated[str, Field(max_length=MAX_STOP_STRING_LEN)]], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)
@@ -53,7 +54,7 @@ BadWords = Annotated[
 TokenKey = Annotated[str, Field(max_length=32)]
 LogitBias = Annotated[dict[TokenKey, float], Field(max_length=MAX_LOGIT_BIASES, fail_fast=True)]
 Choices = Annotated[list[GrammarText], Field(max_length=MAX_CHOICE_FORMS, fail_fast=True)]
-JsonObject = Annotated[dict[Name, Any], Field(max_length=MAX_KEYS)]  # what is inside counts by `check_shape`
+JsonObject = Annotated[dict[Name, Any], Field(max_length=MAX_KEYS)]  # nested values are bounded by `check_shape`
 TokenIds = Annotated[list[int], Field(max_length=MAX_BYTES, fail_fast=True)]  # as `Text`
 Texts = Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 ManyTokenIds = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
@@ -62,7 +63,7 @@ _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 def is_light(body: bytes) -> bool:
-    """Whether reading a body takes no longer than the event loop may: bytes are counted, nothing is parsed."""
+    """Whether a body can be read on the event loop without delaying it; counts bytes, parses nothing."""
     return (
         len(body) <= LIGHT_BYTES
         and body.count(b"{") + body.count(b"[") <= LIGHT_CONTAINERS
@@ -72,7 +73,7 @@ def is_light(body: bytes) -> bool:
 
 
 def check_shape(body: bytes) -> None:
-    """Refuse a body of too many objects and arrays, whatever they are, before they are built.
+    """Refuse a body with too many objects and arrays, before any are built.
 
     Raises:
         InvalidRequest: there are more than `MAX_CONTAINERS`.

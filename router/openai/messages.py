@@ -1,4 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: chats in the words of Anthropic's API."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: chats in the format of Anthropic's API."""
 
 import json
 from collections.abc import Callable
@@ -99,7 +99,7 @@ class CountTokensRequest(Translated):
     output_config: OutputConfig | None = None
 
     def data(self) -> dict[str, Any]:
-        """The chat's body."""
+        """Translate the request into a chat's body."""
         messages = [] if self.system is None else [{"role": "system", "content": _texts(self.system, "system")}]
         for at, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{at}]")
@@ -122,7 +122,7 @@ class CountTokensRequest(Translated):
     def _variables(self) -> Any:
         given = (self.model_extra or {}).get("chat_template_kwargs")
         if not isinstance(given, dict | None):
-            return given  # it is refused
+            return given  # validation refuses it later
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         return {"enable_thinking": thinks} | (given or {})
 
@@ -138,13 +138,13 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = None
 
     def data(self) -> dict[str, Any]:
-        """The chat's body."""
+        """Translate the request into a chat's body."""
         same = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         return super().data() | same | {"stop": self.stop_sequences}
 
 
 def _messages(turn: InputMessage, field: str) -> list[dict[str, Any]]:
-    """What one message is among those of a chat: results of tools are messages of their own there."""
+    """Translate one message into chat messages; tool results become messages of their own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     made: list[dict[str, Any]] = []
@@ -227,10 +227,10 @@ Data = dict[str, Any]
 
 
 class MessagesManner(Manner):
-    """Events have names, no other one ends a stream, and errors are of Anthropic's types."""
+    """Anthropic's reply format: named events, no final `[DONE]`, and Anthropic's error types."""
 
     def error(self, error: BatonError | HttpRefusal) -> Data:
-        """Anthropic's JSON of it; `param` and `code` are those of other endpoints."""
+        """Build Anthropic's JSON for an error; `param` and `code` are as at other endpoints."""
         said, status = super().error(error)["error"], error_status(error)
         kind = _ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": said | {"type": kind}}
@@ -245,11 +245,11 @@ class MessagesCall(ChatCall):
         super().__init__(asked, front, understood)
         self.id = f"msg_{understood.request_id}"
         self._block_size = front.inference.prefix_block_size
-        self._steps: list[tuple[ChatStep, list[str]]] = []  # each block's first, and its texts
+        self._steps: list[tuple[ChatStep, list[str]]] = []  # (first step of each block, its texts)
         self._ending: Data = {}
 
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
-        """Take a chunk for `document`, in the blocks that a stream has."""
+        """Collect a chunk for `document`, in the same blocks as a stream."""
         for choice in self.push(at, chunk):
             for step in steps(choice["delta"]):
                 goes_on = step.kind == "arguments" or (step.kind != "call" and self._open_kind == step.kind)
@@ -266,23 +266,23 @@ class MessagesCall(ChatCall):
         return _message(envelope, content) | self._ending | {"usage": used}
 
     def events(self, asked: ChatRequest, envelope: Data, usage: Usage) -> "MessageEvents":
-        """The message, block by block."""
+        """The message's events, block by block."""
         return MessageEvents(self, envelope, usage, self._block_size)
 
     @property
     def _open_kind(self) -> str:
-        """Of what the last block is."""
+        """Kind of the last block; empty if there is none."""
         return self._steps[-1][0].kind if self._steps else ""
 
 
 class MessageEvents:
-    """A stream of a message's blocks.
+    """The event stream of a message's blocks.
 
     Args:
-        call: makes the choice that the message is.
+        call: makes the choice that becomes the message.
         envelope: the message's id and model.
-        usage: of the call.
-        block_size: of the workers' prefix cache.
+        usage: usage of the call.
+        block_size: block size of the workers' prefix cache.
     """
 
     def __init__(self, call: ChatCall, envelope: Data, usage: Usage, block_size: Callable[[], int]) -> None:
@@ -295,14 +295,14 @@ class MessageEvents:
         self._ending: Data = {}
 
     def first(self) -> list[Data]:
-        """The message without its content."""
+        """Announce the message, without content."""
         self._call.first()
         used = usage_data(self._usage, 0)
         message = _message(self._envelope, []) | {"stop_reason": None, "stop_sequence": None, "usage": used}
         return [{"type": "message_start", "message": message}]
 
     def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[Data]:
-        """Its blocks."""
+        """Events for the blocks in a chunk."""
         made: list[Data] = []
         for choice in self._call.push(at, chunk):
             for step in steps(choice["delta"]):
@@ -312,7 +312,7 @@ class MessageEvents:
         return made
 
     def last(self) -> list[Data]:
-        """How it ended."""
+        """Events that end the message."""
         used = usage_data(self._usage, self._block_size())
         end: Data = {"type": "message_delta", "delta": self._ending, "usage": used}
         return [*self._stop(), end, {"type": "message_stop"}]
@@ -346,7 +346,7 @@ class MessageEvents:
 
 
 class Messages(Chats):
-    """The endpoint that answers."""
+    """Serves `/v1/messages`."""
 
     kind = MessagesRequest
     manner = MessagesManner(
@@ -356,12 +356,12 @@ class Messages(Chats):
     )
 
     def call(self, asked: ChatRequest, understood: Understood) -> MessagesCall:
-        """The call that a body is."""
+        """Make the call for a request."""
         return MessagesCall(asked, self.front, understood)
 
 
 class CountTokens:
-    """The endpoint that counts.
+    """Serves `/v1/messages/count_tokens`.
 
     Args:
         front: what all endpoints share.
@@ -371,7 +371,7 @@ class CountTokens:
         self._front = front
 
     async def count(self, request: Request) -> Response:
-        """How many tokens a conversation's prompt has."""
+        """Count the tokens of a conversation's prompt."""
         try:
             (written,) = (await self._front.reader.read(request, CountTokensRequest)).requests
             asked = inference_pb2.TokenizeRequest(
@@ -383,10 +383,10 @@ class CountTokens:
 
 
 def understand_count(asked: ChatRequest, forms: Forms, job: ReadingJob) -> Understood:
-    """What is to be counted: what the conversation becomes.
+    """Translate a conversation into the prompt whose tokens are to be counted.
 
     Raises:
-        InvalidRequest: it can be seen to be wrong.
+        InvalidRequest: the request is invalid.
     """
     request = inference_pb2.GenerateRequest(
         model=asked.model or "",
@@ -397,11 +397,11 @@ def understand_count(asked: ChatRequest, forms: Forms, job: ReadingJob) -> Under
 
 
 def usage_data(usage: Usage, block_size: int) -> Data:
-    """Anthropic's usage, whose three counts of a prompt add up. Whole blocks of a prompt stay in the prefix cache.
+    """Build Anthropic's usage, whose three prompt counts add up. Full blocks of the prompt stay in the prefix cache.
 
     Args:
-        usage: so far.
-        block_size: of the prefix cache; 0 if there is none, or it is not known what of the prompt is there.
+        usage: usage so far.
+        block_size: of the prefix cache; 0 if there is none, or if it is unknown what is cached.
     """
     used = usage.as_data()
     prompt, read = used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"]
@@ -431,7 +431,7 @@ def _thinking(text: str) -> Data:
 
 
 def _block(first: ChatStep, text: str) -> Data:
-    """What begins with a step and says so much in all."""
+    """Build a block from its first step and its whole text."""
     if first.kind == "thought":
         return _thinking(text)
     if first.kind == "text":
@@ -441,7 +441,7 @@ def _block(first: ChatStep, text: str) -> Data:
 
 
 def _input(text: str) -> Data:
-    """The arguments of a call: none, where the answer's end has cut them, or where they are no object."""
+    """Parse a call's arguments; empty if the end of the answer has cut them, or if they are no object."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -135,7 +135,7 @@ class Members:
         return lost
 
     def watch(self, incarnation: Incarnation, on_lost: Callable[[], None]) -> Callable[[], None]:
-        """Have `on_lost` called once when this incarnation is lost, at once if it already is; return an unwatch function."""
+        """Have `on_lost` called once when this incarnation is lost, now if it is; return an unwatch function."""
         member = self._members.get(incarnation.worker_id)
         if member is None or not member.alive or member.incarnation != incarnation:
             on_lost()
