@@ -1,1 +1,1 @@
-"""Types, config, errors, clock and metrics that every package shares; imports no other package."""
+"""Types, configuration, errors, clock and metrics that every package shares; imports no other package."""

@@ -1,12 +1,12 @@
-"""Names for the content of KV blocks: equal names mean equal KV, whichever worker computed it. Pure.
+"""Hashes of KV blocks' content: equal hashes mean equal KV, whichever worker computed it. Pure.
 
-A block's name covers everything its KV depends on: the model, every token up to the block's end, and, with an MTP
-head, one token more, because MTP entry i joins position i with token i + 1. So a block whose last MTP entry would
-depend on a token that is not part of the prompt has no name, and is never shared. Names of different tenants differ:
-no tenant can find out by timing what another has asked.
+A block's hash covers everything its KV depends on: the model, every token up to the block's end, and, with an MTP head,
+one token more, because MTP entry i joins position i with token i + 1. So a block whose last MTP entry would depend on a
+token outside the prompt has no hash, and is never shared. Hashes of different tenants differ, so no tenant can find out
+by timing what another has requested.
 
-Where layers keep a recurrent state, blocks are of use only up to a *checkpoint*: the state at a block's end, which has
-a name made of the block's. Where a prompt leaves checkpoints is said here, so that a router knows it as a worker does.
+In models with recurrent state, blocks are useful only up to a *checkpoint*: the state at a block's end, whose name is
+derived from the block's hash. This module decides where a prompt leaves checkpoints, so that router and worker agree.
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockChange:
-    """See the module.
+    """One change of the block hashes that a worker holds.
 
     Attributes:
         after: the version that this changes.
-        version: the one that it makes.
-        part: of a whole, counted from 0; other changes have one part.
-        cleared: all names are forgotten first.
-        stored: names that are there now.
-        removed: names that are not; nothing is in both.
+        version: the resulting version.
+        part: index within a snapshot sent in parts, from 0; other changes have one part.
+        cleared: whether all hashes are forgotten first.
+        stored: hashes that the worker now holds.
+        removed: hashes that it no longer holds; none is in both.
     """
 
     after: int
@@ -37,22 +37,22 @@ class BlockChange:
 
 
 HASH_BYTES = 16
-MIN_CHECKPOINT_LEN = 64  # tokens; less is computed in the step that a chunk of its own would take, and in no slot
-TURN_LEN = 8  # tokens that a chat template puts behind the last message, which the next turn need not begin with
+MIN_CHECKPOINT_LEN = 64  # tokens; shorter prefixes are recomputed within a step that would be needed anyway
+TURN_LEN = 8  # tokens that a chat template appends to the last message and the next turn may replace
 _TOKEN_BYTES = 4
 
 
 def block_hashes(
     token_ids: Sequence[int], *, model: str, tenant: str, block_size: int, with_mtp: bool
 ) -> tuple[bytes, ...]:
-    """Names of the full blocks of a prompt, in order; each covers all before it.
+    """Hashes of a prompt's full blocks, in order; each covers all blocks before it.
 
     Args:
-        token_ids: of the prompt.
+        token_ids: the prompt's tokens.
         model: identity of config and weights.
-        tenant: who may share; empty is a tenant like any other.
+        tenant: the tenant that may share the blocks; empty is a tenant like any other.
         block_size: positions per block.
-        with_mtp: the last layer is an MTP head's, so a block's KV depends on the token after it.
+        with_mtp: whether the last layer is an MTP head's, so that a block's KV depends on the token after it.
     """
     num_after = int(with_mtp)
     packed = memoryview(struct.pack(f"<{len(token_ids)}I", *token_ids))
@@ -67,29 +67,31 @@ def block_hashes(
 
 
 def checkpoint_name(name: bytes) -> bytes:
-    """Name of the state at the end of a block of this name: as good a name, and cheap to make of one for each block."""
+    """Name of the state at the end of the block with this hash: equally unique, and cheap to derive for every block."""
     return bytes((name[0] ^ 0x80,)) + name[1:]
 
 
 def checkpoint_blocks(
     prompt_len: int, block_size: int, *, num_cached: int, num_shared: int, interval: int = 0
 ) -> dict[int, bool]:
-    """Behind how many of its blocks a prompt leaves checkpoints, in order; and whether it parts from others there.
+    """Decide after which of its blocks a prompt leaves checkpoints, in order, and whether it branches off there.
 
-    One is for the prompt again and for the next turn of a chat: the last that leaves `TURN_LEN` tokens and one more to
-    compute. The other is where the prompt parts from those before it: the next that parts there finds it. None is
-    before `MIN_CHECKPOINT_LEN`, and no place to part is that close behind the cached part: each turn of a chat has rows
-    of a block or two behind the end of the one before, and no other prompt begins with them.
+    The last checkpoint serves the same prompt again, and the next turn of a chat: it is the last one that leaves
+    `TURN_LEN` tokens and one more to compute. Another is where the prompt branches off from earlier ones; the next
+    prompt that branches there finds it. No checkpoint is before `MIN_CHECKPOINT_LEN`, and no branch is that close after
+    the cached part: each turn of a chat has rows of a block or two after the end of the previous turn, and no other
+    prompt begins with them.
 
-    With an interval it leaves further ones at its multiples, so that already the second of several prompts that begin
-    alike finds nearly all they share. They are as far from the others as a checkpoint from the start.
+    With an interval, the prompt leaves further checkpoints at its multiples, so that the second of several prompts with
+    a common prefix already finds nearly all of it. They keep the same distance from the other checkpoints as those from
+    the start.
 
     Args:
         prompt_len: tokens.
         block_size: positions per block.
-        num_cached: blocks that it begins with, at a checkpoint.
-        num_shared: blocks whose rows are cached, `num_cached` or more.
-        interval: tokens, a multiple of `block_size`; 0: none but those two.
+        num_cached: number of leading blocks that are cached, up to a checkpoint.
+        num_shared: number of leading blocks whose rows are cached, `num_cached` or more.
+        interval: tokens, a multiple of `block_size`; 0: no further checkpoints.
     """
     last = max(0, prompt_len - 1 - TURN_LEN) // block_size
     branch = num_shared if num_shared < last and (num_shared - num_cached) * block_size >= MIN_CHECKPOINT_LEN else 0

@@ -1,4 +1,4 @@
-"""Which code this process runs: a name of the installed sources, equal where they are equal."""
+"""Identifies the code that this process runs: an id of the installed sources, equal where they are equal."""
 
 import functools
 import hashlib
@@ -10,15 +10,15 @@ NAME_LEN = 12
 
 @functools.cache
 def build_id() -> str:
-    """Hexadecimal, of all Python files of all packages, read when it is first asked for.
+    """Return the id, in hex digits, over all Python files of all packages; computed at the first call.
 
-    A worker asks at its start, so this names what it loaded even when the files change under it.
+    A worker calls this at its start, so the id describes the code it loaded, even if the files change later.
     """
     return name_of(ROOT)
 
 
 def name_of(root: Path) -> str:
-    """The same of another directory that holds the package."""
+    """Return the id of another directory that holds the package."""
     digest = hashlib.sha256()
     packages = sorted(path.parent for path in root.glob("*/__init__.py"))
     for path in sorted(path for package in packages for path in package.rglob("*.py")):

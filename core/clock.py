@@ -1,4 +1,4 @@
-"""Where time comes from. Protocol and policy code takes a `Clock`, so tests run it under virtual time."""
+"""Clocks. Protocol and policy code takes a `Clock`, so tests can run it under virtual time."""
 
 import os
 import time
@@ -12,9 +12,9 @@ TIME_NAMESPACE: Final = "/proc/self/ns/time"
 
 @cache
 def clock_id() -> str:
-    """Equal on two processes whose monotonic clocks are one: one boot of one machine, one time namespace.
+    """Id of the monotonic clock, equal for processes that read the same one: same boot, machine and time namespace.
 
-    Empty if the system does not say.
+    It is empty if the system does not provide one.
     """
     try:
         return f"{BOOT_ID.read_text().strip()}-{os.readlink(TIME_NAMESPACE)}"
@@ -22,7 +22,7 @@ def clock_id() -> str:
         return ""
 
 
-MAX_TIMEOUT_S: Final = float((1 << 31) // 1000)  # 2^31 ms: many timers hold no more
+MAX_TIMEOUT_S: Final = float((1 << 31) // 1000)  # 2^31 ms: many timers support no more
 
 
 class Clock(Protocol):
@@ -42,7 +42,7 @@ class MonotonicClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to. Shipped for tests, ours and users'."""
+    """A clock that moves only when told to; for Baton's own tests and its users'."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

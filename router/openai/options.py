@@ -1,7 +1,7 @@
-"""What both kinds of completions may ask: OpenAI's fields and vLLM's further ones, by their names, and what is refused.
+"""Options common to completions and chats: OpenAI's fields, vLLM's additional ones, and those that are refused.
 
-Types are strict: a number in quotes is no number. `null` is the same as absent, as clients send either. A field that
-is not known here is no error, but the reply names it (`x-baton-ignored`).
+Types are strict: a number in quotes is not a number. `null` means absent, because clients send either. An unknown field
+is no error, but the reply names it (`x-baton-ignored`).
 """
 
 import json
@@ -34,8 +34,8 @@ SEED_MASK: Final = (1 << 63) - 1
 LOW_INT64, HIGH_INT64 = -(1 << 63), (1 << 63) - 1
 HIGH_INT32: Final = (1 << 31) - 1
 MAX_TOP_LOGPROBS: Final = 20
-MAX_NAMED: Final = 8  # wrong keys that an error lists
-# Asked for with a value other than these, each would change the answer in a way that is not built.
+MAX_NAMED: Final = 8  # maximum number of invalid keys that an error lists
+# Any other value of these would change the answer in a way that is not supported.
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "suffix": ((None, ""), "the models served here are not trained to fill a gap"),
     "use_beam_search": ((None, False), "there is no beam search"),
@@ -64,7 +64,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "format": ((None, ""), "use response_format"),
     "documents": ((None, []), "put them into a message"),
 }
-# They change nothing in an answer.
+# These do not affect the answer.
 HARMLESS: Final = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction verbosity "
     "spaces_between_special_tokens session_id guided_decoding_backend stream_interval "
@@ -72,7 +72,7 @@ HARMLESS: Final = frozenset(
 )
 
 
-# An unknown field of such a name is taken for a constraint on the answer: it is refused, not ignored.
+# An unknown field with such a name is taken for a constraint on the answer, so it is refused, not ignored.
 _CONSTRAINT: Final = re.compile(
     r"^guided_|structur|gramma|regex|regexp|ebnf|gbnf|json_?schema|schema$|_fsm|constrain", re.I
 )
@@ -110,7 +110,7 @@ class ResponseFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    schema_: JsonObject | None = Field(None, alias="schema")  # of a `json_object`, as other servers take it
+    schema_: JsonObject | None = Field(None, alias="schema")  # for `json_object`, as other servers accept it
 
 
 class StructuredOutputs(Wire):
@@ -169,12 +169,15 @@ class CommonOptions(Wire):
 
     @property
     def num_choices(self) -> int:
-        """Answers to each prompt."""
+        """Number of answers to each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def turn(self) -> int:
-        """`GenerateRequest.priority`: vLLM serves lower numbers first and knows any; here are three, higher first."""
+        """`GenerateRequest.priority`: low, normal or high, higher served first.
+
+        vLLM accepts any number and serves lower ones first.
+        """
         return NORMAL if not self.priority else HIGH if self.priority < 0 else LOW
 
     @property
@@ -184,17 +187,17 @@ class CommonOptions(Wire):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream says what has been used so far."""
+        """Whether every chunk of a stream reports the usage so far."""
         return (
             self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
         )
 
     def refuse_unbuilt(self) -> None:
-        """Refuse what would change the answer and is not built.
+        """Refuse options that would change the answer and are not supported.
 
         Raises:
-            InvalidRequest: the first such field.
-            ConflictingOptions: options of a stream without a stream.
+            InvalidRequest: names the first such field.
+            ConflictingOptions: options for streams without a stream.
         """
         num_unknown = len(self.model_extra or {})
         if num_unknown > MAX_UNKNOWN:
@@ -220,30 +223,30 @@ class CommonOptions(Wire):
             raise ConflictingOptions("prompt_logprobs cannot be streamed", field="prompt_logprobs")
 
     def ignored(self) -> list[str]:
-        """Fields that were given and are not known here."""
+        """Return the unknown fields of the request."""
         unknown = (name for name in self.model_extra or {} if name not in REFUSED and name not in HARMLESS)
         return sorted(name for name in unknown if re.fullmatch("[A-Za-z0-9_.-]{1,64}", name))
 
     def sampling(self, encode: Callable[[str], list[int]]) -> inference_pb2.Sampling:
-        """The sampling values that were given, as gRPC's clients send them; their ranges are checked behind it.
+        """Return the given sampling values as gRPC clients would send them; their ranges are checked later.
 
         Args:
-            encode: text to tokens, for `bad_words`.
+            encode: tokenizes text, for `bad_words`.
 
         Raises:
-            InvalidSampling: a value that no message can carry.
-            InvalidText: a stop string is not Unicode text.
+            InvalidSampling: a value does not fit its message field.
+            InvalidText: a stop string is not valid Unicode.
         """
         message = inference_pb2.Sampling()
         for name in _SCALARS:
             _set(message, name, getattr(self, name))
-        _set(message, "top_k", 0 if self.top_k == -1 else self.top_k)  # vLLM's two ways of saying: all
+        _set(message, "top_k", 0 if self.top_k == -1 else self.top_k)  # both are vLLM's spellings of "all tokens"
         _set(message, "seed", None if self.seed is None else self.seed & SEED_MASK)
         _extend(message.stop, "stop", [self.stop] if isinstance(self.stop, str) else self.stop or ())
         _extend(message.stop_token_ids, "stop_token_ids", self.stop_token_ids or ())
         _add_biases(message, self.logit_bias or {})
         for word in self.bad_words or ():
-            # A word reads differently at the start of a text and after a space (as in vLLM).
+            # A word has different tokens at the start of a text and after a space (as in vLLM).
             for text in {word.lstrip(), f" {word.lstrip()}"}:
                 message.bad_words.add(ids=encode(text))
         if self.allowed_token_ids is not None:
@@ -255,11 +258,11 @@ class CommonOptions(Wire):
         return message
 
     def constraint(self) -> inference_pb2.Grammar | None:
-        """What the answer must be.
+        """Return the constraint on the answer's form; None if there is none.
 
         Raises:
-            ConflictingOptions: more than one of the ways to say it.
-            InvalidRequest: a `response_format` without its schema.
+            ConflictingOptions: more than one option gives a constraint.
+            InvalidRequest: a `response_format` lacks its schema.
         """
         given = {name: form for name, form in self._forms().items() if form is not None}
         if len(given) > 1:
@@ -309,7 +312,7 @@ class CommonOptions(Wire):
 
 
 _SPECIAL: Final = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
-# Carried over by their names.
+# Fields copied to the message field of the same name.
 _SCALARS: Final = [
     name for name in SCALAR_FIELDS if name in CommonOptions.model_fields and name not in ("top_k", "seed")
 ]

@@ -1,8 +1,8 @@
-"""`python -m baton.router.openai.reader_process`: understands bodies that would keep the router's event loop busy.
+"""Parses bodies that would block the router's event loop: `python -m baton.router.openai.reader_process`.
 
-It reads frames from stdin and answers each on stdout; it ends when stdin closes. The first frame says what bodies are
-understood by. A body that takes more CPU time than `MAX_CPU_S` is refused. Whatever else goes wrong with a body is the
-answer to it: the process goes on.
+The process reads frames from stdin, answers each on stdout, and ends when stdin closes. The first frame holds what it
+needs to parse bodies. A body that takes more CPU time than `MAX_CPU_S` is refused. Any other failure becomes the answer
+to that body, and the process goes on.
 """
 
 import json
@@ -26,18 +26,18 @@ from baton.router.openai.understand import understand
 from baton.router.openai.understood import LENGTH_BYTES, ReadingJob, joined, parted
 from baton.router.served_model import ServedModel
 
-MAX_CPU_S: Final = 10.0  # of one body
-MAX_RSS_BYTES: Final = 512 << 20  # a process that has grown so far is ended after its answer, and another is started
-MAX_MORE_BYTES: Final = 1 << 30  # of address space, for one body
-LAST: Final = b"last"  # before an answer: this process has grown, and should read no more
+MAX_CPU_S: Final = 10.0  # per body
+MAX_RSS_BYTES: Final = 512 << 20  # a process that has grown to this size is ended after its answer, and replaced
+MAX_MORE_BYTES: Final = 1 << 30  # of additional address space, for one body
+LAST: Final = b"last"  # prefix of an answer: this process has grown, and should read no more
 
 
 class _TooLong(BaseException):
-    """Nothing on the way may take it for its own."""
+    """The CPU limit is exceeded. A BaseException, so that no handler on the way catches it."""
 
 
 def first_frame(forms: Forms, model: ServedModel) -> bytes:
-    """What a process must know."""
+    """Build the first frame, with what a process needs to know."""
     template = forms.template
     about = {
         "name": forms.name,
@@ -55,12 +55,12 @@ def first_frame(forms: Forms, model: ServedModel) -> bytes:
 
 
 def job_frame(job: ReadingJob, body: bytes) -> bytes:
-    """One body."""
+    """Build the frame of one body."""
     return joined([json.dumps(asdict(job)).encode("ascii"), body])
 
 
 def forms_of(frame: bytes) -> Forms:
-    """What `first_frame` says."""
+    """Parse the first frame."""
     about = json.loads(parted(frame)[0])
     template = None if about["template"] is None else ChatTemplate(*about["template"])
     return Forms(
@@ -74,7 +74,7 @@ def forms_of(frame: bytes) -> Forms:
 
 
 def answer(frame: bytes, forms: Forms) -> list[bytes]:
-    """The parts of what a body asks, behind an empty one; or an error alone."""
+    """Answer a body: an empty part and the parts of `Understood`, or an error alone."""
     head, body = parted(frame)
     job = ReadingJob(**json.loads(head))
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
@@ -82,18 +82,18 @@ def answer(frame: bytes, forms: Forms) -> list[bytes]:
         return [b"", *understand(body, forms, job).to_parts()]
     except (_TooLong, MemoryError):
         return [InvalidRequest("the body takes too long, or too much memory, to read").to_wire().encode("ascii")]
-    except Exception as error:  # noqa: BLE001  the boundary of what is done with a client's body
+    except Exception as error:  # noqa: BLE001  the boundary of a body's processing
         return [as_internal("reading the body", error).to_wire().encode("ascii")]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, _stop)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # whatever is printed by a library is no answer
+    sys.stdout = sys.stderr  # what libraries print must not mix with answers
     first = _frame(source)
     if first is None:
         return
@@ -102,7 +102,7 @@ def main() -> None:
     _limit_memory()
     while (frame := _frame(source)) is not None:
         parts = answer(frame, forms)
-        # Said, not done: to the router a process that ends by itself is one that failed.
+        # The process only reports this: the router takes a process that ends by itself for a failed one.
         is_last = _memory_pages()[1] * resource.getpagesize() > MAX_RSS_BYTES
         sink.write(joined([LAST if is_last else b"", *parts]))
         sink.flush()
@@ -118,7 +118,7 @@ def _frame(source: IO[bytes]) -> bytes | None:
 
 
 def _encoder(about: dict[str, Any]) -> Callable[[str], list[int]]:
-    @cache  # it is large, and most bodies need none
+    @cache  # it is large, and most bodies do not need it
     def tokenizer() -> Tokenizer:
         if about["source"]:
             directory, weights = about["source"]
@@ -134,7 +134,7 @@ def _limit_memory() -> None:
 
 
 def _memory_pages() -> tuple[int, int]:
-    """(of address space, resident); `ru_maxrss` would count what the process was forked from."""
+    """(address space, resident) in pages; `ru_maxrss` would include the process this one was forked from."""
     total, resident, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return int(total), int(resident)
 

@@ -1,8 +1,8 @@
-"""Whose body is read next: tenants take turns by the time that their bodies have taken.
+"""Decides whose body is read next: tenants take turns by the time that their bodies have taken.
 
-One tenant's bodies are read by `num` processes at most; one more place is there for a tenant that has none. So a small
-body waits for no large one of another tenant's that came before, and of two tenants that send without a rest each has
-half of the time, however long their bodies take.
+At most `num` processes read one tenant's bodies; one more is for a tenant that has none being read. So a small body
+never waits for another tenant's large one that came first, and two tenants that send without pause get half of the time
+each, however long their bodies take.
 """
 
 import asyncio
@@ -17,27 +17,27 @@ NUM_SPARE: Final = 1
 
 
 class ReadingQueue:
-    """Places, on one event loop.
+    """The processes' places, on one event loop.
 
     Args:
-        num: of one tenant at most.
-        now_s: a clock.
+        num: maximum number of places for one tenant.
+        now_s: clock that measures how long places are held.
     """
 
     def __init__(self, num: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self._num = num
         self._now_s = now_s
         self._held: Counter[OwnerUsage] = Counter()
-        self._shares: dict[str, OwnerUsage] = {}  # of tenants, which keys name: not without bound
+        self._shares: dict[str, OwnerUsage] = {}  # by tenant; bounded, because tenants come from keys
         self._turns: StartTimeFairQueue[_Waiting] = StartTimeFairQueue()
 
     @property
     def num_held(self) -> int:
-        """Places that are taken."""
+        """Number of places in use."""
         return self._held.total()
 
     async def take(self, tenant: str) -> Callable[[], None]:
-        """Wait for a place; returns what gives it back, and charges the tenant with the time since."""
+        """Wait for a place; return a function that gives it back and charges the tenant for the time since."""
         share = self._shares.setdefault(tenant, OwnerUsage())
         waiting = _Waiting(share)
         try:
@@ -46,9 +46,9 @@ class ReadingQueue:
             await waiting.place
             start_s = self._now_s()
         except BaseException:
-            if waiting.place.done() and not waiting.place.cancelled():  # it had its turn in that moment
+            if waiting.place.done() and not waiting.place.cancelled():  # it was granted a place just now
                 self._free(share)
-            waiting.place.cancel()  # else a place that it got later would not be given back
+            waiting.place.cancel()  # else a place granted later would never be given back
             raise
 
         def give_back() -> None:
@@ -69,13 +69,13 @@ class ReadingQueue:
             waiting = self._turns.next(frozenset(share for share, num in self._held.items() if num >= most))
             if waiting is None:
                 return
-            if not waiting.place.done():  # else it was given up
+            if not waiting.place.done():  # else it was cancelled
                 self._held[waiting.share] += 1
                 waiting.place.set_result(None)
 
 
 class _Waiting:
-    """One body's."""
+    """One waiting body."""
 
     def __init__(self, share: OwnerUsage) -> None:
         self.share = share

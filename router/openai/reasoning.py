@@ -1,6 +1,6 @@
-"""The split of an answer into thinking and the rest, for models that think between tags (`ThoughtForm`).
+"""Splits an answer into thoughts and the rest, for models that write thoughts between tags (`ThoughtForm`).
 
-White space around the tags belongs to neither part. However the text is cut into pieces, the parts are the same.
+White space around the tags belongs to neither part. The parts do not depend on how the text is cut into pieces.
 """
 
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ class _State(Enum):
 
 
 class ReasoningSplitter:
-    """Takes an answer's text as it comes.
+    """Splits an answer's text as it arrives.
 
     Args:
-        is_open: the prompt ended inside a thought, so the answer begins with its continuation.
-        form: of the tags.
+        is_open: whether the prompt ended inside a thought, so that the answer begins with its continuation.
+        form: the tags.
     """
 
     def __init__(self, *, is_open: bool = False, form: ThoughtForm = ThoughtForm.TAGS) -> None:
@@ -34,7 +34,7 @@ class ReasoningSplitter:
         self._shown_any = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """(thinking, rest) that became certain with this piece."""
+        """Return the (thoughts, rest) that became certain with this piece."""
         self._held += text
         reasoning = ""
         if self._state is _State.START:
@@ -44,7 +44,7 @@ class ReasoningSplitter:
         return reasoning, self._rest()
 
     def finish(self) -> tuple[str, str]:
-        """What was withheld at the end."""
+        """Return what was withheld until the end."""
         held, self._held = self._held, ""
         in_thought = self._state is _State.THINKING or (self._state is _State.START and self.is_open)
         if self._state is _State.AFTER:
@@ -52,7 +52,7 @@ class ReasoningSplitter:
         return (held, "") if in_thought else ("", held)
 
     def _start(self) -> None:
-        """Only at the very beginning a tag opens a thought."""
+        """Detect a thought's opening tag, which counts only at the very beginning."""
         begun = self._held.lstrip()
         is_late = len(self._held) - len(begun) > MAX_SPACE
         if begun.startswith(self.form) and not is_late:
@@ -86,15 +86,15 @@ class ReasoningSplitter:
 
 
 class ReasoningCount:
-    """Counts the tokens of an answer's thoughts: those that begin behind the tag that opens them and before the other.
+    """Counts the tokens of an answer's thoughts: those that start after the opening tag and before the closing one.
 
     Args:
-        stream: decodes the answer.
+        stream: detokenizes the answer.
         is_open: see `ReasoningSplitter`.
-        form: likewise.
+        form: see `ReasoningSplitter`.
 
     Attributes:
-        num_before_text: tokens up to the end of the tag that closes the thoughts; 0 while it has not come.
+        num_before_text: tokens up to the end of the closing tag; 0 until it has arrived.
     """
 
     def __init__(self, stream: TokenStream, *, is_open: bool, form: ThoughtForm = ThoughtForm.TAGS) -> None:
@@ -103,18 +103,18 @@ class ReasoningCount:
         self._num_certain = 0
         self._stream = stream
         self._form = form
-        self._is_open = is_open  # behind the tag
+        self._is_open = is_open  # past the opening tag
         self._is_over = False
-        self._text = ""  # that may hold a tag
-        self._begins: list[int] = []  # where in it tokens begin that may be of a tag
+        self._text = ""  # text that may contain a tag
+        self._begins: list[int] = []  # offsets in `_text` of tokens that may belong to a tag
 
     @property
     def num_tokens(self) -> int:
-        """So far; the last ones may turn out to be of the tag."""
+        """Number of tokens so far; the last ones may turn out to belong to the closing tag."""
         return self._num_certain + (len(self._begins) if self._is_open and not self._is_over else 0)
 
     def push(self, token_ids: Iterable[int]) -> None:
-        """Tokens that follow."""
+        """Count the tokens that follow."""
         for token_id in token_ids:
             if self._is_over:
                 return
@@ -127,7 +127,7 @@ class ReasoningCount:
         if not self._is_open:
             begun = self._text.lstrip()
             if not begun.startswith(self._form):
-                self._is_over = not self._form.startswith(begun)  # there are none
+                self._is_over = not self._form.startswith(begun)  # the answer has no thoughts
                 return
             self._is_open = True
             self._text, self._begins = begun[len(self._form) :], []
@@ -135,7 +135,7 @@ class ReasoningCount:
         self._is_over = at >= 0
         if self._is_over:
             self.num_before_text = self._num_pushed
-        # Of the last characters it is not clear yet whether they begin the tag.
+        # The last characters may be the start of the closing tag.
         num_certain = at if self._is_over else max(0, len(self._text) - len(self._form.end) + 1)
         later = [begin for begin in self._begins if begin >= num_certain]
         self._num_certain += len(self._begins) - len(later)

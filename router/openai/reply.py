@@ -1,4 +1,4 @@
-"""What goes back to one client: a JSON document or server-sent events, and the usage in it."""
+"""Builds HTTP replies: a JSON document or server-sent events, with their usage."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from baton.core.requests.request import GenerationRequest
 from baton.proto import inference_pb2
 
 DEFAULT_RETRY_AFTER_S: Final = 1.0
-# What clients of OpenAI look for; every other error has its own name, in lower case.
+# Codes that OpenAI's clients look for; every other error's code is its name in snake case.
 _CODES: Final[dict[type[BatonError], str]] = {
     ModelNotFound: "model_not_found",
     PromptTooLong: "context_length_exceeded",
@@ -26,7 +26,7 @@ _CODES: Final[dict[type[BatonError], str]] = {
 
 
 class HttpRefusal(Exception):
-    """A request that HTTP itself refuses: no such path, a method that is not served, a body too large."""
+    """A refusal by HTTP itself: unknown path, wrong method, or a body that is too large."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class HttpRefusal(Exception):
 
 
 def error_data(error: BatonError | HttpRefusal) -> dict[str, Any]:
-    """The JSON of an error."""
+    """Build an error's JSON."""
     if isinstance(error, HttpRefusal):
         return _data(error.message, error_type(error.status), None, error.code)
     field = error.fields.get("field")
@@ -45,12 +45,12 @@ def error_data(error: BatonError | HttpRefusal) -> dict[str, Any]:
 
 
 def error_status(error: BatonError | HttpRefusal) -> int:
-    """The HTTP status of an error."""
+    """HTTP status of an error."""
     return error.status if isinstance(error, HttpRefusal) else error.http_status
 
 
 def error_headers(error: BatonError | HttpRefusal) -> dict[str, str]:
-    """`Retry-After` where a pause helps; where it does not, OpenAI's clients are told not to try a 5xx again."""
+    """Headers of an error: `Retry-After` if a retry helps; if not, a 5xx tells OpenAI's clients not to retry."""
     if isinstance(error, HttpRefusal):
         return {}
     if error.retry is Retry.NEVER:
@@ -60,7 +60,7 @@ def error_headers(error: BatonError | HttpRefusal) -> dict[str, str]:
 
 
 def error_type(status: int) -> str:
-    """OpenAI's word for a class of statuses."""
+    """OpenAI's error type for a status."""
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         return "rate_limit_error"
     return "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
@@ -78,9 +78,9 @@ class Usage:
     """Counts the tokens of a call as its chunks pass.
 
     Args:
-        requests: of the call; a prompt counts once, however many answers it has.
-        reasoning_tokens: those of the answers that are thoughts; None where none are split off.
-        hides_answers: they are made, and the client has none of them.
+        requests: the call's requests; a prompt counts once, however many answers it has.
+        reasoning_tokens: returns the number of tokens in thoughts; None if none are split off.
+        hides_answers: whether answers are generated but not sent to the client.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Usage:
         self.completion_tokens = 0
 
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
-        """A chunk of the `at`-th request."""
+        """Count a chunk of the `at`-th request."""
         self.completion_tokens += 0 if self._hides_answers else len(chunk.token_ids)
         if chunk.HasField("finish"):
             self._cached[at] = max(self._cached[at], chunk.finish.stats.num_cached_tokens)
 
     def as_data(self) -> dict[str, Any]:
-        """As of now. Cached tokens are known at the end: those whose KV a prefill worker had already."""
+        """The usage so far. Cached tokens, whose KV a worker had already, are known only at the end."""
         num_reasoning = self._reasoning_tokens()
         details = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
         return {
@@ -115,18 +115,18 @@ class Usage:
         }
 
 
-HEADERS_WITHIN_S: Final = 5.0  # a proxy gives up on a server that says nothing at all
+HEADERS_WITHIN_S: Final = 5.0  # a proxy gives up on a server that sends nothing
 DONE: Final = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How an API writes what is no answer; this is that of chats and completions.
+    """How an API formats errors and streams; the default is that of chats and completions.
 
     Attributes:
-        names_events: each event has its `type` as its name, too.
-        done: what ends a stream.
-        renamed: a chat's fields, and what they are called here.
+        names_events: whether each event's `type` is also sent as its name.
+        done: bytes that end a stream.
+        renamed: this API's names of a chat's fields.
     """
 
     names_events: bool = False
@@ -134,13 +134,13 @@ class Manner:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def error(self, error: BatonError | HttpRefusal) -> dict[str, Any]:
-        """The JSON of an error."""
+        """Build an error's JSON."""
         data = error_data(error)
         data["error"]["param"] = self.renamed.get(data["error"]["param"], data["error"]["param"])
         return data
 
     def error_event(self, error: BatonError | HttpRefusal, num_events: int) -> dict[str, Any]:
-        """Likewise, in a stream, behind so many events."""
+        """Build the error's event in a stream, after `num_events` events."""
         return self.error(error)
 
 
@@ -148,12 +148,12 @@ OPENAI: Final = Manner()
 
 
 class Reply:
-    """One reply. An error is a status before anything was sent, and an event after.
+    """One reply. An error is sent as a status before anything else was sent, and as an event afterwards.
 
     Args:
-        send: ASGI's.
-        manner: of the API that was called.
-        headers: to go with whatever is sent.
+        send: ASGI's send function.
+        manner: formats of the API that was called.
+        headers: headers to send with the reply.
     """
 
     def __init__(self, send: Send, manner: Manner = OPENAI, headers: Mapping[str, str] | None = None) -> None:
@@ -164,14 +164,14 @@ class Reply:
         self.is_streaming = False
 
     async def json(self, data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """One document, and the end."""
+        """Send one document and end the reply."""
         body = json_bytes(data)
         fields = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, fields | self.headers | dict(headers or {}))
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: BatonError | HttpRefusal) -> None:
-        """An error, and the end."""
+        """Send an error and end the reply."""
         if not self.is_streaming:
             await self.json(self._manner.error(error), error_status(error), error_headers(error))
             return
@@ -180,15 +180,15 @@ class Reply:
 
     @asynccontextmanager
     async def headers_in_time(self) -> AsyncIterator[None]:
-        """Around the wait for the first event: until then an error can still have its status, but not for ever.
+        """Limit the wait for the first event: until then an error can still have its own status, but not for ever.
 
-        Headers that wait for a slow reader by then are sent to the end: nothing could follow half of them.
+        Headers already on their way to a slow reader are sent completely: nothing could follow half of them.
         """
         is_over = asyncio.Event()
         late = asyncio.create_task(self._start_late(is_over))
         try:
             yield
-        except asyncio.CancelledError:  # no client reads them
+        except asyncio.CancelledError:  # there is no client to read them
             late.cancel()
             raise
         finally:
@@ -196,7 +196,7 @@ class Reply:
             await late
 
     async def event(self, data: Any) -> None:
-        """One server-sent event."""
+        """Send one server-sent event."""
         await self.start()
         self._num_events += 1
         name = b"event: %b\n" % data["type"].encode("ascii") if self._manner.names_events else b""
@@ -204,14 +204,14 @@ class Reply:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def start(self) -> None:
-        """Send the headers of a stream, if they have not been sent."""
+        """Send a stream's headers, if they have not been sent."""
         if not self.is_streaming:
             self.is_streaming = True
             fields = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
             await self._start(200, fields | {"x-accel-buffering": "no"} | self.headers)
 
     async def end(self) -> None:
-        """The end of a stream, and before it what clients wait for."""
+        """Send the API's end mark and end the stream."""
         await self.start()
         await self._send({"type": "http.response.body", "body": self._manner.done})
 
@@ -228,17 +228,17 @@ class Reply:
 
 
 def json_bytes(data: Any) -> bytes:
-    """Compact JSON. Text is escaped to ASCII, so that no reader can split a character or a line of it."""
+    """Encode compact JSON. Text is escaped to ASCII, so that no reader can split a character or a line of it."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 class JsonResponse(Response):
-    """JSON in ASCII.
+    """A JSON response in ASCII.
 
     Args:
-        data: to be shown.
-        status: HTTP's.
-        headers: further ones.
+        data: the document.
+        status: HTTP status.
+        headers: additional headers.
     """
 
     media_type = "application/json"
@@ -250,12 +250,12 @@ class JsonResponse(Response):
     def of_error(
         cls, error: BatonError | HttpRefusal, headers: Mapping[str, str] | None = None, manner: Manner = OPENAI
     ) -> "JsonResponse":
-        """An error, with the headers that belong to it."""
+        """Build the response of an error, with its headers."""
         return cls(manner.error(error), error_status(error), error_headers(error) | dict(headers or {}))
 
 
 def error_bytes(refusal: HttpRefusal) -> bytes:
-    """A whole HTTP reply, behind which the connection is closed: for where there is no request to reply to."""
+    """Build a whole HTTP reply that closes the connection, for errors without a request to reply to."""
     body = json_bytes(error_data(refusal))
     status = HTTPStatus(refusal.status)
     fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"

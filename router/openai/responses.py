@@ -1,4 +1,4 @@
-"""`/v1/responses`: chats in the words of OpenAI's newer API. Nothing is stored."""
+"""`/v1/responses`: chats in the format of OpenAI's newer API. Nothing is stored."""
 
 from typing import Annotated, Any, Final, Literal
 
@@ -112,13 +112,13 @@ class ResponsesRequest(Translated):
     metadata: (
         Annotated[dict[Name, Annotated[str, Field(max_length=MAX_METADATA_LEN)]], Field(max_length=MAX_METADATA)] | None
     ) = None
-    background: Literal[False] | None = None  # what follows asks for a store, which there is not
+    background: Literal[False] | None = None  # these fields need a store, which does not exist
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
 
     def data(self) -> dict[str, Any]:
-        """The chat's body."""
+        """Translate the request into a chat's body."""
         format_, choice = None if self.text is None else self.text.format, self.tool_choice
         reports = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         return {name: getattr(self, name) for name in _FROM_CHAT} | {
@@ -133,7 +133,7 @@ class ResponsesRequest(Translated):
         }
 
     def echoed(self) -> dict[str, Any]:
-        """What the response repeats: nothing that may be long."""
+        """Return the options that the response repeats; none of them can be long."""
         choice, format_ = self.tool_choice, None if self.text is None else self.text.format
         return {
             "background": False,
@@ -164,7 +164,7 @@ class ResponsesRequest(Translated):
 
 
 class _Messages:
-    """Makes messages of items: a thought, a text and calls that follow each other are one message of the assistant."""
+    """Builds messages from items: a thought, a text and calls in a row become one message of the assistant."""
 
     def __init__(self, made: list[dict[str, Any]]) -> None:
         self._made = made
@@ -240,15 +240,15 @@ def _format(asked: TextFormat) -> dict[str, Any]:
 
 
 Data = dict[str, Any]
-# Of ids, for each kind of item.
+# Prefixes of ids, by kind of item.
 _PREFIXES: Final = {"thought": "rs", "text": "msg", "call": "fc"}
 
 
 class ResponsesManner(Manner):
-    """Events have names and numbers, and no other one ends a stream."""
+    """OpenAI's newer reply format: events have names and sequence numbers, and no final `[DONE]`."""
 
     def error_event(self, error: BatonError | HttpRefusal, num_events: int) -> Data:
-        """The event `error`."""
+        """Build the event `error`."""
         return {"type": "error", "sequence_number": num_events} | self.error(error)
 
 
@@ -262,17 +262,17 @@ class ResponsesCall(ChatCall):
         self.items = Items(understood.request_id)
 
     def add(self, at: int, chunk: inference_pb2.GenerateChunk) -> None:
-        """Take a chunk for `document`."""
+        """Collect a chunk for `document`."""
         self.feed(at, chunk)
 
     def feed(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[Data]:
-        """Events of what a chunk adds to the items."""
+        """Return the events for what a chunk adds to the items."""
         pieces = self.push(at, chunk)
         num_before_text = self._choices[chunk.choice].num_before_text
         return [event for piece in pieces for event in self.items.add(piece, num_before_text)]
 
     def document(self, envelope: Data, usage: Usage) -> Data:
-        """The response as it ended."""
+        """The completed response."""
         self.items.end()
         is_cut = self.items.is_cut
         details = {"reason": "max_output_tokens"} if is_cut else None
@@ -286,17 +286,17 @@ class ResponsesCall(ChatCall):
         return about | state | dict(self._echoed)
 
     def events(self, asked: ChatRequest, envelope: Data, usage: Usage) -> "ResponseEvents":
-        """The response, item by item."""
+        """The response's events, item by item."""
         return ResponseEvents(self, envelope, usage)
 
 
 class ResponseEvents:
-    """A stream of a response's items, in numbered events.
+    """A response's stream of numbered events, item by item.
 
     Args:
-        call: makes them.
+        call: makes the items.
         envelope: the response's id, model and time.
-        usage: of the call.
+        usage: usage of the call.
     """
 
     def __init__(self, call: ResponsesCall, envelope: Data, usage: Usage) -> None:
@@ -306,7 +306,7 @@ class ResponseEvents:
         self._num = 0
 
     def first(self) -> list[Data]:
-        """The response without its output."""
+        """Announce the response, without output."""
         self._call.first()
         begun = self._call.response(self._envelope)
         return self._numbered(
@@ -314,11 +314,11 @@ class ResponseEvents:
         )
 
     def push(self, at: int, chunk: inference_pb2.GenerateChunk) -> list[Data]:
-        """More of its items."""
+        """Events for a chunk's additions."""
         return self._numbered(self._call.feed(at, chunk))
 
     def last(self) -> list[Data]:
-        """The whole of it."""
+        """Events that end the response, with the whole of it."""
         ended = self._call.items.end()
         whole = self._call.document(self._envelope, self._usage)
         return self._numbered([*ended, {"type": f"response.{whole['status']}", "response": whole}])
@@ -329,10 +329,10 @@ class ResponseEvents:
 
 
 class Items:
-    """A response's output as it grows: of all items only the last one does.
+    """A response's output as it grows; only the last item grows.
 
     Args:
-        request_id: that the items' ids are made of.
+        request_id: part of the items' ids.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -343,15 +343,15 @@ class Items:
         self._call = ("", "")
         self._texts: list[str] = []
         self._logprobs: list[Data] = []
-        self._unshown: list[Data] = []  # log-probabilities of tokens whose text has not come yet
-        self._num_thought = 0  # tokens whose log-probabilities are left out, because thoughts are shown without
+        self._unshown: list[Data] = []  # log-probabilities of tokens whose text has not arrived yet
+        self._num_thought = 0  # tokens of thoughts, which are shown without log-probabilities
 
     def add(self, choice: Data, num_before_text: int = 0) -> list[Data]:
-        """Events of a choice's piece. However an answer is cut into pieces, its items are the same.
+        """Return the events for a piece of the choice. The items do not depend on how the answer is cut into pieces.
 
         Args:
             choice: the piece.
-            num_before_text: tokens of the answer that are of its thoughts.
+            num_before_text: number of the answer's tokens that belong to thoughts.
         """
         self._unshown += (choice["logprobs"] or {}).get("content", ())
         if num_before_text and not self._num_thought:
@@ -363,8 +363,8 @@ class Items:
         return made
 
     def end(self) -> list[Data]:
-        """Events of the end; none the second time."""
-        if self._kind == "text":  # tokens without text, such as the one that ended the answer
+        """Return the final events; none at the second call."""
+        if self._kind == "text":  # tokens without text, such as the EOS token
             self._logprobs += self._unshown
             self._unshown = []
         return self._close("incomplete" if self.is_cut else "completed")
@@ -439,7 +439,7 @@ class Items:
 
 
 class Responses(Chats):
-    """The endpoint."""
+    """Serves `/v1/responses`."""
 
     kind = ResponsesRequest
     manner = ResponsesManner(
@@ -456,7 +456,7 @@ class Responses(Chats):
     )
 
     def call(self, asked: ChatRequest, understood: Understood) -> ResponsesCall:
-        """The call that a body is."""
+        """Make the call for a request."""
         return ResponsesCall(asked, self.front, understood)
 
 

@@ -1,19 +1,19 @@
-"""How tokens are shown in reports: their text and their bytes."""
+"""Formats tokens in reports: names, bytes and log-probabilities."""
 
 from typing import Any, Final
 
 from baton.core.requests.tokenizer import Tokenizer, TokenStream
 from baton.proto import inference_pb2
 
-LOWEST_LOGPROB: Final = -9999.0  # of a token that cannot be chosen; JSON knows no infinity (vLLM's value)
+LOWEST_LOGPROB: Final = -9999.0  # for a token that cannot be sampled (vLLM's value); JSON has no infinity
 
 
 class TokenNames:
     """Names of one model's tokens.
 
     Args:
-        tokenizer: the model's.
-        as_ids: name them `token_id:N`, which tells any two apart.
+        tokenizer: the model's tokenizer.
+        as_ids: use names of the form `token_id:N`, which are unique.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
@@ -21,30 +21,30 @@ class TokenNames:
         self._as_ids = as_ids
 
     def stream(self, *, skip_special_tokens: bool = True) -> TokenStream:
-        """A decoder for one answer's tokens."""
+        """Make a detokenizer for one answer."""
         return self._tokenizer.stream(skip_special_tokens=skip_special_tokens)
 
     def name(self, token_id: int) -> str:
-        """The text of a token; a part of a character reads as U+FFFD."""
+        """The text of a token; an incomplete character is shown as U+FFFD."""
         if self._as_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def report(self, report: inference_pb2.TokenLogprobs, num_top: int) -> dict[str, Any]:
-        """A chat's entry for one token, with its `num_top` likeliest."""
+        """Build a chat's entry for one token, with its `num_top` likeliest alternatives."""
         top = zip(report.top_token_ids[:num_top], report.top_logprobs[:num_top], strict=True)
         entry = self._entry(report.token_id, report.logprob)
         return entry | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in top]}
 
     def by_name(self, report: inference_pb2.TokenLogprobs) -> dict[str, float]:
-        """A completion's entry: log-probabilities by name, the chosen token's first, then the likeliest."""
+        """Build a completion's entry: log-probabilities by name, the sampled token first, then the likeliest ones."""
         found = {self.name(report.token_id): finite(report.logprob)}
         for token_id, logprob in zip(report.top_token_ids, report.top_logprobs, strict=True):
             found.setdefault(self.name(token_id), finite(logprob))
         return found
 
     def by_id(self, report: inference_pb2.TokenLogprobs) -> dict[str, dict[str, Any]]:
-        """An entry of vLLM's `prompt_logprobs`: by token id, each with its rank and text."""
+        """Build an entry of vLLM's `prompt_logprobs`: by token id, each with its rank and text."""
         pairs = enumerate(zip(report.top_token_ids, report.top_logprobs, strict=True), 1)
         ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in pairs]
         if report.token_id not in report.top_token_ids:
@@ -60,5 +60,5 @@ class TokenNames:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can carry."""
+    """Clamp a log-probability to what JSON can carry."""
     return max(logprob, LOWEST_LOGPROB)

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as in vLLM."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM."""
 
 import asyncio
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class DetokenizeRequest(Wire):
 
 
 class Tokens:
-    """Both endpoints.
+    """The endpoints of the tokenizer.
 
     Args:
         front: what all endpoints share.
@@ -54,11 +54,11 @@ class Tokens:
         self._info = json_bytes(_tokenizer_info(front))
 
     async def info(self, request: Request) -> Response:
-        """What clients that have no copy of the tokenizer must know of it."""
+        """Describe the tokenizer, for clients without a copy of it."""
         return Response(self._info, media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text, or of the prompt that a conversation becomes."""
+        """Return the token ids of a text, or of a conversation's prompt."""
         understood = await self._front.reader.read(request, TokenizeRequest)
         asked: Any = understood.asked
         (written,) = understood.requests
@@ -74,7 +74,7 @@ class Tokens:
         return Response(b"".join(parts), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special tokens shown by their names."""
+        """Return the text of token ids; special tokens are shown by their names."""
         (written,) = (await self._front.reader.read(request, DetokenizeRequest)).requests
         self._front.inference.check_model(written.model)
         token_ids, vocab_size = written.token_ids.ids, self._front.model.vocab_size
@@ -86,7 +86,7 @@ class Tokens:
         return JsonResponse({"prompt": await asyncio.to_thread(decode)})
 
     async def _named(self, token_ids: list[int]) -> list[str]:
-        """Their texts, made a few at a time: other streams go on in between."""
+        """Name tokens a few at a time, so that other streams go on in between."""
         named: list[str] = []
         for first in range(0, len(token_ids), NAMED_AT_ONCE):
             named += map(self._names.name, token_ids[first : first + NAMED_AT_ONCE])
@@ -95,7 +95,7 @@ class Tokens:
 
 
 def _tokenizer_info(front: Front) -> dict[str, Any]:
-    """The model's tokenizer_config.json, with special tokens as their texts, and the template that is served."""
+    """Build the model's tokenizer_config.json with special tokens as texts, and the chat template in use."""
     known = {"tokenizer_class": "PreTrainedTokenizerFast", **front.model.tokenizer_config}
     for name in SPECIAL_TOKENS:
         if isinstance(known.get(name), dict):
@@ -105,8 +105,8 @@ def _tokenizer_info(front: Front) -> dict[str, Any]:
 
 
 async def _json_list(items: Sequence[int] | Sequence[str]) -> bytes:
-    """As `_named`: a reply may be many times as long as what it answers."""
-    written = json_bytes if items and isinstance(items[0], str) else to_json  # a quarter of the time
+    """Encode a list in steps, like `_named`: a reply may be many times as long as its request."""
+    written = json_bytes if items and isinstance(items[0], str) else to_json  # takes a quarter of the time for numbers
     parts = []
     for first in range(0, len(items), NAMED_AT_ONCE):
         parts.append(written(items[first : first + NAMED_AT_ONCE])[1:-1])
@@ -115,10 +115,10 @@ async def _json_list(items: Sequence[int] | Sequence[str]) -> bytes:
 
 
 def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: ReadingJob) -> Understood:
-    """What is to be tokenized: a text, or what a conversation becomes.
+    """Translate a request: the text itself, or a conversation's prompt.
 
     Raises:
-        InvalidRequest: neither, or both.
+        InvalidRequest: it has neither, or both.
     """
     if asked.prompt is not None and asked.messages:
         raise ConflictingOptions("give a prompt or messages, not both", field="messages")
@@ -131,10 +131,10 @@ def understand_tokenize(asked: TokenizeRequest, forms: Forms, job: ReadingJob) -
 
 
 def understand_detokenize(asked: DetokenizeRequest, forms: Forms, job: ReadingJob) -> Understood:
-    """The token ids.
+    """Translate a request into token ids.
 
     Raises:
-        InvalidRequest: one that no model has, or more than any prompt has.
+        InvalidRequest: an id is out of range, or there are more than any prompt has.
     """
     if len(asked.tokens) > job.max_model_len:
         message = f"{len(asked.tokens)} tokens; the model's length is {job.max_model_len}"

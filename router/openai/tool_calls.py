@@ -1,9 +1,9 @@
-"""The split of an answer into text and tool calls. However the text is cut into pieces, the parts are the same.
+"""Splits an answer into text and tool calls. The parts do not depend on how the text is cut into pieces.
 
-The forms are those of `CallForm`. Qwen's models write calls as `<tool_call>` JSON `</tool_call>` among their text
-(Hermes' form), and Qwen3-Coder writes functions and parameters as further tags. Llama 3 writes JSON alone or behind
-`<|python_tag|>`; Mistral's models write `[TOOL_CALLS]`, and behind it a list of JSON objects, or names and arguments.
-GLM writes a name, and keys and values as tags. DeepSeek and Kimi have one section for all calls, with tags of its own.
+The forms of calls are those of `CallForm`. Qwen's models write calls as `<tool_call>` JSON `</tool_call>` in their text
+(Hermes' form); Qwen3-Coder writes functions and parameters as further tags. Llama 3 writes JSON alone or after
+`<|python_tag|>`. Mistral's models write `[TOOL_CALLS]`, then a list of JSON objects, or names and arguments. GLM writes
+a name, then keys and values as tags. DeepSeek and Kimi write one section for all calls, with its own tags.
 """
 
 import json
@@ -36,7 +36,7 @@ _SPACE: Final = " \t\r\n"
 
 class _State(Enum):
     BEFORE = "before"  # the object
-    MEMBER = "member"  # a key, a comma or the end
+    MEMBER = "member"  # expects a key, a comma or the end
     KEY = "key"
     COLON = "colon"
     BEFORE_VALUE = "before value"
@@ -46,19 +46,19 @@ class _State(Enum):
 
 
 class CallReader:
-    """Reads one object. Feed it characters until it has ended."""
+    """Reads one JSON object of a call. Feed it characters until it has ended."""
 
     def __init__(self) -> None:
         self.name: str | None = None
         self._state = _State.BEFORE
-        self._text = ""  # of the key or the value that is being read
+        self._text = ""  # of the key or value being read
         self._key = ""
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._arguments: list[str] = []
         self._has_arguments = False
-        self._is_of_arguments = False  # the value that is being read
+        self._is_of_arguments = False  # whether the current value is the arguments
 
     @property
     def is_done(self) -> bool:
@@ -67,26 +67,29 @@ class CallReader:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is no such object."""
+        """Whether the text is not such an object."""
         return self._state is _State.BROKEN
 
     @property
     def key(self) -> str:
-        """The last one that was read."""
+        """The key that was read last."""
         return self._key
 
     @property
     def has_arguments(self) -> bool:
-        """Whether they have begun."""
+        """Whether the arguments have begun."""
         return self._has_arguments
 
     @property
     def is_between(self) -> bool:
-        """Whether it is behind a member, or before the first."""
+        """Whether the reader is after a member, or before the first."""
         return self._state is _State.MEMBER
 
     def arguments(self) -> str:
-        """The arguments read since the last time; nothing before the name is known. Without any, `{}`."""
+        """Return the arguments read since the last call; empty until the name is known.
+
+        A call without arguments gets `{}`.
+        """
         if self.name is None:
             return ""
         if self.is_done and not self._has_arguments:
@@ -97,11 +100,11 @@ class CallReader:
         return text
 
     def take_unread(self) -> str:
-        """Characters that were taken and turned out to be no part of the call: none here."""
+        """Return characters that were taken but are no part of the call: none here."""
         return ""
 
     def feed(self, character: str) -> bool:
-        """Take one character; False if it does not belong to the object, which has then ended or is broken."""
+        """Take one character; return False if it does not belong to the object, which has then ended or is broken."""
         match self._state:
             case _State.BEFORE:
                 self._expect(character, "{", _State.MEMBER)
@@ -121,7 +124,7 @@ class CallReader:
             case _State.BEFORE_VALUE:
                 if character not in _SPACE:
                     self._text, self._state = "", _State.VALUE
-                    self._is_of_arguments = self._key in ARGUMENTS and not self._has_arguments  # the first counts
+                    self._is_of_arguments = self._key in ARGUMENTS and not self._has_arguments  # the first one counts
                     self._read_value(character)
             case _State.VALUE:
                 self._read_value(character)
@@ -155,7 +158,7 @@ class CallReader:
             self._end_value()
             if not self.is_broken:
                 self.feed(character)
-        elif character == "<":  # never outside a string: the call has been left
+        elif character == "<":  # never outside a string: the model has left the call
             self._state = _State.BROKEN
         else:
             self._keep(character)
@@ -206,9 +209,9 @@ END_FUNCTION: Final = "</function>"
 
 
 class _TagState(Enum):
-    BEFORE = "before"  # the function's tag
+    BEFORE = "before"  # expects the function's tag
     NAME = "name"
-    BODY = "body"  # a parameter's tag, or the end
+    BODY = "body"  # expects a parameter's tag, or the end
     KEY = "key"
     BEFORE_VALUE = "before value"
     VALUE = "value"
@@ -217,10 +220,10 @@ class _TagState(Enum):
 
 
 class TaggedCallReader:
-    """Reads one function. Feed it characters until it has ended.
+    """Reads one function in tags. Feed it characters until it has ended.
 
     Args:
-        schemas: of the parameters, by function.
+        schemas: schemas of the parameters, by function.
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -241,21 +244,21 @@ class TaggedCallReader:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is no such thing; its arguments are closed then all the same."""
+        """Whether the text is not a call; its arguments are closed all the same."""
         return self._state is _TagState.BROKEN
 
     def arguments(self) -> str:
-        """The arguments read since the last time, as parts of a JSON object."""
+        """Return the arguments read since the last call, as parts of a JSON object."""
         text, self._arguments = self._arguments, ""
         return text
 
     def take_unread(self) -> str:
-        """Characters that were taken and turned out to be no part of the call; once."""
+        """Return characters that were taken but are no part of the call; each is returned once."""
         text, self._unread = self._unread, ""
         return text
 
     def feed(self, character: str) -> bool:
-        """Take one character; False if it does not belong to the call, which has then ended or is broken."""
+        """Take one character; return False if it does not belong to the call, which has then ended or is broken."""
         match self._state:
             case _TagState.BEFORE:
                 return self._tag(character, {FUNCTION: _TagState.NAME})
@@ -321,7 +324,7 @@ class TaggedCallReader:
         self._arguments += "}" if self._keys else "{}"
 
 
-_JSON_TYPES: Final[tuple[tuple[type, str], ...]] = (  # a bool is an int, so that it comes first
+_JSON_TYPES: Final[tuple[tuple[type, str], ...]] = (  # bool comes first, because a bool is an int
     (bool, "boolean"),
     (int, "integer"),
     (float, "number"),
@@ -329,12 +332,12 @@ _JSON_TYPES: Final[tuple[tuple[type, str], ...]] = (  # a bool is an int, so tha
     (dict, "object"),
     (type(None), "null"),
 )
-# As Python writes them, and Qwen's templates with it: the type and the JSON.
+# Python's spellings, which Qwen's templates use: (type, JSON).
 _PYTHON_WORDS: Final = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
 
 
 def _types(schema: Any, *, is_option: bool = False) -> set[str]:
-    """The JSON types that a schema names, in itself or in its options; none if it leaves the type open."""
+    """Return the JSON types that a schema names, itself or in its options; empty if it leaves the type open."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -350,14 +353,14 @@ def _types(schema: Any, *, is_option: bool = False) -> set[str]:
 
 
 def _typed(text: str, types: Collection[str]) -> str:
-    """A bare value as JSON: what the text says in JSON if it may be of that type, and else the text."""
+    """Convert a bare value to JSON: its JSON meaning if the types allow that, else the text itself."""
     kind, word = _PYTHON_WORDS.get(text.strip(), ("", ""))
     if kind in types and "string" not in types:
         return word
     try:
         value = json.loads(text, parse_constant=_no_number)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        written.encode()  # half a surrogate pair cannot be sent
+        written.encode()  # a lone surrogate cannot be sent
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     found = next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "string")
@@ -368,7 +371,7 @@ def _typed(text: str, types: Collection[str]) -> str:
 
 
 class PairCallReader(TaggedCallReader):
-    """Reads a name, and keys and values in tags, up to the tag that closes the call, which is left unread (GLM)."""
+    """Reads a name, then keys and values in tags, up to the tag that closes the call, which stays unread (GLM)."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(schemas)
@@ -376,7 +379,7 @@ class PairCallReader(TaggedCallReader):
         self._head = ""  # the name, until a tag shows that this is a call
 
     def feed(self, character: str) -> bool:
-        """Take one character; False if it does not belong to the call, which has then ended or is broken."""
+        """Take one character; return False if it does not belong to the call, which has then ended or is broken."""
         match self._state:
             case _TagState.NAME:
                 return self._read_name(character)
@@ -427,11 +430,11 @@ class PairCallReader(TaggedCallReader):
 
 
 class EitherCallReader:
-    """Reads a call in tags, or in JSON if it begins with a brace: what tags cannot say a grammar leaves to JSON.
+    """Reads a call in tags, or in JSON if it begins with a brace: grammars use JSON for what tags cannot express.
 
     Args:
         schemas: as for `TaggedCallReader`.
-        tagged: what reads it in tags.
+        tagged: class of the reader for calls in tags.
     """
 
     def __init__(
@@ -442,7 +445,7 @@ class EitherCallReader:
 
     @property
     def name(self) -> str | None:
-        """The function's, once it is known."""
+        """The function's name, once it is known."""
         return self._reader.name
 
     @property
@@ -452,19 +455,19 @@ class EitherCallReader:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is none."""
+        """Whether the text is not a call."""
         return self._reader.is_broken
 
     def arguments(self) -> str:
-        """The arguments read since the last time."""
+        """Return the arguments read since the last call."""
         return self._reader.arguments()
 
     def take_unread(self) -> str:
-        """What it took and does not belong to the call; once."""
+        """Return characters that were taken but are no part of the call; each is returned once."""
         return self._reader.take_unread()
 
     def feed(self, character: str) -> bool:
-        """Take one character; False if it does not belong to the call."""
+        """Take one character; return False if it does not belong to the call."""
         if not self._has_begun and not character.isspace():
             self._has_begun = True
             self._reader = CallReader() if character == "{" else self._reader
@@ -474,10 +477,10 @@ class EitherCallReader:
 class BareCallReader:
     """Reads an object without a tag, which is a call only if it names one of the tools and has arguments.
 
-    It begins with one of a call's keys: any other object is known for text at its first key.
+    A call's first key is one of `BARE_KEYS`, so other objects are recognized as text at their first key.
 
     Args:
-        names: of the tools.
+        names: names of the tools.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -488,7 +491,7 @@ class BareCallReader:
 
     @property
     def name(self) -> str | None:
-        """The function's, once it is known that this is a call."""
+        """The function's name, once it is known that this is a call."""
         return self._reader.name if self._is_call else None
 
     @property
@@ -498,19 +501,19 @@ class BareCallReader:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is none."""
+        """Whether the text is not a call."""
         return self._is_other or self._reader.is_broken
 
     def arguments(self) -> str:
-        """The arguments read since the last time."""
+        """Return the arguments read since the last call."""
         return self._reader.arguments() if self._is_call else ""
 
     def take_unread(self) -> str:
-        """As of `CallReader`."""
+        """See `CallReader.take_unread`."""
         return ""
 
     def feed(self, character: str) -> bool:
-        """Take one character; False if it does not belong to the call."""
+        """Take one character; return False if it does not belong to the call."""
         if self._is_other or not self._reader.feed(character):
             return False
         if not self._is_call:
@@ -533,18 +536,18 @@ class _HeadState(Enum):
 
 
 class NamedCallReader:
-    """Reads a name and its arguments, with `[ARGS]` between them, or before it `[CALL_ID]` and an id, or neither."""
+    """Reads a name and its arguments, separated by `[ARGS]`, by `[CALL_ID]`, an id and `[ARGS]`, or by nothing."""
 
     def __init__(self) -> None:
-        self._reader = CallReader()  # of the same call in JSON
+        self._reader = CallReader()  # reads the same call rewritten as JSON
         self._state = _HeadState.NAME
         self._name = ""
         self._tag = ""
-        self._num_id = 0  # its characters
+        self._num_id = 0  # characters of the id
 
     @property
     def name(self) -> str | None:
-        """The function's, once the arguments begin."""
+        """The function's name, once the arguments begin."""
         return self._reader.name
 
     @property
@@ -554,19 +557,19 @@ class NamedCallReader:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is no call."""
+        """Whether the text is not a call."""
         return self._state is _HeadState.BROKEN or self._reader.is_broken
 
     def arguments(self) -> str:
-        """The arguments read since the last time."""
+        """Return the arguments read since the last call."""
         return self._reader.arguments()
 
     def take_unread(self) -> str:
-        """As of `CallReader`."""
+        """See `CallReader.take_unread`."""
         return ""
 
     def feed(self, character: str) -> bool:
-        """Take one character; False if it does not belong to the call, which has then ended or is broken."""
+        """Take one character; return False if it does not belong to the call, which has then ended or is broken."""
         if self._state is not _HeadState.ARGUMENTS:
             self._read_head(character)
             return not self.is_broken
@@ -614,19 +617,19 @@ class NamedCallReader:
         self._state = _HeadState.ARGUMENTS
 
 
-_NAME: Final = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_LEN - 2}}}")  # a string of its length fits `CallReader`
+_NAME: Final = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_LEN - 2}}}")  # in quotes, it fits `CallReader`
 _ID: Final = re.compile(r"[A-Za-z0-9_-]")
-MAX_HEAD_LEN: Final = MAX_NAME_LEN + 64  # characters of a call of a section before its arguments
+MAX_HEAD_LEN: Final = MAX_NAME_LEN + 64  # maximum characters before the arguments of a section's call
 
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """How calls of one section are written.
+    """How the calls of one section are written.
 
     Attributes:
-        tags: what begins a call, ends it, and ends the section.
+        tags: start of a call, end of a call, and end of the section.
         fence: may stand between the arguments and the end of a call.
-        head: what stands before a call's arguments; it has the group `name`, and `id` if the model writes ids.
+        head: matches what stands before a call's arguments; has the group `name`, and `id` if the model writes ids.
     """
 
     tags: tuple[str, str, str]
@@ -650,25 +653,25 @@ def _head(form: CallForm, apart: str) -> re.Pattern[str]:
 
 
 class HeadedCallReader:
-    """Reads what stands before a call's arguments, and the arguments, which are an object.
+    """Reads what stands before a call's arguments, then the arguments, which are an object.
 
     Args:
         head: see `_Section`.
 
     Attributes:
-        id: of the call, once the name is known; None if the model writes none.
+        id: the call's id, once the name is known; None if the model writes none.
     """
 
     def __init__(self, head: re.Pattern[str]) -> None:
         self.id: str | None = None
         self._pattern = head
-        self._reader = CallReader()  # of the same call in JSON
+        self._reader = CallReader()  # reads the same call rewritten as JSON
         self._head: list[str] = []
         self._is_broken = False
 
     @property
     def name(self) -> str | None:
-        """The function's, once the arguments begin."""
+        """The function's name, once the arguments begin."""
         return self._reader.name
 
     @property
@@ -678,19 +681,19 @@ class HeadedCallReader:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is no call."""
+        """Whether the text is not a call."""
         return self._is_broken or self._reader.is_broken
 
     def arguments(self) -> str:
-        """The arguments read since the last time."""
+        """Return the arguments read since the last call."""
         return self._reader.arguments()
 
     def take_unread(self) -> str:
-        """As of `CallReader`."""
+        """See `CallReader.take_unread`."""
         return ""
 
     def feed(self, character: str) -> bool:
-        """Take one character; False if it does not belong to the call, which has then ended or is broken."""
+        """Take one character; return False if it does not belong to the call, which has then ended or is broken."""
         if self.name is None:
             self._read_head(character)
             return not self.is_broken
@@ -724,9 +727,9 @@ MAX_SPACE: Final = (
 
 
 def certain_len(text: str, *tags: str) -> int:
-    """How much of `text`, which holds none of `tags` in full, is certain to stay outside them.
+    """Length of the start of `text` that is certain to stay outside `tags`, none of which it holds in full.
 
-    What might begin a tag is not, and neither is white space before it, which goes with the tag.
+    Text that might begin a tag is not certain, and neither is white space before it, which belongs to the tag.
     """
     keep = len(text)
     for tag in tags:
@@ -738,7 +741,7 @@ def certain_len(text: str, *tags: str) -> int:
 
 
 def stripped_len(text: str) -> int:
-    """The length without the white space at its end, of which at most `MAX_SPACE` characters go."""
+    """Length without trailing white space; at most `MAX_SPACE` characters are stripped."""
     return max(len(text.rstrip()), len(text) - MAX_SPACE)
 
 
@@ -752,9 +755,9 @@ class CallParts:
 
     Attributes:
         content: text outside calls.
-        begun: (number, name) of calls that have begun.
-        arguments: (number, more of its arguments).
-        ids: of calls that have begun, by number, where the model wrote one.
+        begun: (index, name) of calls that have begun.
+        arguments: (index, further arguments) of calls.
+        ids: ids of calls that have begun, by index, where the model wrote one.
     """
 
     content: str
@@ -768,7 +771,7 @@ class CallFormReader(Protocol):
 
     @property
     def name(self) -> str | None:
-        """The function's, once it is known."""
+        """The function's name, once it is known."""
         ...
 
     @property
@@ -778,36 +781,36 @@ class CallFormReader(Protocol):
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is none."""
+        """Whether the text is not a call."""
         ...
 
     def arguments(self) -> str:
-        """What was read of its arguments since the last time."""
+        """Return the arguments read since the last call."""
         ...
 
     def take_unread(self) -> str:
-        """Characters that it took and that turned out to be no part of the call; once."""
+        """Return characters that were taken but are no part of the call; each is returned once."""
         ...
 
     def feed(self, character: str) -> bool:
-        """Take one character; False if it does not belong to the call."""
+        """Take one character; return False if it does not belong to the call."""
         ...
 
 
 class Splitter(Protocol):
-    """Takes an answer's text as it comes."""
+    """Splits an answer's text as it arrives."""
 
     def push(self, text: str) -> CallParts:
-        """What became certain with this piece."""
+        """Return what became certain with this piece."""
         ...
 
     def finish(self) -> CallParts:
-        """What was withheld at the end."""
+        """Return what was withheld until the end."""
         ...
 
 
 class _Calls:
-    """Numbers calls and passes on what is read of them."""
+    """Numbers calls and passes on what their readers find."""
 
     def __init__(self) -> None:
         self.reader: CallFormReader | None = None
@@ -818,7 +821,7 @@ class _Calls:
         self.reader, self.is_announced = reader, False
 
     def feed(self, text: str, parts: CallParts) -> int:
-        """How many characters of `text` belong to the call."""
+        """Feed `text` to the current call; return how many characters belong to it."""
         assert self.reader is not None
         size = 0
         while size < len(text) and not self.reader.is_done and self.reader.feed(text[size]):
@@ -835,23 +838,23 @@ class _Calls:
 
 
 class TaggedCalls:
-    """Calls between tags, among text.
+    """Splits off calls between tags.
 
-    White space around calls is dropped. What stands between tags and is no call is text, tags and all.
+    White space around calls is dropped. Text between tags that is not a call stays text, including the tags.
 
     Args:
-        make_reader: of what stands between the tags.
+        make_reader: makes a reader for the text between the tags.
     """
 
     def __init__(self, make_reader: Callable[[], CallFormReader] = CallReader) -> None:
         self._held = ""
         self._calls = _Calls()
         self._make_reader = make_reader
-        self._raw = ""  # of a call that has not been announced
+        self._raw = ""  # text of a call that has not been announced
         self._after_call = False
 
     def push(self, text: str) -> CallParts:
-        """What became certain with this piece."""
+        """Return what became certain with this piece."""
         self._held += text
         parts = CallParts("", [], [])
         while self._call(parts) if self._calls.reader is not None else self._text(parts):
@@ -859,7 +862,7 @@ class TaggedCalls:
         return parts
 
     def finish(self) -> CallParts:
-        """What was withheld at the end: an unfinished call without a name is text."""
+        """Return what was withheld until the end: an unfinished call without a name is text."""
         parts = CallParts("", [], [])
         if self._calls.reader is None:
             parts.content = self._held
@@ -869,7 +872,7 @@ class TaggedCalls:
         return parts
 
     def _text(self, parts: CallParts) -> bool:
-        """Show text up to a call; True if one begins."""
+        """Emit text up to a call; return True if one begins."""
         if self._after_call:
             self._held = self._held.lstrip()
             self._after_call = not self._held
@@ -885,7 +888,7 @@ class TaggedCalls:
         return True
 
     def _call(self, parts: CallParts) -> bool:
-        """Read on in a call; True if it has ended."""
+        """Continue a call; return True if it has ended."""
         reader = self._calls.reader
         assert reader is not None
         size = self._calls.feed(self._held, parts)
@@ -901,7 +904,7 @@ class TaggedCalls:
         if close < 0 and again < 0:
             return False
         self._calls.reader = None
-        if again >= 0 and (close < 0 or again < close):  # its end was forgotten
+        if again >= 0 and (close < 0 or again < close):  # the model forgot the closing tag
             ended, self._held = self._held[:again], self._held[again:]
         else:
             ended, self._held = self._held[:close] + CLOSE, self._held[close + len(CLOSE) :]
@@ -916,26 +919,26 @@ _BETWEEN: Final = f"{_SPACE},;"
 
 
 class _MarkedCalls:
-    """Calls behind a mark that nothing closes, among text.
+    """Splits off calls after a mark that nothing closes.
 
-    White space around calls is dropped. What stands behind a mark and is no call is text, mark and all.
+    White space around calls is dropped. Text after a mark that is not a call stays text, including the mark.
 
     Args:
-        mark: it.
+        mark: the mark.
     """
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._calls = _Calls()
         self._held = ""
-        self._raw: list[str] = []  # of a call that has not been announced
+        self._raw: list[str] = []  # text of a call that has not been announced
         self._after_call = False
         self._step: Callable[[CallParts], bool] = (
             self._text
-        )  # takes what it can of `_held`; True if another is to go on
+        )  # takes what it can of `_held`; returns True if there is more to do
 
     def push(self, text: str) -> CallParts:
-        """What became certain with this piece."""
+        """Return what became certain with this piece."""
         self._held += text
         parts = CallParts("", [], [])
         while self._step(parts):
@@ -943,14 +946,14 @@ class _MarkedCalls:
         return parts
 
     def finish(self) -> CallParts:
-        """What was withheld at the end: an unfinished call without a name is text, what goes between calls is not."""
+        """Return what was withheld: an unfinished call without a name is text, separators between calls are not."""
         held = "".join(self._raw) + self._held
         self._raw, self._held = [], ""
         is_nothing = self._calls.is_announced and not held.strip(_BETWEEN)
         return CallParts("" if is_nothing else held, [], [])
 
     def _text(self, parts: CallParts) -> bool:
-        """Show text up to a mark."""
+        """Emit text up to a mark."""
         if self._after_call:
             self._held = self._held.lstrip()
             self._after_call = not self._held
@@ -967,11 +970,11 @@ class _MarkedCalls:
         return True
 
     def _behind_mark(self, parts: CallParts) -> bool:
-        """See what stands behind a mark."""
+        """Decide what follows a mark."""
         raise NotImplementedError
 
     def _behind_call(self, parts: CallParts) -> bool:
-        """See what stands behind a call."""
+        """Decide what follows a call."""
         raise NotImplementedError
 
     def _begin(self, reader: CallFormReader) -> bool:
@@ -980,13 +983,13 @@ class _MarkedCalls:
         return True
 
     def _no_call(self, parts: CallParts) -> bool:
-        """What was held for a call is text."""
+        """Turn what was held for a call into text."""
         parts.content += "".join(self._raw)
         self._raw, self._step = [], self._text
         return True
 
     def _call(self, parts: CallParts) -> bool:
-        """Read on in a call."""
+        """Continue a call."""
         reader = self._calls.reader
         assert reader is not None
         size = self._calls.feed(self._held, parts)
@@ -1002,23 +1005,23 @@ class _MarkedCalls:
         return False
 
     def _skip(self, characters: str) -> str:
-        """Hold what comes first of these characters; returns the one behind them, or nothing if none has come."""
+        """Hold leading characters of this set; return the character after them, or nothing if it has not arrived."""
         self._take(len(self._held) - len(self._held.lstrip(characters)))
         return self._held[:1]
 
     def _take(self, size: int) -> None:
-        """Hold so many characters for a call."""
+        """Hold `size` characters for a call."""
         self._raw.append(self._held[:size])
         self._held = self._held[size:]
 
 
 class LlamaCalls(_MarkedCalls):
-    """Calls that an answer begins with, further ones behind a semicolon or white space, and calls behind a mark.
+    """Splits off calls at the start of an answer, then after semicolons or white space, and calls after a mark.
 
-    Without a mark an object is a call only if it names one of the tools; behind one it may name any.
+    Without a mark, an object is a call only if it names one of the tools; after one it may name any function.
 
     Args:
-        names: of the tools.
+        names: names of the tools.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -1058,7 +1061,7 @@ class LlamaCalls(_MarkedCalls):
 
 
 class MistralCalls(_MarkedCalls):
-    """Calls behind a mark: a list of objects, or a name and its arguments with a mark for each."""
+    """Splits off calls after a mark: a list of objects, or a name and its arguments with a mark for each."""
 
     def __init__(self) -> None:
         super().__init__(CallForm.MISTRAL.marks[0])
@@ -1081,7 +1084,7 @@ class MistralCalls(_MarkedCalls):
         return True
 
     def _in_list(self, parts: CallParts) -> bool:
-        """See what stands before an object of a list, or behind the last."""
+        """Decide what stands before an object of a list, or after the last."""
         first = self._skip(f"{_SPACE},")
         if first == "{":
             return self._begin(CallReader())
@@ -1096,19 +1099,19 @@ class MistralCalls(_MarkedCalls):
 
 
 class SectionCalls(_MarkedCalls):
-    """Calls of one section, each between tags of its own.
+    """Splits off the calls of one section, each between tags of its own.
 
     Args:
-        form: of DeepSeek or Kimi.
+        form: the form of DeepSeek or Kimi.
     """
 
     def __init__(self, form: CallForm) -> None:
         super().__init__(form.marks[0])
         self._section = _SECTIONS[form]
-        self._is_fenced = False  # a fence has closed behind the arguments
+        self._is_fenced = False  # whether a fence has closed after the arguments
 
     def finish(self) -> CallParts:
-        """What was withheld at the end: behind a call that is what could have become tags, and nothing else."""
+        """Return what was withheld; after a call that is at most the start of a tag, which is dropped."""
         parts = super().finish()
         return CallParts("", [], []) if self._step in (self._behind_call, self._behind_end) else parts
 
@@ -1149,13 +1152,13 @@ class SectionCalls(_MarkedCalls):
         return True
 
     def _left(self) -> bool:
-        """The section has been left without its end: what follows is text."""
+        """Leave a section whose end is missing: what follows is text."""
         self._held = "".join(self._raw) + self._held
         self._raw, self._after_call, self._is_fenced, self._step = [], True, False, self._text
         return True
 
     def _next(self, *tags: str) -> str | None:
-        """Hold and return the tag that is next; nothing if it has not come in full, None if it is none of these."""
+        """Hold and return the next tag; empty if it has not arrived in full, None if it is none of these."""
         self._skip(_SPACE)
         found = next((tag for tag in tags if self._held.startswith(tag)), None)
         if found is None:
@@ -1168,11 +1171,11 @@ _SECTIONS: Final = {form: _section(form) for form in CallForm if form.is_section
 
 
 def calls_of(form: CallForm, schemas: Mapping[str, Mapping[str, Any]]) -> Splitter:
-    """What splits the calls of one answer off its text.
+    """Make the splitter for one answer's calls.
 
     Args:
-        form: of the calls.
-        schemas: of the tools' parameters, by name, where the form is read by them.
+        form: form of the calls.
+        schemas: schemas of the tools' parameters, by name, if the form needs them.
     """
     match form:
         case CallForm.QWEN3_CODER:
@@ -1188,5 +1191,5 @@ def calls_of(form: CallForm, schemas: Mapping[str, Mapping[str, Any]]) -> Splitt
     return TaggedCalls()
 
 
-# By their schemas, or their names.
+# Forms that are read with the tools' schemas or names.
 READ_BY_TOOLS: Final = frozenset((CallForm.QWEN3_CODER, CallForm.GLM45, CallForm.LLAMA3_JSON))

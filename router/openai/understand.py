@@ -1,4 +1,4 @@
-"""From the bytes of a body to what it asks: the only way, on the event loop for light bodies and in a process else."""
+"""Turns a body's bytes into a parsed request: on the event loop for light bodies, in another process for others."""
 
 import secrets
 from collections.abc import Callable
@@ -33,10 +33,10 @@ KINDS: Final[dict[str, tuple[type[BaseModel], Callable[[Any, Forms, ReadingJob],
 
 
 def understand(body: bytes, forms: Forms, job: ReadingJob) -> Understood:
-    """What a body asks; nothing is allocated for it.
+    """Parse and translate a body; nothing is allocated for it yet.
 
     Raises:
-        InvalidRequest: it can be seen to be wrong.
+        InvalidRequest: the request is invalid.
     """
     kind, write = KINDS[job.kind]
     check_shape(body)

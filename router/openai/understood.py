@@ -1,4 +1,4 @@
-"""A body as it was understood: messages for the workers, and what the reply must know of it."""
+"""A parsed body: messages for the workers, and what the reply needs to know."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from baton.proto import inference_pb2
 
-REQUEST_ID: Final = re.compile("[!-~]{1,128}")  # of a client
-# What is in the messages already, or in the prompt, or in `Understood`: no reply is made from these fields.
+REQUEST_ID: Final = re.compile("[!-~]{1,128}")  # of a client's request id
+# Fields that are already in the messages, the prompt or `Understood`: no reply needs them.
 SPENT: Final = frozenset(
     "messages prompt tokens tools stop stop_token_ids logit_bias bad_words allowed_token_ids response_format "
     "structured_outputs guided_json guided_regex guided_choice guided_grammar regex ebnf grammar chat_template_kwargs "
@@ -22,14 +22,14 @@ _LENGTH_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingJob:
-    """What is known of a request before its body is read.
+    """What is known about a request before its body is read.
 
     Attributes:
-        kind: the name of the model that its body must fit.
-        request_id: as its header names it, or one that was made for it; the body may name another.
-        max_answers: of one call.
-        max_model_len: no prompt has more tokens.
-        keeps_schemas: replies are made from the tools' schemas.
+        kind: name of the request model for the body.
+        request_id: from the header, or generated; the body may give another.
+        max_answers: maximum number of answers per call.
+        max_model_len: maximum number of tokens in a prompt.
+        keeps_schemas: whether replies need the tools' schemas.
     """
 
     kind: str
@@ -41,19 +41,19 @@ class ReadingJob:
 
 @dataclass(slots=True, kw_only=True)
 class Understood:
-    """A body that was understood.
+    """A parsed body.
 
     Attributes:
-        asked: the body; where another process read it, without what is in the messages.
-        request_id: what the client calls it.
+        asked: the body; if another process read it, without the fields in `SPENT`.
+        request_id: the client's name for the request.
         requests: one for each prompt, without sampling.
-        sampling: of all of them.
-        ignored: fields that are not known here.
-        is_open: the prompt ends with the beginning of a thought.
-        splits_thought: a thought is no part of the answer's content.
-        splits_calls: calls of tools are none.
-        schemas: of the tools' parameters, by name, where replies are made from them.
-        echoed: what the reply repeats of a body whose words are not a chat's.
+        sampling: shared by all requests.
+        ignored: unknown fields.
+        is_open: whether the prompt ends inside a thought.
+        splits_thought: whether thoughts are split off the answer's content.
+        splits_calls: whether tool calls are split off the answer's content.
+        schemas: schemas of the tools' parameters, by name, if replies need them.
+        echoed: options that the reply repeats, for bodies in another format than a chat's.
     """
 
     asked: BaseModel
@@ -68,7 +68,7 @@ class Understood:
     echoed: Mapping[str, Any] = field(default_factory=dict)
 
     def to_parts(self) -> list[bytes]:
-        """For another process: a head, what is left of the body, the sampling, and each request."""
+        """Serialize for another process: a head, the rest of the body, the sampling, and each request."""
         names = ("request_id", "ignored", "is_open", "splits_thought", "splits_calls", "schemas", "echoed")
         head = json.dumps({name: getattr(self, name) for name in names}).encode("ascii")
         spent = {*SPENT, *(self.asked.model_extra or {})}
@@ -78,7 +78,7 @@ class Understood:
 
     @classmethod
     def from_parts(cls, parts: Sequence[bytes], kind: type[BaseModel]) -> "Understood":
-        """What `to_parts` wrote."""
+        """Parse what `to_parts` wrote."""
         head, body, sampling, *requests = parts
         data = json.loads(body)
         if kind.model_fields.get("messages") is not None:
@@ -95,13 +95,13 @@ class Understood:
 
 
 def joined(parts: Sequence[bytes]) -> bytes:
-    """Parts as one frame, behind its length."""
+    """Join parts into one frame with its length in front."""
     body = b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") + part for part in parts)
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
 def parted(body: bytes) -> list[bytes]:
-    """The parts of a frame, without its length."""
+    """Split a frame, without its length, into parts."""
     parts, at = [], 0
     while at < len(body):
         size = int.from_bytes(body[at : at + _LENGTH_BYTES], "little")
