@@ -1,6 +1,6 @@
-"""Configuration: what an operator may set (checked once, at the border) and what a worker is given (plain values).
+"""Configuration: the keys that an operator may set, checked once here, and the plain values that a worker gets.
 
-`ServeConfig` is the border: unknown keys and bad values are refused there, by name. Everything behind it gets frozen
+`ServeConfig` is the boundary: it refuses unknown keys and invalid values, by name. All code behind it gets frozen
 dataclasses and trusts them.
 """
 
@@ -38,9 +38,9 @@ from baton.core.verification import (
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 DTypeName = Literal["auto", "float64", "float32", "bfloat16"]
-WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, against floods: what waits, waits at the router
-CPU_NUM_SEQS = 16  # sequences in a step on a CPU, unless a flag says otherwise
-MAX_DRAFTS = 6  # drafts per step that a deployment may be started with; `auto` chooses among 0 to so many
+WORKER_QUEUE_LEN = 1 << 16  # requests at one worker, a guard against floods: requests wait at the router
+CPU_NUM_SEQS = 16  # sequences per step on a CPU, unless a flag sets it
+MAX_DRAFTS = 6  # maximum draft tokens per step of a deployment; `auto` chooses between 0 and this
 if TYPE_CHECKING:
     TransportName = str  # one of TRANSPORT_NAMES
 else:
@@ -50,8 +50,8 @@ RoutingName = Literal["prefix", "least_cost", "round_robin"]
 LocalPrefillName = Literal["auto", "never", "always"]
 KernelsName = Literal["auto", "triton", "reference"]
 LoadFormatName = Literal["auto", "safetensors", "dummy"]
-DEFAULT_DRAFTS = 2  # of a step at most, where the checkpoint has an MTP head and nothing else was asked
-DEFAULT_LOOKED_UP = 4  # drafts that cost no pass of a head
+DEFAULT_DRAFTS = 2  # maximum per step if the checkpoint has an MTP head and no flag says otherwise
+DEFAULT_LOOKED_UP = 4  # drafts that need no pass of a head
 
 _model, _parallel = partial(config_key, panel="Model"), partial(config_key, panel="Parallelism")
 _drafts, _kv = partial(config_key, panel="Speculation"), partial(config_key, panel="KV cache")
@@ -467,8 +467,8 @@ class ServeConfig(BaseModel):
         """Check values from flags or a file.
 
         Raises:
-            ConfigInvalid: an unknown key, or a value out of range; all of them are named. A mode of verification that
-                makes acceptance up is refused before anything else.
+            ConfigInvalid: there are unknown keys or values out of range; the error names all of them. A verification
+                mode that fakes acceptance is refused before anything else.
         """
         if values.get("verification") in MADE_UP_MODES:
             raise refuse_made_up(str(values["verification"]))
@@ -518,12 +518,12 @@ class ServeConfig(BaseModel):
 
     @property
     def draft_path(self) -> str:
-        """The directory of the drafter that is used, "" if none is."""
+        """Directory of the drafter in use; empty if none is."""
         return self.draft_model if self.speculative_method in (None, "auto", "eagle3") else ""
 
     @property
     def redundant_experts(self) -> int | None:
-        """Further copies of experts that a layer's ranks hold; None: no expert moves."""
+        """Additional copies of experts that a layer's ranks hold; None: no expert moves."""
         return self.num_redundant_experts if self.enable_eplb else None
 
     def _check_experts(self) -> None:
@@ -572,10 +572,10 @@ class ServeConfig(BaseModel):
             raise ConfigInvalid(message, keys=["speculative_method", "num_speculative_tokens"])
 
     def lookup(self) -> PromptLookup | None:
-        """How drafts are looked up; None where they never are.
+        """Settings of prompt lookup; None if drafts are never looked up.
 
         Raises:
-            ConfigInvalid: it asks for fewer tokens at most than at least.
+            ConfigInvalid: the maximum is less than the minimum.
         """
         if self.speculative_method not in ("ngram", "auto"):
             return None
@@ -583,7 +583,7 @@ class ServeConfig(BaseModel):
 
     @property
     def numerics(self) -> Numerics:
-        """What `batch_invariant` chooses."""
+        """The numerics that `batch_invariant` selects."""
         return Numerics.INVARIANT if self.batch_invariant else Numerics.DEFAULT
 
     @property
@@ -595,12 +595,12 @@ class ServeConfig(BaseModel):
         """Which CUDA graphs a decode worker captures.
 
         Raises:
-            ConfigInvalid: sizes that are none, or sizes without graphs.
+            ConfigInvalid: sizes are invalid, or given without graphs.
         """
         return CudaGraphConfig.parse(self.cuda_graphs, self.cuda_graph_sizes)
 
     def telemetry_config(self) -> TelemetryConfig:
-        """What every process logs and traces; the file's path is absolute, for each has a directory of its own."""
+        """What every process logs and traces, with an absolute file path: each process has its own directory."""
         trace_file = str(Path(self.trace_file).absolute()) if self.trace_file else ""
         return TelemetryConfig(
             log_format=self.log_format,
@@ -617,7 +617,7 @@ class ServeConfig(BaseModel):
 
     @property
     def tls(self) -> TlsFiles:
-        """Of the router and the workers."""
+        """TLS files of the router and the workers."""
         return TlsFiles(
             cert_file=self.tls_cert_file,
             key_file=self.tls_key_file,
@@ -627,10 +627,10 @@ class ServeConfig(BaseModel):
 
     @classmethod
     def read_file(cls, path: Path) -> dict[str, Any]:
-        """The mapping in a YAML (or JSON) file, not yet checked.
+        """Read the mapping in a YAML (or JSON) file, without checking its values.
 
         Raises:
-            ConfigInvalid: the file is missing, not YAML, not a mapping, or names a key twice.
+            ConfigInvalid: the file is missing, not YAML, not a mapping, or has a duplicate key.
         """
         try:
             values = yaml.load(path.read_text(encoding="utf-8"), Loader=_OnceLoader)
@@ -647,7 +647,8 @@ class ServeConfig(BaseModel):
         return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-_SCALARS: Final = {  # YAML 1.2's; and of 1.1 merges, binary numbers and `1_000`, which mean nothing else there
+# YAML 1.2's scalars, plus merges, binary numbers and `1_000` from 1.1, which mean nothing else in 1.2.
+_SCALARS: Final = {
     "null": ("~|null|Null|NULL|", ("~", "n", "N", "")),
     "bool": ("true|True|TRUE|false|False|FALSE", tuple("tTfF")),
     "int": ("[-+]?(0b[01_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)", tuple("-+0123456789")),
@@ -660,7 +661,7 @@ _SCALARS: Final = {  # YAML 1.2's; and of 1.1 merges, binary numbers and `1_000`
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """What PyYAML takes a plain scalar for, by its first character."""
+    """Build PyYAML's patterns of plain scalars, by their first character."""
     found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for name, (form, firsts) in _SCALARS.items():
         for first in firsts:
@@ -669,20 +670,20 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML 1.2's words and numbers: 1.1, as PyYAML has it, reads `off` as false, `010` as 8 and `1e3` as text.
+    """Loads YAML 1.2's words and numbers; PyYAML's 1.1 reads `off` as false, `010` as 8 and `1e3` as text.
 
-    Refuses a mapping that has a key twice, `-` and `_` being the same; YAML itself lets the last one win.
+    It refuses a mapping with a duplicate key, where `-` and `_` are the same; YAML itself lets the last one win.
     """
 
     yaml_implicit_resolvers = _resolvers()
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Its number; without a letter behind the 0 it is decimal."""
+        """Convert an integer; it is decimal unless a letter follows the leading 0."""
         text = str(self.construct_scalar(node)).replace("_", "")
         return int(text, 0 if text.lstrip("+-")[:2].lower() in ("0x", "0o", "0b") else 10)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping, if each key is there once."""
+        """Build the mapping if no key is duplicated."""
         names: set[str] = set()
         for key, _ in node.value:
             name = str(key.value).replace("-", "_")
@@ -704,33 +705,33 @@ class KVTransferConfig:
     """Limits and times of the hand-off (design: lease 2 s, heartbeat 0.25 s)."""
 
     transport: TransportName = "auto"
-    digest: bool = True  # of payloads, end to end; off, sockets check crc32c instead
+    digest: bool = True  # of payloads, end to end; when off, sockets check crc32c instead
     lease_s: float = 2.0
     heartbeat_s: float = 0.25
-    num_writer_threads: int = 0  # 0: one; two for host memory without digests, as then the receiver has little to do
+    num_writer_threads: int = 0  # 0: one; two for host memory without digests, when the receiver has little to do
     writer_queue_len: int = 1024
     ring_slots: int = 1024
     max_frame_bytes: int = 8 << 20
     window_bytes: int = 64 << 20
-    staging_mib: int = 1024  # host memory before a decode worker's GPU pool; a prompt that comes by sockets fits in it
+    staging_mib: int = 1024  # host memory before a decode worker's GPU pool; a prompt's KV sent by sockets must fit
     max_resends: int = 2
     commit_timeout_s: float = 5.0
-    max_receiver_deaths: int = 8  # of a KV receiver process within a minute; with the last one the worker gives up
+    max_receiver_deaths: int = 8  # of a KV receiver process within a minute; at the last one the worker gives up
     raw_streams: int = 1  # TCP connections of the raw data path to each peer
-    curve_key_file: str = ""  # zmq: encrypt with this key pair, refuse others; then there is no raw data path
+    curve_key_file: str = ""  # zmq: encrypt with this key pair and refuse other peers; disables the raw data path
     tls_cert_file: str = ""  # grpc: this worker's certificate
-    tls_key_file: str = ""  # and its private key
-    tls_ca_file: str = ""  # who signed the others' certificates; with it, peers must present one
-    tls_server_name: str = ""  # the name in the others' certificates, if it is not their address
-    key: str = field(default_factory=_own_kv_key, repr=False)  # hexadecimal; peers must prove that they know it, too
-    drop_pushes: bool = False  # test hook: frames are counted as sent and thrown away
+    tls_key_file: str = ""  # private key of tls_cert_file
+    tls_ca_file: str = ""  # CA of the peers' certificates; if set, peers must present one
+    tls_server_name: str = ""  # name in the peers' certificates, if it is not their address
+    key: str = field(default_factory=_own_kv_key, repr=False)  # hex; peers must prove that they know it too
+    drop_pushes: bool = False  # test hook: frames are counted as sent, then dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What one worker is started with; every value resolved but those that only its device and its pool can tell.
+    """Configuration of one worker; all values are resolved except those that depend on its device and its pool.
 
-    Where `max_num_seqs` or `chunk_len` is 0, `worker.loading` chooses (`core.step_sizes`).
+    Where `max_num_seqs` or `chunk_len` is 0, `worker.loading` chooses (`StepSizes`).
     """
 
     worker_id: str
@@ -742,7 +743,7 @@ class WorkerConfig:
     device: str
     block_size: int
     kv_memory_mib: int
-    gpu_memory_utilization: float  # of the whole card; this worker's part of it
+    gpu_memory_utilization: float  # share of the whole card for this worker
     max_num_seqs: int
     max_queue_len: int
     chunk_len: int
@@ -750,30 +751,30 @@ class WorkerConfig:
     host: str
     router_address: str
     num_threads: int
-    is_model_len_asked: bool = False  # if not, a KV pool that holds no such sequence makes it shorter
+    is_model_len_asked: bool = False  # if not, a KV pool too small for the model's length shortens it
     tls: TlsFiles = field(default_factory=TlsFiles)
-    auto_drafts: bool = False  # each step's k is chosen by measurement, up to num_draft_tokens
-    auto_method: bool = False  # what makes them, if anything, is chosen by measurement
-    lookup: PromptLookup | None = None  # how drafts are found in the text so far; None: a draft head makes them
-    has_head: bool = True  # of what drafts: the checkpoint's own, or `draft_path`
-    draft_path: str = ""  # of an EAGLE-3 drafter; empty: the draft head is the checkpoint's own
+    auto_drafts: bool = False  # choose each step's k by measurement, up to num_draft_tokens
+    auto_method: bool = False  # choose the method that makes drafts, or none, by measurement
+    lookup: PromptLookup | None = None  # settings of prompt lookup; None: a draft head makes drafts
+    has_head: bool = True  # whether a head makes drafts: the checkpoint's own, or `draft_path`
+    draft_path: str = ""  # directory of an EAGLE-3 drafter; empty: the checkpoint's own draft head
     prefix_cache: bool = True
-    state_checkpoint_interval: int = 0  # tokens; 0: prompts leave none on their way
+    state_checkpoint_interval: int = 0  # tokens; 0: no checkpoints along a prompt
     overcommit: bool = True
     json_whitespace: bool = False
-    host_kv_bytes: int = 0  # of one rank
+    host_kv_bytes: int = 0  # per rank
     weights: str = "checkpoint"
     quantization: Quantization = Quantization.NONE
     kv_dtype: KVDtype = KVDtype.AUTO
     kernels: KernelsName = "auto"
     tp_size: int = 1
-    enable_expert_parallel: bool = False  # of this worker's ranks
-    enable_dp_attention: bool = False  # likewise; of decode workers alone
-    redundant_experts: int | None = None  # further copies that they hold of a layer's; None: no expert moves
+    enable_expert_parallel: bool = False  # among this worker's ranks
+    enable_dp_attention: bool = False  # likewise; decode workers only
+    redundant_experts: int | None = None  # additional copies per layer; None: no expert moves
     eplb_step_interval: int = 3000
     scheduling: SchedulingName = "async"
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
-    key: str = field(default="", repr=False)  # hexadecimal, shared with the router alone; empty: this process makes it
+    key: str = field(default="", repr=False)  # hex, shared with the router only; empty: derived by this process

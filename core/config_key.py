@@ -1,7 +1,7 @@
-"""How a key of `ServeConfig` is declared: once, with all that its flag, the help and the docs say of it.
+"""Declares the keys of `ServeConfig`: each once, with everything that its flag, the help and the docs say about it.
 
-`config_key` declares one; `keys_of` reads them back. `cluster.config_flags` makes flags of them, `scripts/flags_doc.py`
-the tables in docs/flags.md.
+`config_key` declares a key; `keys_of` reads the declarations. `cluster.flags` turns them into flags, and
+`scripts/flags_doc.py` into the tables of docs/flags.md.
 """
 
 import types
@@ -19,13 +19,13 @@ class ConfigKey:
     """One key, as an operator sees it.
 
     Attributes:
-        kind: what a flag's value is read as before the configuration checks it.
-        choices: the values there are, where they are a few names or numbers.
-        text: what it does.
-        default: what holds if it is not given; empty where nothing does.
-        metavar: what stands for the value in help, such as its unit; empty: the kind's name.
-        vllm: vLLM's name of the same setting; empty where vLLM has none.
-        is_for_router: whether the router has a flag of the same name, too.
+        kind: type that a flag's value is parsed as, before the configuration checks it.
+        choices: the possible values, if they are a few names or numbers.
+        text: what the key does.
+        default: what applies if the key is not given; empty if nothing does.
+        metavar: placeholder of the value in help, such as its unit; empty: the kind's name.
+        vllm: vLLM's name of the same setting; empty if vLLM has none.
+        is_for_router: whether the router has a flag of the same name.
     """
 
     name: str
@@ -40,12 +40,12 @@ class ConfigKey:
 
     @property
     def flag(self) -> str:
-        """As it is typed."""
+        """The flag as an operator types it."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def help(self) -> str:
-        """What it takes, what it does, and its default in brackets."""
+        """Help text: possible values, what the key does, and its default in brackets."""
         choices = f"{' | '.join(self.choices)}: " if self.choices else ""
         return choices + self.text + (f"  [{self.default}]" if self.default else "")
 
@@ -61,17 +61,17 @@ def config_key(
     router: bool = False,
     **checks: Any,
 ) -> Any:
-    """A field of `ServeConfig`; see `ConfigKey`.
+    """Declare a field of `ServeConfig`; see `ConfigKey`.
 
     Args:
-        default: its value if it is not given.
-        text: what it does, in one line.
-        panel: the part of the help and the docs that it is in.
-        unset: what holds without a value, where the default is none; other defaults speak for themselves.
-        metavar: what stands for the value in help.
+        default: value if the key is not given.
+        text: what the key does, in one line.
+        panel: section of the help and the docs.
+        unset: what applies without a value, if the default is none; other defaults speak for themselves.
+        metavar: placeholder of the value in help.
         vllm: vLLM's name.
-        router: whether the router is started with it (`router.access.config_flags`).
-        checks: bounds and the like, as pydantic's `Field` has them.
+        router: whether the router is started with it (`router.access.flags`).
+        checks: bounds and other arguments of pydantic's `Field`.
     """
     assert not unset or default in (None, "", ()), f"{text}: the default is {default!r}, and unset says {unset!r}"
     shown: JsonDict = {"panel": panel, "unset": unset, "metavar": metavar, "vllm": vllm, "router": router}
@@ -79,7 +79,7 @@ def config_key(
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, ConfigKey]:
-    """The keys of a model whose every field is made by `config_key`, in their order."""
+    """Read the keys of a model whose every field is made by `config_key`, in order."""
     return {name: _read(name, field) for name, field in model.model_fields.items()}
 
 
@@ -101,7 +101,7 @@ def _read(name: str, field: FieldInfo) -> ConfigKey:
 
 
 def _kind(annotation: Any) -> tuple[Any, tuple[str, ...]]:
-    """What a flag reads, and its choices if they are all there is."""
+    """Return the type that a flag parses, and the choices if they are the only values."""
     if get_origin(annotation) in (Union, types.UnionType):
         others = [part for part in get_args(annotation) if part is not type(None)]
         return _kind(others[0]) if len(others) == 1 else (str, ())
@@ -116,7 +116,7 @@ def _kind(annotation: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _written(default: Any) -> str:
-    """A default, as an operator would type it."""
+    """Format a default as an operator would type it."""
     if default in (None, "", ()):
         return ""
     if isinstance(default, bool):

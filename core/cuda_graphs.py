@@ -1,4 +1,4 @@
-"""Which CUDA graphs a decode worker captures: what an operator chooses, checked once (see `engine.graphs`)."""
+"""Which CUDA graphs a decode worker captures: the operator's choice, checked once (see `engine.graphs`)."""
 
 import re
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ CudaGraphsName = Literal["auto", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGraphConfig:
-    """Graphs, or none.
+    """Whether and for which sizes graphs are captured.
 
     Attributes:
-        mode: `auto` captures where the KV pool is on a CUDA device; `off` never.
-        sizes: numbers of sequences that steps are padded to, ascending; the engine's own choice if there are none.
+        mode: `auto` captures graphs if the KV pool is on a CUDA device; `off` never does.
+        sizes: numbers of sequences that steps are padded to, ascending; empty: the engine chooses.
 
     Raises:
-        ConfigInvalid: sizes without graphs, or sizes that do not rise from 1 or more.
+        ConfigInvalid: sizes are given without graphs, or do not ascend from 1 or more.
     """
 
     mode: CudaGraphsName = "auto"
@@ -34,20 +34,20 @@ class CudaGraphConfig:
 
     @classmethod
     def parse(cls, mode: CudaGraphsName, sizes: str) -> "CudaGraphConfig":
-        """From a key's text.
+        """Parse the text of a key.
 
         Raises:
-            ConfigInvalid: sizes that are not written like 1,2,4; see also the class.
+            ConfigInvalid: the sizes are not written like 1,2,4; see also the class.
         """
         if not re.fullmatch(r"( *[0-9]{1,9} *(,(?=.)|$))*", sizes):
             raise _refusal(f"{sizes[:80]!r} is not written like 1,2,4")
         return cls(mode=mode, sizes=tuple(int(size) for size in sizes.split(",")) if sizes else ())
 
     def require_fits(self, *, device: str, max_num_seqs: int | None) -> None:
-        """Check the sizes against a worker's device and the sequences it runs at once, if that is known.
+        """Check the sizes against a worker's device and, if known, its maximum number of running sequences.
 
         Raises:
-            ConfigInvalid: they are for a device without graphs, or more than a step ever has.
+            ConfigInvalid: the device has no graphs, or a size exceeds what a step ever has.
         """
         if not self.sizes:
             return

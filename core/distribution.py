@@ -1,7 +1,7 @@
-"""How many values fell between fixed bounds: what a histogram metric is made of, and quantiles of it.
+"""Counts of values between fixed bounds, from which histogram metrics and quantiles are made.
 
-As in Prometheus a value belongs to the first bucket whose bound it does not exceed, and the last bucket has no bound.
-`Buckets` is what one writer fills; `Distribution` is a reading of it, which can be subtracted from a later one.
+As in Prometheus, a value belongs to the first bucket whose bound it does not exceed, and the last bucket has no bound.
+`Buckets` is filled by one writer; `Distribution` is a reading of it, which can be subtracted from a later one.
 """
 
 from bisect import bisect_left
@@ -14,10 +14,10 @@ from baton.core.errors import MalformedMessage
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What was seen.
+    """A reading of the counts.
 
     Attributes:
-        bounds: of the buckets but the last, ascending.
+        bounds: upper bounds of all buckets but the last, ascending.
         counts: values in each bucket, one more than there are bounds.
         total: sum of the values.
     """
@@ -28,10 +28,10 @@ class Distribution:
 
     @classmethod
     def checked(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> "Distribution":
-        """One that came over a wire.
+        """Check and build a distribution received over a wire.
 
         Raises:
-            MalformedMessage: counts do not fit bounds, or bounds do not ascend.
+            MalformedMessage: the counts do not fit the bounds, or the bounds do not ascend.
         """
         if len(counts) != len(bounds) + 1 or not all(low < high for low, high in pairwise(bounds)):
             raise MalformedMessage(f"a distribution of {len(counts)} counts between {len(bounds)} bounds")
@@ -39,19 +39,19 @@ class Distribution:
 
     @property
     def num(self) -> int:
-        """Values seen."""
+        """Number of values."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float | None:
-        """Of all values, exactly; None without any."""
+        """Exact mean of all values; None without any."""
         return self.total / self.num if self.num else None
 
     def quantile(self, share: float) -> float | None:
         """The value that `share` of all values do not exceed, by linear interpolation within its bucket.
 
-        As Prometheus' `histogram_quantile`: the first bucket begins at 0, and what lies past the last bound is said to
-        be that bound. None without values.
+        As in Prometheus' `histogram_quantile`, the first bucket starts at 0, and a value past the last bound is
+        reported as that bound. None without values.
         """
         assert 0 <= share <= 1
         num_wanted, num_before = share * self.num, 0
@@ -64,17 +64,17 @@ class Distribution:
         return low if self.num else None
 
     def since(self, earlier: "Distribution") -> "Distribution":
-        """What was seen after an earlier reading of the same buckets."""
+        """Subtract an earlier reading of the same buckets."""
         assert self.bounds == earlier.bounds
         counts = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
         return Distribution(self.bounds, counts, self.total - earlier.total)
 
 
 class Buckets:
-    """Filled by one writer; a reader on another thread needs the writer's lock.
+    """Buckets filled by one writer; a reader on another thread needs the writer's lock.
 
     Args:
-        bounds: ascending.
+        bounds: ascending upper bounds.
     """
 
     __slots__ = ("_bounds", "_counts", "_total")
@@ -91,5 +91,5 @@ class Buckets:
         self._total += value
 
     def read(self) -> Distribution:
-        """As of now."""
+        """Read the current counts."""
         return Distribution(self._bounds, tuple(self._counts), self._total)

@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class Retry(Enum):
-    """Who may usefully send the same request again."""
+    """Where a retry of the same request may succeed."""
 
     NEVER = "never"  # the same request will fail again
     LATER = "later"  # the client, after a pause
@@ -73,11 +73,11 @@ class Retry(Enum):
 
 
 class BatonError(Exception):
-    """Base of the tree. `fields` are the keyword arguments it was raised with.
+    """Base of all errors. `fields` are the keyword arguments it was raised with.
 
     Args:
         message: one sentence that says what is wrong and, where it helps, what to do.
-        **fields: JSON-able facts a program may want (limits, names, values).
+        **fields: JSON-able facts that a program may need (limits, names, values).
     """
 
     grpc_code: ClassVar[str] = "INTERNAL"
@@ -94,9 +94,9 @@ class BatonError(Exception):
         return _rebuild, (type(self), self.message, self.fields)
 
     def to_wire(self) -> str:
-        """JSON of type, message and fields; what gRPC trailing metadata `baton-error` carries (ASCII)."""
+        """Serialize type, message and fields as JSON (ASCII), for gRPC trailing metadata `baton-error`."""
         data = {"error": type(self).__name__, "message": self.message, "fields": self.fields}
-        return json.dumps(data, default=str)  # a field that is not JSON-able must not hide the error that carries it
+        return json.dumps(data, default=str)  # a field that is not JSON-able must not hide the error
 
 
 def _rebuild(kind: type["BatonError"], message: str, fields: dict[str, Any]) -> "BatonError":
@@ -179,7 +179,7 @@ class Overloaded(ServingError):
 
 
 class Draining(ServingError):
-    """The deployment is shutting down: it takes nothing new, and ends what does not finish in time."""
+    """The deployment is shutting down: it accepts no new requests, and ends those that do not finish in time."""
 
 
 class NoWorker(ServingError):
@@ -187,7 +187,7 @@ class NoWorker(ServingError):
 
 
 class WorkersIncompatible(ServingError):
-    """Workers of both roles live, but every pair has refused: layout, model, TP or version differ."""
+    """Workers of both roles are alive, but every pair has refused: layout, model, TP or version differ."""
 
 
 class HandoffTooLong(ServingError):
@@ -197,7 +197,7 @@ class HandoffTooLong(ServingError):
 
 
 class WorkerLost(ServingError):
-    """A worker that served this request died, was fenced or restarted."""
+    """A worker that served this request died, was fenced or was restarted."""
 
     retry = Retry.ELSEWHERE
 
@@ -210,7 +210,7 @@ class TransferFailed(ServingError):
 
 
 class ModelOutputInvalid(ServingError):
-    """The model gave NaN or an infinity where a token was to be chosen; no token of that step was sent."""
+    """The model returned NaN or an infinity for a token to be sampled; no token of that step was sent."""
 
     grpc_code = "INTERNAL"
     http_status = 500
@@ -218,7 +218,7 @@ class ModelOutputInvalid(ServingError):
 
 
 class RequestQuarantined(ServingError):
-    """This prompt with these parameters was at the deaths of several workers, and is refused for a while."""
+    """This prompt with these parameters was present at the deaths of several workers, and is refused for a while."""
 
     grpc_code = "FAILED_PRECONDITION"
     http_status = 422
@@ -226,7 +226,7 @@ class RequestQuarantined(ServingError):
 
 
 class GrammarBudgetExceeded(ServingError):
-    """A valid answer needs more time or memory to follow its grammar than one request may spend."""
+    """Following the grammar of a valid answer takes more time or memory than one request may spend."""
 
     grpc_code = "FAILED_PRECONDITION"
     http_status = 422
@@ -234,7 +234,7 @@ class GrammarBudgetExceeded(ServingError):
 
 
 class RequestCancelled(ServingError):
-    """The client went away or cancelled."""
+    """The client disconnected or cancelled the request."""
 
     grpc_code = "CANCELLED"
     http_status = 499
@@ -242,7 +242,7 @@ class RequestCancelled(ServingError):
 
 
 class RequestDeadlineExceeded(ServingError):
-    """The request's deadline passed; what had been made was streamed."""
+    """The request's deadline passed; tokens generated before were streamed."""
 
     grpc_code = "DEADLINE_EXCEEDED"
     http_status = 504
@@ -250,21 +250,21 @@ class RequestDeadlineExceeded(ServingError):
 
 
 class DeploymentLost(ServingError):
-    """A process that a deployment cannot do without has ended, and is not started again."""
+    """A process that the deployment needs has ended, and is not restarted."""
 
     retry = Retry.NEVER
 
 
 class RouterLost(DeploymentLost):
-    """The router ended more often than it is started again."""
+    """The router ended more often than it is restarted."""
 
 
 class RayLost(DeploymentLost):
-    """A process of the private Ray ended, so no worker can be started any more."""
+    """A process of the private Ray ended, so no more workers can be started."""
 
 
 class StartupError(BatonError):
-    """Something that must hold before Baton can start does not. The CLI exits with 3; with 2 for ConfigInvalid."""
+    """A precondition of starting Baton does not hold. The CLI exits with 3, or with 2 for ConfigInvalid."""
 
     grpc_code = "FAILED_PRECONDITION"
 
@@ -302,7 +302,7 @@ class FeatureNotBuilt(StartupError):
 
 
 class PackageMissing(StartupError):
-    """Something optional was asked for, and the package it needs is not importable."""
+    """An optional feature was requested, and the package it needs cannot be imported."""
 
 
 class PortInUse(StartupError):
@@ -314,11 +314,11 @@ class RayUnavailable(StartupError):
 
 
 class RayAccessRefused(RayUnavailable):
-    """A cluster asks for a token or a certificate, and what is here is none, or not its own. Waiting mends nothing."""
+    """A cluster requires a token or certificate, and this process has none, or the wrong one. Waiting does not help."""
 
 
 class RayVersionMismatch(StartupError):
-    """Ray is there in a version Baton is not tested with, or differs from the cluster's."""
+    """The installed Ray has a version that Baton is not tested with, or differs from the cluster's."""
 
 
 class WorkerStartFailed(StartupError):
@@ -326,41 +326,41 @@ class WorkerStartFailed(StartupError):
 
 
 class NumericsUnsupported(StartupError):
-    """This machine failed the self-test of the numerics mode that was asked for."""
+    """This machine failed the self-test of the requested numerics mode."""
 
 
 class OperationError(BatonError):
-    """A step of a runbook did not go as it should."""
+    """A step of a runbook did not succeed."""
 
     grpc_code = "FAILED_PRECONDITION"
 
 
 class PreconditionUnmet(OperationError):
-    """What must hold before a runbook changes anything does not hold."""
+    """A precondition of a runbook does not hold; nothing was changed."""
 
 
 class StepFailed(OperationError):
-    """A step was taken, and what it wanted did not come about."""
+    """A runbook's step was carried out, and its intended result did not come about."""
 
 
 class KernelArgumentInvalid(BatonError):
-    """A public function of `kernels` was given what it is not made for; nothing was allocated or launched."""
+    """A public function of `kernels` got an unsupported tensor or option; nothing was allocated or launched."""
 
 
 class ProtocolError(BatonError):
-    """A peer sent something the hand-off protocol does not allow; it changed no state."""
+    """A peer violated the hand-off protocol; its message changed no state."""
 
 
 class InternalError(BatonError):
-    """Something that has no name of its own went wrong while this request was served; it alone ends with this."""
+    """An unexpected exception while this request was served; only this request ends with it."""
 
 
 def as_internal(where: str, error: BaseException) -> BatonError:
-    """Any exception as the error of a request, at a boundary; one that is not Baton's is logged with its traceback.
+    """Convert any exception into a request's error, at a boundary; log it with its traceback if it is not Baton's.
 
     Args:
-        where: what failed; clients see it, and the exception's type, not its text.
-        error: what was raised there.
+        where: what failed; clients see it and the exception's type, but not its text.
+        error: the exception.
     """
     if isinstance(error, BatonError):
         return error
@@ -376,7 +376,7 @@ def _leaves(kind: type[BatonError]) -> dict[str, type[BatonError]]:
 
 
 def from_wire(text: str) -> BatonError:
-    """The error that `to_wire` wrote. An unknown type (a newer peer's) becomes a plain BatonError.
+    """Parse the error that `to_wire` wrote. An unknown type (from a newer peer) becomes a plain BatonError.
 
     Raises:
         MalformedMessage: `text` is not what `to_wire` writes.

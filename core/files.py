@@ -1,4 +1,4 @@
-"""What the router and the keys watch about files: whether one has changed, and how many may be open."""
+"""File utilities: detects whether a file has changed, and how many files may be open."""
 
 import logging
 import os
@@ -11,30 +11,30 @@ log = logging.getLogger(__name__)
 
 
 def raise_file_limit() -> int:
-    """Set the soft limit to the hard one, which the system leaves to every process; the limit then."""
+    """Raise the soft limit of open files to the hard one, as the system allows every process; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError) as error:  # some systems name no hard limit, and still have one
+        except (ValueError, OSError) as error:  # some systems report no hard limit, and still have one
             log.warning("the limit of open files stays at %d: %s", soft, error)
     return file_limit()
 
 
 def file_limit() -> int:
-    """How many may be open at once."""
+    """Number of files that may be open at once."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return soft if soft != resource.RLIM_INFINITY else 1 << 20
 
 
 def share_of_clients(num_doors: int) -> int:
-    """Connections that one of so many doors may hold, so that the reserve is never touched."""
+    """Connections that each of `num_doors` servers may hold without touching the reserve."""
     limit = file_limit()
     return max(1, (limit - min(RESERVED, limit // 2)) // num_doors)
 
 
 def file_state(path: str | Path) -> object:
-    """Another one after each change; why it cannot be looked at is a state, too."""
+    """Return a state that differs after each change of the file; the error that hides the file is a state too."""
     try:
         found = os.stat(path)
     except OSError as error:

@@ -1,18 +1,18 @@
-"""Python's collector of cycles in a process that serves: it leaves out what was loaded, and its time is counted.
+"""Python's cyclic garbage collector in a serving process: excludes what was loaded, and counts its time.
 
-A full collection looks at every object while all threads stop. With torch and a model imported those are hundreds of
-thousands, none of which will ever be garbage: a pause of some tenths of a second in the middle of every stream.
+A full collection visits every object while all threads stop. With torch and a model loaded those are hundreds of
+thousands, none of which will ever be garbage: a pause of some tenths of a second in every stream.
 """
 
 import gc
 import time
 from typing import Final
 
-THRESHOLD: Final = 20_000  # objects made and not freed between two collections; a stream is a few hundred
+THRESHOLD: Final = 20_000  # objects allocated and not freed between two collections; a stream has a few hundred
 
 
 def begin_to_serve() -> None:
-    """Leave out what there is now, and collect the rest less often. Once a process, when all is loaded."""
+    """Exclude all current objects, and collect the rest less often; called once per process, after loading."""
     if _watch not in gc.callbacks:
         gc.callbacks.append(_watch)
     gc.collect()
@@ -21,12 +21,12 @@ def begin_to_serve() -> None:
 
 
 def collected_s() -> float:
-    """Time that collections took since `begin_to_serve`, its own among them; 0 before."""
+    """Seconds of collection since `begin_to_serve`, including its own; 0 before."""
     return _watch.total_s
 
 
 class _Watch:
-    """Told of each collection, by the thread that collects: it takes no lock and writes nothing."""
+    """Times each collection. It runs on the thread that collects, so it takes no lock and writes nothing."""
 
     def __init__(self) -> None:
         self.total_s = 0.0

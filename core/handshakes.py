@@ -1,8 +1,8 @@
-"""Connections to a TLS port that come to nothing: counted, and said.
+"""Counts and logs connections to a TLS port that never make a call.
 
-gRPC tells a server that a handshake begins, and later of calls; of a handshake that fails it says nothing. So what is
-counted here is the difference: connections that began and from whose like no first call came in time. A wrong or
-missing certificate ends so, a client that speaks no TLS, and a probe that only connects.
+gRPC tells a server that a handshake begins, and later about calls, but nothing about a handshake that fails. So this
+module counts the difference: connections that began without a first call from a new peer in time. Causes are a wrong or
+missing certificate, a client without TLS, or a probe that only connects.
 """
 
 import logging
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class Handshakes:
-    """Of one port. `begun` is called on gRPC's threads, the rest on one.
+    """The handshakes of one port. `begun` is called on gRPC's threads, all other methods on one thread.
 
     Args:
-        port: its name.
-        on_lost: called with how many more came to nothing.
-        now_s: the clock.
+        port: the port's name.
+        on_lost: called with the number of further connections that made no call.
+        now_s: clock.
     """
 
     def __init__(self, port: str, on_lost: Callable[[int], None], now_s: Callable[[], float] = time.monotonic) -> None:
@@ -39,12 +39,12 @@ class Handshakes:
         self._said_s = -SAY_EVERY_S
 
     def begun(self) -> None:
-        """A connection begins."""
+        """Record that a connection begins."""
         with self._lock:
             self._waiting.append(self._now_s())
 
     def called(self, peer: str) -> None:
-        """A call came from this address: its handshake was good."""
+        """Record a call from this address, whose handshake therefore succeeded."""
         if peer in self._peers:
             self._peers.move_to_end(peer)
             return
@@ -56,7 +56,7 @@ class Handshakes:
                 self._waiting.popleft()
 
     def tick(self) -> None:
-        """Give up what has waited too long."""
+        """Count connections that have waited too long as lost."""
         now_s = self._now_s()
         num_lost = 0
         with self._lock:

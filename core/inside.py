@@ -1,10 +1,10 @@
-"""The deployment's secret, and how a call inside the deployment proves that its caller knows a key made from it.
+"""The deployment's secret, and how calls inside the deployment prove that the caller knows a key derived from it.
 
-A deployment has one secret. The router knows it; a worker is given two keys made from it: one of its own, for what it
-and the router say to each other, and one that all workers share, for the hand-off of KV
-(`baton.kvtransfer.protocol.proof`). So a worker cannot speak for another one, nor for the router. A proof names the
-method, the server that is meant in the incarnation it is in, the moment and a number used once, and holds no key: a
-server that is not the one that was meant can do nothing with it. Nothing here reads a clock or a socket.
+A deployment has one secret, which the router knows. A worker gets two keys derived from it: its own, for calls between
+it and the router, and one that all workers share, for the hand-off of KV (`baton.kvtransfer.protocol.proof`). So a
+worker can speak neither for another worker nor for the router. A proof names the method, the called server with its
+incarnation, the time, and a nonce, and contains no key: it is useless to a server for which it was not made. Nothing
+here reads a clock or a socket.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from urllib.parse import quote
 
 from baton.core.errors import ConfigInvalid, Unauthenticated
 
-ENVIRONMENT: Final = "BATON_SECRET"  # of a process that is started with it
+ENVIRONMENT: Final = "BATON_SECRET"  # environment variable with a process's secret
 SECRET_BYTES: Final = 32
-VALID_S: Final = 60.0  # clocks of hosts may differ by so much, too
+VALID_S: Final = 60.0  # hosts' clocks may also differ by this much
 MAX_NONCES: Final = 1 << 17
 ROUTER: Final = "router"
 VERSION: Final = "1"
@@ -33,7 +33,7 @@ _NUM_PARTS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSecret:
-    """Random bytes that everything of one deployment, and nothing else, can prove to know."""
+    """Random bytes that the processes of one deployment, and no others, can prove to know."""
 
     value: bytes = field(repr=False)
 
@@ -43,15 +43,15 @@ class DeploymentSecret:
 
     @classmethod
     def new(cls) -> "DeploymentSecret":
-        """Another one."""
+        """Generate a new secret."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     @classmethod
     def of_text(cls, text: str) -> "DeploymentSecret":
-        """As `text` gives it.
+        """Parse a secret.
 
         Raises:
-            ConfigInvalid: it is none; the message does not repeat it.
+            ConfigInvalid: `text` is not a secret; the error does not repeat it.
         """
         try:
             return cls(bytes.fromhex(text.strip()))
@@ -61,25 +61,25 @@ class DeploymentSecret:
 
     @classmethod
     def given(cls) -> "DeploymentSecret | None":
-        """The one that this process was started with.
+        """Return the secret that this process was started with; None if there is none.
 
         Raises:
-            ConfigInvalid: what it was started with is none.
+            ConfigInvalid: what it was started with is not a secret.
         """
         text = os.environ.get(ENVIRONMENT, "")
         return cls.of_text(text) if text else None
 
     @classmethod
     def of_process(cls) -> "DeploymentSecret":
-        """The one that this process was started with; else one of its own, which no other process knows."""
+        """Return the secret that this process was started with, else one of its own that no other process knows."""
         return cls.given() or _own()
 
     @classmethod
     def of_file(cls, path: Path) -> "DeploymentSecret":
-        """The one in a file that only its owner may read; a file that is not there is made.
+        """Read the secret from a file that only its owner may read; create the file if it does not exist.
 
         Raises:
-            ConfigInvalid: others may read it, it holds none, or it cannot be made.
+            ConfigInvalid: others may read the file, it holds no secret, or it cannot be created.
         """
         try:
             try:
@@ -98,15 +98,15 @@ class DeploymentSecret:
 
     @property
     def text(self) -> str:
-        """To be handed on; never in a command line or a log."""
+        """The secret in hex, to hand on to other processes; never for a command line or a log."""
         return self.value.hex()
 
     def worker_key(self, name: str) -> bytes:
-        """The key that the router shares with the worker of this name (`worker_name`)."""
+        """Derive the key that the router shares with the worker of this name (`worker_name`)."""
         return self._derive(b"worker", name.encode())
 
     def router_verifier(self, incarnation: int, now_s: Callable[[], float]) -> "ProofVerifier":
-        """Of the calls to the router: they come from workers, each with a key of its own."""
+        """Make the verifier of calls to the router, which come from workers, each with its own key."""
 
         def key_of(name: str) -> bytes | None:
             return None if name == ROUTER else self.worker_key(name)
@@ -114,11 +114,11 @@ class DeploymentSecret:
         return ProofVerifier(incarnation_name(ROUTER, incarnation), key_of, now_s)
 
     def kv_key(self) -> bytes:
-        """The key that all workers share."""
+        """Derive the key that all workers share."""
         return self._derive(b"kv")
 
     def desired_state_key(self) -> bytes:
-        """The key of what workers keep for the router that comes after it; only routers have it."""
+        """Derive the key of the desired state, which workers keep for the next router; only routers have it."""
         return self._derive(b"desired state")
 
     def _derive(self, *labels: bytes) -> bytes:
@@ -131,24 +131,24 @@ def _own() -> DeploymentSecret:
 
 
 def worker_name(role: str, worker_id: str) -> str:
-    """What a worker is called in proofs."""
+    """Name of a worker in proofs."""
     return f"{quote(role, safe='')}/{quote(worker_id, safe='')}"
 
 
 def incarnation_name(name: str, epoch: int) -> str:
-    """What a server is called in proofs: it, and the incarnation that it is in."""
+    """Name of a server in proofs: its own name and its incarnation."""
     return f"{name}@{epoch:016x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """Who a worker is towards its router.
+    """A worker's identity towards its router.
 
     Attributes:
         role: its role.
         worker_id: its name.
-        epoch: of this incarnation.
-        key: that only the router can make, too; empty: made from the secret of this process.
+        epoch: epoch of this incarnation.
+        key: shared with the router only; empty: derived from this process's secret.
     """
 
     role: str
@@ -158,16 +158,16 @@ class WorkerIdentity:
 
     @property
     def name(self) -> str:
-        """In proofs."""
+        """The worker's name in proofs."""
         return worker_name(self.role, self.worker_id)
 
     @property
     def caller(self) -> "Caller":
-        """Proves its calls to the router."""
+        """Makes the proofs of its calls to the router."""
         return Caller(self.name, self._own_key())
 
     def verifier(self, now_s: Callable[[], float]) -> "ProofVerifier":
-        """Of the calls to it: they come from the router."""
+        """Make the verifier of calls to this worker, which come from the router."""
         key = self._own_key()
         return ProofVerifier(
             incarnation_name(self.name, self.epoch), lambda name: key if name == ROUTER else None, now_s
@@ -179,22 +179,22 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Makes proofs.
+    """Makes proofs for a caller.
 
     Args:
-        name: whose: `ROUTER`, or a worker's.
-        key: that the server can make, too.
+        name: the caller's name: `ROUTER`, or a worker's.
+        key: key that the server can also derive.
     """
 
     name: str
     key: bytes = field(repr=False)
 
     def prove(self, method: str, callee: str, now_s: float, nonce: str) -> str:
-        """One call's, as the text of a header.
+        """Make the proof of one call, as the text of a header.
 
         Args:
-            method: its full name.
-            callee: the server that is meant, `incarnation_name`.
+            method: the method's full name.
+            callee: the called server, as `incarnation_name` writes it.
             now_s: time of day.
             nonce: random, and never used before.
         """
@@ -207,8 +207,8 @@ class ProofVerifier:
     """Checks proofs of calls to one server.
 
     Args:
-        callee: its name, and the incarnation that it is in.
-        key_of: the key of a caller with this name; None if it may not call at all.
+        callee: the server's name with its incarnation.
+        key_of: returns the key of a caller with this name; None if it may not call at all.
         now_s: time of day.
     """
 
@@ -216,15 +216,15 @@ class ProofVerifier:
         self.callee = callee
         self._key_of = key_of
         self._now_s = now_s
-        self._nonces: OrderedDict[str, tuple[float, float]] = OrderedDict()  # sent, and taken
-        self._floor_s = float("-inf")  # what was sent until then may have been forgotten
+        self._nonces: OrderedDict[str, tuple[float, float]] = OrderedDict()  # (when it was sent, when it was accepted)
+        self._floor_s = float("-inf")  # nonces of calls sent until then may have been forgotten
 
     def verify(self, method: str, header: str | None) -> str:
-        """The caller's name.
+        """Verify a proof and return the caller's name.
 
         Raises:
-            Unauthenticated: `reason` says which: missing, malformed, callee, unknown, stale or replayed. With
-                "callee", `callee` names this server as it is to be named.
+            Unauthenticated: `reason` is missing, malformed, callee, unknown, stale or replayed. With "callee", the
+                field `callee` is this server's current name.
         """
         if header is None:
             raise self._refusal("missing", "the call does not prove that it comes from this deployment")
@@ -254,7 +254,7 @@ class ProofVerifier:
             its_sent_s, taken_s = self._nonces[oldest]
             if now_s - taken_s <= 2 * VALID_S and len(self._nonces) <= MAX_NONCES:
                 return
-            # Also of what is old by this clock: the time of day may step forward and back, and make it young again.
+            # This includes old nonces: the time of day may step forward and back, which would make them valid again.
             self._floor_s = max(self._floor_s, its_sent_s)
             del self._nonces[oldest]
 
@@ -268,5 +268,5 @@ def _mac(key: bytes, method: str, callee: str, name: str, sent_ms: int, nonce: s
 
 
 def _joined(*parts: bytes) -> bytes:
-    """No two lists of parts give the same bytes."""
+    """Join byte strings unambiguously: no two lists of parts give the same bytes."""
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)

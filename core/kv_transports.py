@@ -1,13 +1,13 @@
-"""The KV transports: one declaration of each, from which all that names one derives.
+"""Declares the KV transports, each once; everything that names a transport derives from this table.
 
-From this table come the values of `--transport`, the checks of keys and certificates, the data paths that HELLO names
-and those that a decode worker serves, `baton doctor`, `baton bench kv`, the table in docs/flags.md and the tests that
-hold for every transport. A new one is its own file, a declaration here, and its package's extra if it needs one.
+The table gives the values of `--transport`, the checks of keys and certificates, the data paths that HELLO names and
+that a decode worker serves, `baton doctor`, `baton bench kv`, the table in docs/flags.md, and the tests that hold for
+every transport. A new transport needs its own file, a declaration here, and an extra for its package if it has one.
 
-A *data path* is how payloads travel, by its name in the protocol: several transports may use one data path over
-different control channels. On a one-sided data path the prefill worker writes into the decode worker's pool, so only it
-knows when nothing is written any more; on a two-sided one the decode worker writes what arrives. Nothing here imports a
-library: code is named, and loaded where it is used.
+A *data path* is how payloads travel, by its name in the protocol; several transports may use one data path with
+different control channels. On a one-sided data path the prefill worker writes into the decode worker's pool, so only
+the prefill worker knows when writing has ended; on a two-sided one the decode worker writes what arrives. This module
+imports no library: code is referenced by name, and loaded where it is used.
 """
 
 import importlib
@@ -18,26 +18,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-INLINE: Final = "inline"  # payloads in the messages of the control channel
-RAW: Final = "raw"  # payloads over sockets beside it
-AUTO: Final = "auto"  # the best data path that each pair of workers proves
+INLINE: Final = "inline"  # payloads in messages of the control channel
+RAW: Final = "raw"  # payloads over separate sockets
+AUTO: Final = "auto"  # the best data path that each pair of workers proves to work
 
-# For processes that copy KV blocks into other pools, at their start: copies of this size on are written past the cache,
-# as they are not read there. glibc does that only for copies of the size of the last-level cache; for 64 KiB blocks at
-# random places it is 1.2 to 1.4 times the rate (`docs/log.md`). Other C libraries and processors ignore it.
+# For processes that copy KV blocks into other pools, set at their start. Copies of at least this size bypass the cache,
+# because they are not read there. By default glibc does that only for copies as large as the last-level cache; for 64
+# KiB blocks at random places it is 1.2 to 1.4 times as fast (`docs/log.md`). Other C libraries and processors ignore
+# it.
 PAST_CACHE_BYTES: Final = 32 << 10
 COPY_ENVIRONMENT: Final = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PAST_CACHE_BYTES}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlChannel:
-    """What carries the messages of a hand-off.
+    """Carries the messages of a hand-off.
 
     Attributes:
-        name: as `Listen` has it.
-        scheme: of its addresses.
+        name: its name in `Listen`.
+        scheme: scheme of its addresses.
         made_by: "module:class", called with the address to listen at, or None, and a `KVTransferConfig`.
-        encrypted_by: which keys of the configuration encrypt it.
+        encrypted_by: the configuration keys that encrypt it.
     """
 
     name: str
@@ -51,23 +52,23 @@ class KVTransport:
     """One value of `--transport`.
 
     Attributes:
-        name: what an operator types.
+        name: the value that an operator gives.
         text: how payloads travel, for the docs.
-        data_path: by which they do.
-        order: data paths that a worker takes which was told this transport, best first; empty: its own data path alone.
+        data_path: the data path of its payloads.
+        order: data paths that a worker with this transport may take, best first; empty: its own data path only.
         control: name of its control channel.
         is_auto: whether `auto` may take its data path.
-        is_one_sided: whether the prefill worker writes the pool.
-        is_same_host: whether it, being one-sided, only reaches processes of its host.
-        memory: where pools have to be; empty: anywhere.
-        has_owners: whether it, being one-sided, writes the pool of the rank that owns a sequence, and no other's.
-        is_clear: whether payloads are in clear on a wire even where the control channel is encrypted.
-        sender: of a one-sided data path, "module:function" that makes the `DataPathOpener` of a `SenderSide`.
-        receiver: of a one-sided data path, "module:function" that makes the `ServedDataPath` of a `ReceiverSide`. Its
+        is_one_sided: whether the prefill worker writes the decode worker's pool.
+        is_same_host: whether it, being one-sided, reaches only processes of its host.
+        memory: memory that pools must be in; empty: any.
+        has_owners: whether it, being one-sided, writes only the pool of the rank that owns a sequence.
+        is_clear: whether payloads are unencrypted on a wire even if the control channel is encrypted.
+        sender: for a one-sided data path, "module:function" that makes the `DataPathOpener` of a `SenderSide`.
+        receiver: for a one-sided data path, "module:function" that makes the `ServedDataPath` of a `ReceiverSide`. Its
             module is loaded in the KV receiver process, which imports no torch.
-        package: that both need, beyond Baton's own dependencies; it is the name of an extra, too.
-        problem_here: why this machine cannot have it; empty if it can.
-        sender_environment: of processes whose threads write into the peer's pool.
+        package: package that both need beyond Baton's own dependencies, and name of the extra.
+        problem_here: returns why this machine cannot use it; empty if it can.
+        sender_environment: environment of processes whose threads write into the peer's pool.
     """
 
     name: str
@@ -89,7 +90,7 @@ class KVTransport:
 
     @property
     def problem(self) -> str:
-        """Why this machine cannot have it; empty if it can."""
+        """Why this machine cannot use the transport; empty if it can."""
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"install baton-pd[{self.package}]"
         return self.problem_here()
@@ -173,11 +174,11 @@ KV_TRANSPORTS: Final = {
 _AUTO_ORDER: Final = tuple(transport.data_path for transport in KV_TRANSPORTS.values() if transport.is_auto)
 _ONE_SIDED: Final = {transport.data_path: transport for transport in KV_TRANSPORTS.values() if transport.is_one_sided}
 
-TRANSPORT_NAMES: Final = (AUTO, *KV_TRANSPORTS)  # what an operator may give
+TRANSPORT_NAMES: Final = (AUTO, *KV_TRANSPORTS)  # values of --transport
 
 
 def data_path_order(transport: str) -> tuple[str, ...]:
-    """Data paths that a worker may take which was told this transport (or "auto"), best first."""
+    """Data paths that a worker with this transport (or "auto") may take, best first."""
     if transport == AUTO:
         return _AUTO_ORDER
     declared = KV_TRANSPORTS[transport]
@@ -185,7 +186,7 @@ def data_path_order(transport: str) -> tuple[str, ...]:
 
 
 def one_sided_data_paths(transport: str) -> tuple[KVTransport, ...]:
-    """The transports of those of them on which the prefill worker writes the pool."""
+    """The transports of its one-sided data paths, on which the prefill worker writes the pool."""
     return tuple(one_sided(data_path) for data_path in data_path_order(transport) if is_one_sided(data_path))
 
 
@@ -195,22 +196,22 @@ def one_sided(data_path: str) -> KVTransport:
 
 
 def control_channel(transport: str) -> ControlChannel:
-    """What carries the messages beside that transport's payloads."""
+    """The control channel of a transport."""
     return CONTROL_CHANNELS["zmq" if transport == AUTO else KV_TRANSPORTS[transport].control]
 
 
 def is_one_sided(data_path: str) -> bool:
-    """Whether the sender itself writes the receiver's pool; any text, as peers send it."""
+    """Whether the sender writes the receiver's pool on this data path; accepts any text, as peers send it."""
     return data_path in _ONE_SIDED
 
 
 def is_same_host(data_path: str) -> bool:
-    """Whether the data path only reaches processes of its host; any text, as peers send it."""
+    """Whether the data path reaches only processes of its host; accepts any text, as peers send it."""
     return data_path in _ONE_SIDED and _ONE_SIDED[data_path].is_same_host
 
 
 def sender_environment(transport: str) -> dict[str, str]:
-    """Environment of prefill workers that were told this transport."""
+    """Environment of prefill workers with this transport."""
     environment: dict[str, str] = {}
     for declared in one_sided_data_paths(transport):
         environment |= declared.sender_environment
@@ -218,6 +219,6 @@ def sender_environment(transport: str) -> dict[str, str]:
 
 
 def load(place: str) -> Any:
-    """What "module:name" names."""
+    """Import and return the object that "module:name" names."""
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""What numbers are kept and computed in: numerics, the KV cache's dtype, quantization."""
+"""Which numbers are stored and computed: numerics, the KV cache's dtype, quantization."""
 
 from enum import Enum
 
@@ -15,7 +15,7 @@ class KVDtype(Enum):
     FP8 = "fp8"
 
     def of(self, model_dtype: str) -> str:
-        """The name of the pool's dtype for a model of one."""
+        """Name of the pool's dtype for a model of this dtype."""
         return "float8_e4m3fn" if self is KVDtype.FP8 else model_dtype
 
 

@@ -1,21 +1,21 @@
-"""What a step over so many prompt tokens takes, lately: a fixed part, and a part of each token. Pure: times are given.
+"""Recent duration of a prefill step: a fixed part, and a part per token. Pure: times are arguments.
 
-A rate alone says too little where prompts differ in length: a step over four tokens takes about as long as one over
-forty. Steps count less the more have followed. Until steps of different lengths were seen, half of the time is taken as
-fixed. The first step of an incarnation is left out, because it sets things up; a step that takes far longer than
-expected is counted as somewhat longer, because something else got in between.
+A rate alone says too little if prompts differ in length: a step over four tokens takes about as long as one over forty.
+Older steps count less. Until steps of different lengths were seen, half of the time is taken as fixed. An incarnation's
+first step is ignored, because it sets things up. A step that takes far longer than expected counts as only somewhat
+longer, because something else interfered.
 """
 
 from typing import Final
 
 HALF_LIFE_STEPS: Final = 64
-FEW_STEPS: Final = 8  # before so many nothing is taken for a stray
-STRAY: Final = 4.0  # times what was expected
-MIN_SPREAD: Final = 0.1  # of lengths, relative to their mean, that tells the parts apart
+FEW_STEPS: Final = 8  # with fewer steps, none is taken for an outlier
+STRAY: Final = 4.0  # an outlier counts as at most this multiple of the expected time
+MIN_SPREAD: Final = 0.1  # minimum spread of lengths, relative to their mean, to tell the two parts apart
 
 
 class PrefillPace:
-    """Of one worker."""
+    """The pace of one worker."""
 
     def __init__(self) -> None:
         self._num_seen = 0
@@ -31,15 +31,15 @@ class PrefillPace:
 
     @property
     def draft_s(self) -> float:
-        """The mean part of a step that the MTP head took."""
+        """Mean part of a step that the MTP head took."""
         return self._draft / self._weight if self._weight else 0.0
 
     def step_s(self, num_tokens: int) -> float:
-        """What a step over so many tokens takes; 0 before anything was measured."""
+        """Predicted duration of a step over `num_tokens`; 0 before the first measurement."""
         return self.fixed_s + num_tokens * self.per_token_s
 
     def add(self, num_tokens: int, seconds: float, draft_s: float = 0.0) -> None:
-        """A step took so long, of which the MTP head so much."""
+        """Record a step and the MTP head's part of it."""
         assert num_tokens > 0
         assert 0 <= draft_s
         self._num_seen += 1
@@ -64,6 +64,6 @@ class PrefillPace:
             self.fixed_s, self.per_token_s = mean_y / 2, mean_y / 2 / mean_x
             return
         slope = (self._xy / self._weight - mean_x * mean_y) / variance
-        most = self._xy / self._xx  # through the origin: nothing is fixed
+        most = self._xy / self._xx  # through the origin: no fixed part
         self.per_token_s = min(max(slope, 0.0), most)
         self.fixed_s = max(mean_y - self.per_token_s * mean_x, 0.0)

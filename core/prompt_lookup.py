@@ -1,4 +1,4 @@
-"""How drafts are looked up in the text so far, where no head makes them (`kernels.sampling.ngram`)."""
+"""Settings of prompt lookup, which finds drafts in the text so far (`kernels.sampling.ngram`)."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,14 +10,14 @@ MAX_MATCH_LEN: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLookup:
-    """Drafts are what followed the newest tokens where they stood before.
+    """Drafts are the tokens that followed an earlier occurrence of the newest tokens.
 
     Attributes:
-        min_match_len: newest tokens that must have stood there.
-        max_match_len: newest tokens that are compared; the place that agrees with most of them wins.
+        min_match_len: number of newest tokens that must match.
+        max_match_len: number of newest tokens that are compared; the longest match wins.
 
     Raises:
-        ConfigInvalid: they are not in 1 ... 16, or the first is the larger one.
+        ConfigInvalid: a length is not in 1 ... 16, or the first exceeds the second.
     """
 
     min_match_len: int = 2

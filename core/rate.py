@@ -1,4 +1,4 @@
-"""How much is done in a second, lately. Pure: durations are given."""
+"""Recent rates of work. Pure: durations are arguments."""
 
 from collections import deque
 from statistics import median
@@ -6,15 +6,15 @@ from typing import Final
 
 HALF_LIFE_S: Final = 5.0
 NUM_STEPS: Final = 15
-FEW_STEPS: Final = 4  # say nothing
+FEW_STEPS: Final = 4  # fewer steps give no rate
 MAX_AGE_S: Final = 60.0
 
 
 class RateMeter:
-    """Work over the time it took; what is older counts less, by time that was worked.
+    """Work divided by the time it took; older work counts less, by working time.
 
     Args:
-        half_life_s: after so much working time a measurement counts half.
+        half_life_s: working time after which a measurement counts half.
     """
 
     def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
@@ -24,7 +24,7 @@ class RateMeter:
         self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """So much was done in so many seconds, >= 0 both."""
+        """Record work and the seconds it took, both >= 0."""
         assert amount >= 0
         assert seconds >= 0
         kept = 0.5 ** (seconds / self._half_life_s)
@@ -33,23 +33,23 @@ class RateMeter:
 
     @property
     def per_s(self) -> float:
-        """The rate; 0 before anything was measured."""
+        """The rate; 0 before the first measurement."""
         return self._amount / self._seconds if self._seconds else 0.0
 
 
 class FullStepRate:
-    """What a worker can do when it has enough to do: the median rate of the last steps that were at least half full.
+    """A worker's capacity: the median rate of recent steps that were at least half full.
 
-    A step over a few tokens takes about as long as a full one, so its rate says nothing of what the worker can do; nor
-    do the first steps of a process, which set things up, or those of long ago.
+    A step over a few tokens takes about as long as a full one, so its rate says nothing about capacity. Neither do a
+    process's first steps, which set things up, nor steps of long ago.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float]] = deque(maxlen=NUM_STEPS)  # when, and the rate
+        self._steps: deque[tuple[float, float]] = deque(maxlen=NUM_STEPS)  # (end of the step, rate)
         self._has_begun = False
 
     def add(self, num_tokens: int, seconds: float, now_s: float, *, full_len: int) -> None:
-        """A step over so many tokens, of `full_len` at the most, took so long and ended now."""
+        """Record a step over `num_tokens`, of at most `full_len`, that took `seconds` and ended now."""
         assert num_tokens >= 0
         if not self._has_begun:
             self._has_begun = True
@@ -57,6 +57,6 @@ class FullStepRate:
             self._steps.append((now_s, num_tokens / seconds))
 
     def per_s(self, now_s: float) -> float:
-        """Tokens in a second; 0: too little was measured lately. Any thread."""
+        """Tokens per second; 0 if too little was measured recently. Callable from any thread."""
         rates = [rate for added_s, rate in tuple(self._steps) if now_s - added_s <= MAX_AGE_S]
         return median(rates) if len(rates) >= FEW_STEPS else 0.0

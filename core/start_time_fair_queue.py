@@ -1,8 +1,8 @@
-"""Turns by what was spent: of those that wait, the one that was served least comes next. Pure, not thread-safe.
+"""Takes turns by cost: among waiting owners, the one that was served least comes next. Pure, not thread-safe.
 
-Virtual time, as in start-time fair queueing (Goyal, Vin and Cheng, 1996): an owner that was away comes back with what
-it had spent, but at least with what the one had spent that was served last. So no owner saves turns up by waiting, none
-gets rid of a debt by leaving, and a new one does not push aside those before it for as long as they took.
+It uses virtual time, as in start-time fair queueing (Goyal, Vin and Cheng, 1996). An owner that returns starts from
+what it had spent, but at least from what the owner served last had spent. So no owner saves up turns by waiting or
+loses a debt by leaving, and a new owner does not push aside earlier ones for as long as they were served.
 """
 
 import itertools
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class OwnerUsage:
-    """What one owner has spent, in any unit; virtual, for who comes late starts from where the others are."""
+    """An owner's usage, in any unit. It is virtual: a late owner starts from where the others are."""
 
     __slots__ = ("spent",)
 
@@ -21,12 +21,12 @@ class OwnerUsage:
         self.spent = 0.0
 
     def charge(self, cost: float) -> None:
-        """It was served."""
+        """Charge the owner for being served."""
         self.spent += cost
 
 
 class StartTimeFairQueue(Generic[Item]):
-    """Items that wait, by owner."""
+    """Waiting items, by owner."""
 
     def __init__(self) -> None:
         self._waiting: dict[OwnerUsage, deque[tuple[int, Item]]] = {}
@@ -37,17 +37,17 @@ class StartTimeFairQueue(Generic[Item]):
         return sum(map(len, self._waiting.values()))
 
     def add(self, share: OwnerUsage, item: Item) -> None:
-        """Behind the others of its owner."""
+        """Append an item behind the others of its owner."""
         if share not in self._waiting:
             self._waiting[share] = deque()
             share.spent = max(share.spent, self._floor)
         self._waiting[share].append((next(self._numbers), item))
 
     def next(self, passed: frozenset[OwnerUsage] = frozenset()) -> Item | None:
-        """Whose turn it is, taken out; of owners that spent the same the one that came first.
+        """Remove and return the next item; ties between owners go to the item that was added first.
 
         Args:
-            passed: owners that are passed over now.
+            passed: owners to skip now.
         """
         able = [share for share in self._waiting if share not in passed]
         if not able:

@@ -1,7 +1,7 @@
-"""Certificates in files: which ones, whether they go together, and what they hold now.
+"""TLS certificate files: their paths, checks and current contents.
 
-A file that changes is read again. Nothing half-written is ever taken: what does not fit together is counted and
-logged once, and what was good before stays in use. Private keys are never part of a repr, a message or an error.
+A file that changes is read again. Half-written files are never used: inconsistent ones are counted and logged once, and
+the previous contents stay in use. Private keys are never part of a repr, a message or an error.
 """
 
 import logging
@@ -15,7 +15,7 @@ from pathlib import Path
 from baton.core.errors import ConfigInvalid
 from baton.core.files import file_state
 
-CHECK_S = 0.5  # files are looked at no more often
+CHECK_S = 0.5  # minimum interval between checks of the files
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ class TlsFiles:
     """Paths of PEM files; empty ones are not used.
 
     Attributes:
-        cert_file: own certificate, with what leads to the CA behind it.
+        cert_file: own certificate, followed by its chain to the CA.
         key_file: its private key, not encrypted.
-        ca_file: who signed the others' certificates. A server that has one admits no caller without such a certificate.
-        server_name: the name in a server's certificate, if it is not its address.
+        ca_file: CA of the peers' certificates. A server with one admits only callers with such a certificate.
+        server_name: name in a server's certificate, if it is not its address.
     """
 
     cert_file: str = ""
@@ -43,7 +43,7 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Those that are used."""
+        """The paths that are used."""
         return tuple(path for path in (self.cert_file, self.key_file, self.ca_file) if path)
 
 
@@ -54,8 +54,8 @@ class TlsMaterial:
     Attributes:
         key: PEM; None without a certificate.
         chain: PEM.
-        ca: PEM; None if others' certificates are not checked against one of ours.
-        version: another one after each change.
+        ca: PEM; None if peers' certificates are not checked against our CA.
+        version: different after each change.
     """
 
     key: bytes | None = field(repr=False)
@@ -65,16 +65,16 @@ class TlsMaterial:
 
 
 class TlsWatch:
-    """Reads the files, and again after they have changed. Any thread.
+    """Reads the files, and again after they have changed. Thread-safe.
 
     Args:
-        files: which; a certificate and a key go together.
-        check_s: the files are looked at no more often than this.
-        now_s: the clock for that.
-        on_reload: told after each change that was seen: whether it was taken.
+        files: the files; a certificate and a key go together.
+        check_s: minimum interval between checks of the files.
+        now_s: clock for that interval.
+        on_reload: called after each detected change with whether it was accepted.
 
     Raises:
-        ConfigInvalid: a file cannot be read, or they do not fit together.
+        ConfigInvalid: a file cannot be read, or the files do not fit together.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TlsWatch:
         self._checked_s = now_s()
 
     def current(self) -> TlsMaterial:
-        """The newest that was good. Never raises."""
+        """Return the newest valid contents. Never raises."""
         with self._lock:
             now_s = self._now_s()
             if now_s - self._checked_s < self._check_s:
@@ -115,12 +115,12 @@ class TlsWatch:
         try:
             material = read_tls(self.files, version=self._material.version + 1)
         except ConfigInvalid as error:
-            self._signature = signature  # said once for each state of the files
+            self._signature = signature  # logged once for each state of the files
             self.num_refused += 1
             log.error("changed certificates are not taken, the old ones stay in use: %s", error.message)
             return False
         if _signature(self.files) != signature:
-            return False  # still being written; the next look sees it again
+            return False  # still being written; the next check sees it again
         self._signature, self._material = signature, material
         self.num_reloads += 1
         log.info("certificates read again: %s", names)
@@ -128,10 +128,10 @@ class TlsWatch:
 
 
 def read_tls(files: TlsFiles, version: int = 1) -> TlsMaterial:
-    """Read and check.
+    """Read and check the files.
 
     Raises:
-        ConfigInvalid: a file cannot be read or is not PEM, the key is encrypted or is another certificate's.
+        ConfigInvalid: a file cannot be read or is not PEM, or the key is encrypted or belongs to another certificate.
     """
     if bool(files.cert_file) != bool(files.key_file):
         raise ConfigInvalid("tls_cert_file and tls_key_file go together", keys=["tls_cert_file", "tls_key_file"])
@@ -147,7 +147,7 @@ def read_tls(files: TlsFiles, version: int = 1) -> TlsMaterial:
 
 
 def server_context(watch: TlsWatch) -> ssl.SSLContext:
-    """For servers that take Python's contexts (HTTP): each handshake gets the files as they are now.
+    """Make a context for servers that take Python's contexts (HTTP); each handshake uses the current files.
 
     With a CA, clients must present a certificate of it.
     """
@@ -162,7 +162,7 @@ def server_context(watch: TlsWatch) -> ssl.SSLContext:
             if material.version != version:
                 try:
                     newest, version = _context_of(watch.files), material.version
-                except ConfigInvalid as error:  # changed once more since they were read: the next handshake sees it
+                except ConfigInvalid as error:  # changed again since they were read: the next handshake sees it
                     log.warning("a handshake goes on with the certificates before: %s", error.message)
         connection.context = newest
 
@@ -185,7 +185,7 @@ def _context_of(files: TlsFiles) -> ssl.SSLContext:
 def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
     try:
         context.load_cert_chain(files.cert_file, files.key_file, password=_no_password)
-    except (OSError, ValueError) as error:  # SSLError is one
+    except (OSError, ValueError) as error:  # includes SSLError
         why = "they do not go together, or are no unencrypted PEM"
         if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.strerror:
             why = error.strerror
@@ -201,7 +201,7 @@ def _load_ca(context: ssl.SSLContext, path: str, pem: bytes) -> None:
 
 
 def _no_password() -> str:
-    return ""  # an encrypted key is refused, not asked about
+    return ""  # an encrypted key is refused instead of asking for a password
 
 
 def _read(path: str, name: str) -> bytes:

@@ -1,7 +1,7 @@
-"""How draft tokens are verified: what an operator or a benchmark chooses, checked once.
+"""How draft tokens are verified: the choice of an operator or a benchmark, checked once.
 
-Says nothing of how a mode works (`engine.speculation.verify`, `engine.speculation.rejection`,
-`engine.speculation.synthetic`).
+The modes themselves are implemented elsewhere (`engine.speculation.verify`, `engine.speculation.rejection`,
+`engine.speculation.verifiers`).
 """
 
 import math
@@ -12,19 +12,19 @@ from baton.core.errors import ConfigInvalid
 
 
 class VerificationMode(StrEnum):
-    """What decides whether a draft stands."""
+    """What decides whether a draft is accepted."""
 
-    COUPLED = "coupled"  # the target's own draw, fixed beforehand by its noise: the tokens of speculation off
-    REJECTION = "rejection"  # rejection sampling: the law of speculation off, other tokens
-    GREEDY = "greedy"  # the likeliest token; for batches that are greedy as a whole
-    SYNTHETIC = "synthetic"  # chance, at given rates: for benchmarks
-    FORCE = "force"  # a given number: for benchmarks
+    COUPLED = "coupled"  # the target's own draw, fixed in advance by its noise: the same tokens as without speculation
+    REJECTION = "rejection"  # rejection sampling: the same distribution as without speculation, but other tokens
+    GREEDY = "greedy"  # the likeliest token; for batches that are all greedy
+    SYNTHETIC = "synthetic"  # random acceptance at given rates, for benchmarks
+    FORCE = "force"  # a given number of drafts, for benchmarks
 
 
 class DraftSampleMethod(StrEnum):
-    """Where `rejection` gets the drafts of sampled requests from."""
+    """How `rejection` gets the drafts of sampled requests."""
 
-    PROBABILISTIC = "probabilistic"  # a draw from the MTP head's own distribution, which verification then needs
+    PROBABILISTIC = "probabilistic"  # drawn from the MTP head's own distribution, which verification then needs
     GREEDY = "greedy"  # the head's likeliest token, a point mass
 
 
@@ -33,17 +33,17 @@ MADE_UP_MODES = (VerificationMode.SYNTHETIC, VerificationMode.FORCE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationConfig:
-    """A mode and what it needs.
+    """A verification mode and its parameters.
 
     Attributes:
         mode: the mode.
-        draft_sample_method: of `rejection`.
-        block: of `rejection` with probabilistic drafts: drafts are judged as a block, which accepts at least as many.
-        acceptance_rates: of `synthetic`: the chance that draft i and all before it stand, for each i.
-        forced_len: of `force`: how many drafts stand.
+        draft_sample_method: for `rejection`.
+        block: for `rejection` with probabilistic drafts: verify drafts as a block, which accepts at least as many.
+        acceptance_rates: for `synthetic`: the probability that draft i and all before it are accepted, for each i.
+        forced_len: for `force`: number of accepted drafts.
 
     Raises:
-        ConfigInvalid: rates that are no chances or rise, or a negative length.
+        ConfigInvalid: the rates are not probabilities or increase, or the length is negative.
     """
 
     mode: VerificationMode = VerificationMode.COUPLED
@@ -63,17 +63,17 @@ class VerificationConfig:
             raise ConfigInvalid(f"forced_len: {self.forced_len} is negative", keys=["forced_len"])
 
     def of_lookup(self) -> "VerificationConfig":
-        """The same for drafts that are looked up: those are point masses."""
+        """The configuration for looked-up drafts, which are point masses."""
         return replace(self, draft_sample_method=DraftSampleMethod.GREEDY)
 
     @classmethod
     def synthetic(cls, *acceptance_rates: float) -> "VerificationConfig":
-        """Draft i stands, with all before it, at the i-th rate."""
+        """Accept draft i, together with all before it, at the i-th rate."""
         return cls(mode=VerificationMode.SYNTHETIC, acceptance_rates=acceptance_rates)
 
     @classmethod
     def synthetic_mean(cls, mean_accepted_len: float, num_drafts: int) -> "VerificationConfig":
-        """Accepted lengths of this mean that vary as little as they can: the whole numbers on either side of it.
+        """Accept lengths with this mean and minimal variance: the whole numbers on either side of the mean.
 
         Raises:
             ConfigInvalid: the mean is not in 0 ... num_drafts.
@@ -85,23 +85,23 @@ class VerificationConfig:
 
     @classmethod
     def force(cls, forced_len: int) -> "VerificationConfig":
-        """Exactly `forced_len` drafts stand, as far as a sequence may have so many."""
+        """Accept exactly `forced_len` drafts, as far as a sequence may have so many."""
         return cls(mode=VerificationMode.FORCE, forced_len=forced_len)
 
     def require_servable(self) -> None:
-        """Check that what is emitted is the model's.
+        """Check that the emitted tokens are the model's.
 
         Raises:
-            ConfigInvalid: the mode makes acceptance up.
+            ConfigInvalid: the mode fakes acceptance.
         """
         if self.mode in MADE_UP_MODES:
             raise refuse_made_up(self.mode.value)
 
     def require_fits(self, num_draft_tokens: int) -> None:
-        """Check the mode's values against the most drafts a step may have.
+        """Check the mode's parameters against the maximum number of drafts per step.
 
         Raises:
-            ConfigInvalid: rates for fewer drafts, or more forced than there are.
+            ConfigInvalid: there are rates for fewer drafts, or more forced drafts than that.
         """
         num_rates = len(self.acceptance_rates)
         if self.mode is VerificationMode.SYNTHETIC and num_rates < num_draft_tokens:
@@ -113,6 +113,6 @@ class VerificationConfig:
 
 
 def refuse_made_up(mode: str) -> ConfigInvalid:
-    """The error for a mode that only benchmarks may use."""
+    """Build the error for a mode that only benchmarks may use."""
     message = f"verification: {mode} emits drafts whatever the model says of them; it is for benchmarks, never served"
     return ConfigInvalid(message, keys=["verification"])

@@ -1,1 +1,1 @@
-"""What a request asks for, and what its answer is made of."""
+"""Requests: their parameters, and the structure and text of their answers."""

@@ -1,7 +1,7 @@
-"""What an answer is made of: thoughts, tool calls and text, as one grammar of kind `structure`.
+"""The structure of an answer: thoughts, tool calls and text, as one grammar of kind `structure`.
 
-The router writes a structure for each chat whose answer is bound and may hold more than one thing; the engine makes a
-grammar of it (`engine.grammar.structure`). Its JSON form is part of the gRPC interface (`Grammar.structure`).
+The router writes a structure for each chat whose answer is constrained and may hold more than one of these; the engine
+turns it into a grammar (`engine.grammar.text`). Its JSON form is part of the gRPC interface (`Grammar.structure`).
 """
 
 import json
@@ -13,16 +13,16 @@ from typing import Any, Final, Literal
 
 from baton.core.errors import InvalidGrammar
 
-STRUCTURE: Final = "structure"  # the kind of grammar
+STRUCTURE: Final = "structure"  # name of this kind of grammar
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG: Final = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 ARG_KEY, END_ARG_KEY = "<arg_key>", "</arg_key>"
 ARG_VALUE, END_ARG_VALUE = "<arg_value>", "</arg_value>"
-# Of DeepSeek and Kimi: what begins a section of calls and each call, parts a call's head from its arguments, and ends
-# a call and the section.
+# Tags of DeepSeek and Kimi: start of the section and of a call, separator of a call's head and arguments, end of the
+# call and of the section.
 DEEPSEEK_TAGS: Final = tuple(
-    f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")  # a wide bar, and the mark of a space
+    f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")  # a fullwidth bar, and the tokenizer's mark for a space
     for words in ("tool calls begin", "tool call begin", "tool sep", "tool call end", "tool calls end")
 )
 KIMI_TAGS: Final = (
@@ -32,19 +32,19 @@ KIMI_TAGS: Final = (
     "<|tool_call_end|>",
     "<|tool_calls_section_end|>",
 )
-FENCE, END_FENCE = "```json", "```"  # around the arguments of DeepSeek-V3
-BARE_KEYS: Final = ("name", "parameters", "arguments", "type", "id")  # one of them comes first in a call without a tag
+FENCE, END_FENCE = "```json", "```"  # around DeepSeek-V3's arguments
+BARE_KEYS: Final = ("name", "parameters", "arguments", "type", "id")  # a call without a tag starts with one of these
 MAX_TOOLS: Final = 1024
 TOOL_NAME: Final = r"^[A-Za-z0-9_.:-]{1,64}$"
 _KEYS: Final = frozenset(("thought", "thought_form", "calls", "form", "tools", "parallel", "tokens", "text"))
 
 
 class Thought(StrEnum):
-    """Whether the answer begins with a thought, which is free text up to the tag that closes it."""
+    """Whether the answer begins with a thought, which is free text up to its closing tag."""
 
     NONE = "none"
-    OPTIONAL = "optional"  # if it begins with the tag
-    OPEN = "open"  # the prompt ends with the tag
+    OPTIONAL = "optional"  # if the answer begins with the opening tag
+    OPEN = "open"  # the prompt ends with the opening tag
 
 
 class ThoughtForm(StrEnum):
@@ -55,21 +55,21 @@ class ThoughtForm(StrEnum):
 
     @property
     def end(self) -> str:
-        """The tag that closes it."""
+        """The closing tag."""
         return f"{self[0]}/{self[1:]}"
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Both tags; a tokenizer may have tokens of their own for them."""
+        """Both tags; a tokenizer may have a single token for each."""
         return (self.value, self.end)
 
 
 class Calls(StrEnum):
-    """Whether the answer holds tool calls."""
+    """Whether the answer contains tool calls."""
 
     NONE = "none"
     AUTO = "auto"
-    REQUIRED = "required"  # and nothing else
+    REQUIRED = "required"  # calls only
 
 
 ToolCallParserName = Literal[
@@ -82,19 +82,19 @@ class CallForm(StrEnum):
 
     HERMES = "hermes"  # <tool_call>{"name", "arguments"}</tool_call>
     QWEN3_CODER = "qwen3_coder"  # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
-    LLAMA3_JSON = "llama3_json"  # {"name", "parameters"}, further ones behind a semicolon; or the same behind a tag
+    LLAMA3_JSON = "llama3_json"  # {"name", "parameters"}, further ones after a semicolon; or the same after a tag
     MISTRAL = "mistral"  # [TOOL_CALLS][{"name", "arguments"}, ...]
-    MISTRAL_ARGS = "mistral_args"  # [TOOL_CALLS]NAME[ARGS]{...}, again for each
+    MISTRAL_ARGS = "mistral_args"  # [TOOL_CALLS]NAME[ARGS]{...}, repeated for each call
     GLM45 = "glm45"  # <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
-    DEEPSEEK_V3 = "deepseek_v3"  # in a section: function, tool_sep, NAME and a fence of {...}, for each
-    DEEPSEEK_V31 = "deepseek_v31"  # in a section: NAME, tool_sep and {...}, for each
-    KIMI_K2 = "kimi_k2"  # in a section: functions.NAME:INDEX and {...}, for each
+    DEEPSEEK_V3 = "deepseek_v3"  # in a section, per call: function, tool_sep, NAME and a fence of {...}
+    DEEPSEEK_V31 = "deepseek_v31"  # in a section, per call: NAME, tool_sep and {...}
+    KIMI_K2 = "kimi_k2"  # in a section, per call: functions.NAME:INDEX and {...}
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts around calls for which a tokenizer may have tokens of their own; a call begins with the first.
+        """Texts around calls for which a tokenizer may have single tokens; a call begins with the first.
 
-        In Llama's form it may begin without.
+        In Llama's form a call may also begin without it.
         """
         match self:
             case CallForm.LLAMA3_JSON:
@@ -111,7 +111,7 @@ class CallForm(StrEnum):
 
     @property
     def is_section(self) -> bool:
-        """Whether all calls stand in one section; its `marks` are then the five of `DEEPSEEK_TAGS`, or their like."""
+        """Whether all calls are in one section; `marks` then correspond to the five of `DEEPSEEK_TAGS`."""
         return self in (CallForm.DEEPSEEK_V3, CallForm.DEEPSEEK_V31, CallForm.KIMI_K2)
 
 
@@ -123,8 +123,8 @@ class CallableTool:
     """A function that may be called.
 
     Attributes:
-        name: what it is called by.
-        parameters: the JSON Schema of its arguments; None: any JSON object.
+        name: the function's name.
+        parameters: JSON Schema of its arguments; None: any JSON object.
     """
 
     name: str
@@ -133,19 +133,19 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStructure:
-    """A thought, then calls of these tools or a text.
+    """An optional thought, then calls of these tools or a text.
 
     Attributes:
         thought: whether a thought comes first.
-        thought_form: the tags around it.
+        thought_form: tags around the thought.
         calls: whether there are calls.
-        tools: what may be called.
-        parallel: more than one call.
-        form: how calls are written. A schema that the tags of Qwen3-Coder or GLM cannot follow makes its calls Hermes'.
-        tokens: of those of `MARKS` that the tokenizer adds to its vocabulary, which are written as one token; the
-            others are spelled.
-        text: the kind and text of the grammar that a text matches, where there are no calls; None: any text, with calls
-            among it.
+        tools: functions that may be called.
+        parallel: whether more than one call is allowed.
+        form: how calls are written. A call whose schema cannot be expressed in the tags of Qwen3-Coder or GLM is
+            written in Hermes' form.
+        tokens: ids of those `MARKS` that the tokenizer's vocabulary has as single tokens; the others are spelled.
+        text: kind and text of the grammar that the answer's text matches if there are no calls; None: any text, which
+            may contain calls.
     """
 
     thought: Thought = Thought.NONE
@@ -158,7 +158,7 @@ class AnswerStructure:
     text: tuple[str, str] | None = None
 
     def to_json(self) -> str:
-        """For `from_json`; equal structures are equal texts."""
+        """Serialize for `from_json`; equal structures give equal texts."""
         data: dict[str, Any] = {"thought": self.thought, "thought_form": self.thought_form, "calls": self.calls}
         if self.tools:
             data["tools"] = [
@@ -174,10 +174,10 @@ class AnswerStructure:
 
     @classmethod
     def from_json(cls, text: str) -> "AnswerStructure":
-        """The structure that a client wrote. Schemas and grammars in it are not looked at.
+        """Parse a structure from a client. Schemas and grammars in it are not checked.
 
         Raises:
-            InvalidGrammar: it is none.
+            InvalidGrammar: the text is not a valid structure.
         """
         try:
             data: Any = json.loads(text)
@@ -244,18 +244,19 @@ def _require(holds: bool, why: str) -> None:
 JSON_OBJECT: Final = "json_object"
 GRAMMAR_KINDS: Final = ("json_schema", "regex", "grammar", JSON_OBJECT, STRUCTURE)
 MAX_GRAMMAR_BYTES: Final = 64 << 10
-# Compiling an object's optional properties takes time that grows with the square of their number.
+# Compiling an object's optional properties takes time quadratic in their number.
 MAX_OBJECT_KEYS: Final = 512
-INLINE_JSON: Final = "%json"  # by which a grammar holds a schema, whose keys are not counted
+INLINE_JSON: Final = "%json"  # how a grammar embeds a schema, whose keys are not counted
 MAX_INLINE_JSON_BYTES: Final = 8 << 10
-LIBRARY_KEY: Final = "x-guidance"  # by which a schema would set options of the library behind it
+LIBRARY_KEY: Final = "x-guidance"  # with this key, a schema could set options of the library that compiles it
 
 
 def check_grammar(kind: str, text: str) -> None:
-    """Check a grammar's outside.
+    """Check a grammar without compiling it.
 
     Raises:
-        InvalidGrammar: an unknown kind, a text that is missing, too long or nested too deeply, or no JSON schema.
+        InvalidGrammar: the kind is unknown, the text is missing, too long or nested too deeply, or it is no JSON
+            schema.
     """
     if kind not in GRAMMAR_KINDS:
         raise InvalidGrammar(f"grammar: {kind[:40]!r} is none of {', '.join(GRAMMAR_KINDS)}", kind=kind[:40])

@@ -1,4 +1,4 @@
-"""Tokens of one answer to text, as soon as it is certain; text that might begin a stop string waits."""
+"""Turns one answer's tokens into text as soon as it is certain; withholds text that might begin a stop string."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,11 @@ from baton.core.requests.tokenizer import Tokenizer
 
 
 class StopMatcher:
-    """Withholds text that might begin a stop string, and says when one is complete.
+    """Withholds text that might begin a stop string, and detects when one is complete.
 
     Args:
-        stop: the strings.
-        include: the text ends behind the stop string, not before it.
+        stop: the stop strings.
+        include: whether the text ends after the stop string instead of before it.
     """
 
     __slots__ = ("_include", "_num_held", "_stop", "_tail", "_tail_len", "matched")
@@ -20,15 +20,15 @@ class StopMatcher:
         self.matched: str | None = None
         self._stop = stop
         self._include = include
-        self._tail = ""  # of the text so far; a stop string that is not complete may have begun in it
+        self._tail = ""  # end of the text so far, in which a stop string may have begun
         self._tail_len = max(map(len, stop), default=1) - 1
-        self._num_held = 0  # of its last characters, not shown yet
+        self._num_held = 0  # characters at its end that are not shown yet
 
     def push(self, text: str, *, may_end: bool = True) -> str:
         """Take text; return what may be shown. After a match nothing more is returned.
 
         Args:
-            text: what follows.
+            text: the text that follows.
             may_end: whether a stop string that ends in it counts.
         """
         if self.matched is not None or not text:
@@ -45,13 +45,13 @@ class StopMatcher:
         return shown
 
     def flush(self) -> str:
-        """Withheld text that turned out to begin no stop string."""
+        """Return withheld text that turned out not to begin a stop string."""
         held = self._tail[len(self._tail) - self._num_held :]
         self._num_held = 0
         return held
 
     def _end(self, seen: str, num_old: int) -> int:
-        """Where the text ends; -1 if no stop string ends behind its first `num_old` characters."""
+        """Position where the text ends; -1 if no stop string ends after its first `num_old` characters."""
         first_end, end = len(seen) + 1, -1
         for stop in self._stop:
             at = seen.find(stop, max(0, num_old - len(stop) + 1))
@@ -77,31 +77,31 @@ class StopMatcher:
 class AnswerText:
     """The text of one stream. What it returns, joined, is the answer.
 
-    It ends before the stop string that is found, and without the text of a stop token; with both if the request
-    includes them. Whether the answer has ended is the worker's word: this only follows it (`engine.finish`).
+    The text ends before the matched stop string, and without the text of a stop token; with both if the request
+    includes them. The worker decides when the answer ends; this class only follows (`engine.finish`).
 
     Args:
-        tokenizer: the model's.
-        sampling: the request's.
+        tokenizer: the model's tokenizer.
+        sampling: the request's sampling parameters.
     """
 
     __slots__ = ("_ends", "_includes_stop", "_matcher", "_num_early", "_stop_ids", "_stream", "stop_reason")
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
-        self.stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS
+        self.stop_reason: int | str | None = None  # stop token or string that ended the answer; None for EOS
         self._stream = tokenizer.stream(skip_special_tokens=sampling.skip_special_tokens)
         self._includes_stop = sampling.include_stop_str_in_output
         self._matcher = StopMatcher(sampling.stop, include=self._includes_stop) if sampling.stop else None
-        self._num_early = sampling.min_tokens  # tokens in which no stop string may end
+        self._num_early = sampling.min_tokens  # number of tokens in which no stop string may end
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._ends = frozenset() if sampling.ignore_eos else frozenset(tokenizer.eos_token_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Text that became certain with these tokens."""
+        """Return the text that became certain with these tokens."""
         return "".join(map(self._push, token_ids))
 
     def finish(self) -> str:
-        """What was still withheld at the end."""
+        """Return the text that was still withheld at the end."""
         rest = self._stream.flush()
         return rest if self._matcher is None else self._matcher.push(rest, may_end=False) + self._matcher.flush()
 

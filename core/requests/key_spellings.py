@@ -1,4 +1,4 @@
-"""Other spellings of `ServeConfig`'s keys: vLLM's where they mean the same, and names that keys had before."""
+"""Other spellings of `ServeConfig`'s keys: vLLM's, if they mean the same, and former names."""
 
 import json
 import re
@@ -18,7 +18,7 @@ RENAMED = {
 
 
 def expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with vLLM's spellings turned into the keys they stand for."""
+    """Replace vLLM's spellings by the keys they stand for."""
     values = dict(values)
     size = values.get("tensor_parallel_size")
     if size is not None:
@@ -45,7 +45,7 @@ _METHODS = {
 
 
 def _speculative(given: Any) -> dict[str, Any]:
-    """Keys of `ServeConfig` from vLLM's `--speculative-config`: a JSON object, or in a file a mapping."""
+    """Translate vLLM's `--speculative-config` into keys of `ServeConfig`; a JSON object, or a mapping in a file."""
     keys = ["speculative_config"]
     if isinstance(given, str):
         try:

@@ -1,7 +1,7 @@
-"""What a request may ask of the sampler, and the check that it asks nothing impossible.
+"""Sampling parameters that a request may set, and the check of their values.
 
-This module owns the names, defaults and ranges. It refuses bad values with a typed error before anything is
-allocated; the sampler itself (engine.sampler) never validates. Names and meanings are those of the OpenAI API and vLLM.
+This module owns names, defaults and ranges. It refuses invalid values with a typed error before anything is allocated;
+the sampler itself (`engine.sampling.sampler`) never validates. Names and meanings are those of the OpenAI API and vLLM.
 """
 
 import math
@@ -29,7 +29,7 @@ MAX_CHOICES = 16
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """From `low` (or only above it) to `high`; NaN is in no range."""
+    """A range from `low` (exclusive if `above_low`) to `high`; NaN is in no range."""
 
     low: float
     high: float = math.inf
@@ -47,7 +47,7 @@ class NumberRange:
         return f"between {self.low:g} and {self.high:g}"
 
 
-# Of every parameter that is one number: `SamplingParams.validate` and the HTTP schema go by it.
+# Range of every numeric parameter, used by `SamplingParams.validate` and the HTTP schema.
 RANGES: Final[Mapping[str, NumberRange]] = {
     "max_tokens": NumberRange(1),
     "temperature": NumberRange(0, MAX_TEMPERATURE),
@@ -56,7 +56,7 @@ RANGES: Final[Mapping[str, NumberRange]] = {
     "min_p": NumberRange(0, 1),
     "seed": NumberRange(0, SEED_LIMIT - 1),
     "min_tokens": NumberRange(0),
-    "repetition_penalty": NumberRange(0.01, 100),  # beyond, a float32 logit may overflow
+    "repetition_penalty": NumberRange(0.01, 100),  # beyond this a float32 logit may overflow
     "presence_penalty": NumberRange(-MAX_ADDED_PENALTY, MAX_ADDED_PENALTY),
     "frequency_penalty": NumberRange(-MAX_ADDED_PENALTY, MAX_ADDED_PENALTY),
     "logprobs": NumberRange(0, MAX_LOGPROBS),
@@ -67,7 +67,7 @@ RANGES: Final[Mapping[str, NumberRange]] = {
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the answer must be, as the client wrote it.
+    """The grammar that the answer must match, as the client wrote it.
 
     Attributes:
         kind: "json_schema", "regex", "grammar" (Lark-like, or EBNF with `::=`) or "json_object" (any JSON object).
@@ -80,38 +80,38 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop.
+    """How to sample tokens and when to stop.
 
     The logits of a position are changed in this order: grammar, `allowed_token_ids`, `min_tokens`, `bad_words` (each
     removes tokens; one that would leave none is ignored there), `logit_bias`, repetition, frequency and presence
-    penalty, temperature, min-p, top-k, top-p. What has been generated includes drafts that come before the position.
+    penalty, temperature, min-p, top-k, top-p. Drafts before the position count as generated tokens.
 
     Attributes:
-        max_tokens: at most this many tokens are generated, >= 1.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        max_tokens: maximum number of generated tokens, >= 1.
+        temperature: divides the logits; 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
         min_p: keep tokens at least this likely relative to the likeliest, in [0, 1].
-        seed: 63-bit key of every draw of this request; equal seeds give equal tokens.
-        stop: generation ends when one of these strings is complete in the text, which ends before it. The first that is
-            complete counts (`core.requests.stop_matcher`).
+        seed: 63-bit key of every random draw of this request; equal seeds give equal tokens.
+        stop: generation ends when one of these strings is complete in the text, which ends before it. The first
+            complete one counts (`core.requests.answer_text`).
         stop_token_ids: generation ends with any of these tokens (emitted, like EOS; its text is left out).
-        ignore_eos: the model's end-of-sequence token does not end generation.
-        min_tokens: EOS and stop tokens cannot be chosen, and no stop string ends, before so many tokens.
+        ignore_eos: whether generation continues past the model's end-of-sequence token.
+        min_tokens: before this many tokens, EOS and stop tokens cannot be sampled, and no stop string ends.
         logit_bias: (token id, number added to its logit), each token once.
         repetition_penalty: logits of tokens in the prompt or generated before are divided by it if positive, else
             multiplied; 1 is off.
         presence_penalty: subtracted from the logits of tokens generated before, in [-2, 2].
-        frequency_penalty: subtracted as often as the token was generated, in [-2, 2].
-        bad_words: sequences of tokens of which the last is never generated after all those before it were.
-        allowed_token_ids: only these can be chosen; None allows all.
-        logprobs: report each chosen token's log-probability and rank, and the likeliest so many tokens (0 ... 20) with
-            theirs, all from the model's raw logits; None reports nothing.
-        prompt_logprobs: the same of every prompt token but the first, which nothing precedes.
-        n: answers to make, each by its own draws.
+        frequency_penalty: subtracted once for each time the token was generated, in [-2, 2].
+        bad_words: token sequences whose last token is never generated after all those before it.
+        allowed_token_ids: only these can be sampled; None allows all.
+        logprobs: report each sampled token's log-probability and rank, and this many of the likeliest tokens (0 ... 20)
+            with theirs, all from the model's raw logits; None reports nothing.
+        prompt_logprobs: the same for every prompt token except the first, which nothing precedes.
+        n: number of answers, each with its own random draws.
         grammar: only texts that match it are generated; None leaves the text free.
-        include_stop_str_in_output: the text holds the stop string, or the stop token's text, that ended it.
-        skip_special_tokens: special tokens are left out of the text.
+        include_stop_str_in_output: whether the text includes the stop string, or the stop token's text, that ended it.
+        skip_special_tokens: whether special tokens are left out of the text.
     """
 
     max_tokens: int = 128
@@ -148,12 +148,12 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def as_data(self) -> dict[str, Any]:
-        """JSON-able values by name."""
+        """Return the values by name, JSON-able."""
         return asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "SamplingParams":
-        """The parameters that `as_data` wrote, after a way through JSON."""
+        """Rebuild the parameters from `as_data`, after a round trip through JSON."""
         grammar = data.get("grammar")
         values = {name: _frozen(value) for name, value in data.items() if name != "grammar"}
         return cls(**values, grammar=None if grammar is None else GrammarSpec(**grammar))
@@ -162,8 +162,8 @@ class SamplingParams:
         """Check every value against its range.
 
         Raises:
-            InvalidSampling: a value is NaN, negative or out of range; the field is named.
-            InvalidGrammar: the grammar is none, as far as can be seen without compiling it.
+            InvalidSampling: a value is NaN, negative or out of range; the error names the field.
+            InvalidGrammar: the grammar is invalid, as far as can be seen without compiling it.
         """
         for name, allowed in RANGES.items():
             value = getattr(self, name)
@@ -172,12 +172,12 @@ class SamplingParams:
         self._validate_biases(vocab_size)
         self._validate_masks(vocab_size)
         if self.grammar is not None:
-            # A grammar ends with EOS; what would follow it has no grammar.
+            # A grammar ends with EOS; text after it would have no grammar.
             _require(not self.ignore_eos, "ignore_eos", True, "cannot go with a grammar, which ends at EOS")
             check_grammar(self.grammar.kind, self.grammar.text)
 
     def validate_lengths(self) -> None:
-        """Check what `max_tokens` decides, for values that were checked with another one.
+        """Check the values that depend on `max_tokens`, if the others were checked with a different one.
 
         Raises:
             InvalidSampling: `max_tokens` or `min_tokens` is out of range.
@@ -222,7 +222,7 @@ class SamplingParams:
             _require_tokens("allowed_token_ids", self.allowed_token_ids, vocab_size)
 
 
-# Parameters that are one number or one truth value; messages, HTTP and `baton generate` carry them by these names.
+# Parameters that are one number or boolean; messages, HTTP and `baton generate` use these names for them.
 _COMPOUND: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids", "grammar")
 SCALAR_FIELDS: Final = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPOUND)
 

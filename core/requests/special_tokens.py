@@ -1,7 +1,7 @@
-"""What a model directory says of its special tokens beside tokenizer.json: their names, and tokens to read as one.
+"""Special tokens that a model directory names besides tokenizer.json: their names, and tokens to read as one.
 
-As transformers 5 reads tokenizer_config.json, and special_tokens_map.json before it where the former is of the time
-when both were written (without `added_tokens_decoder`).
+They are read as transformers 5 reads them: from tokenizer_config.json, and first from special_tokens_map.json if the
+former is from the time when both were written (without `added_tokens_decoder`).
 """
 
 import json
@@ -20,10 +20,10 @@ _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; {} if there is no file.
+    """Read the JSON object in a file; {} if there is no file.
 
     Raises:
-        ModelFileDamaged: it holds something else.
+        ModelFileDamaged: the file holds something else.
     """
     if not path.is_file():
         return {}
@@ -37,10 +37,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Texts of those of `SPECIAL_TOKENS` that are named; each a text there, or an object with one.
+    """Texts of the named tokens among `SPECIAL_TOKENS`; a file gives each as a text, or as an object with one.
 
     Raises:
-        ModelFileDamaged: a file is no JSON object.
+        ModelFileDamaged: a file is not a JSON object.
     """
     config = _named(directory)
     texts = {name: _text(config.get(name)) for name in SPECIAL_TOKENS}
@@ -48,22 +48,22 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def add_tokens(fast: Tokenizer, directory: Path, vocab_size: int | None) -> None:
-    """Have the tokenizer read as one what the files name as a token and tokenizer.json does not.
+    """Make the tokenizer read as one token each token that the files name and tokenizer.json lacks.
 
-    Left out is what would get another id than the files say, or one for which the model has no embedding; and an EOS
-    or its like that would get a new one, which no text of the model's training held.
+    Tokens are left out if they would get another id than the files say, or an id for which the model has no embedding.
+    So is a new EOS or similar token, which no training text of the model contained.
 
     Args:
-        fast: is changed.
-        directory: the model's.
-        vocab_size: tokens that the model has; None: any number.
+        fast: the tokenizer, changed in place.
+        directory: the model's directory.
+        vocab_size: the model's number of tokens; None: no limit.
 
     Raises:
-        ModelFileDamaged: a file is no JSON object, or `added_tokens_decoder` is none of tokens by their ids.
+        ModelFileDamaged: a file is not a JSON object, or `added_tokens_decoder` does not map ids to tokens.
     """
     held = fast.get_added_tokens_decoder()
     known = {token.content for token in held.values()}
-    next_id = max(fast.get_vocab_size(with_added_tokens=False), 1 + max(held, default=-1))  # as the library has it
+    next_id = max(fast.get_vocab_size(with_added_tokens=False), 1 + max(held, default=-1))  # as the library assigns ids
     added = []
     for wanted_id, token in _tokens(directory, fast):
         text, token_id = token.content, fast.token_to_id(token.content)
@@ -79,7 +79,7 @@ def add_tokens(fast: Tokenizer, directory: Path, vocab_size: int | None) -> None
 
 
 def _tokens(directory: Path, fast: Tokenizer) -> Iterator[tuple[int | None, AddedToken]]:
-    """All that are named, with the id if there is one, in the order in which they get new ones."""
+    """Yield all named tokens, with their id if there is one, in the order in which they get new ids."""
     config = _named(directory)
     try:
         by_id = {int(token_id): token for token_id, token in (config.get("added_tokens_decoder") or {}).items()}

@@ -1,6 +1,6 @@
-"""Text to tokens and back, incrementally; a thin face over the `tokenizers` library.
+"""Text to tokens and back, incrementally; a thin layer over the `tokenizers` library.
 
-Workers use it for stop strings, the router for everything else. It loads `tokenizer.json` only: transformers (and its
+Workers use it for stop strings, the router for everything else. It loads only `tokenizer.json`: transformers (and its
 half a gigabyte per process) stays out of the serving path.
 """
 
@@ -18,8 +18,8 @@ from baton.core.errors import InvalidText, ModelFileDamaged, ModelMissing
 from baton.core.requests.special_tokens import add_tokens, read_json, special_tokens
 
 NUM_BYTES = 256
-MAX_PENDING: Final = 32  # tokens that are withheld at most; the bytes of a character are four
-MAX_KNOWN: Final = 1 << 18  # entries of a tokenizer's tables
+MAX_PENDING: Final = 32  # maximum number of withheld tokens; a character has at most four bytes
+MAX_KNOWN: Final = 1 << 18  # maximum number of entries in a tokenizer's tables
 REPLACEMENT: Final = "\ufffd"
 ENDS_OF_TURNS: Final = ("<|eot_id|>", "<|eom_id|>")
 
@@ -29,8 +29,8 @@ class Tokenizer:
 
     Attributes:
         eos_token_ids: any of them ends an answer.
-        added_tokens: token ids by their texts, of those that are read as one wherever a text spells them.
-        special_tokens: the same, of those of them that decoded text leaves out.
+        added_tokens: ids by text of tokens that are read as one wherever a text spells them.
+        special_tokens: those of `added_tokens` that decoded text leaves out.
     """
 
     def __init__(self, fast: _FastTokenizer, eos_token_ids: tuple[int, ...]) -> None:
@@ -48,21 +48,19 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """Load `tokenizer.json`; EOS are those of `generation_config.json` or `config.json`, and the tokenizer's own.
+        """Load `tokenizer.json` and the EOS tokens.
 
-        Raises:
-            ModelMissing: there is no tokenizer.json.
-            ModelFileDamaged: a file is there and cannot be read as what it should be.
+        EOS tokens are those of `generation_config.json` or `config.json`, and the tokenizer's own.
         """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ModelMissing(f"{path} does not exist", path=str(path))
         try:
             fast = _FastTokenizer.from_str(path.read_text(encoding="utf-8"))
-        # The library raises bare Exception for every kind of bad content.
+        # The library raises bare Exception for every kind of invalid content.
         except Exception as error:
             raise ModelFileDamaged(f"{path} is not a tokenizer: {error}", path=str(path)) from error
-        # Of a training run that it was last used in; transformers applies neither unless it is asked to.
+        # These are left over from the tokenizer's last training run; transformers applies neither by default.
         fast.no_truncation()
         fast.no_padding()
         vocab_size = _vocab_size(directory)
@@ -74,11 +72,11 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls, directory: Path, vocab_size: int) -> "Tokenizer":
-        """For a directory without tokenizer.json: token b < 256 is the byte b, others read as `<id>`.
+        """Make a tokenizer for a directory without one: token b < 256 is the byte b, others are shown as `<id>`.
 
         Raises:
             ModelMissing: the vocabulary is too small for bytes.
-            ModelFileDamaged: config.json names no usable EOS.
+            ModelFileDamaged: config.json has no usable EOS.
         """
         if vocab_size < NUM_BYTES:
             message = f"{directory} holds no tokenizer.json, and {vocab_size} tokens are too few for one of bytes"
@@ -91,23 +89,23 @@ class Tokenizer:
         return cls(fast, _eos_token_ids(directory))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`. Special tokens that are spelled in the text are read as what they are.
+        """Token ids of `text`. Special tokens spelled in the text are read as special tokens.
 
-        So untrusted text may hold those that begin and end the turns of a chat.
+        So untrusted text may contain those that begin and end a chat's turns.
 
         Args:
-            text: a chat that a template has written, or a prompt as it is.
-            add_special_tokens: put before and behind it what the tokenizer does by its post-processor (BOS). A text
-                that begins with the former itself gets it no second time.
+            text: a chat rendered by its template, or a plain prompt.
+            add_special_tokens: whether to add what the tokenizer's post-processor adds before and after a text (BOS). A
+                text that already begins with it does not get it twice.
 
         Raises:
-            InvalidText: `text` holds lone surrogates, so it is no Unicode text.
+            InvalidText: `text` has lone surrogates, so it is not valid Unicode.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidText(f"the prompt is not valid UTF-8 at character {error.start}", at=error.start) from error
-        # `encode` would hold the GIL all along (0.7 s for a megabyte), and with it every stream of the process.
+        # `encode` would hold the GIL throughout (0.7 s for a megabyte), and stall every stream of the process.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         token_ids = list(encoding.ids)
         if not add_special_tokens:
@@ -117,12 +115,12 @@ class Tokenizer:
         return token_ids[num_before:] if is_twice else token_ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`, special tokens left out or shown by their names."""
-        # As `encode`: `decode` would hold the GIL all along.
+        """Text of `token_ids`, with special tokens left out or shown by their names."""
+        # Like `encode`, `decode` would hold the GIL throughout.
         return str(self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, perhaps a part of a character; of a special token, its name.
+        """The bytes that a token stands for, perhaps part of a character; for a special token, its name.
 
         A token id beyond the tokenizer (an embedding may have more rows) stands for none.
         """
@@ -133,21 +131,21 @@ class Tokenizer:
             return b""
         try:
             return bytes(self._byte_of[character] for character in piece)
-        except KeyError:  # not a tokenizer of bytes
+        except KeyError:  # not a byte-level tokenizer
             return str(self._fast.decode([token_id])).encode("utf-8")
 
     def to_json(self) -> str:
-        """The content of a `tokenizer.json` that says the same."""
+        """Serialize as the content of an equivalent `tokenizer.json`."""
         return str(self._fast.to_str())
 
     def stream(self, *, skip_special_tokens: bool = True) -> "TokenStream":
-        """A decoder for one sequence's tokens as they come."""
+        """Make a decoder for one sequence's tokens as they arrive."""
         if self._is_of_bytes:
             return _ByteStream(self._bytes[skip_special_tokens].behind(b""))
         return _LibraryStream(self._fast, skip_special_tokens=skip_special_tokens)
 
     def _decoded(self, token_id: int) -> bytes:
-        """The bytes that a decoder of bytes takes a token for; of a token that is not spelled in them, its UTF-8."""
+        """The bytes that a byte-level decoder takes a token for; its UTF-8 if it is not spelled in byte characters."""
         piece = self._fast.id_to_token(token_id)
         if piece is None:
             return b""
@@ -157,7 +155,7 @@ class Tokenizer:
             return piece.encode("utf-8")
 
     def _shown(self, token_id: int) -> bytes:
-        """The same where special tokens are left out."""
+        """The bytes of a token, empty for special tokens."""
         return b"" if token_id in self._special else self._decoded(token_id)
 
 
@@ -165,19 +163,19 @@ class TokenStream(Protocol):
     """Turns tokens into text as soon as the text is certain (a character may span tokens)."""
 
     def push(self, token_id: int) -> str:
-        """Text that became certain with this token; may be empty."""
+        """Return the text that became certain with this token; may be empty."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end: bytes that never became a character, as U+FFFD."""
+        """Return what is left at the end: bytes that never became a character, as U+FFFD."""
         ...
 
 
 class _ByteStream:
-    """The stream of a tokenizer of bytes: a look at a table for each token, whatever its text is.
+    """The stream of a byte-level tokenizer: one table lookup per token, whatever its text is.
 
-    A byte that cannot be part of a character is U+FFFD at once. What it returns, joined, is what the library makes of
-    the whole sequence.
+    A byte that cannot be part of a character becomes U+FFFD at once. What it returns, joined, equals the library's
+    decoding of the whole sequence.
     """
 
     __slots__ = ("_behind",)
@@ -196,7 +194,7 @@ class _ByteStream:
 
 
 class _Behind(dict[int, tuple[str, "_Behind"]]):
-    """What tokens say behind the beginning of a character, and where that leads; each is worked out once."""
+    """Maps tokens that follow the start of a character to (text, next state); each entry is computed once."""
 
     __slots__ = ("begun", "decoder")
 
@@ -220,7 +218,7 @@ class _ByteDecoder:
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self.bytes_of = bytes_of
         self.num_known = 0
-        self._behind: dict[bytes, _Behind] = {}  # as many as a character has beginnings
+        self._behind: dict[bytes, _Behind] = {}  # by the bytes of a character's start
 
     def behind(self, begun: bytes) -> _Behind:
         found = self._behind.get(begun)
@@ -232,8 +230,8 @@ class _ByteDecoder:
 class _LibraryStream:
     """The stream of any other tokenizer, whose decoder only the library knows.
 
-    It decodes what is not certain yet behind the tokens before it, since a text that begins reads differently from one
-    that goes on. Where more tokens are withheld than a character has bytes, their text is certain: it is broken.
+    It decodes uncertain tokens together with those before them, since text at the start of a sequence reads
+    differently. If more tokens are withheld than a character has bytes, their text is certain: it is broken.
     """
 
     __slots__ = ("_before", "_fast", "_pending", "_skips")
@@ -241,7 +239,7 @@ class _LibraryStream:
     def __init__(self, fast: _FastTokenizer, *, skip_special_tokens: bool) -> None:
         self._fast = fast
         self._skips = skip_special_tokens
-        self._before: list[int] = []  # the tokens of the last text
+        self._before: list[int] = []  # tokens of the last text
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -260,7 +258,7 @@ class _LibraryStream:
 
     def _text(self) -> str:
         before, text = self._decode(self._before), self._decode(self._before + self._pending)
-        # Bytes that break a character may change what stands before them, but that was said.
+        # Bytes that break a character may change the text before them, but that was already returned.
         return text[len(before) :] if text.startswith(before) else self._decode(self._pending)
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -268,16 +266,16 @@ class _LibraryStream:
 
 
 def _split(data: bytes) -> tuple[str, bytes]:
-    """The text that is certain, with U+FFFD for what is none, and the bytes of a character that has only begun."""
+    """Split bytes into certain text, with U+FFFD for invalid bytes, and the bytes of an incomplete character."""
     text, num_used = codecs.utf_8_decode(data, "replace", False)
     rest = data[num_used:]
-    if len(rest) == 2 and rest[0] == 0xED and rest[1] >= 0xA0:  # half of a surrogate, which Python waits for
+    if len(rest) == 2 and rest[0] == 0xED and rest[1] >= 0xA0:  # half of a surrogate, which Python waits to complete
         return text + "\ufffd\ufffd", b""
     return text, rest
 
 
 def _vocab_size(directory: Path) -> int | None:
-    """Of the model, if its config.json says; what is wrong with that is told where the model is read."""
+    """The model's vocabulary size, if config.json has it; errors in that file are reported where the model is read."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config")
@@ -287,7 +285,7 @@ def _vocab_size(directory: Path) -> int | None:
 
 
 def _eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Those of the first file that names some; in config.json a multimodal model's are in its `text_config`."""
+    """EOS tokens of the first file that names some; in config.json a multimodal model's are in its `text_config`."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if not path.is_file():
@@ -305,14 +303,14 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _with_own_ends(fast: _FastTokenizer, eos_token_ids: tuple[int, ...], own: int | None) -> tuple[int, ...]:
-    """The same, and what config.json may not list: the tokenizer's EOS, and how Llama 3 ends a turn or a call."""
+    """Add ends that config.json may not list: the tokenizer's own EOS, and Llama 3's ends of a turn or a call."""
     added = fast.get_added_tokens_decoder().items()
     ends = (token_id for token_id, token in added if token.special and str(token) in ENDS_OF_TURNS)
     return tuple(dict.fromkeys((*eos_token_ids, *([] if own is None else [own]), *ends)))
 
 
 def _add_bos(fast: _FastTokenizer, directory: Path) -> None:
-    """Have BOS put before texts where tokenizer_config.json says `add_bos_token` and tokenizer.json does not do it."""
+    """Have BOS put before texts if tokenizer_config.json says `add_bos_token` and tokenizer.json does not do it."""
     adds = read_json(directory / "tokenizer_config.json").get("add_bos_token")
     bos = special_tokens(directory).get("bos_token")
     token_id = fast.token_to_id(bos) if adds is True and bos is not None else None
@@ -321,7 +319,7 @@ def _add_bos(fast: _FastTokenizer, directory: Path) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The character by which a byte-level tokenizer spells each byte: itself if it is visible, else one that is."""
+    """The characters by which a byte-level tokenizer spells each byte: itself if visible, else a substitute that is."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     characters, num_hidden = [], 0
     for byte in range(NUM_BYTES):

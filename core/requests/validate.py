@@ -1,7 +1,7 @@
-"""Whether a deployment can serve a request at all: the one check that all front ends and workers share.
+"""Checks whether a deployment can serve a request at all; all front ends and workers share this check.
 
-It compares lengths and token ids with limits and asks `core.requests.sampling` about the rest. It knows nothing of
-load: a request that fits an idle deployment passes.
+It compares lengths and token ids with limits, and leaves other values to `core.requests.sampling`. It knows nothing
+about load: a request that fits an idle deployment passes.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ class RequestLimits:
 
     Attributes:
         max_model_len: positions of prompt and output together.
-        vocab_size: token ids are below it.
-        num_draft_tokens: drafts a sequence may write past its last token.
+        vocab_size: exclusive upper bound of token ids.
+        num_draft_tokens: drafts that a sequence may write past its last token.
         prefill_capacity_len: positions in the pool of a prefill worker, which holds the prompt.
         decode_capacity_len: positions in the pool of a decode worker, which holds prompt, output and drafts.
-        max_prompt_len: positions of the prompt that an operator allows; None: all that fit.
+        max_prompt_len: the operator's limit of prompt positions; None: all that fit.
     """
 
     max_model_len: int
@@ -42,16 +42,16 @@ def validate_request(
     sampling_is_checked: bool = False,
     tokens_are_known: bool = False,
 ) -> None:
-    """Check a tokenized request, of whose tokens the last `num_forced` are of the answer already.
+    """Check a tokenized request whose last `num_forced` tokens already belong to the answer.
 
-    With `sampling_is_checked` its values have been, for another `max_tokens`; with `tokens_are_known` the model's own
-    tokenizer has made them.
+    With `sampling_is_checked`, its values were checked with another `max_tokens`; with `tokens_are_known`, the model's
+    own tokenizer made its tokens.
 
     Raises:
         EmptyPrompt: there is no token.
-        PromptTooLong: prompt, or prompt and `max_tokens`, exceed the model's length or a worker's whole pool.
-        InvalidSampling: a sampling value is out of range, or not built.
-        InvalidRequest: a token id is none of the model's.
+        PromptTooLong: the prompt, or prompt and `max_tokens`, exceed the model's length or a worker's whole pool.
+        InvalidSampling: a sampling value is out of range, or not supported.
+        InvalidRequest: a token id is not one of the model's.
     """
     prompt_len = len(prompt_token_ids)
     if prompt_len == 0:
@@ -78,11 +78,11 @@ def validate_request(
 
 
 def validate_attempt(request: GenerationRequest, limits: RequestLimits) -> None:
-    """Check what a router sent to a worker: the worker trusts no peer to have checked it.
+    """Check what a router sent to a worker; workers do not trust their peers to have checked it.
 
     Raises:
-        InvalidRequest: as `validate_request`, or more drafts than the deployment makes, or a choice beyond `n`, or
-            forced tokens that leave no prompt before them or nothing to generate after them.
+        InvalidRequest: as for `validate_request`, or there are more drafts than the deployment makes, the choice is
+            beyond `n`, or forced tokens leave no prompt before them or nothing to generate after them.
     """
     num_forced = request.num_forced
     if num_forced and not 0 < num_forced < min(request.prompt_len, request.sampling.max_tokens):

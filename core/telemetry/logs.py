@@ -1,8 +1,8 @@
-"""How a process logs: lines of text, or one JSON object a line for machines that collect them.
+"""Configures a process's logs: lines of text, or one JSON object per line for collectors.
 
-An object has `time`, `level`, `logger`, `message`, then what is known of whose line it is: `role`, `worker_id`, `epoch`
-of the process, `request_id` and `attempt` of an AttemptKey among the arguments, `trace_id` of the call that runs, and
-whatever of these the caller gave as `extra`. A traceback is `exception`. The setting changes the format, never what is
+An object has `time`, `level`, `logger` and `message`, then what is known about the line's origin: `role`, `worker_id`
+and `epoch` of the process, `request_id` and `attempt` of an AttemptKey among the arguments, `trace_id` of the current
+call, and any of these given as `extra`. A traceback is in `exception`. The setting changes the format, never what is
 logged.
 """
 
@@ -23,20 +23,20 @@ from baton.core.requests.request import AttemptKey
 from baton.core.telemetry.span import CURRENT_TRACE
 from baton.core.telemetry.telemetry import LogFormat
 
-FORMAT_VARIABLE: Final = "BATON_LOG_FORMAT"  # read where no flag is given; set for processes that this one starts
-ABOUT_VARIABLE: Final = "BATON_LOG_ABOUT"  # set likewise: who started them, as JSON
+FORMAT_VARIABLE: Final = "BATON_LOG_FORMAT"  # used if no flag is given; set for processes started by this one
+ABOUT_VARIABLE: Final = "BATON_LOG_ABOUT"  # set likewise: the identity of the process that started them, as JSON
 TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-MAX_FILE_BYTES: Final = 64 << 20  # of a log, of which there are two: the current one and the one before
+MAX_FILE_BYTES: Final = 64 << 20  # per log file, of which there are two: the current and the previous one
 STDERR: Final = 2
 NAMES: Final = ("role", "worker_id", "epoch", "request_id", "attempt", "trace_id")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object for each record.
+    """Formats each record as one JSON object.
 
     Args:
-        about: what holds for every line of this process.
+        about: fields of every line of this process.
     """
 
     def __init__(self, about: Mapping[str, object] | None = None) -> None:
@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
         self.about: dict[str, object] = dict(about or {})
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; values that JSON does not know are written as text."""
+        """Format a line; values that JSON cannot represent are written as text."""
         line = head(record.levelname, record.name, record.getMessage(), record.created) | self.about
         trace_id = CURRENT_TRACE.get()
         if trace_id:
@@ -59,16 +59,16 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line for each record, whatever the text in it: what a client sent can neither begin a line nor move a cursor.
+    """Formats each record as one line, whatever its text: clients' text can neither begin a line nor move the cursor.
 
-    Lines of a traceback stand behind a bar.
+    Lines of a traceback follow a bar.
     """
 
     def __init__(self) -> None:
         super().__init__(TEXT_FORMAT)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, and a traceback that no other handler has formatted before."""
+        """Format the line, and the traceback, ignoring another handler's cached one."""
         before, record.exc_text = record.exc_text, None
         try:
             return super().format(record)
@@ -76,25 +76,25 @@ class TextFormatter(logging.Formatter):
             record.exc_text = before
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, its control characters escaped."""
+        """Format the line with control characters escaped."""
         return escaped(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        """The traceback, indented."""
+        """Format the traceback, indented."""
         return _behind_bar(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:
-        """Likewise."""
+        """Format the stack, indented."""
         return _behind_bar(super().formatStack(stack_info))
 
 
 def escaped(text: str) -> str:
-    """The text with its control characters, and what else might begin a line, escaped as in Python."""
+    """Escape control characters, and others that might begin a line, as in Python."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def shown(error: BaseException) -> str:
-    """What a log may say of an error: of one that quotes a client's request only its kind, its length and a digest."""
+    """What a log may show of an error; for one that quotes a client's request, only its kind, length and a digest."""
     name = type(error).__name__
     if not isinstance(error, InvalidRequest):
         return f"{name}: {error}"
@@ -109,21 +109,21 @@ def _behind_bar(text: str) -> str:
 
 
 def head(level: str, logger: str, message: str, created_s: float) -> dict[str, Any]:
-    """What every line begins with; the time is UTC, to the millisecond."""
+    """The fields that every line begins with; the time is UTC, to the millisecond."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created_s))
     moment = f"{whole}.{int(created_s % 1 * 1e3):03d}Z"
     return {"time": moment, "level": level, "logger": logger, "message": message}
 
 
 def default_format() -> LogFormat:
-    """What the environment asks for; text unless it says json."""
+    """The format that the environment selects; text unless it is json."""
     return "json" if os.environ.get(FORMAT_VARIABLE) == "json" else "text"
 
 
 class RotatingStderr(logging.StreamHandler[TextIO]):
-    """Stderr; where that is a file, the file is put aside as `.1` when it has grown, and begun anew.
+    """Writes to stderr; if that is a file, renames it to `.1` when it has grown, and starts a new one.
 
-    Everything that the process writes there moves along, C++ lines included, and so does any other process that
+    Everything that the process writes to stderr moves along, including C++ lines, and so does any other process that
     writes to the same file and logs this way.
     """
 
@@ -147,14 +147,14 @@ class RotatingStderr(logging.StreamHandler[TextIO]):
                 path.replace(path.with_name(path.name + ".1"))
             file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError:
-            self._path = None  # the folder has gone, or is another's: the file stays as it is
+            self._path = None  # the folder is gone or not writable: keep the file as it is
             return
         os.dup2(file, STDERR)
         os.close(file)
 
 
 def file_behind(number: int) -> Path | None:
-    """The file that a file number writes to; None if it is no file, or has no name any more."""
+    """The file behind a file descriptor; None if it is no regular file, or no longer has a name."""
     try:
         is_file = stat.S_ISREG(os.fstat(number).st_mode)
         path = Path(os.readlink(f"/proc/self/fd/{number}"))
@@ -170,11 +170,11 @@ def configure_logging(
     *,
     rotates: bool = False,
 ) -> logging.Handler:
-    """Log INFO and above to `stream` (stderr); processes that are started from here on log alike.
+    """Log INFO and above to `stream` (default: stderr), also in processes started from here on.
 
-    With `rotates` stderr is a file of Baton's own, which must not grow for ever.
+    With `rotates`, stderr is a file of Baton's own, which must not grow for ever.
 
-    Called once in a process, where it starts; a later call replaces what it had set.
+    It is called once in a process, at its start; a later call replaces the earlier settings.
     """
     about = dict(about or {})
     handler: logging.Handler
@@ -192,12 +192,12 @@ def configure_logging(
 
 
 def rotates() -> bool:
-    """Whether this process puts its log aside when it has grown."""
+    """Whether this process rotates its log file."""
     return any(isinstance(handler, RotatingStderr) for handler in logging.getLogger().handlers)
 
 
 def configure_inherited(role: str, *, rotates: bool = True) -> logging.Handler:
-    """Log as the process does that started this one."""
+    """Log as the parent process does."""
     try:
         about = json.loads(os.environ.get(ABOUT_VARIABLE, "{}"))
     except ValueError:
@@ -208,7 +208,7 @@ def configure_inherited(role: str, *, rotates: bool = True) -> logging.Handler:
 
 
 def know(**about: object) -> None:
-    """Say more with every line from here on; nothing happens where the process's log is not configured."""
+    """Add fields to every line from here on; does nothing if the process's log is not configured."""
     for handler in logging.getLogger().handlers:
         if getattr(handler, "is_batons", False):
             known = json.loads(os.environ.get(ABOUT_VARIABLE, "{}")) | about

@@ -1,8 +1,8 @@
-"""Spans that are made when they are over, and where they go.
+"""Trace contexts, and spans that are built after they have ended.
 
-Workers and router note moments anyway. What makes spans of them is put into a queue when a traced request has ended,
-and a thread calls it, many at a time: in a batch the same code takes a third of the time that it takes alone, between
-other things. So tracing adds nothing to a step or a token, and little to a request.
+Workers and router record times anyway. When a traced request has ended, a function that builds spans from them is put
+into a queue, and a thread calls many such functions at a time: in a batch the same code takes a third of the time that
+it takes alone, between other work. So tracing adds nothing to a step or a token, and little to a request.
 """
 
 import random
@@ -18,7 +18,7 @@ _SAMPLED: Final = 1
 _SPREAD: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 64) - 1
 
-# What the call that runs now was sent with, and the trace that it belongs to; front doors set the first.
+# The current call's traceparent header, and its trace. Servers set the first.
 INCOMING: Final[ContextVar[str]] = ContextVar("incoming_traceparent", default="")
 CURRENT_TRACE: Final[ContextVar[str]] = ContextVar("current_trace", default="")
 
@@ -30,7 +30,7 @@ class TraceContext(NamedTuple):
         trace_id: 32 digits.
         span_id: 16 digits.
         is_sampled: whether spans are recorded.
-        parent_id: the span above it; empty if there is none, or it is not known.
+        parent_id: id of the parent span; empty if there is none, or it is unknown.
     """
 
     trace_id: str
@@ -42,37 +42,37 @@ class TraceContext(NamedTuple):
         return f"00-{self.trace_id}-{self.span_id}-{int(self.is_sampled):02x}"
 
     def child(self) -> "TraceContext":
-        """A new span below this one."""
+        """Make a new child span."""
         return TraceContext(self.trace_id, new_span_id(), self.is_sampled, self.span_id)
 
     def named_child(self, name: str) -> "TraceContext":
-        """The span of this name below this one; the same one whenever asked."""
+        """The child span of this name; always the same one."""
         span_id = int(self.span_id, 16) ^ (crc32(name.encode()) + 1) * _SPREAD & _MASK
         return TraceContext(self.trace_id, f"{span_id or 1:016x}", self.is_sampled, self.span_id)
 
 
 def new_span_id() -> str:
-    """Random, not zero."""
+    """A random id, not zero."""
     return f"{random.getrandbits(64) or 1:016x}"
 
 
 def new_trace() -> TraceContext:
-    """A trace that begins here."""
+    """Start a new trace."""
     return TraceContext(f"{random.getrandbits(128) or 1:032x}", new_span_id())
 
 
 def parse_sampled(traceparent: str) -> TraceContext | None:
-    """The context in a header; None if it is none, or if nothing is to be recorded."""
+    """Parse a header; None if it is invalid, or if the trace is not sampled."""
     context = parse(traceparent) if traceparent else None
     return context if context is not None and context.is_sampled else None
 
 
 def parse(traceparent: str) -> TraceContext | None:
-    """The context in a header; None if it is none."""
+    """Parse a header; None if it is invalid."""
     version, trace_id, span_id, flags = traceparent[:2], traceparent[3:35], traceparent[36:52], traceparent[53:55]
     if len(traceparent) < 55 or traceparent[:55] != f"{version}-{trace_id}-{span_id}-{flags}":
         return None
-    if (version + trace_id + span_id + flags).strip(_HEX):  # what is left begins with a character that is no digit
+    if (version + trace_id + span_id + flags).strip(_HEX):  # what remains starts with a non-hex character
         return None
     if version == "ff" or traceparent[55:56] not in ("", "-") or (version == "00" and len(traceparent) > 55):
         return None
@@ -82,7 +82,7 @@ def parse(traceparent: str) -> TraceContext | None:
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The header among a call's metadata; empty if it is not there."""
+    """The header in a call's metadata; empty if there is none."""
     for key, value in metadata or ():
         if key == HEADER:
             return value if isinstance(value, str) else value.decode("ascii", "replace")
@@ -90,7 +90,7 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def of_attempt(root: TraceContext | None, request_id: str, attempt: int) -> str:
-    """The header that a worker is given with one attempt at a request; empty for a request that is not traced."""
+    """The header that a worker gets with one attempt at a request; empty if the request is not traced."""
     return "" if root is None else str(attempt_of(root, request_id, attempt))
 
 
@@ -106,16 +106,16 @@ NOTHING: Final[Mapping[str, Attribute]] = MappingProxyType({})
 
 
 class Span(NamedTuple):
-    """One thing that took time.
+    """One operation that took time.
 
     Attributes:
-        context: its own identity.
-        name: of what was done.
-        start_ns: of the system's clock, as Unix time.
+        context: the span's own identity.
+        name: name of the operation.
+        start_ns: Unix time by the system's clock.
         end_ns: likewise.
         kind: INTERNAL or SERVER.
-        attributes: more about it.
-        error: not empty: it failed, and why.
+        attributes: further attributes.
+        error: why the operation failed; empty if it did not.
     """
 
     context: TraceContext
@@ -128,10 +128,10 @@ class Span(NamedTuple):
 
 
 class SpanBatch:
-    """Where spans are put; each names its own context, and that its parent.
+    """Collects spans; each names its own context, which names its parent.
 
     Args:
-        offset_ns: from readings of the process's clock to Unix time.
+        offset_ns: offset from the process's clock to Unix time.
     """
 
     def __init__(self, offset_ns: int) -> None:
@@ -149,7 +149,7 @@ class SpanBatch:
         error: str = "",
         attributes: Mapping[str, Attribute] = NOTHING,
     ) -> None:
-        """A span that is over; both moments are readings of the process's clock."""
+        """Add a span that has ended; both times are on the process's clock."""
         start_ns = int(1e9 * start_s) + self._offset_ns
         end_ns = max(start_ns, int(1e9 * end_s) + self._offset_ns)
         self.spans.append(Span(context, name, start_ns, end_ns, kind, attributes, error))
@@ -162,7 +162,7 @@ class SpanBatch:
         end_s: float,
         attributes: Mapping[str, Attribute] = NOTHING,
     ) -> None:
-        """A span below another one; none if either moment is 0, which is to say that it did not come to that."""
+        """Add a child span; none if either time is 0, which means that the operation was not reached."""
         if start_s and end_s:
             self.add(parent.child(), name, start_s, end_s, attributes=attributes)
 
@@ -171,14 +171,14 @@ Make = Callable[[SpanBatch], None]
 
 
 class Tracer(Protocol):
-    """Takes what makes spans; never waits.
+    """Accepts functions that build spans; never waits.
 
     Attributes:
-        share: of the requests whose trace begins here, so many are to be recorded, 0 ... 1.
+        share: share of the requests whose trace begins here that is recorded, 0 ... 1.
     """
 
     share: float
 
     def put(self, make: Make) -> None:
-        """Have it called, on another thread, and what it added exported. What it reads must not change any more."""
+        """Have `make` called on another thread, and its spans exported; the data it reads must no longer change."""
         ...

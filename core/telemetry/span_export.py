@@ -1,4 +1,4 @@
-"""Where finished spans go: a file of JSON lines, or an OTLP endpoint by the optional package of OpenTelemetry."""
+"""Destinations of spans: a file of JSON lines, or an OTLP endpoint through the optional OpenTelemetry package."""
 
 import json
 import logging
@@ -17,14 +17,14 @@ _ERROR = 2
 
 
 class SpanFile:
-    """A `SpanWriter`.
+    """A `SpanWriter` that appends to a file.
 
     Args:
-        path: appended to.
-        resource: of whose spans these are.
+        path: the file.
+        resource: attributes of the process that the spans are from.
 
     Raises:
-        ConfigInvalid: it cannot be opened.
+        ConfigInvalid: the file cannot be opened.
     """
 
     def __init__(self, path: Path, resource: Mapping[str, Attribute]) -> None:
@@ -37,7 +37,7 @@ class SpanFile:
         self._before = f'{{"resourceSpans":[{{"resource":{about},"scopeSpans":[{scope}'
 
     def write(self, spans: Sequence[Span]) -> bool:
-        """One line; False if the disk does not take all of it."""
+        """Write one line; return False if the disk does not take all of it."""
         data = f"{self._before}{','.join(map(_span, spans))}]}}]}}]}}\n".encode()
         try:
             return os.write(self._fd, data) == len(data)
@@ -45,12 +45,12 @@ class SpanFile:
             return False
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the file."""
         os.close(self._fd)
 
 
-# Put together by hand, which takes a third of the time of a tree of dictionaries: what is put in unescaped is hex, a
-# number, or a name out of this code.
+# Formatted by hand, in a third of the time of a tree of dictionaries. Only hex, numbers and names from this code are
+# inserted unescaped.
 
 
 def _span(span: Span) -> str:
@@ -81,14 +81,14 @@ TRACES_PATH = "/v1/traces"
 
 
 class SpanOtlp:
-    """A `SpanWriter`.
+    """A `SpanWriter` that sends to an OTLP endpoint.
 
     Args:
-        endpoint: http(s)://HOST:PORT; with a path, exactly this one.
-        resource: of whose spans these are.
+        endpoint: http(s)://HOST:PORT; an address with a path is used as it is.
+        resource: attributes of the process that the spans are from.
 
     Raises:
-        ConfigInvalid: that is no such address.
+        ConfigInvalid: the endpoint is not such an address.
         PackageMissing: OpenTelemetry is not installed.
     """
 
@@ -102,19 +102,19 @@ class SpanOtlp:
         except ImportError as error:
             message = "--trace-endpoint needs OpenTelemetry: pip install 'baton-pd[otel]', or use --trace-file"
             raise PackageMissing(message, package="opentelemetry-exporter-otlp-proto-http") from error
-        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # what is lost is counted by the queue
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # the queue counts lost spans
         self._exporter: Any = OTLPSpanExporter(
             endpoint=endpoint if url.path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
         )
         self._resource = Resource(dict(resource))
 
     def write(self, spans: Sequence[Span]) -> bool:
-        """One request; False if the collector did not take it, after the exporter's own retries."""
+        """Send one request; return False if the collector did not accept it, after the exporter's own retries."""
         result = self._exporter.export([self._readable(span) for span in spans])
         return bool(result.name == "SUCCESS")
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Shut the exporter down."""
         self._exporter.shutdown()
 
     def _readable(self, span: Span) -> Any:

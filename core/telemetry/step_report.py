@@ -1,12 +1,12 @@
-"""What decode steps did: rows, drafts and tokens with their fates, and times; of an engine, or of a worker.
+"""Reports of decode steps, for an engine or a worker: rows, drafts and tokens with their fates, and times.
 
 A *row* is one sequence in one step. What a step computes is counted twice: by counters on the device, from the tensors
 that also make the result (`computed`), and on the host as results are read, by what became of each row. Nothing is lost
-between the two, so of rows, tokens and drafts at every place
+between the two, so once every step was read, for rows, tokens and drafts at every place:
 
     computed = kept + cut + late + failed
 
-once every step was read. No number is derived from another that it should be compared with.
+No number is derived from another that it should be compared with.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ COUNT_BOUNDS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 409
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Rows, and what was in them.
+    """Rows and their contents.
 
     Attributes:
         num_rows: verify steps of one sequence.
-        num_tokens: emitted in them; of a whole row one more than drafts were accepted.
-        proposed_at: rows that had a draft at each place, the first place first.
-        accepted_at: rows in which it was accepted; all drafts before it were, too.
+        num_tokens: tokens emitted in them; a whole row emits one more than its accepted drafts.
+        proposed_at: rows with a draft at each place, the first place first.
+        accepted_at: rows in which that draft was accepted, together with all drafts before it.
     """
 
     num_rows: int
@@ -44,17 +44,17 @@ class RowCounts:
 
     @property
     def num_drafts(self) -> int:
-        """Rows that had any draft: what vLLM calls a draft."""
+        """Rows with any draft: what vLLM calls a draft."""
         return self.proposed_at[0] if self.proposed_at else 0
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts proposed."""
+        """Number of drafts proposed."""
         return sum(self.proposed_at)
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Drafts accepted."""
+        """Number of drafts accepted."""
         return sum(self.accepted_at)
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
@@ -75,19 +75,19 @@ class RowCounts:
 
 
 def no_rows(num_draft_tokens: int) -> RowCounts:
-    """Nothing yet, at so many places."""
+    """Make empty counts for `num_draft_tokens` places."""
     zeros = (0,) * num_draft_tokens
     return RowCounts(num_rows=0, num_tokens=0, proposed_at=zeros, accepted_at=zeros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodCounts:
-    """What one method made, or steps without drafts.
+    """Counts of one draft method, or of steps without drafts.
 
     Attributes:
-        num_steps: that it made drafts for.
+        num_steps: steps for which it made drafts.
         num_draft_tokens: its drafts in rows that were kept.
-        num_accepted_tokens: of those, accepted.
+        num_accepted_tokens: those of them that were accepted.
     """
 
     num_steps: int = 0
@@ -95,7 +95,7 @@ class MethodCounts:
     num_accepted_tokens: int = 0
 
     def since(self, earlier: "MethodCounts") -> "MethodCounts":
-        """What came after an earlier report."""
+        """Subtract an earlier report."""
         return MethodCounts(
             num_steps=self.num_steps - earlier.num_steps,
             num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
@@ -108,18 +108,18 @@ class StepReport:
     """The steps of one runner so far.
 
     Attributes:
-        num_steps: whose results were read.
-        computed: counted on the device; steps in flight are ahead of the others, and a copy to the host may be behind.
-        kept: what requests were given.
-        cut: tokens and accepted drafts behind the end of a sequence, in a row of which the others were kept.
+        num_steps: steps whose results were read.
+        computed: counted on the device; includes steps in flight, though its copy on the host may be behind.
+        kept: rows and tokens that requests got.
+        cut: tokens and accepted drafts past the end of a sequence, in a row of which the others were kept.
         late: rows of sequences that had ended (a step in flight runs them once more).
         failed: rows that ended their sequence with an error.
-        step_s: seconds from a step's begin to its end, on the device.
-        host_gap_s: seconds from a step's end to the next one's begin, where a sequence goes on from the one to the
-            other, so that there was work; what the host made the device wait.
-        step_tokens: tokens that requests were given, of each step.
-        step_sequences: rows of each step.
-        by_method: of each `DraftMethod` by name, and of "none".
+        step_s: seconds from a step's start to its end, on the device.
+        host_gap_s: seconds from a step's end to the next one's start, if a sequence continues from one to the other, so
+            that there was work: how long the host made the device wait.
+        step_tokens: tokens per step that requests got.
+        step_sequences: rows per step.
+        by_method: counts of each `DraftMethod` by name, and of "none".
     """
 
     num_steps: int
@@ -136,34 +136,34 @@ class StepReport:
 
     @property
     def read(self) -> RowCounts:
-        """Everything that results said."""
+        """All rows whose results were read."""
         return self.kept + self.cut + self.late + self.failed
 
     @property
     def verified(self) -> RowCounts:
-        """Rows that were kept, whole: what vLLM's counters of drafts count."""
+        """Kept rows with their cut parts: what vLLM's counters of drafts count."""
         return self.kept + self.cut
 
     @property
     def acceptance_per_position(self) -> tuple[float | None, ...]:
-        """Of the drafts proposed at each place, the share accepted; None where none was proposed."""
+        """Share of the drafts proposed at each place that was accepted; None where none was proposed."""
         rows = self.verified
         pairs = zip(rows.accepted_at, rows.proposed_at, strict=True)
         return tuple(accepted / proposed if proposed else None for accepted, proposed in pairs)
 
     @property
     def mean_acceptance_len(self) -> float | None:
-        """As vLLM: tokens of a row that had drafts, its accepted drafts and one more; None without any."""
+        """As in vLLM: tokens per row that had drafts, its accepted drafts and one more; None without any."""
         rows = self.verified
         return 1 + rows.num_accepted_tokens / rows.num_drafts if rows.num_drafts else None
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens that requests were given by a step; None without any step."""
+        """Tokens that requests got per step; None without any step."""
         return self.step_tokens.mean
 
     def since(self, earlier: "StepReport") -> "StepReport":
-        """What happened after an earlier report of the same runner."""
+        """Subtract an earlier report of the same runner."""
         return StepReport(
             num_steps=self.num_steps - earlier.num_steps,
             computed=self.computed + -earlier.computed,

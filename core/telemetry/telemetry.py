@@ -1,4 +1,4 @@
-"""What an operator may set of logs and traces, and the process-wide parts that follow from it."""
+"""Configuration of logs and traces, and a process's span queue."""
 
 import logging
 import threading
@@ -21,23 +21,23 @@ log = logging.getLogger(__name__)
 
 
 class SpanWriter(Protocol):
-    """A destination; used by one thread."""
+    """A destination of spans; used by one thread."""
 
     def write(self, spans: Sequence[Span]) -> bool:
-        """Whether it took them."""
+        """Write spans; return whether they were accepted."""
         ...
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the destination."""
         ...
 
 
 class SpanQueue:
-    """A `Tracer`. Begins when made; `close` writes what is left.
+    """A `Tracer` that builds and writes spans on its own thread, from construction on; `close` writes what is left.
 
     Args:
-        writer: owned from here on.
-        clock: whose readings make the spans.
+        writer: the destination, owned by the queue.
+        clock: clock of the spans' times.
         share: see `Tracer`.
         unix_ns: the system's clock.
     """
@@ -56,7 +56,7 @@ class SpanQueue:
         self._thread.start()
 
     def put(self, make: Make) -> None:
-        """Any thread; never waits."""
+        """Add a function to the queue, from any thread; never waits."""
         if len(self._makes) >= MAX_REQUESTS:
             self._drop(1, "the queue is full")
         else:
@@ -93,13 +93,13 @@ LogFormat = Literal["text", "json"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
-    """Off by default.
+    """Configuration of logs and traces; traces are off by default.
 
     Attributes:
-        log_format: of every process's log.
-        trace_file: spans are appended to it, on each process's own host; empty: none.
-        trace_endpoint: OTLP over HTTP; empty: none.
-        trace_share: of requests whose clients say nothing of tracing, so many are traced, 0 ... 1.
+        log_format: format of every process's log.
+        trace_file: file that spans are appended to, on each process's own host; empty: none.
+        trace_endpoint: OTLP endpoint over HTTP; empty: none.
+        trace_share: share of traced requests among those whose clients do not decide it, 0 ... 1.
     """
 
     log_format: LogFormat = "text"
@@ -109,14 +109,14 @@ class TelemetryConfig:
 
     @property
     def has_traces(self) -> bool:
-        """Whether spans go anywhere."""
+        """Whether spans are written anywhere."""
         return bool(self.trace_file or self.trace_endpoint)
 
     def check(self) -> None:
-        """Refuse what contradicts itself.
+        """Refuse a contradictory configuration.
 
         Raises:
-            ConfigInvalid: two destinations.
+            ConfigInvalid: there are two destinations.
         """
         if self.trace_file and self.trace_endpoint:
             message = "trace_file and trace_endpoint: spans go to one place; a collector can write a file, too"
@@ -124,16 +124,16 @@ class TelemetryConfig:
 
 
 class Telemetry:
-    """A process's traces. `tracer` is None where there are none; `close` writes what is left.
+    """A process's traces. `tracer` is None if there are none; `close` writes what is left.
 
     Args:
-        config: from the operator.
-        service: "router", "prefill", "decode".
-        clock: the process's.
-        about: worker id and the like, said with every span.
+        config: the operator's configuration.
+        service: "router", "prefill" or "decode".
+        clock: the process's clock.
+        about: worker id and the like, added to every span.
 
     Raises:
-        ConfigInvalid: a destination that cannot be written to.
+        ConfigInvalid: a destination cannot be written to.
         PackageMissing: OTLP without OpenTelemetry.
     """
 
@@ -150,7 +150,7 @@ class Telemetry:
 
     @property
     def num_dropped(self) -> int:
-        """Requests whose spans here were lost."""
+        """Number of requests whose spans were lost in this process."""
         return 0 if self._queue is None else self._queue.num_dropped
 
     def close(self) -> None:

@@ -1,24 +1,24 @@
-"""Where the time to the first and to the second token went: parts that follow one another, and their sums.
+"""Breaks the time to the first and second token down into consecutive parts that sum up to it.
 
-Pure arithmetic over readings of several clocks. Each process measures its own parts on its own clock. What lies between
-two processes is the difference of two readings where they share a clock; where they do not, the router's last part is
-what is left of the whole, so the sum is right and the ways over the network are in that part.
+Pure arithmetic over several clocks. Each process measures its own parts on its own clock. If two processes share a
+clock, the time between them is the difference of two readings. If they do not, the router's last part is the remainder
+of the whole, so the sum is right, and that part includes the time on the network.
 """
 
 from dataclasses import dataclass, fields
 
-CLOSED = 0.01  # a sum that is further from its whole, relatively, does not close
+CLOSED = 0.01  # a sum that differs more from its whole, relatively, does not close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTimes:
-    """Readings of the router's clock, in seconds.
+    """Times on the router's clock, in seconds.
 
     Attributes:
         received_s: the request arrived.
-        asked_s: the attempt that gave the first token was begun.
+        asked_s: the attempt that gave the first token started.
         first_s: the first token left.
-        second_s: the second one left; None if there is none.
+        second_s: the second token left; None if there is none.
     """
 
     received_s: float
@@ -29,7 +29,7 @@ class RouterTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTimes:
-    """What the prefill worker said with a first token. The two readings are of its clock."""
+    """Times that the prefill worker sent with a first token. `received_s` and `first_s` are on its clock."""
 
     received_s: float
     queue_s: float
@@ -40,16 +40,16 @@ class PrefillTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimes:
-    """What the decode worker said with its first tokens.
+    """Times that the decode worker sent with its first tokens.
 
     Attributes:
-        first_s: the first token was known to the attempt that handed over, on its prefill worker's clock.
-        draft_s: from there to the hand-over.
-        transfer_s: from there to `landed_s`, by an estimate of the difference of two clocks.
-        landed_s: all of the KV and the COMMIT were there, on the decode worker's clock.
-        verification_s: from there until it is complete.
-        admission_s: to a slot.
-        step_s: to the first step's tokens.
+        first_s: when the attempt that handed over knew the first token, on its prefill worker's clock.
+        draft_s: from `first_s` to the hand-off.
+        transfer_s: from the hand-off to `landed_s`, by an estimated difference of the two clocks.
+        landed_s: when all KV and the COMMIT had arrived, on the decode worker's clock.
+        verification_s: from `landed_s` until the transfer is complete.
+        admission_s: until the sequence got a slot.
+        step_s: until the first step's tokens.
     """
 
     first_s: float
@@ -73,13 +73,13 @@ class FirstToken:
 
     @property
     def before_s(self) -> float:
-        """Until the first token was known."""
+        """Time until the first token was known."""
         return self.router_s + self.queue_s + self.incoming_s + self.prefill_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondToken:
-    """Parts of the time from the first token, where it was made, to the second one where it leaves, in order."""
+    """Parts of the time from when the first token is known until the second one leaves, in order."""
 
     retry_s: float
     draft_s: float
@@ -91,7 +91,7 @@ class SecondToken:
 
 
 def first_token(router: RouterTimes, prefill: PrefillTimes, *, shared_clock: bool) -> FirstToken:
-    """The parts of `router.first_s - router.received_s`."""
+    """Break down `router.first_s - router.received_s`."""
     inner_s = prefill.queue_s + prefill.incoming_s + prefill.prefill_s
     if shared_clock:
         router_s, publish_s = prefill.received_s - router.received_s, router.first_s - prefill.first_s
@@ -110,7 +110,7 @@ def first_token(router: RouterTimes, prefill: PrefillTimes, *, shared_clock: boo
 def second_token(
     router: RouterTimes, prefill: PrefillTimes, decode: DecodeTimes, *, shared_clock: bool
 ) -> SecondToken | None:
-    """The parts that `first_token(...).before_s` and these make `router.second_s - router.received_s` of."""
+    """Parts that, with `first_token(...).before_s`, add up to `router.second_s - router.received_s`."""
     if router.second_s is None:
         return None
     here_s = decode.verification_s + decode.admission_s + decode.step_s
@@ -118,7 +118,7 @@ def second_token(
         retry_s = decode.first_s - prefill.first_s
         transfer_s = decode.landed_s - decode.first_s - decode.draft_s
         publish_s = router.second_s - decode.landed_s - here_s
-    else:  # a retry may have been at another worker, with another clock: what it took is in the last part
+    else:  # a retry may have used another worker with another clock, so its time is in the last part
         retry_s, transfer_s = 0.0, decode.transfer_s
         before_s = first_token(router, prefill, shared_clock=False).before_s
         publish_s = router.second_s - router.received_s - before_s - decode.draft_s - transfer_s - here_s
@@ -139,5 +139,5 @@ def parts_of(timing: FirstToken | SecondToken) -> dict[str, float]:
 
 
 def gap(parts: float, whole: float) -> float:
-    """How far a sum of parts is from the whole, relative to it."""
+    """Relative difference between a sum of parts and the whole."""
     return abs(parts - whole) / whole if whole > 0 else float(parts != whole)

@@ -1016,7 +1016,7 @@ class _MarkedCalls:
 
 
 class LlamaCalls(_MarkedCalls):
-    """Splits off calls at the start of an answer, then after semicolons or white space, and calls after a mark.
+    """Splits off calls at an answer's start, more after semicolons or white space, and calls after a mark.
 
     Without a mark, an object is a call only if it names one of the tools; after one it may name any function.
 
