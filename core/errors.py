@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class Retry(Enum):
-    """Where a retry of the same request may succeed."""
+    """Whether a retry of the same request may succeed, and who makes it."""
 
     NEVER = "never"  # the same request will fail again
     LATER = "later"  # the client, after a pause

@@ -41,7 +41,7 @@ class FullStepRate:
     """A worker's capacity: the median rate of recent steps that were at least half full.
 
     A step over a few tokens takes about as long as a full one, so its rate says nothing about capacity. Neither do a
-    process's first steps, which set things up, nor steps of long ago.
+    process's first step, which sets things up, nor steps of long ago.
     """
 
     def __init__(self) -> None:

@@ -190,7 +190,7 @@ Handler = Any  # generic in the type stubs only, not at run time
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Authenticates every call; must be the first of a server's interceptors that identifies clients.
+    """Authenticates every call of a server's clients.
 
     Args:
         authenticator: identifies callers.

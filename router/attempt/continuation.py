@@ -254,7 +254,7 @@ class Continuation:
         """Return how long to wait before looking for a pair again.
 
         Raises:
-            BatonError: the answer may not wait (no attempt has begun), or it has waited too long.
+            BatonError: the answer has not begun, migration is off, or the answer has waited too long.
             RequestDeadlineExceeded: the request's deadline passed.
         """
         if not self._may_wait or not isinstance(error, NoWorker | WorkersIncompatible):
@@ -263,7 +263,7 @@ class Continuation:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether the request waits for workers instead of being refused, because its answer has begun."""
+        """Whether the request waits for workers instead of being refused: its answer has begun, and migration is on."""
         return self._limits.max_migrations > 0 and self._has_begun
 
     @property

@@ -367,7 +367,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, refusal: HttpRefusal) -> None:
         self._stop_timer()
-        if self._is_replying:  # the refusal would end up inside the reply to an earlier request
+        if self._is_replying:  # to an earlier request, into whose reply this one would go
             self.end()
             return
         self.transport.write(error_bytes(refusal))

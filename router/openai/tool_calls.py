@@ -360,7 +360,7 @@ def _typed(text: str, types: Collection[str]) -> str:
     try:
         value = json.loads(text, parse_constant=_no_number)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        written.encode()  # a lone surrogate cannot be sent
+        written.encode()  # half a surrogate pair cannot be sent
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     found = next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "string")

@@ -1,8 +1,8 @@
 """Index of the prompt blocks that each worker's incarnation holds, as far as the router has heard. Pure.
 
 It is a hint: a missing hash costs a recompute elsewhere, a stale one a recompute at the worker, which alone decides
-what it shares. Each incarnation's changes are applied in order of version (`core.block_hash.BlockChange`); a gap is noticed, and
-the feed asks again. A lookup takes one step per block of the prompt, however many workers there are.
+what it shares. Each incarnation's changes are applied in order of version (`core.block_hash.BlockChange`); a gap is
+noticed, and the feed asks again. A lookup takes one step per block of the prompt, however many workers there are.
 
 Besides the reported hashes there are expected ones: hashes that a request on its way will leave at its worker. They
 count until they are reported, or until they expire.
