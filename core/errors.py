@@ -146,7 +146,7 @@ class ModelNotFound(InvalidRequest):
 
 
 class AccessRefused(BatonError):
-    """The caller may not have what it asks for."""
+    """The caller lacks the permission for what it requests."""
 
     grpc_code = "PERMISSION_DENIED"
     http_status = 403
@@ -191,7 +191,7 @@ class WorkersIncompatible(ServingError):
 
 
 class HandoffTooLong(ServingError):
-    """No hand-off to a decode worker can carry so long a prompt, and none may compute it itself."""
+    """No hand-off to a decode worker can carry the prompt, and no decode worker may compute it."""
 
     retry = Retry.NEVER
 

@@ -310,7 +310,7 @@ def _with_own_ends(fast: _FastTokenizer, eos_token_ids: tuple[int, ...], own: in
 
 
 def _add_bos(fast: _FastTokenizer, directory: Path) -> None:
-    """Have BOS put before texts if tokenizer_config.json says `add_bos_token` and tokenizer.json does not do it."""
+    """Make the tokenizer prepend BOS if tokenizer_config.json sets `add_bos_token` and tokenizer.json does not."""
     adds = read_json(directory / "tokenizer_config.json").get("add_bos_token")
     bos = special_tokens(directory).get("bos_token")
     token_id = fast.token_to_id(bos) if adds is True and bos is not None else None

@@ -227,7 +227,7 @@ class Attempts:
         Raises:
             NoWorker: a role has no live worker.
             WorkersIncompatible: every live pair has refused.
-            HandoffTooLong: every remaining pair cannot hand over so long a prompt, and no decode worker may compute it.
+            HandoffTooLong: no remaining pair can hand over so long a prompt, and no decode worker may compute it.
         """
         prefill, decode = self._serving(PREFILL), self._serving(DECODE)
         exclusions = self._exclusions(prefill, decode)

@@ -61,7 +61,7 @@ class Answers:
             async for chunk in self.only():
                 yield 0, chunk
             return
-        # No request has more events than tokens, so the queue is bounded without a limit.
+        # No request has more events than tokens, so the queue needs no other bound.
         queue: asyncio.Queue[tuple[int, inference_pb2.GenerateChunk] | BaseException | None] = asyncio.Queue()
 
         async def read(at: int, stream: Chunks) -> None:
@@ -141,7 +141,7 @@ class Choices:
             yield event
 
     async def _events(self) -> AsyncIterator[ChoiceEvent]:
-        # Each answer has at most `max_tokens` events, so the queue is bounded without a limit.
+        # Each answer has at most `max_tokens` events, so the queue needs no other bound.
         queue: asyncio.Queue[ChoiceEvent | asyncio.Task[None]] = asyncio.Queue()
         for choice, attempts in enumerate(self.attempts):
             task = asyncio.create_task(_read(choice, attempts, queue))

@@ -128,11 +128,11 @@ class InFlightRequests:
 
     @property
     def has_silences(self) -> bool:
-        """Whether it is undecided for some silent worker whether it died."""
+        """Whether some silent worker's death is still undecided."""
         return bool(self._silences)
 
     def finished(self, fingerprint: str) -> None:
-        """Clear a request that ended successfully: it has killed no worker, nor one still undecided."""
+        """Clear a request that ended successfully: it has not killed any worker, silent ones included."""
         for incarnation, silence in self._silences.items():
             if any(stay.fingerprint == fingerprint for stay in silence.present):
                 present = tuple(stay for stay in silence.present if stay.fingerprint != fingerprint)
