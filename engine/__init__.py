@@ -1,1 +1,1 @@
-"""One worker's steps on tensors: batches, prefill and decode steps, sampling, verification, ranks; no Ray."""
+"""The engine: scheduling, steps, sampling, verification and ranks of one worker; no Ray."""

@@ -1,69 +1,72 @@
-"""How many prompt tokens the next step computes. Pure.
+"""Decides how many prompt tokens the next step computes. Pure.
 
-Where nothing decodes, a step takes as many as it may. Where sequences decode, each of them waits for the chunk, so the
-gap between two of its tokens grows by what the chunk adds. So a step with both may take about `DECODE_STEPS` times as
-long as one that only decodes; or, where the host needs longer than that to launch its kernels, a little longer than the
-host does: up to there the device would wait for the host anyway, and prompt tokens cost nothing. And where a step with
-the shortest chunk takes long, as in an MoE model, where any chunk reads nearly all experts, it may take `FLOORS` times
-that: shorter chunks would read the same weights more often. The length that fits follows from the steps before: each
-makes it a little longer or shorter. A long queue of prompts gets larger chunks: all that wait are computed within
-`DRAIN_STEPS` steps, because there the rate of prompts decides when sequences start.
+If no sequence decodes, a step takes as many tokens as it may. If sequences decode, each of them waits for the chunk, so
+the gap between two of its tokens grows by the chunk's time. So a step with both has a time limit, the largest of three:
+- About `DECODE_STEPS` times a decode-only step.
+- A little more than the host needs to launch its kernels: up to there the device would wait for the host anyway, and
+  prompt tokens cost nothing.
+- `FLOORS` times a step with the shortest chunk, for example in an MoE model, where any chunk reads nearly all experts:
+  shorter chunks would read the same weights more often.
+
+The length that fits is learned: each step makes it a little longer or shorter. A long queue of prompts gets larger
+chunks, so that all waiting prompts are computed within `DRAIN_STEPS` steps, because then prompt throughput decides when
+sequences start.
 """
 
 from typing import Final
 
-FIRST_LEN: Final = 32  # before anything is known
+FIRST_LEN: Final = 32  # used before anything is known
 MIN_LEN: Final = 16
-DECODE_STEPS: Final = 2.5  # that a step with chunks may take
-LAUNCHES: Final = 1.1  # by its host that it may take
-FLOORS: Final = 1.5  # of what a step with the shortest chunk takes that it may take
+DECODE_STEPS: Final = 2.5  # time limit of a step with chunks, in decode-only steps
+LAUNCHES: Final = 1.1  # time limit, in times the host's launch takes
+FLOORS: Final = 1.5  # time limit, in steps with the shortest chunk
 DRAIN_STEPS: Final = 32
-WEIGHT: Final = 0.1  # of the newest step in a mean time
-FORGET: Final = 1.02  # how fast a fast launch is forgotten, by launch
-_SHRINK: Final = 0.5  # of what fits, by one step, at most
+WEIGHT: Final = 0.1  # of the newest step in a mean
+FORGET: Final = 1.02  # growth per launch of the remembered fastest launch time
+_SHRINK: Final = 0.5  # smallest factor by which one step changes what fits
 _GROW: Final = 1.25
 _FULL: Final = 0.9
-_FEW: Final = 4  # steps: through fewer no line is drawn
+_FEW: Final = 4  # minimum steps for fitting a line
 _SHORTER: Final = 0.75
-_SPREAD: Final = 0.1  # of their lengths, in means, that is too little for a line
+_SPREAD: Final = 0.1  # spread of lengths, relative to their mean, too small for a line
 
 
 class ChunkBudget:
-    """Of one engine.
+    """The chunk budget of one engine.
 
     Args:
-        max_num_batched_tokens: of a step, decode rows included.
+        max_num_batched_tokens: maximum tokens of a step, including decode rows.
     """
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         assert max_num_batched_tokens > 0
-        self.last_len = 0  # of the last step that decoded, too
-        self.decode_s = 0.0  # mean time of a step that only decodes; 0: not known
-        # What the host takes to launch a step with chunks and decode rows, when nothing else holds it up: long launches
-        # must not make chunks longer, for those make launches longer.
+        self.last_len = 0  # of the last step that also had decode rows
+        self.decode_s = 0.0  # mean time of a decode-only step; 0: not known
+        # The host's time to launch a step with chunks and decode rows, when nothing else delays it: long launches must
+        # not make chunks longer, because longer chunks make launches longer.
         self.launch_s = 0.0
         self.floor = Floor()
         self._most = max_num_batched_tokens
         self._fitting = float(FIRST_LEN)
         self._is_shorter = False
-        self._drain_len = 0  # of each of the next `_drain_steps`, for a queue
+        self._drain_len = 0  # of each of the next `_drain_steps`, to drain a queue
         self._drain_steps = 0
 
     @property
     def limit_s(self) -> float:
-        """What a step with chunks and decode rows may take."""
+        """Time limit of a step with chunks and decode rows."""
         return max(DECODE_STEPS * self.decode_s, LAUNCHES * self.launch_s, FLOORS * self.floor.seconds)
 
     def decoded(self, seconds: float) -> None:
-        """A step that only decodes took so long."""
+        """Record the time of a decode-only step."""
         self.decode_s = _mean(self.decode_s, seconds)
 
     def mixed(self, num_tokens: int, seconds: float, launch_s: float) -> None:
-        """A step with decode rows and so many tokens of chunks took so long, `launch_s` of the host's time."""
+        """Record the time of a step with decode rows and `num_tokens` chunk tokens, and its launch time on the host."""
         self.launch_s = min(launch_s, FORGET * self.launch_s) if self.launch_s else launch_s
         if seconds <= 0.0:
             return
-        is_held_up = seconds <= LAUNCHES * launch_s  # by its host: fewer tokens would not have been faster
+        is_held_up = seconds <= LAUNCHES * launch_s  # by the host: fewer tokens would not have been faster
         if not is_held_up:
             self.floor.add(num_tokens, seconds)
         limit_s = self.limit_s
@@ -71,22 +74,22 @@ class ChunkBudget:
             if self.decode_s and not is_held_up:
                 fits = num_tokens * limit_s / seconds
                 self._fitting = min(self._fitting, max(fits, _SHRINK * self._fitting, float(MIN_LEN)))
-        elif num_tokens >= _FULL * self._fitting:  # a short step that is fast says nothing of longer ones
+        elif num_tokens >= _FULL * self._fitting:  # a fast short step says nothing about longer ones
             fits = num_tokens * limit_s / seconds
             self._fitting = min(max(fits, self._fitting), _GROW * self._fitting, float(self._most))
 
     def length(self, num_decode_rows: int, num_waiting: int) -> int:
-        """Tokens of the next step's chunks.
+        """Number of tokens of the next step's chunks.
 
         Args:
-            num_decode_rows: rows of the step that decode.
+            num_decode_rows: decode rows of the step.
             num_waiting: prompt tokens that wait to be computed.
         """
         if not num_decode_rows:
             self._drain_steps = 0
             return self._most
         fitting = self._fitting
-        if 0.0 < self.limit_s == FLOORS * self.floor.seconds:  # lengths that differ tell whether it still holds
+        if 0.0 < self.limit_s == FLOORS * self.floor.seconds:  # alternate lengths, to check that the floor still holds
             self._is_shorter = not self._is_shorter
             fitting *= _SHORTER if self._is_shorter else 1.0
         share = -(-num_waiting // DRAIN_STEPS)
@@ -94,14 +97,14 @@ class ChunkBudget:
             self._drain_len, self._drain_steps = share, DRAIN_STEPS
         self._drain_steps -= 1
         wanted = max(int(fitting), self._drain_len)
-        if num_waiting <= wanted:  # no queue is left for the next step
+        if num_waiting <= wanted:  # the queue is drained
             self._drain_steps = 0
         self.last_len = max(min(MIN_LEN, self._most), min(wanted, self._most - num_decode_rows))
         return self.last_len
 
 
 class Floor:
-    """What a step with decode rows and the shortest chunk takes: a line through the newest steps, at no tokens."""
+    """Time of a step with decode rows and the shortest chunk: a line through the newest steps, at zero tokens."""
 
     def __init__(self) -> None:
         self.seconds = 0.0  # 0: not known
@@ -111,9 +114,9 @@ class Floor:
         self._per_token_s = 0.0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Such a step took so long. What a token takes is learned where lengths differ, and stays where they do not."""
+        """Record the time of such a step. The time per token is learned only while lengths differ."""
         tokens = num_tokens - self._tokens
-        if self._count >= _FEW:  # one that was held up says little
+        if self._count >= _FEW:  # an outlier says little
             seconds = min(seconds, 2.0 * (self._mean_s + max(self._per_token_s * tokens, 0.0)))
         self._count += 1
         weight = max(WEIGHT, 1.0 / self._count)

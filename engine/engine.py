@@ -1,12 +1,12 @@
-"""The engine: every token of a worker is computed here, whatever its role.
+"""Runs the engine loop: every worker, whatever its role, computes all its tokens here.
 
-One loop: receive -> start -> plan -> launch -> read -> publish. A step is rows of sequences: chunks of prompts, and
-decode rows. With asynchronous scheduling step n + 1 is planned and launched before the results of step n are read; so a
-step may run a sequence that turns out to have ended, whose row is dropped, and whose blocks are given back only when
-the last step that runs it is over.
+The loop is receive -> start -> plan -> launch -> read -> publish. A step is a batch of prefill chunks and decode rows.
+With asynchronous scheduling the engine plans and launches step n + 1 before it reads the results of step n. A step may
+therefore run a sequence that has already ended: the engine drops the sequence's row, and frees its blocks only when the
+last step that runs it is over.
 
-What a worker does beside computing is its `Role`: `engine.local` hands tokens to a caller, a prefill worker pushes KV
-and hands sequences off, a decode worker receives them. One thread drives an engine.
+A `Role` says what a worker does besides computing: `engine.local` returns tokens to its caller, a prefill worker pushes
+KV and hands sequences off, a decode worker receives them. One thread drives an engine.
 """
 
 import bisect
@@ -42,22 +42,22 @@ from baton.engine.tp.expert_balancer import ExpertBalancer
 
 Ints = npt.NDArray[np.int64]
 
-IDLE_S: Final = 0.02  # between turns without work: deadlines are seen without a wake-up
-SETTLE_S: Final = 0.0005  # between turns that wait for the end of a step, or of a copy
+IDLE_S: Final = 0.02  # between iterations without work, so that deadlines are noticed without a wake-up
+SETTLE_S: Final = 0.0005  # between iterations that only wait for a step or a copy to end
 _MAX_UNTIMED: Final = 64
 
 log = logging.getLogger(__name__)
 
 
 class Published(NamedTuple):
-    """Tokens of one sequence that are its answer's.
+    """Tokens of one sequence that belong to its answer.
 
     Attributes:
-        sequence: `token_ids` are the newest of its own.
+        sequence: the sequence; `token_ids` are its newest tokens.
         token_ids: at least one, unless the answer ended before.
-        logprobs: of each; empty if not asked for.
-        reason: why the answer ended; None if it goes on.
-        is_first: a chunk sampled it; else a decode step emitted them.
+        logprobs: one per token; empty if not requested.
+        reason: why the answer ended; None if it continues.
+        is_first: True if a prefill chunk sampled the token, False if a decode step emitted them.
     """
 
     sequence: Sequence
@@ -68,98 +68,99 @@ class Published(NamedTuple):
 
 
 class Role(Protocol):
-    """What a worker does beside computing. The engine calls it on its own thread."""
+    """What a worker does besides computing. The engine calls it on its own thread."""
 
     def receive(self) -> bool:
-        """Take what happened outside since the last call; whether anything did."""
+        """Process what arrived from outside since the last call; returns whether anything did."""
         ...
 
     def granted(self, sequence: Sequence) -> None:
-        """A sequence that is RECEIVING has its blocks: the prefill worker may push."""
+        """Handle that a RECEIVING sequence now has its blocks, so the prefill worker may push."""
         ...
 
     def plan(self) -> None:
-        """A step is about to be planned."""
+        """Prepare for the next step, which the engine is about to plan."""
         ...
 
     def prompt_logprobs(self, sequence: Sequence, reports: tuple[TokenLogprobs, ...]) -> None:
-        """Log-probabilities of prompt tokens, in order."""
+        """Take log-probabilities of prompt tokens, in order."""
         ...
 
     def publish(self, published: Items[Published]) -> None:
-        """What one step made. Sequences with a reason have ended when this returns."""
+        """Publish the tokens of one step. Sequences with a `reason` have ended when this returns."""
         ...
 
     def hand_off(self, sequence: Sequence, first_token: int, state: HandoffState) -> None:
-        """The prompt of a pushed sequence is computed, and it is SENDING now."""
+        """Hand off a pushed sequence, whose prompt is computed and which is now SENDING."""
         ...
 
     def preempted(self, sequence: Sequence) -> None:
-        """A sequence has left its blocks, and waits."""
+        """Handle that a sequence was preempted: it gave up its blocks and waits."""
         ...
 
     def ended(self, sequence: Sequence, error: BatonError | None) -> None:
-        """The engine is about to stop working on a sequence, whose phase says where it is.
+        """Handle that the engine is about to stop working on a sequence, whose phase is still unchanged.
 
-        A role that pushes its KV aborts the push, and calls `forget` when the blocks are not read any more; a role that
-        receives it aborts the transfer, and calls `drained` when they are not written any more.
+        A role that pushes the sequence's KV aborts the push, and calls `forget` once the push no longer reads the
+        blocks. A role that receives it aborts the transfer, and calls `drained` once the transfer no longer writes the
+        blocks.
         """
         ...
 
 
 class Runs(Protocol):
-    """What an engine needs of `Runner`."""
+    """The part of `Runner` that an engine uses."""
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts that a step may ever verify."""
+        """Maximum number of draft tokens that a step may verify."""
         ...
 
     @property
     def max_num_seqs(self) -> int:
-        """Slots."""
+        """Number of slots."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Positions of a sequence at most."""
+        """Maximum number of positions of a sequence."""
         ...
 
     @property
     def num_host_blocks(self) -> int:
-        """KV blocks that host memory holds."""
+        """Number of KV blocks that fit in host memory."""
         ...
 
     @property
     def num_state_images(self) -> int:
-        """State slots that host memory holds."""
+        """Number of state slots that fit in host memory."""
         ...
 
     @property
     def meter(self) -> StepMeter:
-        """Times and counters of its steps."""
+        """Measures the times and counters of this runner's steps."""
         ...
 
     @property
     def balancer(self) -> ExpertBalancer | None:
-        """Of experts that move between its ranks; None if none do."""
+        """Moves experts between the ranks; None if experts stay where they are."""
         ...
 
     def execute(self, operation: Operation) -> Pending | None:
-        """Carry out an operation."""
+        """Execute an operation."""
         ...
 
     def launch(self, step: Step) -> StepTicket:
-        """Set off a step."""
+        """Launch a step."""
         ...
 
     def drain(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no work is running."""
         ...
 
 
 class _DecodeSet:
-    """Sequences that decode in one step, and what follows from that alone."""
+    """The sequences that decode in one step, and everything derived from them alone."""
 
     def __init__(self, sequences: Items[Sequence]) -> None:
         self.sequences = sequences
@@ -171,17 +172,17 @@ class _DecodeSet:
         )
         self.kept: tuple[tuple[Kept | None, ...]] | tuple[()] = (kept,) if any(kept) else ()
         self._caps_B: Ints = np.array(self.caps, dtype=np.int64)
-        self.room_B: Ints = self._caps_B + 1  # tokens that each may emit in a step of any k
+        self.room_B: Ints = self._caps_B + 1  # tokens that each may emit in a step with any k
         self._most: tuple[int, Ints] = (-1, self.room_B)
 
     def most_B(self, num_drafts: int) -> Ints:
-        """Tokens that each may emit in a step with so many drafts."""
+        """Maximum number of tokens that each sequence may emit in a step with `num_drafts` drafts."""
         if self._most[0] != num_drafts:
             self._most = (num_drafts, np.minimum(self._caps_B, num_drafts) + 1)
         return self._most[1]
 
     def where(self, is_kept_B: npt.NDArray[np.bool_]) -> "_DecodeSet":
-        """Those of them."""
+        """The subset of sequences selected by the mask."""
         if is_kept_B.all():
             return self
         return _DecodeSet([self.sequences[place] for place in np.flatnonzero(is_kept_B).tolist()])
@@ -189,35 +190,35 @@ class _DecodeSet:
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """A step that was launched."""
+    """A launched step."""
 
     ticket: StepTicket
     step: Step
     decode: Items[Sequence]
     chunks: Items[tuple[Sequence, Chunk]]
-    ends: Items[bool]  # of each chunk, whether a token follows from it that was not known
+    ends: Items[bool]  # per chunk, whether it yields a new token
     planned: PlannedStep | None
     launched: LaunchedLengths | None
     launched_s: float
-    launch_s: float  # what that took the host
+    launch_s: float  # host time of the launch
 
     def runs(self, sequence: Sequence) -> bool:
         return any(item is sequence for item in self.decode) or any(item is sequence for item, _ in self.chunks)
 
 
 class Engine:
-    """Runs sequences to their ends.
+    """Runs sequences until they end.
 
     Args:
-        runner: of this worker; with several ranks, the one that leads.
-        scheduler: over the same pool, with as many slots.
+        runner: this worker's runner; with several ranks, rank 0's.
+        scheduler: schedules over the same pool, with as many slots.
         role: see `Role`.
-        clock: of deadlines and times.
-        max_num_batched_tokens: tokens of a step.
-        scheduling: `async` keeps one step in flight while the next is planned; `sync` none.
-        speculation: how many drafts each step verifies; `runner.num_draft_tokens` if None.
-        preempt_at: preempt every sequence once at each of these output lengths, or when steps have passed it; 0 is in
-            the prompt, where that takes several chunks. For tests.
+        clock: for deadlines and times.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        scheduling: `async` keeps one step in flight while the next is planned; `sync` keeps none.
+        speculation: decides how many drafts each step verifies; if None, always `runner.num_draft_tokens`.
+        preempt_at: preempts every sequence once at each of these output lengths, or as soon as a step has passed it; 0
+            is within the prompt, if that takes several chunks. For tests.
     """
 
     def __init__(
@@ -240,9 +241,9 @@ class Engine:
         self.full_rate = FullStepRate()
         self.budget = ChunkBudget(max_num_batched_tokens)
         self.tally = StepTally(runner.num_draft_tokens)
-        self.num_prompts = 0  # that were computed here to their ends
-        self.num_not_finite = 0  # sequences that ended because the model gave NaN or an infinity
-        self.num_prompt_tokens = 0  # that chunks computed, those of preempted sequences not counted again
+        self.num_prompts = 0  # computed here completely
+        self.num_not_finite = 0  # sequences that ended because the model returned NaN or an infinity
+        self.num_prompt_tokens = 0  # computed by chunks; not counted once the sequence has output
         self.speculation = speculation or Speculation(runner.num_draft_tokens, runner.num_draft_tokens, clock)
         self._role = role
         self._clock = clock
@@ -252,14 +253,14 @@ class Engine:
         self._preemption = Preemption(scheduler, self, runner.num_host_blocks, runner.num_state_images)
         self._bounds = LengthBounds(runner.max_num_seqs)
         self._decode_set = _DecodeSet(())
-        self._flights: deque[_Flight] = deque()  # not read
-        self._open: deque[_Flight] = deque()  # not over
-        self._untimed: deque[_Flight] = deque()  # read, and their times are not known yet
+        self._flights: deque[_Flight] = deque()  # not read yet
+        self._open: deque[_Flight] = deque()  # not over yet
+        self._untimed: deque[_Flight] = deque()  # read, but their times are not known yet
         self._later: deque[tuple[Pending | None, Callable[[], None]]] = deque()
 
     @property
     def preemptions(self) -> PreemptionCounts:
-        """What preemption has cost so far. Any thread."""
+        """Cost of preemption so far. Any thread."""
         return self._preemption.counts
 
     @property
@@ -269,16 +270,16 @@ class Engine:
 
     @property
     def num_state_images_used(self) -> int:
-        """State slots in host memory."""
+        """Number of state slots stored in host memory."""
         return self._preemption.num_state_images_used
 
     @property
     def is_idle(self) -> bool:
-        """Whether every step was read, and nothing waits to be given back."""
+        """Whether every step was read and no release is pending."""
         return not self._flights and not self._later
 
     def add(self, sequence: Sequence) -> None:
-        """Take a new sequence."""
+        """Add a new sequence."""
         request = sequence.request
         if request.keeps_drafts and request.sampling.temperature > 0 and not sequence.is_pushed:
             kept = self.speculation.keep(sequence.draft_cap)
@@ -287,10 +288,11 @@ class Engine:
         self.scheduler.add(sequence)
 
     def step(self) -> float:
-        """One turn of the loop; seconds that the caller may sleep before the next one, unless it hears of something.
+        """Run one iteration of the loop; returns for how many seconds the caller may sleep unless it is woken.
 
-        With work to do that is 0. It is SETTLE_S where all that is left is to give back what a step still reads: to
-        ask for that without a pause would keep the interpreter from the thread that computes the step.
+        Returns 0 while there is work, and IDLE_S when there is none. Returns SETTLE_S when the only thing left is to
+        free what a step still uses: polling without a pause would keep the interpreter from the thread that computes
+        the step.
         """
         has_worked = self._role.receive()
         self._expire()
@@ -298,7 +300,7 @@ class Engine:
         self._preempt()
         self._start()
         self._role.plan()
-        self._start()  # what the role has just made ready
+        self._start()  # sequences that the role has just made ready
         has_launched = self._launch()
         self.runner.meter.copy_if_wanted()
         is_busy = has_worked or has_launched or bool(self._flights)
@@ -312,7 +314,7 @@ class Engine:
         self.end(sequence, error)
 
     def end(self, sequence: Sequence, error: BatonError | None = None) -> None:
-        """Stop working on a sequence, wherever it is. What it holds is given back when nothing uses it any more."""
+        """Stop working on a sequence in any phase. What it holds is freed once nothing uses it any more."""
         phase, slot = sequence.phase, sequence.slot
         if phase in (Phase.ENDED, Phase.ABORTING):
             return
@@ -323,20 +325,20 @@ class Engine:
         if phase is Phase.RECEIVING:
             self.scheduler.quarantine(sequence)
             return
-        filling = self._preemption.filled(sequence)  # in any case: this forgets the sequence
+        filling = self._preemption.filled(sequence)  # always called, because it also drops its entry for the sequence
         last = self._last_step(sequence) or filling
         self._preemption.forget(sequence)
         if slot is not None:
             self.execute(Release(slot))
-        is_read = sequence.is_pushed and phase is not Phase.WAITING  # by a push
+        is_read = sequence.is_pushed and phase is not Phase.WAITING  # a push may read its blocks
         self.after(last, self.scheduler.abort(sequence) if is_read else self.scheduler.remove(sequence))
 
     def forget(self, sequence: Sequence) -> None:
-        """No push reads the blocks of a pushed sequence any more, which has ended or was acknowledged."""
+        """Free an ended or acknowledged pushed sequence, whose blocks no push reads any more."""
         self.after(self._last_step(sequence), self.scheduler.remove(sequence))
 
     def drain(self) -> None:
-        """Read every step that was launched, and give back what waits for that."""
+        """Read every launched step, and free everything that waits for one."""
         while self._flights:
             self._read(has_launched=False)
         if self._later:
@@ -345,47 +347,47 @@ class Engine:
         self.speculation.pause()
 
     def report(self) -> StepReport:
-        """What decode steps did until now; waits for one that is running.
+        """Report on all decode steps so far; waits for any that is running.
 
-        A step may be in flight: computed, and not read yet.
+        A step may be in flight, that is, computed but not read yet.
         """
         return self.tally.report(self.runner.meter, self.runner.meter.computed_now())
 
-    # What preemption needs; see `preemption.Steps`
+    # Called by preemption; see `preemption.Steps`
 
     def runs(self, sequence: Sequence) -> bool:
-        """Whether a step that was not read runs this sequence."""
+        """Whether a step that was not read yet runs this sequence."""
         return any(flight.runs(sequence) for flight in self._flights)
 
     def execute(self, operation: Operation) -> Pending | None:
-        """Carry out an operation behind the steps launched so far."""
+        """Execute an operation after the steps launched so far."""
         if isinstance(operation, Grow):
             for growth in operation.growths:
                 self._bounds.grow(growth.slot, self._limit(growth.first + len(growth.blocks)))
         ending = self.runner.execute(operation)
-        if ending is not None:  # a copy: the time of the step in flight says nothing of its k
+        if ending is not None:  # a copy: the time of the step in flight tells nothing about its k
             self.speculation.disturb()
         return ending
 
     def after(self, ending: Pending | None, act: Callable[[], None]) -> None:
-        """Have `act` called when something is over, and everything that was to be waited for before it."""
+        """Call `act` once `ending`, and everything queued here before it, is over."""
         self._later.append((ending, act))
         self.settle()
 
     def settle(self) -> None:
-        """Do what waited for something that is over by now."""
+        """Run the queued actions whose `ending` is over."""
         while self._later and (self._later[0][0] is None or self._later[0][0].is_done):
             self._later.popleft()[1]()
 
     def last_step(self, sequence: Sequence) -> Pending | None:
-        """The last step that runs a sequence; None if that is over."""
+        """The last step that runs a sequence; None if that step is over."""
         return self._last_step(sequence)
 
     def was_preempted(self, sequence: Sequence) -> None:
-        """A sequence has left its blocks."""
+        """Tell the role that a sequence has given up its blocks."""
         self._role.preempted(sequence)
 
-    # The parts of a turn
+    # The parts of one iteration
 
     def _expire(self) -> None:
         now_s = self._clock.now_s()
@@ -436,7 +438,7 @@ class Engine:
             self._preemption.load(sequence)
 
     def _begin_decoding(self, sequence: Sequence, num_tokens: int) -> None:
-        """From the next step on; by then it has so many tokens."""
+        """Let a sequence decode from the next step on, by when it has `num_tokens` tokens."""
         assert sequence.table is not None
         request = sequence.request
         self._bounds.admit(
@@ -496,7 +498,7 @@ class Engine:
         return True
 
     def _decode_rows(self) -> _DecodeSet:
-        """The sequences of the next step's decode rows, which have room for it."""
+        """The sequences of the next step's decode rows: those that have blocks for it."""
         sequences = self.scheduler.decoding()
         if self._decode_set.sequences is not sequences:
             self._decode_set = _DecodeSet(sequences)
@@ -513,29 +515,29 @@ class Engine:
         return decode
 
     def _computes(self, sequence: Sequence, chunk: Chunk) -> bool:
-        """A chunk was launched; whether a token follows from it that is not known yet."""
+        """Record that a chunk was launched; returns whether a new token follows from it."""
         sequence.computing_s = sequence.computing_s or self._clock.now_s()
         sequence.num_computed = chunk.end
         is_last = not sequence.num_left
         if not is_last or sequence.is_pushed:
             return is_last
-        if sequence.token_ids:  # the token that follows is known
+        if sequence.token_ids:  # the next token is already known
             self._begin_decoding(sequence, sequence.num_tokens)
             return False
-        # A grammar must have taken the first token before the sequence decodes: that is known when it is read.
+        # A grammar must accept the first token before the sequence decodes, which is known only once the step is read.
         if sequence.request.sampling.grammar is None:
             self._begin_decoding(sequence, sequence.num_tokens + 1)
         return True
 
     def _name_blocks_after(self, ticket: StepTicket, sequence: Sequence, chunk: Chunk) -> None:
-        """Others may share the blocks that a chunk completes once every layer of it is written."""
+        """Register the blocks that a chunk completes for sharing, once every layer of them is written."""
         table = sequence.table
         if sequence.block_hashes and table is not None:
             name_blocks = self.scheduler.name_blocks
             self.after(ticket, lambda: name_blocks(sequence, table, chunk.start, chunk.end, chunk.keep_in))
 
     def _read(self, *, has_launched: bool) -> None:
-        """Take the result of the step that is due: the oldest, once another runs behind it or none follows."""
+        """Read the next due step: the oldest, once another step runs behind it or no step follows."""
         if len(self._flights) <= (self._num_ahead if has_launched else 0):
             if not has_launched and not self._flights:
                 self.speculation.pause()
@@ -566,7 +568,7 @@ class Engine:
         num_emitted = 0
         for sequence, emitted in zip(flight.decode, output.decode, strict=True):
             if emitted.is_idle and emitted.error is None:
-                continue  # its grammar was late; the next step has it again
+                continue  # its grammar was late; the next step runs it again
             if sequence.phase is not Phase.RUNNING:
                 dropped.append(Dropped(Fate.LATE, emitted))  # it ended after this step was launched
                 continue
@@ -596,7 +598,7 @@ class Engine:
     def _count_drafts(
         self, planned: PlannedStep, published: Items[Published], proposed_lens: list[int], accepted_lens: list[int]
     ) -> None:
-        """By what made them: the step's method, or the one that a sequence keeps."""
+        """Count drafts under the method that made them: the step's, or the one that a sequence keeps."""
         if not planned.keeps:
             self.tally.add_drafts(planned.method, 1, sum(proposed_lens), sum(accepted_lens))
             return
@@ -620,7 +622,7 @@ class Engine:
                 continue
             if not is_last:
                 continue
-            if made.token is None:  # its grammar was late: the newest token is computed once more
+            if made.token is None:  # its grammar was late: the last token is computed again
                 assert sequence.table is not None and sequence.table.state_slot is None, "a state took it in already"
                 assert not sequence.is_pushed, "a push has it already"
                 sequence.num_computed -= 1
@@ -638,7 +640,7 @@ class Engine:
         return published
 
     def _guarded(self, sequence: Sequence, made: ChunkOutput) -> bool:
-        """Report log-probabilities of the prompt; False if that ended the sequence."""
+        """Report log-probabilities of the prompt; returns False if that ended the sequence."""
         try:
             self._role.prompt_logprobs(sequence, made.prompt_logprobs)
         except Exception as error:  # noqa: BLE001  what one request's events raise ends that request
@@ -656,10 +658,10 @@ class Engine:
         *,
         is_first: bool,
     ) -> Published | None:
-        """What of a step's tokens is the answer's; None if looking at them ended the sequence."""
+        """Keep those of a step's tokens that belong to the answer; returns None if checking them ended the sequence."""
         try:
             kept, reason = sequence.checker.accept(token_ids)
-        except Exception as error:  # noqa: BLE001  it ends the request whose text was looked at
+        except Exception as error:  # noqa: BLE001  it ends only the request whose text was checked
             self.end(sequence, as_internal("a token of a request", error))
             return None
         if not sequence.is_pushed:
@@ -669,7 +671,7 @@ class Engine:
         return Published(sequence, tuple(kept), logprobs[: len(kept)], reason, is_first)
 
     def _hand_off(self, flight: _Flight, output: StepOutput) -> None:
-        """Pushed sequences whose prompts are complete leave their slots."""
+        """Hand off pushed sequences whose prompts are complete; they leave their slots."""
         handed = [
             (sequence, made.token)
             for (sequence, _), is_last, made in zip(flight.chunks, flight.ends, output.chunks, strict=True)
@@ -686,11 +688,11 @@ class Engine:
             self._role.hand_off(sequence, token, state)
 
     def _learn(self, flight: _Flight, output: StepOutput) -> None:
-        """Drafts and paces learn from what steps took."""
+        """Update speculation and the pace estimates with the step's times."""
         if flight.chunks:
             self.speculation.disturb()
         if flight.planned is not None:
-            # A row for which no draft was found has paid for its k as well: it counts as one whose drafts fell.
+            # A row for which the lookup found no draft costs as much: it counts as one whose drafts were rejected.
             num_drafts = flight.planned.num_drafts
             proposed_lens = [min(sequence.draft_cap, num_drafts) for sequence in flight.decode]
             self.speculation.read(flight.planned, proposed_lens, [row.accepted_len for row in output.decode])
@@ -711,7 +713,7 @@ class Engine:
             return
         if flight.decode:
             self.budget.mixed(num_tokens, total_s, flight.launch_s)
-        # Of a mixed step the chunks' part is what it takes beyond a step that only decodes.
+        # In a mixed step, the chunks' share is the time beyond that of a decode-only step.
         chunks_s = total_s - self.budget.decode_s if flight.decode else total_s
         if chunks_s <= 0:
             return

@@ -1,7 +1,7 @@
-"""When a sequence ends: EOS, stop tokens, stop strings, `max_tokens`; and which of a step's tokens are still its own.
+"""Decides when a sequence ends (EOS, stop tokens, stop strings, `max_tokens`), and which tokens belong to it.
 
-One checker a sequence, fed every token once. Text for people is the router's business; here text is only looked at for
-stop strings, so a sequence without them is never decoded to text.
+There is one checker per sequence, which gets every token once. The router produces the text for clients; here text is
+only searched for stop strings, so a sequence without them is never decoded to text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,10 +29,10 @@ class FinishChecker:
 
     @classmethod
     def of(cls, request: GenerationRequest, tokenizer: Tokenizer) -> "FinishChecker":
-        """The checker of a request's attempt, which has taken what earlier attempts made.
+        """The checker of a request's attempt, after it has taken the tokens of earlier attempts.
 
         Raises:
-            InvalidRequest: that ends the sequence, so there is nothing to go on with.
+            InvalidRequest: these tokens already end the sequence, so there is nothing to continue.
         """
         checker = cls(request.sampling, tokenizer.eos_token_ids, tokenizer)
         kept, reason = checker.accept(request.forced_token_ids)
@@ -42,14 +42,14 @@ class FinishChecker:
         return checker
 
     def accept(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Take a step's tokens; return those that belong to the answer, and why it ended if it did.
+        """Take a step's tokens; returns those that belong to the answer, and why it ended if it did.
 
         The token that ends it is kept: EOS and stop tokens, the token that completes a stop string, the last one of
-        `max_tokens`. Nothing may be fed after the end.
+        `max_tokens`. Nothing may be passed in after the end.
         """
         assert self._reason is None
         if self._matcher is None and self._num_tokens + len(token_ids) < self._max_tokens:
-            if self._stop_ids.isdisjoint(token_ids):  # by far the most steps
+            if self._stop_ids.isdisjoint(token_ids):  # by far the most common case
                 self._num_tokens += len(token_ids)
                 return list(token_ids), None
         kept: list[int] = []
@@ -67,6 +67,6 @@ class FinishChecker:
     def _completes_stop_string(self, token_id: int) -> bool:
         if self._matcher is None or self._stream is None:
             return False
-        # One that ends behind `min_tokens` may begin before.
+        # A stop string that ends after `min_tokens` may begin before.
         self._matcher.push(self._stream.push(token_id), may_end=self._num_tokens > self._min_tokens)
         return self._matcher.matched is not None

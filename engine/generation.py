@@ -1,4 +1,4 @@
-"""What the one-process engine gives its caller: tokens as they are made, and in the end the whole answer."""
+"""Results of the one-process engine: tokens as they are made, and finally the whole answer."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,20 @@ from baton.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """What became of a request, or of one of its `n` answers.
+    """The outcome of a request, or of one of its `n` answers.
 
     Attributes:
-        key: the request's.
-        token_ids: everything generated, the token that ended it included.
-        finish_reason: why it ended; None if `error` says so.
+        key: the request's key.
+        token_ids: all generated tokens, including the one that ended it.
+        finish_reason: why it ended; None if there is an `error`.
         error: what ended it instead (deadline, cancel, a grammar beyond its limits); `token_ids` were made before.
-        counts: drafts proposed, accepted, and tokens emitted (the first token, which prefill makes, included).
-        ttft_s: from submission to the first token; None if there is none.
-        tpot_s: mean time of a token after the first; None with fewer than two.
-        num_preemptions: times that it gave its blocks to others.
+        counts: drafts proposed and accepted, and tokens emitted (including the first token, which prefill samples).
+        ttft_s: from submission to the first token; None without one.
+        tpot_s: mean time per token after the first; None with fewer than two.
+        num_preemptions: number of times that it was preempted.
         choice: which of the request's answers this is.
-        logprobs: of each token; None if none were asked for.
-        prompt_logprobs: of each prompt token but the first, with choice 0; None if none were asked for.
+        logprobs: of each token; None if not requested.
+        prompt_logprobs: of each prompt token but the first, with choice 0; None if not requested.
     """
 
     key: AttemptKey
@@ -45,7 +45,7 @@ class GenerationResult:
         logprobs: tuple[TokenLogprobs, ...],
         prompt_logprobs: tuple[TokenLogprobs, ...],
     ) -> "GenerationResult":
-        """What there is to say of a sequence that has ended."""
+        """The result of a sequence that has ended."""
         asked = sequence.request.sampling
         ttft_s = tpot_s = None
         num_tokens = len(sequence.token_ids)
@@ -70,7 +70,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Tokens of one answer as one step made them; its last event carries the result."""
+    """Tokens that one step made for one answer; the answer's last event carries the result."""
 
     token_ids: tuple[int, ...]
     result: GenerationResult | None

@@ -1,9 +1,9 @@
-"""KV of preempted sequences, copied to host memory and back, with their state and the draft that each had in hand.
+"""Copies the KV of preempted sequences to host memory and back, with their state and each one's next draft.
 
-Copies are work of the executor, so they lie between the steps launched before and after them; a step that comes later
-may write the blocks that were copied, and a range of host blocks may be used again as soon as its `load` was given.
-Only others who write the pool (a transfer) must wait for the future of a copy: at rank 0 of a group it says that
-*every* rank has copied. Which host blocks are whose is the caller's to say (`kvcache.host_ranges`).
+Copies run on the executor, between the steps launched before and after them. So a later step may overwrite the copied
+blocks, and a range of host blocks may be reused as soon as its `load` was submitted. Only writers outside the executor
+(a transfer) must wait for a copy's future; on rank 0 of a TP group it says that *every* rank has copied. The caller
+tracks which host blocks belong to which sequence (`kvcache.host_ranges`).
 
 Legend: N host blocks, n blocks of a sequence, D hidden size.
 """
@@ -24,7 +24,7 @@ from baton.kvcache.pool import KVPool
 from baton.kvcache.rank_blocks import RankBlocks
 from baton.model.parallel import Communicator
 
-STATE_SHARE = 4  # one such part of the memory is for state
+STATE_SHARE = 4  # one part in STATE_SHARE of the memory is for state
 
 
 class _Arena(NamedTuple):
@@ -35,19 +35,19 @@ class _Arena(NamedTuple):
 
 
 class KVOffload:
-    """One rank's host memory for KV.
+    """Host memory for KV on one rank.
 
     Args:
-        pool: whose blocks are copied, every layer of them.
-        blocks: which of those that a plan names are in it; of a sequence that is another rank's, none.
-        num_bytes: of host memory, at most; 0 is none. Taken at once, pinned for a pool on a GPU.
-        executor: of the runner.
-        table: of its slots.
-        communicator: of its ranks.
-        on_copy: called ahead of every copy: the device is about to have work that is no step.
+        pool: the pool; every layer of its blocks is copied.
+        blocks: says which of the blocks in a plan are in this pool; none, for a sequence that another rank owns.
+        num_bytes: maximum host memory; 0 disables offloading. Allocated at once, pinned for a pool on a GPU.
+        executor: the runner's executor.
+        table: the runner's slots.
+        communicator: of the worker's ranks.
+        on_copy: called before every copy, because the device is about to do work that is not a step.
 
     Raises:
-        ConfigInvalid: the memory holds no block, or cannot be had.
+        ConfigInvalid: the memory is too small for one block, or cannot be allocated.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class KVOffload:
         states = [layer for layer in pool.geometry.layers if layer.blocks_per_slot]
         sizes = [layer.block_bytes for layer in layers]
         state_sizes = [layer.blocks_per_slot * layer.block_bytes for layer in states]
-        # How much of one and of the other is needed depends on how long sequences get; neither is of use alone.
+        # The best split between blocks and state depends on how long sequences get; neither is of use without the
+        # other.
         self.num_state_images = num_bytes // (STATE_SHARE * sum(state_sizes)) if states else 0
         self.num_blocks = (num_bytes - self.num_state_images * sum(state_sizes)) // sum(sizes)
         if states and not self.num_state_images:
@@ -81,7 +82,7 @@ class KVOffload:
         self._on_copy = on_copy
         self._drafts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by first host block; belongs to the executor
         self._layers: list[_Arena] = []  # [N, bytes]
-        self._states: list[_Arena] = []  # the same of state slots
+        self._states: list[_Arena] = []  # the same for state slots
         if self.num_blocks == 0:
             return
         try:
@@ -92,7 +93,7 @@ class KVOffload:
             raise ConfigInvalid(message, keys=["kv_offloading_size"]) from error
 
     def _arenas(self, layers: Sequence[LayerGeometry], sizes: Sequence[int], count: int) -> "list[_Arena]":
-        """Host memory for so many items of each layer, and the layers in the pool."""
+        """Allocate host memory for `count` items of each layer, paired with the layer in the pool."""
         pool, arenas = self._pool, []
         host = host_buffer(count * sum(sizes), torch.uint8, pool.device)
         for layer, size, part in zip(layers, sizes, host.split([count * size for size in sizes]), strict=True):
@@ -101,7 +102,7 @@ class KVOffload:
         return arenas
 
     def save(self, plan: Save) -> HostFuture:
-        """Copy what it names to host memory, and keep the draft of the sequence in its slot, if it is in one.
+        """Copy the blocks of a plan to host memory, and keep the draft in its slot, if it names one.
 
         Returns:
             Done when every rank of the group has read the blocks.
@@ -125,7 +126,7 @@ class KVOffload:
         return self._executor.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
     def load(self, plan: Load) -> HostFuture:
-        """Copy it back, into blocks that nothing else uses, and the draft to the slot where its sequence was admitted.
+        """Copy the blocks back, into blocks that nothing else uses, and the draft to the sequence's new slot.
 
         Returns:
             Done when every rank of the group has written the blocks.
@@ -149,7 +150,7 @@ class KVOffload:
         return self._executor.submit(copy, host_buffer(1, torch.float32, self._pool.device))
 
     def _all_have_come(self) -> torch.Tensor:
-        """A barrier: no rank gets the sum before every rank has added its part."""
+        """Barrier: no rank gets the sum before every rank has contributed."""
         return self._communicator.all_sum(torch.ones(1, dtype=torch.float32, device=self._pool.device))
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Baton in one process: continuous batching over one model and one pool, without Ray, sockets or hand-off.
 
-It is the reference every other arrangement is compared with, and what `baton generate --local` calls. It refuses what
-can never fit with a typed error before anything is allocated, and ends every request by its deadline. Not thread-safe:
-one caller drives it.
+It is the reference that every other deployment is compared with, and what `baton generate --local` runs. It rejects
+requests that can never fit with a typed error before it allocates anything, and ends every request by its deadline. Not
+thread-safe: one caller drives it.
 """
 
 import time
@@ -82,7 +82,7 @@ class _Caller:
         pass
 
     def ended(self, sequence: sequences.Sequence, error: BatonError | None) -> None:
-        if sequence in self._reports:  # else its last tokens said so
+        if sequence in self._reports:  # else its last tokens already said so
             self._end(sequence, (), error)
 
     def _end(self, sequence: sequences.Sequence, token_ids: tuple[int, ...], error: BatonError | None) -> None:
@@ -98,31 +98,31 @@ class _Caller:
 class LocalEngine:
     """Runs requests to completion on one model.
 
-    With `scheduling="async"` a decode step is launched before the results of the one before are read; the tokens, and
-    how many drafts are accepted in each step, are those of "sync".
+    With `scheduling="async"` a step is launched before the previous step's results are read; the tokens, and the number
+    of accepted drafts in each step, are those of "sync".
 
     Args:
-        model: with an MTP head if there are drafts.
-        tokenizer: of the model.
-        num_blocks: of the pool.
+        model: with an MTP head if it makes the drafts.
+        tokenizer: the model's tokenizer.
+        num_blocks: blocks of the pool.
         block_size: positions of a block.
         num_draft_tokens: the most drafts of a step; requests may ask for fewer.
-        chunk_len: tokens of a step; at least what all sequences decode in one.
-        max_num_sequences: that run at once.
-        clock: of deadlines and times.
+        chunk_len: tokens of a step; raised to what all sequences together decode in one.
+        max_num_sequences: maximum number of sequences that run at once.
+        clock: clock for deadlines and times.
         scheduling: see above.
-        verification: of drafts.
-        lookup: how drafts are found in the text so far; None: the model's MTP head makes them.
-        auto_drafts: how many each step makes is chosen by measurement,
-        chooses_method: and what makes them, if anything does.
+        verification: how drafts are verified.
+        lookup: how drafts are looked up in the text so far; None: the model's MTP head makes them.
+        auto_drafts: choose the number of drafts of each step by measurement.
+        chooses_method: choose the draft method, if any, by measurement, too.
         overcommit: start sequences without all the blocks they may need, and preempt when none is left.
-        host_kv_bytes: host memory for the KV of preempted sequences; without it, it is computed again.
-        preempt_at: also preempt every sequence once at each of these output lengths, or when steps have passed it; 0 is
-            in the prompt, where that takes several chunks. For tests.
-        graphs: which CUDA graphs to capture; none if None.
-        speculation: how many drafts each step makes, which may be changed while the engine runs; `num_draft_tokens` if
-            None.
-        grammars: of this model and tokenizer; made here if None.
+        host_kv_bytes: host memory for the KV of preempted sequences; without it, KV is recomputed.
+        preempt_at: also preempt every sequence once at each of these output lengths, or as soon as a step has passed
+            it; 0 is within the prompt, if that takes several chunks. For tests.
+        graphs: which CUDA graphs to capture; None: none.
+        speculation: decides how many drafts each step makes, may be changed while the engine runs; None: made from the
+            arguments above.
+        grammars: compiler for this model and tokenizer; None: made here.
     """
 
     def __init__(
@@ -212,16 +212,16 @@ class LocalEngine:
 
     @property
     def preemptions(self) -> PreemptionCounts:
-        """What want of blocks has cost so far."""
+        """Cost of preemption so far."""
         return self.engine.preemptions
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Run the requests together; results in their order, the answers of one by choice.
+        """Run the requests together; returns results in their order, the answers of each by choice.
 
         Raises:
             InvalidRequest: one of them can never be served; none is run.
         """
-        held = [self._validate(request) for request in requests]  # until they are submitted
+        held = [self._validate(request) for request in requests]  # held until the requests are submitted
         try:
             for request in requests:
                 self.submit(request)
@@ -237,12 +237,12 @@ class LocalEngine:
             self._forget(requests)
 
     def run(self, request: GenerationRequest) -> Iterator[TokenEvent]:
-        """Run one request and yield its tokens, of all its answers, as they are made. Several runs may be interleaved.
+        """Run one request and yield the tokens of all its answers as they are made. Several runs may be interleaved.
 
         Raises:
             InvalidRequest: it can never be served.
             RequestDeadlineExceeded: its deadline passed; everything made before was yielded.
-            InvalidGrammar: its grammar reached a limit, or left no token to choose; likewise.
+            InvalidGrammar: its grammar reached a limit, or left no token to sample; everything made before was yielded.
         """
         self.submit(request)
         try:
@@ -259,7 +259,7 @@ class LocalEngine:
             self._forget([request])
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; `step` moves it.
+        """Queue a request; `step` advances it.
 
         Raises:
             InvalidRequest: it can never be served.
@@ -280,8 +280,8 @@ class LocalEngine:
             self.engine.add(sequence)
 
     def step(self) -> None:
-        """One turn of the engine's loop."""
-        # A step that raised leaves sequences half moved; going on from there could decode from missing KV.
+        """Run one iteration of the engine's loop."""
+        # A step that raised leaves sequences in an inconsistent state; continuing could decode from missing KV.
         assert not self._in_step, "an earlier step failed: this engine can only be dropped"
         self._in_step = True
         rest_s = self.engine.step()
@@ -291,9 +291,9 @@ class LocalEngine:
         self._in_step = False
 
     def step_report(self) -> StepReport:
-        """What the decode steps did until now; waits for one that is running.
+        """Report on the decode steps so far; waits for one that is running.
 
-        Between two calls of `step` one step may be in flight: computed, and not read yet.
+        Between two calls of `step` one step may be in flight, that is, computed but not read yet.
         """
         return self.engine.report()
 
@@ -303,7 +303,7 @@ class LocalEngine:
         return None if spec is None else self._grammars.hold(spec)
 
     def _forget(self, requests: Sequence[GenerationRequest]) -> None:
-        """Cancel what has not ended (its reader is gone) and drop what was not read."""
+        """Cancel what has not ended (its reader is gone) and drop unread tokens."""
         keys = {request.key for request in requests}
         for sequence in self.scheduler.sequences():
             if sequence.key in keys:

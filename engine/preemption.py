@@ -1,10 +1,11 @@
-"""Which sequence gives up its blocks when none is left, and how it comes back.
+"""Decides which sequence gives up its blocks when none is left, and how it resumes.
 
-Sequences start with blocks for what they have and some headroom (`overcommit`), and grow ahead of every step that may
-write. When none is left the youngest is preempted: it takes part in no further step, and once no step in flight runs
-it, its KV goes to host memory, or is dropped where that is off or full, and its blocks to those that wait, the oldest
-first. So the oldest always goes on. A sequence that was preempted MAX_PREEMPTIONS times is protected: it starts again
-only with every block that it may need, and keeps them. Tokens do not depend on any of this.
+Sequences start with blocks for their tokens and some headroom (`overcommit`), and grow before every step that may write
+past them. When no block is left, the youngest sequence is preempted: it takes part in no further step. Once no step in
+flight runs it, its KV is copied to host memory, or dropped if offloading is off or host memory is full, and its blocks
+go to the sequences that wait, oldest first. So the oldest sequence always makes progress. A sequence that was preempted
+MAX_PREEMPTIONS times is protected: it restarts only with every block that it may need, and keeps them. Tokens do not
+depend on preemption.
 """
 
 import logging
@@ -22,19 +23,19 @@ from baton.kvcache.host_ranges import HostRange, HostRanges
 
 log = logging.getLogger(__name__)
 
-HEADROOM_BLOCKS = 4  # that a sequence gets at once while there are plenty
+HEADROOM_BLOCKS = 4  # added at once while plenty are free
 
 
 @dataclass(slots=True)
 class PreemptionCounts:
-    """What preemption has cost so far.
+    """Cost of preemption so far.
 
     Attributes:
-        num_preemptions: times that a sequence gave its blocks to others.
-        num_recomputed_tokens: positions whose KV was dropped and is computed again.
-        num_offloaded_blocks: copied to host memory.
-        num_restored_blocks: copied back.
-        num_host_full: preemptions that found too little host memory, where there is any, and dropped the KV.
+        num_preemptions: number of times that a sequence was preempted.
+        num_recomputed_tokens: positions whose KV was dropped and is recomputed.
+        num_offloaded_blocks: blocks copied to host memory.
+        num_restored_blocks: blocks copied back.
+        num_host_full: preemptions that dropped the KV because too little host memory was free, where there is any.
     """
 
     num_preemptions: int = 0
@@ -45,11 +46,11 @@ class PreemptionCounts:
 
 
 class Holder(Protocol):
-    """What `plan_room` knows of a sequence."""
+    """The part of a sequence that `plan_room` uses."""
 
     @property
     def table(self) -> BlockTable | None:
-        """Its blocks."""
+        """Its block table."""
         ...
 
 
@@ -58,12 +59,12 @@ S = TypeVar("S", bound=Holder)
 
 @dataclass(frozen=True, slots=True)
 class RoomPlan:
-    """What becomes of sequences whose blocks are too few.
+    """Decision about sequences that have too few blocks.
 
     Attributes:
-        growing: those that get what they miss now, with how many blocks.
-        waiting: those that get it later, with how many.
-        victims: those that are preempted for them.
+        growing: sequences that get their missing blocks now, with how many.
+        waiting: sequences that get them later, with how many.
+        victims: sequences that are preempted for them.
     """
 
     growing: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -74,13 +75,13 @@ class RoomPlan:
 def plan_room(
     short: Items[tuple[Sequence, int]], candidates: Items[Sequence], *, num_free: int, num_coming: int
 ) -> RoomPlan:
-    """Divide the free blocks: the oldest first, and none gets one while an older one waits for it.
+    """Divide the free blocks: oldest sequence first; none gets a block while an older one waits.
 
     Args:
-        short: (sequence, blocks that it misses), oldest first; all of them are candidates.
-        candidates: those that may be preempted, oldest first.
-        num_free: blocks.
-        num_coming: that will be free soon by themselves.
+        short: (sequence, missing blocks), oldest first; all of them are candidates.
+        candidates: sequences that may be preempted, oldest first.
+        num_free: number of free blocks.
+        num_coming: number of blocks that will be free soon without preemption.
     """
     plan = RoomPlan()
     left = list(candidates)
@@ -105,43 +106,43 @@ def plan_room(
 
 
 def table_of(sequence: Holder) -> BlockTable:
-    """The blocks of a sequence that has some."""
+    """The block table of a sequence that has one."""
     assert sequence.table is not None
     return sequence.table
 
 
 class Steps(Protocol):
-    """What preemption needs of the steps in flight."""
+    """The part of the engine that preemption uses."""
 
     def runs(self, sequence: Sequence) -> bool:
-        """Whether a step that was not read runs this sequence."""
+        """Whether a step that was not read yet runs this sequence."""
         ...
 
     def execute(self, operation: Operation) -> Pending | None:
-        """Carry out an operation behind the steps launched so far."""
+        """Execute an operation after the steps launched so far."""
         ...
 
     def last_step(self, sequence: Sequence) -> Pending | None:
-        """The last step that runs a sequence; None if that is over."""
+        """The last step that runs a sequence; None if that step is over."""
         ...
 
     def after(self, ending: Pending | None, act: Callable[[], None]) -> None:
-        """Call `act` when something is over."""
+        """Call `act` once `ending` is over."""
         ...
 
     def was_preempted(self, sequence: Sequence) -> None:
-        """A sequence has left its blocks."""
+        """Handle that a sequence has given up its blocks."""
         ...
 
 
 class Preemption:
-    """Room for the sequences of one engine.
+    """Preempts and restores the sequences of one engine.
 
     Args:
-        scheduler: of the engine.
-        steps: of the engine.
-        num_host_blocks: that host memory holds.
-        num_state_images: state slots that it holds.
+        scheduler: the engine's scheduler.
+        steps: the engine.
+        num_host_blocks: number of KV blocks that fit in host memory.
+        num_state_images: number of state slots that fit in host memory.
     """
 
     def __init__(self, scheduler: Scheduler, steps: Steps, num_host_blocks: int, num_state_images: int = 0) -> None:
@@ -154,16 +155,16 @@ class Preemption:
 
     @property
     def num_host_blocks_used(self) -> int:
-        """Host blocks that hold a sequence's KV."""
+        """Number of host blocks that hold a sequence's KV."""
         return self._ranges.num_used
 
     @property
     def num_state_images_used(self) -> int:
-        """State slots that host memory holds."""
+        """Number of state slots stored in host memory."""
         return self._images.num_used
 
     def preempt_leaving(self) -> None:
-        """Preempt those that are leaving and that no step in flight runs any more."""
+        """Preempt the leaving sequences that no step in flight runs any more."""
         for sequence in self._scheduler.leaving():
             if not self._steps.runs(sequence):
                 self.preempt(sequence)
@@ -205,12 +206,12 @@ class Preemption:
         self._steps.was_preempted(sequence)
 
     def started_again(self, sequence: Sequence) -> None:
-        """A sequence whose KV was dropped has blocks again, and computes what it lost and did not find cached."""
+        """Count what a restarted sequence recomputes: the KV it lost, less what it found cached."""
         self.counts.num_recomputed_tokens += max(0, sequence.num_lost - sequence.num_cached)
         sequence.num_lost = 0
 
     def load(self, sequence: Sequence) -> None:
-        """Bring the KV of a saved sequence, and its draft, back to the blocks and the slot that it has now."""
+        """Copy the KV and draft of a saved sequence back to the blocks and slot that it has now."""
         saved, slot = sequence.saved, sequence.slot
         assert saved is not None and slot is not None
         table, image = table_of(sequence), None if sequence.saved_state is None else sequence.saved_state.first
@@ -221,12 +222,12 @@ class Preemption:
         self.forget(sequence)
 
     def filled(self, sequence: Sequence) -> Pending | None:
-        """The copy that still writes the blocks of a sequence which leaves its slot; asked once."""
+        """The copy, if any, that still writes the blocks of a sequence that leaves its slot; to be called once."""
         ending = self._filling.pop(sequence, None)
         return None if ending is None or ending.is_done else ending
 
     def forget(self, sequence: Sequence) -> None:
-        """What is saved of a sequence is not needed any more."""
+        """Free the host memory of a sequence."""
         if sequence.saved is not None:
             self._ranges.give_back(sequence.saved)
             sequence.saved = None
@@ -235,7 +236,7 @@ class Preemption:
             sequence.saved_state = None
 
     def _take(self, sequence: Sequence, num_blocks: int, state_slot: int | None) -> HostRange | None:
-        """Host memory for the blocks of a sequence and for its state slot, if it has one: both or neither."""
+        """Allocate host memory for a sequence's blocks and for its state slot, if it has one: both or neither."""
         saved = self._ranges.take(num_blocks)
         if saved is None or state_slot is None:
             return saved
@@ -250,12 +251,12 @@ class Preemption:
 
         Args:
             short: (sequence, positions that it needs), in any order.
-            num_decoding: sequences of the step.
+            num_decoding: number of sequences in the step.
 
         Returns:
-            Those that do not take part in it: they wait for blocks, or are preempted.
+            The sequences that do not take part in the step, because they wait for blocks or are preempted.
         """
-        missing: dict[int, dict[Sequence, int]] = {}  # by owner: its rank's pool has to have them
+        missing: dict[int, dict[Sequence, int]] = {}  # by owner, because the blocks come from its pool
         for item, wanted_len in short:
             missing.setdefault(item.owner, {})[item] = self._num_missing(item, wanted_len)
         gone: set[Sequence] = set()
@@ -264,9 +265,9 @@ class Preemption:
         return gone
 
     def _make_room_at(self, owner: int, missing: dict[Sequence, int], num_decoding: int) -> Collection[Sequence]:
-        """The same of one rank's pool; how many blocks each misses."""
+        """Let sequences grow in one rank's pool; `missing` says how many blocks each lacks."""
         allocator = self._scheduler.allocators[owner]
-        if sum(missing.values()) <= allocator.num_free:  # by far the most often
+        if sum(missing.values()) <= allocator.num_free:  # by far the most common case
             self._grow(owner, missing.items(), num_decoding)
             return ()
         gone: set[Sequence] = set()
@@ -292,7 +293,7 @@ class Preemption:
         return self._scheduler.allocator.num_blocks_for(wanted_len) - len(table_of(sequence).blocks)
 
     def _grow(self, owner: int, growing: Collection[tuple[Sequence, int]], num_decoding: int) -> None:
-        """Give so many blocks, which are free; some more, so that it need not be soon again, if there are plenty."""
+        """Give each sequence its missing blocks, which are free, plus some headroom if plenty are left."""
         if not growing:
             return
         num_left = self._scheduler.allocators[owner].num_free - sum(number for _, number in growing)

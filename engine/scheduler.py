@@ -1,25 +1,26 @@
-"""Who holds blocks, who holds a slot, who waits, and whose tokens the next step computes.
+"""Decides which sequences hold blocks and slots, which wait, and which tokens the next step computes.
 
-Pure bookkeeping over host values: no tensor, no socket, no clock. One thread uses it.
+The scheduler is pure bookkeeping over host values: no tensor, no socket, no clock. One thread uses it.
 
-Sequences wait for blocks in one line, in order of arrival, and none overtakes another there: prompts that are computed
-here, prompts whose KV a prefill worker wants to push here, and preempted sequences, which keep their place and so go
-before all that arrived later. With blocks a sequence waits for a slot (`READY`), in order, then it runs.
+Sequences wait for blocks in one queue, in order of arrival, and none overtakes another: prompts that are computed here,
+prompts whose KV a prefill worker wants to push here, and preempted sequences, which keep their place and so go before
+all that arrived later. With its blocks, a sequence waits for a slot (`READY`), also in order, and then runs.
 
-With `overcommit` a sequence starts with blocks for its tokens and one step, and grows as it decodes; the youngest is
-preempted when none is left (`preemption`). Without, it starts with all the blocks that it may ever need.
+With `overcommit` a sequence starts with blocks for its tokens and one step, and grows as it decodes; when no block is
+left the youngest sequence is preempted (`preemption`). Without `overcommit` it starts with all the blocks that it may
+ever need.
 
-Sequences whose KV is pushed to a decode worker do not stand in this line: the KV sender decides when each takes its
-blocks (`hold`), because a decode worker must have room, too.
+Sequences whose KV is pushed to a decode worker do not join this queue: the KV sender decides when each takes its blocks
+(`hold`), because the decode worker must have blocks for it, too.
 
-A sequence that ends while steps run it keeps its slot and blocks until the last of them is over.
+A sequence that ends while steps run it keeps its slot and blocks until the last of these steps is over.
 
-With a pool at each rank (`kvcache.rank_blocks`) a sequence has all its blocks in one of them, its owner's. Each time
-that it takes blocks it goes where the fewest are reserved, those that it finds cached taken off; one that comes back
-from host memory goes where it was.
+If each rank has its own pool (`kvcache.rank_blocks`), a sequence has all its blocks in one of them, its owner's. Each
+time it takes blocks, it goes to the rank with the fewest blocks reserved, less those that it finds cached there; a
+sequence restored from host memory returns to its previous owner.
 
-Where layers keep state, a cached prefix is one with a checkpoint (`kvcache.state_checkpoints`): the first chunk begins
-with a copy of it, and chunks end where the sequence leaves checkpoints of its own.
+Where layers keep state, a cached prefix needs a checkpoint (`kvcache.state_checkpoints`): the first chunk begins with a
+copy of it, and the sequence leaves checkpoints of its own at certain positions within its chunks.
 """
 
 from bisect import bisect_left, insort
@@ -35,13 +36,13 @@ from baton.kvcache.state_checkpoints import StateCheckpoints
 
 
 class Scheduler:
-    """Of one engine.
+    """The scheduler of one engine.
 
     Args:
-        allocator: of the pool; with a prefix index, sequences share the blocks that it names.
-        num_slots: sequences that run at once.
+        allocator: of the pool; with a prefix index, sequences share the blocks registered there.
+        num_slots: maximum number of sequences that run at once.
         overcommit: start sequences without all the blocks that they may need.
-        others: allocators of the pools of further ranks, of as many blocks, whose numbers go on in order.
+        others: allocators of the other ranks' pools, each with as many blocks; block numbers continue across them.
 
     Attributes:
         allocators: all of them, in rank order.
@@ -71,20 +72,20 @@ class Scheduler:
         self._line: list[Sequence] = []  # WAITING, not pushed, in order
         self._ready: list[Sequence] = []  # READY, in order
         self._running: list[Sequence] = []  # RUNNING, in order
-        self._decoding: list[Sequence] | None = None  # of those, that take part as decode rows; None: to be made
-        self._num_departing = 0  # slots out of `_running` that a step may still use
+        self._decoding: list[Sequence] | None = None  # those of `_running` that are decode rows; None: to be rebuilt
+        self._num_departing = 0  # slots no longer in `_running` that a step may still use
         self._num_departing_blocks = [0] * len(self.allocators)
         self._num_claimed = [0] * len(self.allocators)
         self._quarantined: dict[Sequence, BlockTable] = {}
 
-    # What there is
+    # Queries
 
     def sequences(self) -> tuple[Sequence, ...]:
-        """All that have not ended, in order of `add`. Any thread."""
+        """All sequences that have not ended, in order of `add`. Any thread."""
         return tuple(self._sequences)
 
     def count(self, *phases: Phase) -> int:
-        """Sequences in any of these phases. Any thread."""
+        """Number of sequences in any of these phases. Any thread."""
         return sum(sequence.phase in phases for sequence in self.sequences())
 
     def running(self) -> tuple[Sequence, ...]:
@@ -92,28 +93,28 @@ class Scheduler:
         return tuple(self._running)
 
     def waiting(self) -> tuple[Sequence, ...]:
-        """Sequences that stand in line for blocks."""
+        """Sequences that wait in the queue for blocks."""
         return tuple(self._line)
 
     @property
     def num_slots_used(self) -> int:
-        """Slots of running sequences, and those that a step in flight still uses. Any thread."""
+        """Number of slots of running sequences, plus those that a step in flight still uses. Any thread."""
         return len(self._running) + self._num_departing
 
     def decoding(self) -> list[Sequence]:
-        """Sequences of the next step's decode rows, in order of arrival; the list is never changed."""
+        """Sequences of the next step's decode rows, in order of arrival; the returned list is never modified."""
         if self._decoding is None:
             self._decoding = [item for item in self._running if item.is_decoding and not item.is_leaving]
         return self._decoding
 
     def num_tokens_to_compute(self) -> int:
-        """Tokens that chunks have to compute for all that run. Any thread."""
+        """Number of tokens that chunks still have to compute for all running sequences. Any thread."""
         return sum(sequence.num_left for sequence in tuple(self._running))
 
-    # The line for blocks
+    # The queue for blocks
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence; one that is WAITING stands last in the line, unless it is pushed."""
+        """Add a new sequence; if it is WAITING and not pushed, it joins the end of the queue."""
         assert sequence not in self._sequences
         assert self.allocator.num_blocks_for(sequence.capacity_len) <= self.allocator.num_blocks
         self._sequences[sequence] = None
@@ -121,30 +122,31 @@ class Scheduler:
             self._stand(sequence)
 
     def expect_now(self, sequence: Sequence) -> None:
-        """A prefill worker asks for room for a sequence that was EXPECTED."""
+        """Queue an EXPECTED sequence, because its prefill worker now asks for blocks."""
         assert sequence.phase is Phase.EXPECTED
         sequence.phase = Phase.WAITING
         self._stand(sequence)
 
     def step_back(self, sequence: Sequence) -> None:
-        """The prefill worker does not ask any more."""
+        """Return a sequence to EXPECTED, because its prefill worker no longer asks for blocks."""
         assert sequence.phase is Phase.WAITING and sequence.is_received
         self._line.remove(sequence)
         sequence.phase = Phase.EXPECTED
 
     def give_blocks(self) -> list[Sequence]:
-        """Give blocks to the head of the line while there are any: those that are RECEIVING now.
+        """Give blocks to the head of the queue while there are any; returns the sequences that became RECEIVING.
 
-        What is computed here, or comes back from host memory, takes its blocks only when a slot is free for it, and is
-        READY then. While it waits for a slot alone, those behind it leave it the blocks that it will need. One that
-        waits for the rank that has its saved KV does not hold up those that another rank can take.
+        A prompt computed here, or a sequence restored from host memory, takes its blocks only when a slot is free for
+        it, and becomes READY. While it lacks only a slot, the sequences behind it leave it the blocks that it will
+        need. A sequence that waits for the rank that has its saved KV does not hold up those that another rank can
+        take.
         """
         granted: list[Sequence] = []
-        closed: set[int] = set()  # ranks with too few blocks for one that is ahead in the line
+        closed: set[int] = set()  # ranks with too few blocks for a sequence ahead in the queue
         num_kept = 0
         for sequence in tuple(self._line):
             comes_by_transfer = sequence.is_received and not sequence.num_preemptions
-            # Of those that are READY, later ones do not count: transfers that never cease would have every slot.
+            # READY sequences that arrived later do not count, or endless transfers would take every slot.
             num_ahead = bisect_left(self._ready, _order(sequence), key=_order)
             if not comes_by_transfer and num_ahead >= len(self._free_slots):
                 num_kept += self.allocator.num_blocks_for(self._start_len(sequence))
@@ -164,10 +166,10 @@ class Scheduler:
         return granted
 
     def hold(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
-        """Blocks for a sequence that is pushed, the first of them `shared` with other prompts.
+        """Reserve blocks for a pushed sequence, the first of them `shared` with other prompts.
 
         Raises:
-            OutOfBlocks: there are too few.
+            OutOfBlocks: too few blocks are free.
         """
         assert sequence.is_pushed and sequence.phase is Phase.WAITING
         assert len(self.allocators) == 1
@@ -176,14 +178,14 @@ class Scheduler:
         sequence.phase = Phase.RESERVING
 
     def make_ready(self, sequence: Sequence) -> None:
-        """A sequence that has its blocks waits for a slot."""
+        """Let a sequence that has its blocks wait for a slot."""
         if sequence.order < 0:
             self._number(sequence)
         sequence.phase = Phase.READY
         insort(self._ready, sequence, key=_order)
 
     def give_slots(self) -> list[Sequence]:
-        """Give free slots to READY sequences, which run from now on: those."""
+        """Give free slots to READY sequences, which become RUNNING; returns them."""
         started: list[Sequence] = []
         while self._ready and self._free_slots:
             sequence = self._ready.pop(0)
@@ -194,9 +196,10 @@ class Scheduler:
         return started
 
     def match(self, sequence: Sequence, owner: int = 0) -> tuple[int, ...]:
-        """Blocks of a rank's pool that hold the beginning of its prompt already. Any thread.
+        """Blocks of a rank's pool that already hold the beginning of the sequence's prompt. Any thread.
 
-        At least one token is left to compute: what is sampled next follows from it, or the state to decode from.
+        At least one token is left to compute, because the next token is sampled from it, or because decoding starts
+        from its state.
         """
         num_to_compute = sequence.num_tokens - bool(sequence.token_ids)
         most = (num_to_compute - 1) // self.allocator.block_size
@@ -210,14 +213,14 @@ class Scheduler:
         end: int,
         checkpoints: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Positions start ... end are written in every layer: others may share the blocks that they completed.
+        """Register the blocks that positions start ... end complete, which are written in every layer, for sharing.
 
         Args:
-            sequence: whose positions.
-            table: the one that they were written through; its blocks are not free.
-            start: the first.
-            end: one past the last.
-            checkpoints: ends of blocks among them, and the state slot that has the state there.
+            sequence: the sequence of these positions.
+            table: the block table through which they were written; its blocks are not free.
+            start: the first position.
+            end: one past the last position.
+            checkpoints: block ends among these positions, each with the state slot that holds the state there.
         """
         if sequence.is_unsound:
             for _, slot in checkpoints:
@@ -234,7 +237,7 @@ class Scheduler:
             self._checkpoints().keep(name, slot, is_branch=sequence.checkpoint_blocks[count])
 
     def unshare(self, sequence: Sequence) -> None:
-        """Its KV may hold what is not finite: no other may find its blocks, nor those that it found."""
+        """Stop sharing the sequence's blocks, its own and those it found cached: its KV may hold NaN or infinities."""
         sequence.is_unsound = True
         if sequence.table is not None:
             self._allocator_of(sequence.table).forget(sequence.table)
@@ -242,7 +245,7 @@ class Scheduler:
     # The next step
 
     def chunks(self, budget_len: int) -> list[tuple[Sequence, Chunk]]:
-        """Chunks of at most `budget_len` tokens together, the oldest sequence first; they will be computed."""
+        """Chunks of at most `budget_len` tokens in total, oldest sequence first; the caller must compute them."""
         chosen: list[tuple[Sequence, Chunk]] = []
         for sequence in self._running:
             if budget_len <= 0:
@@ -266,7 +269,10 @@ class Scheduler:
         return chosen
 
     def _take_checkpoints(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
-        """Those that a chunk up to `end` leaves, and their slots; none that is there by now, or has no room."""
+        """Checkpoints that a chunk up to `end` leaves, with their slots.
+
+        Skips checkpoints that already exist, and stops when no slot is free.
+        """
         block_size, names = self.allocator.block_size, sequence.block_hashes
         taken: list[tuple[int, int]] = []
         for count in sequence.checkpoint_blocks:
@@ -279,7 +285,7 @@ class Scheduler:
         return tuple(taken)
 
     def _leave_checkpoint(self, sequence: Sequence) -> int | None:
-        """The slot of the checkpoint that it was to begin with; from now on another may have it."""
+        """Release the checkpoint that the sequence was to begin with; returns its slot, which may now be reused."""
         name, sequence.checkpoint = sequence.checkpoint, None
         return None if name is None else self._checkpoints().leave(name)
 
@@ -288,7 +294,7 @@ class Scheduler:
         return self.allocator.index.checkpoints
 
     def begin_decoding(self, sequence: Sequence) -> None:
-        """From the next step on it takes part as a decode row."""
+        """Let a sequence take part as a decode row from the next step on."""
         assert sequence.phase is Phase.RUNNING and not sequence.is_pushed
         sequence.is_decoding = True
         self._decoding = None
@@ -296,35 +302,35 @@ class Scheduler:
     # Preemption; see `preemption`
 
     def num_coming(self, owner: int = 0) -> int:
-        """Blocks of a rank's pool that will be free when steps in flight are over."""
+        """Number of blocks of a rank's pool that become free when the steps in flight are over."""
         leaving = [item.table for item in self._of(owner, self._running) if item.is_leaving]
         return self._num_departing_blocks[owner] + sum(len(table.blocks) for table in leaving if table is not None)
 
     def claim_none(self) -> None:
-        """No sequence that decodes waits for room."""
+        """Drop all claims: no decoding sequence waits for blocks."""
         self._num_claimed = [0] * len(self.allocators)
 
     def claim(self, num_blocks: int, owner: int = 0) -> None:
-        """So many blocks of a rank's pool are for sequences that decode and wait for room: none starts with them."""
+        """Set aside blocks of a rank's pool for decoding sequences that wait for some; no sequence starts with them."""
         self._num_claimed[owner] = num_blocks
 
     def candidates(self, owner: int = 0) -> list[Sequence]:
-        """Sequences of a rank's pool that may be preempted, oldest first; READY ones are among them."""
+        """Sequences of a rank's pool that may be preempted, oldest first, including READY ones."""
         mine = self._of(owner, (*self._running, *self._ready))
         holders = [item for item in mine if not (item.is_leaving or item.is_pushed)]
         return sorted((item for item in holders if not item.is_protected), key=_order)
 
     def leave(self, sequence: Sequence) -> None:
-        """It takes part in no further step, and is preempted when no step in flight runs it."""
+        """Mark a sequence as leaving: no further step runs it, and it is preempted when no step in flight does."""
         sequence.is_leaving = True
         self._decoding = None
 
     def leaving(self) -> tuple[Sequence, ...]:
-        """Those."""
+        """The running sequences that are leaving."""
         return tuple(item for item in self._running if item.is_leaving)
 
     def add_blocks(self, sequence: Sequence, num_blocks: int) -> Growth:
-        """More blocks, which are free, for a sequence that decodes."""
+        """Add free blocks to the block table of a decoding sequence."""
         assert sequence.table is not None and sequence.slot is not None
         first = len(sequence.table.blocks)
         wanted_len = min((first + num_blocks) * self.allocator.block_size, sequence.capacity_len)
@@ -332,11 +338,11 @@ class Scheduler:
         return Growth(sequence.slot, first, sequence.table.blocks[first:])
 
     def preempt(self, sequence: Sequence) -> Callable[[], None]:
-        """It waits again, in its old place; the function frees the blocks and the slot that it had."""
+        """Return a sequence to its old place in the queue; the returned function frees its blocks and slot."""
         free = self._detach(sequence)
         sequence.is_decoding = sequence.is_leaving = False
         if sequence.saved is None:
-            sequence.resume = None  # its hidden state belongs to what is lost
+            sequence.resume = None  # its hidden state belongs to the KV that is lost
         sequence.num_computed = sequence.num_cached = 0
         sequence.phase = Phase.WAITING
         insort(self._line, sequence, key=_order)
@@ -345,7 +351,7 @@ class Scheduler:
     # Ends
 
     def send(self, sequence: Sequence) -> Callable[[], None]:
-        """A pushed sequence's prompt is computed: it keeps its blocks; the function frees its slot."""
+        """Mark a pushed sequence's prompt as computed: it keeps its blocks; the returned function frees its slot."""
         assert sequence.is_pushed and sequence.slot is not None
         self._running.remove(sequence)
         slot, sequence.slot = sequence.slot, None
@@ -359,7 +365,7 @@ class Scheduler:
         return free
 
     def abort(self, sequence: Sequence) -> Callable[[], None]:
-        """A pushed sequence is given up: it keeps its blocks until `remove`; the function frees its slot."""
+        """Give up a pushed sequence: it keeps its blocks until `remove`; the returned function frees its slot."""
         assert sequence.is_pushed
         slot, sequence.slot = sequence.slot, None
         if sequence.phase is Phase.RUNNING:
@@ -377,7 +383,7 @@ class Scheduler:
         return free
 
     def remove(self, sequence: Sequence) -> Callable[[], None]:
-        """Forget a sequence; the function frees what it holds, once no step uses it."""
+        """Remove a sequence; the returned function frees what it holds, and is to be called once no step uses it."""
         del self._sequences[sequence]
         if sequence.phase is Phase.WAITING and not sequence.is_pushed:
             self._line.remove(sequence)
@@ -386,7 +392,7 @@ class Scheduler:
         return free
 
     def quarantine(self, sequence: Sequence) -> None:
-        """Forget a sequence that ends while it is RECEIVING: its blocks stay set apart until `drained`."""
+        """Remove a sequence that ends while it is RECEIVING: its blocks stay quarantined until `drained`."""
         assert sequence.phase is Phase.RECEIVING and sequence.table is not None
         self._allocator_of(sequence.table).quarantine(sequence.table)
         self._quarantined[sequence] = sequence.table
@@ -394,12 +400,12 @@ class Scheduler:
         self.remove(sequence)()
 
     def drained(self, sequence: Sequence) -> None:
-        """Nothing writes the blocks of a quarantined sequence any more: they are free."""
+        """Free the blocks of a quarantined sequence, which nothing writes any more."""
         table = self._quarantined.pop(sequence)
         self._allocator_of(table).release_quarantined(table)
 
     def check_empty(self) -> None:
-        """With no sequence left every block and slot is free; anything else is a leak."""
+        """Check that every block and slot is free when no sequence is left; anything else is a leak."""
         if not self._sequences and not self._num_departing and not self._quarantined:
             assert all(allocator.num_free == allocator.num_blocks for allocator in self.allocators)
             assert len(self._free_slots) == self.num_slots
@@ -417,11 +423,11 @@ class Scheduler:
         self._num_arrived += 1
 
     def _start_len(self, sequence: Sequence) -> int:
-        """Positions that it starts with blocks for."""
+        """Number of positions for which the sequence gets blocks when it starts."""
         return sequence.step_len if self._overcommit and not sequence.is_protected else sequence.capacity_len
 
     def _owners_for(self, sequence: Sequence) -> Iterable[int]:
-        """Ranks that may have its blocks: saved KV comes back to the one that saved it."""
+        """Ranks whose pool may take the sequence: saved KV returns to the rank that saved it."""
         return range(len(self.allocators)) if sequence.saved is None else (sequence.owner,)
 
     def _take_blocks(self, sequence: Sequence, owners: Iterable[int], num_kept: int) -> bool:
@@ -431,7 +437,7 @@ class Scheduler:
         for owner in sorted(owners, key=lambda owner: self.allocators[owner].num_reserved - len(shared[owner])):
             allocator, num_left = self.allocators[owner], num_kept + self._num_claimed[owner]
             if self._overcommit and not sequence.is_protected:
-                num_left += len(self._of(owner, (*self._running, *self._ready)))  # each may need a block soon
+                num_left += len(self._of(owner, (*self._running, *self._ready)))  # each of these may need a block soon
             if allocator.num_missing(start_len + num_left * allocator.block_size, shared[owner]):
                 continue
             sequence.owner, sequence.table = owner, allocator.reserve(start_len, shared[owner])
@@ -441,11 +447,11 @@ class Scheduler:
         return False
 
     def _of(self, owner: int, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Those of them that have their blocks in a rank's pool."""
+        """The given sequences that have their blocks in a rank's pool."""
         return [item for item in sequences if item.owner == owner]
 
     def _allocator_of(self, table: BlockTable) -> BlockAllocator:
-        """By the table: its sequence may have another by now, in another rank's pool."""
+        """The allocator of a table, found by its blocks: the sequence may by now have another table in another pool."""
         return self.allocators[table.blocks[0] // self.allocator.num_blocks]
 
     def _found(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
@@ -468,7 +474,7 @@ class Scheduler:
             self.num_prefix_hits += sequence.num_cached > 0
 
     def _detach(self, sequence: Sequence) -> Callable[[], None]:
-        """Take slot and blocks from a sequence; the function frees them."""
+        """Take slot and blocks from a sequence; the returned function frees them."""
         table, slot = sequence.table, sequence.slot
         self._leave_checkpoint(sequence)
         if sequence.phase is Phase.RUNNING:
