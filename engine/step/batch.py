@@ -1,7 +1,7 @@
-"""From sequences to the tensors of a forward pass.
+"""Converts sequences to the tensors of a forward pass.
 
-Prefill batches are laid out on the host and cross to the device in one copy; decode batches are computed on the device
-from tensors that are already there, so that a decode step never waits for the host.
+Prefill batches are laid out on the host and copied to the device in one copy; decode batches are computed on the device
+from the slots' rows.
 
 Legend: T tokens, B sequences, Q rows of each, M entries of a block table.
 """
@@ -32,9 +32,9 @@ class ChunkRows:
         start: position of the chunk's first token; everything before it is in the pool.
         length: tokens in the chunk, >= 1.
         blocks: the sequence's KV blocks.
-        knows_next: the last of `token_ids` is not computed: it was sampled before, and follows from those before it.
-        state_slot: the sequence's; None if the layout has no state.
-        keep_in: checkpoints that it leaves, as of `plan.Chunk`.
+        knows_next: the last of `token_ids` is not computed: it was sampled earlier, and follows from those before it.
+        state_slot: the sequence's state slot; None if the layout has no state.
+        keep_in: checkpoints that it leaves, as in `plan.Chunk`.
     """
 
     token_ids: Ints
@@ -52,7 +52,7 @@ class ChunkRows:
 
     @property
     def is_last(self) -> bool:
-        """Whether every token is computed with this chunk, so that another follows from it."""
+        """Whether this chunk completes the tokens to compute, so that the next token follows from it."""
         return self.end == len(self.token_ids) - self.knows_next
 
 
@@ -63,8 +63,8 @@ class PrefillInputs:
     Attributes:
         token_ids_T: int64.
         next_token_ids_T: int64, the token after each; 0 after a sequence's newest, which the caller fills in.
-        last_row_F: int64, rows of the newest tokens of sequences that are computed whole, in chunk order.
-        known_F: the tokens that follow them, where they were sampled before; -1 where they are sampled now.
+        last_row_F: int64, rows of the newest tokens of sequences whose computation this step completes, in chunk order.
+        known_F: the tokens that follow them, if they were sampled earlier; -1 if they are sampled now.
         batch: positions, slots and tables.
     """
 
@@ -77,11 +77,11 @@ class PrefillInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
-    """What stays the same about the sequences of a decode step.
+    """What does not change during a decode step about its sequences.
 
     Attributes:
-        block_tables_BM: int64; unused entries point at the scratch block.
-        limit_B: int64, positions each sequence has room for.
+        block_tables_BM: int64; unused entries point at the null block.
+        limit_B: int64, positions that fit in each sequence's blocks.
         draft_cap_B: int64, drafts each may accept.
         state_slots_B: int64, state slot of each; None if the layout has no state.
     """
@@ -93,7 +93,7 @@ class DecodeRows:
 
 
 def prefill_inputs(chunks: Sequence[ChunkRows], pool: KVPool, null_block: int | None = None) -> PrefillInputs:
-    """Lay the chunks out one after the other; unused entries of their tables name the pool's null block if None."""
+    """Lay the chunks out one after the other; `null_block` fills unused table entries, and defaults to the pool's."""
     assert chunks
     null_block = pool.num_blocks if null_block is None else null_block
     block_size = pool.layout.block_size
@@ -155,10 +155,10 @@ def decode_batch(
     pool: KVPool,
     implementation: Implementation = Implementation.AUTO,
 ) -> DecodeBatch:
-    """Consecutive positions of every sequence, from `first_position_B` on.
+    """Rows for `num_rows` consecutive positions of every sequence, from `first_position_B` on.
 
-    Rows past a sequence's room (drafts beyond its last possible token) write to the scratch slot and sit at its last
-    position; what they compute is never emitted.
+    Rows beyond a sequence's limit (drafts after its last possible token) sit at its last position and write to the
+    scratch slot; what they compute is never emitted.
     """
     positions_BQ, slots_BQ = row_places(
         first_position_B,

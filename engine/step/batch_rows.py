@@ -1,4 +1,4 @@
-"""Which sequences a decode step runs, and what follows from that alone: made anew only when one of them changes.
+"""Holds which sequences a decode step runs, and what follows from that alone; rebuilt only when one of them changes.
 
 Legend: B sequences.
 """
@@ -16,27 +16,27 @@ from baton.kernels.copies import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Kept, on the host and on the device, while the next step runs the same.
+    """The decode sequences of a step, kept on host and device while the following steps run the same ones.
 
     Attributes:
-        slots: of the sequences.
-        slots_B: int64, on the device.
-        host_slots_B: int64, on the host.
-        sampling: what each asks.
+        slots: slots of the sequences.
+        slots_B: the same, int64, on the device.
+        host_slots_B: the same, int64, on the host.
+        sampling: sampling parameters of each.
         draft_caps: drafts that each may ever use.
-        proposed_lens: of those, in this step.
-        most_B: tokens each may emit in it.
-        room_B: tokens each may emit in a step of any k.
-        max_drafts: drafts that the step's plan allows,
-        method: and what makes them, where a sequence has none of its own; None: nothing.
-        num_drafts: K of the step, which its sequences' caps may lower.
-        num_by_head: of those, the most that the head makes for any of them,
-        num_looked_up: and the most that are looked up.
-        is_looked_up_B: bool, whose drafts are looked up; None where that holds for all or for none.
-        keeps_mtp: the MTP head sees what is emitted, also with K = 0: k may rise while these sequences run.
-        num_tops: likeliest tokens each reports; None: no log-probabilities at all.
-        num_reporting: those that do.
-        num_top: the most any of them reports.
+        proposed_lens: drafts that each may use in this step.
+        most_B: tokens each may emit in this step.
+        room_B: tokens each may emit in a step with any k.
+        max_drafts: drafts that the step's plan allows.
+        method: draft method of sequences that have none of their own; None: no drafts.
+        num_drafts: K of the step, which may be below `max_drafts` because of the sequences' caps.
+        num_by_head: the most drafts that the head makes for any sequence.
+        num_looked_up: the most drafts that are looked up for any sequence.
+        is_looked_up_B: bool, sequences whose drafts are looked up; None if that holds for all or for none.
+        keeps_mtp: the MTP head processes the emitted tokens even with K = 0, as k may rise while these sequences run.
+        num_tops: number of likeliest tokens each reports; None: no log-probabilities at all.
+        num_reporting: number of sequences that report log-probabilities.
+        num_top: the most likeliest tokens that any of them reports.
     """
 
     slots: tuple[int, ...]
@@ -72,7 +72,7 @@ class StepBatch:
         vocab_size: int,
         device: torch.device,
     ) -> "StepBatch":
-        """The batch of these slots, while steps make at most `num_drafts` drafts by `method`."""
+        """The batch of these slots, for steps that make at most `num_drafts` drafts by `method`."""
         assert len(set(slots)) == len(slots)
         proposed_lens = tuple(min(cap, num_drafts) for cap in draft_caps)
         is_looked_up = [(own or method) is DraftMethod.NGRAM for own in methods]

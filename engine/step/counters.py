@@ -1,9 +1,9 @@
-"""Counters on the device: what steps proposed and accepted, added up from the very tensors of their results.
+"""Counts on the device what steps proposed and accepted, from the result tensors themselves.
 
-A row of a step that had p drafts and accepted a of them adds 1 to the element (p, a) of one small tensor; everything
-else follows from it. So nothing waits for the host, and no count can be forgotten: rows, drafts and tokens are margins
-of one table. A few results are added at a time, in the order of the executor, which costs a step next to nothing. It
-counts what was computed (`core.telemetry.step_report`).
+A row with p drafts, a of them accepted, adds 1 to element (p, a) of one small table. The numbers of rows, drafts and
+tokens are margins of this table, so no count can be forgotten, and nothing waits for the host. A few results are added
+at a time, in the executor's order, which costs a step next to nothing. The table counts what was computed
+(`core.telemetry.step_report`).
 
 Legend: B sequences of a step, Q = most drafts of a step + 1, C columns of a result, P results to be added.
 """
@@ -15,16 +15,16 @@ import torch
 from baton.core.telemetry.step_report import RowCounts
 from baton.kernels.sampling.verify import NOT_FINITE
 
-IDLE: Final = (1 << 31) - 1  # instead of a number of drafts: the step made nothing of this sequence
+IDLE: Final = (1 << 31) - 1  # in place of an accepted length: the step emitted nothing for this sequence
 _MAX_PENDING: Final = 16
 
 
 class StepCounters:
-    """Of one runner. `add` and `copy` belong to its executor.
+    """Counters of one runner. `add` and `copy` run on its executor.
 
     Args:
-        num_draft_tokens: most drafts of a step.
-        device: of the steps.
+        num_draft_tokens: maximum number of drafts in a step.
+        device: device of the steps.
     """
 
     def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class StepCounters:
 
     @property
     def num_values(self) -> int:
-        """Elements of a copy."""
+        """Number of elements of a copy."""
         return self._num_columns**2
 
     def add(
@@ -53,12 +53,13 @@ class StepCounters:
         """Count one step.
 
         Args:
-            slots_B: of its sequences; the same tensor only while nothing about the batch has changed.
+            slots_B: slots of its sequences; the same tensor object only while nothing about the batch has changed.
             draft_cap_B: int64, drafts each sequence may accept.
-            num_drafts: made in this step.
-            result_BC: int64, of each sequence first the number of drafts that stand, `IDLE` if it emitted nothing,
-                or that number and `NOT_FINITE`: neither is counted. It must not be changed afterwards.
-            tells_proposed: its last column says how many drafts each sequence had; else each had all it may accept.
+            num_drafts: drafts made in this step.
+            result_BC: int64; column 0 is the number of accepted drafts, `IDLE` if the sequence emitted nothing, or that
+                number combined with `NOT_FINITE`; the last two are not counted. Must not be modified afterwards.
+            tells_proposed: the last column says how many drafts each sequence had; else each had as many as it may
+                accept.
         """
         if self._slots_B is not slots_B or self._num_drafts != num_drafts or self._tells_proposed != tells_proposed:
             self._add_pending()
@@ -69,12 +70,12 @@ class StepCounters:
             self._add_pending()
 
     def copy(self) -> torch.Tensor:
-        """The counters as of now, int64 [num_values]; a tensor of its own, which later steps leave alone."""
+        """A copy of the current counters, int64 [num_values], which later steps do not modify."""
         self._add_pending()
         return self._rows_QQ.clone()
 
     def read(self, values: torch.Tensor) -> RowCounts:
-        """What a copy, on the host, says."""
+        """Convert a copy, on the host, to row counts."""
         by_proposed: list[list[int]] = values.view(self._num_columns, self._num_columns).tolist()
         by_accepted = [sum(column) for column in zip(*by_proposed, strict=True)]
         num_rows = sum(by_accepted)
@@ -98,10 +99,10 @@ class StepCounters:
 
 
 def mark_idle(accepted_len_B: torch.Tensor) -> torch.Tensor:
-    """Accepted lengths as results hold them: `IDLE` for -1."""
+    """Accepted lengths as results store them: `IDLE` replaces -1."""
     return accepted_len_B.masked_fill(accepted_len_B < 0, IDLE)
 
 
 def at_least(by_length: list[int]) -> tuple[int, ...]:
-    """From how many have each length, 0 first, to how many have at least 1, 2, ..."""
+    """Convert the number of rows of each length, from 0 on, to the number with at least 1, 2, ..."""
     return tuple(sum(by_length[length:]) for length in range(1, len(by_length)))

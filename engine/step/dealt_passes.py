@@ -1,8 +1,8 @@
-"""The passes of a step whose rows are dealt to ranks: this rank attends for its own sequences, in its own pool.
+"""Runs the passes of a step in which each rank attends for its own sequences, in its own pool.
 
-Plans and slots are the same at every rank, and name blocks of all pools; so are the step's rows, outside of attention.
-Here is what a rank makes of them for its attention: the chunks and decode rows of its own sequences, with tables of its
-own pool. A rank whose sequences have no row in a pass takes part in it all the same.
+Plans and slots are the same on every rank and name blocks of all pools; outside of attention, so are the step's rows.
+This module derives what one rank needs for its attention: the chunks and decode rows of its own sequences, with block
+tables of its own pool. A rank whose sequences have no row in a pass still takes part in it.
 
 Legend: T tokens of all chunks, B decode sequences, b of them this rank's, Q rows of each, M entries of a block table.
 """
@@ -24,23 +24,23 @@ from baton.model.model import Model
 
 
 def rank_blocks(model: Model, pool: KVPool) -> RankBlocks:
-    """Which blocks of plans are in the pool of a rank: all, unless the model has rows dealt to ranks."""
+    """Map of plan blocks to this rank's pool: all of them, unless the model's rows are distributed over ranks."""
     rank, num_pools = (0, 1) if model.deal is None else (model.deal.rank, model.deal.size)
     return RankBlocks(num_blocks=pool.num_blocks, rank=rank, num_pools=num_pools)
 
 
 class DealtPasses(EagerPasses):
-    """Each operation is launched by the host.
+    """The passes with rows distributed over ranks; the host launches each operation.
 
     Args:
-        model: that computes, with rows dealt to ranks.
-        pool: this rank's.
-        blocks: which ones are in it.
+        model: the model, with rows distributed over ranks.
+        pool: this rank's pool.
+        blocks: says which blocks are in that pool.
         rows: the decode rows of all ranks; None if there are none.
-        owners: whose each of their sequences is.
-        max_context_len: bound of every decode position + 1.
+        owners: owner rank of each decode sequence.
+        max_context_len: upper bound of every decode position + 1.
         prompt: the chunks of all ranks; None if there are none.
-        chunks: what they were made of.
+        chunks: the chunks that `prompt` was made from.
     """
 
     def __init__(
@@ -86,7 +86,10 @@ class DealtPasses(EagerPasses):
         return DealtBatch(own=own, rows=self._dealt(with_prompt=True, num_rows=num_rows))
 
     def _dealt(self, *, with_prompt: bool, num_rows: int) -> DealtRows:
-        """Rows of the chunks, and so many of each decode sequence: of verification and of the draft extend the same."""
+        """How the chunks' rows and `num_rows` rows per decode sequence are distributed.
+
+        Verification and draft extend have the same rows, and share the result.
+        """
         key = with_prompt, num_rows
         if key not in self._known:
             assert self._model.deal is not None
@@ -97,11 +100,11 @@ class DealtPasses(EagerPasses):
         return self._known[key]
 
     def _decode_batch(self, first_B: torch.Tensor, num_rows: int) -> DecodeBatch:
-        """Of this rank's sequences, which may be none."""
+        """The decode batch of this rank's sequences, which may be empty."""
         first_b = first_B.index_select(0, self._own_b)
         return decode_batch(first_b, num_rows, self._own_rows, self._max_context_len, self._pool, self._model.around)
 
     def _no_rows(self) -> DecodeBatch:
-        """A batch of none, which no layer attends for."""
+        """An empty batch, for which no layer computes attention."""
         none_BX = torch.empty(0, 1, dtype=torch.int64, device=self._pool.device)
         return DecodeBatch(positions_BQ=none_BX, slots_BQ=none_BX, block_tables_BM=none_BX, max_context_len=1)

@@ -1,9 +1,9 @@
-"""Where steps run: one after the other, in the order they were given, while the host goes on.
+"""Runs steps one after the other, in the order in which they were submitted, without blocking the host.
 
-On CUDA that is the current stream, and results are copied to the host on a stream of their own. On a CPU it is one
-thread, so that a step overlaps the planning of the next one there, too. Work is given as a function; whatever it
-reads on the device it reads in its turn. After an error nothing runs any more: what follows would build on a step that
-did not happen.
+On CUDA the executor is the current stream, and results are copied to the host on a separate stream. On a CPU it is one
+thread, so that a step overlaps the planning of the next one there, too. Work is submitted as a function, which reads
+device data only when its turn comes. After an error nothing runs any more, because later work would build on a step
+that did not happen.
 """
 
 import queue
@@ -20,7 +20,7 @@ from baton.kernels.copies import copy_to_host
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The same error with its traceback as a note: frames keep alive whatever the failed work had captured."""
+    """Replace the error's traceback by a note, because frames keep alive what the failed work had captured."""
     text = "".join(traceback.format_exception(error))
     seen: list[BaseException] = []
     following: BaseException | None = error
@@ -36,41 +36,41 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Pending(Protocol):
-    """Something that is under way."""
+    """Work that is under way."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over."""
+        """Whether the work is over."""
         ...
 
 
 class StepExecutor(Protocol):
-    """Runs work in order."""
+    """Runs submitted work in order."""
 
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
-        """Have `work` done after all that was given before; its result will be in `target`, on the host."""
+        """Run `work` after everything submitted before; its result is copied to `target`, on the host."""
         ...
 
     def run(self, work: Callable[[], None]) -> "Pending":
-        """The same for work without a result. If it fails, the future of what is submitted next says so."""
+        """Run work that has no result. If it fails, the future of the next `submit` raises the error."""
         ...
 
     def drain(self) -> None:
-        """Wait until nothing is being done. Says nothing about errors."""
+        """Wait until no work is running; does not report errors."""
         ...
 
     def close(self) -> None:
-        """Finish what was given and end; nothing may be given any more."""
+        """Finish the submitted work and end; nothing may be submitted afterwards."""
         ...
 
 
 def executor_for(device: torch.device) -> StepExecutor:
-    """The executor of a device."""
+    """The executor for a device."""
     return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
 
 
 class _Done:
-    """An event of a thread: a lock that is held until then, which costs less than a `threading.Event`."""
+    """A one-shot event: a lock that is held until the event is set, which costs less than a `threading.Event`."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -92,7 +92,7 @@ class _Done:
 
     def wait(self, timeout_s: float) -> bool:
         if not self._is_set and self._lock.acquire(timeout=timeout_s):
-            self._lock.release()  # for the next who waits
+            self._lock.release()  # for the next waiter
         return self._is_set
 
     def set(self, error: BaseException | None) -> None:
@@ -106,13 +106,13 @@ _Tasks = queue.SimpleQueue[_Task | None]
 
 
 class ThreadExecutor:
-    """One thread, which ends with `close` or when the executor is dropped."""
+    """Runs work on one thread, which ends with `close` or when the executor is garbage-collected."""
 
     def __init__(self) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._thread: threading.Thread | None = None  # started by the first work
-        # An interpreter that ends must not meet a thread of ours inside torch: it would take the process down.
+        # If the interpreter exits while this thread is inside torch, the process crashes.
         weakref.finalize(self, _end, self._tasks, self._threads)
 
     def submit(self, work: Callable[[], torch.Tensor], target: torch.Tensor) -> HostFuture:
@@ -148,11 +148,11 @@ class ThreadExecutor:
 
 
 def _nothing() -> None:
-    """To wait for."""
+    """Do nothing; `drain` waits for it."""
 
 
 def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
-    """Nothing refers to the executor any more, or the interpreter ends."""
+    """Stop the thread, when nothing refers to the executor any more or the interpreter exits."""
     tasks.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
@@ -160,14 +160,14 @@ def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
 
 
 def _serve(tasks: _Tasks) -> None:
-    """The thread. It knows the queue and not the executor, so that an executor that is dropped ends it."""
+    """Run the executor's thread. It holds the queue but not the executor, so that dropping the executor ends it."""
     failure: BaseException | None = None
     with torch.inference_mode():
         while (task := tasks.get()) is not None:
             work, target, done = task
             if failure is None:
                 failure = _do(work, target)
-            # What the work captured is gone before any thread sees that it is over.
+            # Drop what the work captured before any thread sees that it is done.
             del task, work, target
             done.set(failure)
             del done
@@ -179,14 +179,14 @@ def _do(work: Callable[[], torch.Tensor | None], target: torch.Tensor | None) ->
         if target is not None:
             assert result is not None
             copy_to_host(target, result)
-    # Not hidden: it is raised where the result is asked for.
+    # Not swallowed: it is raised where the result is read.
     except BaseException as error:  # noqa: BLE001
         return without_frames(error)
     return None
 
 
 class _Reached:
-    """Over when the stream has got to an event."""
+    """Done when the stream has reached an event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -197,7 +197,7 @@ class _Reached:
 
 
 class StreamExecutor:
-    """The CUDA stream that is current where work is given; a failed launch raises there at once."""
+    """Runs work on the CUDA stream that is current when it is submitted; a failed launch raises immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -213,7 +213,7 @@ class StreamExecutor:
             self._copies.wait_event(computed)
             copy_to_host(target, source)
             copied.record(self._copies)
-        source.record_stream(self._copies)  # else its memory could be given away before it was read
+        source.record_stream(self._copies)  # else its memory could be reused before it was read
         return HostFuture(target, copied)
 
     @torch.inference_mode()

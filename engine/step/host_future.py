@@ -1,7 +1,7 @@
-"""Values that a device writes into host memory: not to be looked at before they are there.
+"""Guards values that a device writes into host memory until they have arrived.
 
-`HostFuture.get` is the only way to the tensor, so that no reader can forget the wait. Owns no memory: the buffers of
-a runner's results are lent by `ResultBuffers` and come back once read.
+`HostFuture.get` is the only way to reach the tensor, so no reader can forget to wait. A future owns no memory:
+`ResultBuffers` lends the buffers of a runner's results and takes them back once they are read.
 """
 
 from typing import Protocol
@@ -15,16 +15,16 @@ class Event(Protocol):
     """A point in the order of work; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
-        """Whether it was reached."""
+        """Whether it has been reached."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for it; raises what kept it from being reached."""
+        """Wait until it is reached; raises the error that prevented it."""
         ...
 
 
 class HostFuture:
-    """A host tensor and the event after which it holds what it is for."""
+    """A host tensor, and the event after which its content is valid."""
 
     def __init__(self, tensor: torch.Tensor, event: Event) -> None:
         assert tensor.device.type == "cpu"
@@ -33,11 +33,11 @@ class HostFuture:
 
     @property
     def is_done(self) -> bool:
-        """Whether `get` would not wait."""
+        """Whether `get` would return without waiting."""
         return self._event.query()
 
     def get(self) -> torch.Tensor:
-        """The tensor, once it is written.
+        """The tensor; waits until it is written.
 
         Raises:
             Exception: what the work that should have written it raised.
@@ -47,9 +47,10 @@ class HostFuture:
 
 
 class ResultBuffers:
-    """Host memory for the results of steps in flight, each int64 [num_values] at least; pinned for a CUDA device.
+    """Host buffers for the results of steps in flight, at least int64 [num_values] each; pinned for a CUDA device.
 
-    As many as were ever lent at a time, so two for one step ahead; all as large as the largest that was asked for.
+    There are as many as were ever lent at once, so two with one step ahead. All have the size of the largest request so
+    far.
     """
 
     def __init__(self, num_values: int, device: torch.device) -> None:
@@ -58,13 +59,13 @@ class ResultBuffers:
         self._free: list[torch.Tensor] = []
 
     def take(self, num_values: int) -> torch.Tensor:
-        """A buffer of so many values or more, for the caller alone; what it holds is left over."""
+        """A buffer of at least `num_values` values, for the caller alone; its content is arbitrary."""
         if num_values > self._num_values:
             self._num_values = num_values
             self._free.clear()
         return self._free.pop() if self._free else host_buffer(self._num_values, torch.int64, self._device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """The buffer was read, and nothing writes it any more."""
+        """Return a buffer that was read and that nothing writes any more."""
         if len(buffer) == self._num_values:
             self._free.append(buffer)

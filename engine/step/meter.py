@@ -1,10 +1,10 @@
-"""What the steps of one runner cost and counted, taken without holding up any of them.
+"""Measures what the steps of one runner cost and count, without delaying any of them.
 
-Times are marks that the executor sets around each step (`engine.step.marks`), read when the step's result is. The *host
-gap* is the time from the end of a step to the begin of the next one, if a sequence goes on from one to the other: then
-there was work, and the device waited for the host. Placing new sequences falls into it; a prefill, or copies of KV, in
-between on the same device do not (`interrupt`). Counters (`engine.step.counters`) are copied to the host on request,
-behind the steps launched until then; the request returns the copy before.
+Times come from marks that the executor sets around each step, and are read together with the step's result. The *host
+gap* is the time from the end of a step to the start of the next one if they share a sequence: then there was work, and
+the device waited for the host. Placing new sequences counts as part of the gap; a prefill or a KV copy in between on
+the same device does not (`interrupt`). Counters (`engine.step.counters`) are copied to the host on request, after the
+steps launched so far; a request returns the previous copy.
 """
 
 import threading
@@ -24,10 +24,10 @@ from baton.kernels.copies import host_buffer
 
 
 class Marks(Protocol):
-    """What marks of one device are."""
+    """Timing marks on one device."""
 
     def mark(self) -> Any:
-        """A mark behind the work given to the device until now."""
+        """Set a mark after the work submitted to the device so far."""
         ...
 
     def is_reached(self, mark: Any) -> bool:
@@ -35,17 +35,17 @@ class Marks(Protocol):
         ...
 
     def between_s(self, first: Any, second: Any) -> float:
-        """Seconds from one mark to the other; both were reached."""
+        """Seconds between two marks that were reached."""
         ...
 
 
 def marks_for(device: torch.device, clock: Clock) -> Marks:
-    """Those of a device; `clock` is read where the device has none."""
+    """The marks for a device; `clock` is used if the device has no events."""
     return StreamMarks(device) if device.type == "cuda" else ClockMarks(clock)
 
 
 class ClockMarks:
-    """Readings of a clock."""
+    """Marks that are readings of a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.mark = clock.now_s
@@ -60,7 +60,7 @@ class ClockMarks:
 
 
 class StreamMarks:
-    """Events of the stream that is current where they are made."""
+    """Marks that are events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -80,19 +80,19 @@ class StreamMarks:
         return float(first.elapsed_time(second)) / 1e3
 
 
-_MAX_OVER: Final = 256  # steps whose times are sorted into buckets at once, which is cheaper than one by one
+_MAX_OVER: Final = 256  # steps whose times are put into buckets in one go, which is cheaper than one by one
 
 
 @dataclass(slots=True, eq=False)
 class StepTimes:
-    """The marks of one step, and the step before if a sequence goes on from that one.
+    """The marks of one step, and the previous step if they share a sequence.
 
     Attributes:
-        before: that step.
-        decodes: whether sequences decode in it.
+        before: the previous step.
+        decodes: whether the step has decode rows.
         begin: before its first kernel.
-        sampled: its tokens are there.
-        end: it is over.
+        sampled: after its tokens are sampled.
+        end: after the whole step.
     """
 
     before: "StepTimes | None"
@@ -103,15 +103,15 @@ class StepTimes:
 
 
 class StepMeter:
-    """Of one runner. `counters` and `run` are for its executor, `computed` and `times` for any thread.
+    """Meter of one runner. `counters` and `run` are for its executor, `computed` and `times` for any thread.
 
-    The rest is for its own thread.
+    Everything else is for the runner's own thread.
 
     Args:
-        num_draft_tokens: most drafts of a step.
-        executor: where steps run.
-        device: of the steps.
-        clock: of steps on a CPU.
+        num_draft_tokens: maximum number of drafts in a step.
+        executor: executor of the steps.
+        device: device of the steps.
+        clock: clock for steps on a CPU.
     """
 
     def __init__(
@@ -125,25 +125,25 @@ class StepMeter:
         self._last: StepTimes | None = None
         self._last_slots: tuple[int, ...] = ()
         self._new_slots: set[int] = set()
-        self._over: deque[tuple[Any, StepTimes]] = deque()  # steps that were read, and the end of the one before
+        self._over: deque[tuple[Any, StepTimes]] = deque()  # (end of the previous step, step), read
         self._step_s = Buckets(STEP_BOUNDS_S)
         self._gap_s = Buckets(GAP_BOUNDS_S)
-        self._lock = threading.Lock()  # of the buckets, and of what follows
+        self._lock = threading.Lock()  # guards the buckets and the fields below
         self._buffer = host_buffer(self.counters.num_values, torch.int64, device)
         self._copy: HostFuture | None = None
         self._is_wanted = False
         self._computed = no_rows(num_draft_tokens)
 
     def admit(self, slot: int) -> None:
-        """A sequence was put into a slot: it does not go on from any step before."""
+        """Record that a new sequence takes a slot, so it does not continue from an earlier step."""
         self._new_slots.add(slot)
 
     def interrupt(self) -> None:
-        """The device has other work before the next step: the time until then is no gap."""
+        """Record that the device has other work before the next step, so the time until then is no gap."""
         self._last = None
 
     def launch(self, slots: tuple[int, ...], *, decodes: bool = True) -> StepTimes:
-        """A step of the sequences in these slots is launched; whether any of them decodes."""
+        """Record the launch of a step over the sequences in `slots`; `decodes` says whether any of them decodes."""
         before, new = self._last, self._new_slots
         if new or slots is not self._last_slots:
             if not any(slot not in new and slot in self._last_slots for slot in slots):
@@ -154,26 +154,26 @@ class StepMeter:
         return times
 
     def begin(self, times: StepTimes) -> None:
-        """The step begins."""
+        """Mark the start of the step."""
         times.begin = self._mark()
 
     def sampled(self, times: StepTimes) -> None:
-        """Its tokens are there."""
+        """Mark that its tokens are sampled."""
         times.sampled = self._mark()
 
     def end(self, times: StepTimes) -> None:
-        """It is over."""
+        """Mark the end of the step."""
         times.end = self._mark()
 
     def read(self, times: StepTimes) -> None:
-        """The result of a step was read; once."""
-        before, times.before = times.before, None  # or each step would lead to all before it
+        """Record, once per step, that its result was read."""
+        before, times.before = times.before, None  # else each step would keep all earlier ones alive
         self._over.append((None if before is None else before.end, times))
         if len(self._over) >= _MAX_OVER:
             self._sort()
 
     def durations_s(self, times: StepTimes) -> tuple[float, float] | None:
-        """Of a step: until its tokens were there, and in all; None while it is not over."""
+        """Seconds until the step's tokens were sampled, and until its end; None while it is not over."""
         if not self._is_over(times):
             return None
         return self._between_s(times.begin, times.sampled), self._between_s(times.begin, times.end)
@@ -182,7 +182,7 @@ class StepMeter:
         return times.end is not None and self._marks.is_reached(times.end)
 
     def times(self) -> tuple[Distribution, Distribution]:
-        """Durations of the steps that were read, and gaps before them, in seconds."""
+        """Distributions, in seconds, of the durations of the steps that were read and of the gaps before them."""
         self._sort()
         with self._lock:
             return self._step_s.read(), self._gap_s.read()
@@ -198,7 +198,7 @@ class StepMeter:
                     self._gap_s.observe(self._between_s(last_end, times.begin))
 
     def computed(self) -> RowCounts:
-        """The counters as they were last copied, and have them copied again.
+        """The most recently copied counters; also requests a new copy.
 
         Raises:
             Exception: what a step raised; nothing can be decoded any more.
@@ -211,12 +211,12 @@ class StepMeter:
             return self._computed
 
     def copy_if_wanted(self) -> None:
-        """Set off the copy that was asked for."""
+        """Submit the copy that was requested, if any."""
         if self._is_wanted:
             self._submit_copy()
 
     def computed_now(self) -> RowCounts:
-        """The counters of all steps launched until now; waits for them.
+        """The counters of all steps launched so far; waits for them.
 
         Raises:
             Exception: what a step raised.
@@ -224,7 +224,7 @@ class StepMeter:
         with self._lock:
             copy, self._copy = self._copy, None
         if copy is not None:
-            copy.get()  # until then the buffer is its own
+            copy.get()  # until then the copy owns the buffer
         self._submit_copy().get()
         return self.computed()
 

@@ -1,9 +1,9 @@
-"""The passes of a step through the model: one for each further draft, the trunk, and the draft extend.
+"""Runs the passes of a step through the model: one per further draft, the trunk, and the draft extend.
 
-A step calls them and chooses tokens in between, so that everything that may visit the host or differs from batch to
-batch (grammars, sampling, penalties, log-probabilities) lies between passes, never in one. `EagerPasses` launches each
-kernel; `graphed_step` replays decode-only passes from CUDA graphs, and the trunk of others in pieces; in `dealt_passes`
-ranks attend for different rows.
+A step calls the passes and samples tokens in between. Everything that may need the host or differs between batches
+(grammars, sampling, penalties, log-probabilities) therefore lies between passes, never inside one. `EagerPasses`
+launches each kernel. `graphed_step` replays decode-only passes from CUDA graphs, and the trunk of others in pieces. In
+`dealt_passes`, ranks attend for different rows.
 
 Legend: B decode sequences, Q rows of each, T tokens of chunks, D hidden size.
 """
@@ -26,15 +26,15 @@ Hidden = tuple[torch.Tensor | None, torch.Tensor | None]
 class Passes(Protocol):
     """The passes over the rows of one step; each writes the KV of the positions it is given.
 
-    A result is the caller's until the next pass of its kind.
+    A result is valid until the next pass of the same kind.
     """
 
     def draft(self, token_B: torch.Tensor, hidden_BD: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-        """One further entry of the MTP chain, at `position_B` -> [B, D]."""
+        """Run one further step of the MTP chain, at `position_B` -> [B, D]."""
         ...
 
     def trunk(self, ids_BQ: torch.Tensor | None, first_B: torch.Tensor | None) -> Hidden:
-        """The trunk over the chunks, and over decode rows from `first_B` on."""
+        """Run the trunk over the chunks, and over decode rows from `first_B` on."""
         ...
 
     def extend(
@@ -42,25 +42,25 @@ class Passes(Protocol):
         prompt: tuple[torch.Tensor, torch.Tensor] | None,
         decode: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     ) -> Hidden:
-        """The MTP head over the same rows.
+        """Run the MTP head over the same rows.
 
         Args:
-            prompt: for each token of the chunks the token after it [T], and its hidden state [T, D].
+            prompt: for each token of the chunks, the token after it [T] and its hidden state [T, D].
             decode: emitted tokens [B, Q], hidden states of the verified rows [B * Q, D], and `first_B`.
         """
         ...
 
 
 class EagerPasses:
-    """Each operation is launched by the host.
+    """The passes, with each operation launched by the host.
 
     Args:
-        model: that computes.
-        pool: its KV.
+        model: the model.
+        pool: its KV pool.
         rows: the decode rows; None if there are none.
-        max_context_len: bound of every decode position + 1.
+        max_context_len: upper bound of every decode position + 1.
         prompt: the chunks; None if there are none.
-        on_layer: told each pool layer right after its KV was written.
+        on_layer: called with each pool layer right after its KV was written.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class EagerPasses:
 
 
 def ignore_layer(layer: int) -> None:
-    """No KV of this pass is pushed."""
+    """Do nothing: no KV of this pass is pushed."""
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""What rank 0 plans, as messages: every rank of a worker, rank 0 included, runs exactly these.
+"""Defines the plans of rank 0 as messages; every rank of a worker, including rank 0, runs exactly these.
 
 A plan is an *operation* on slots and blocks (`Place`, `Release`, `Grow`, `Save`, `Load`) or on experts (`MoveExperts`),
-or a `Step`. Ranks carry them out in the order in which rank 0 made them, so that all ranks hold the same slots, block
-tables and maps of experts. Blocks are numbered over the pools of all ranks, where each has its own
-(`kvcache.rank_blocks`). The numbers of the kinds are fixed: a kind that is deleted takes its number with it. Numbers
-from 64 on belong to the KV sender (`prefill_worker.tp_group_messages`); `plan_codec` turns messages into bytes.
+or a `Step`. Ranks execute plans in the order in which rank 0 made them, so all ranks hold the same slots, block tables
+and expert maps. Blocks are numbered across the pools of all ranks, if each rank has its own (`kvcache.rank_blocks`).
+The numbers of the plan kinds are fixed, and the number of a deleted kind is not reused. Numbers from 64 on belong to
+the KV sender (`prefill_worker.tp_group_messages`); `plan_codec` turns messages into bytes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from baton.core.requests.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a sequence goes on decoding whose KV, but for its newest token's, is in its blocks.
+    """The state from which a sequence resumes decoding when the KV of all its tokens but the newest is in its blocks.
 
     Attributes:
         draft_token: the draft for the position after its newest token; None without one.
@@ -29,20 +29,20 @@ class Resume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A sequence takes a free slot.
+    """Put a sequence into a free slot.
 
     Attributes:
-        slot: which.
+        slot: the slot.
         token_ids: all its tokens: the prompt and what was generated.
-        num_output: the last so many of `token_ids` were generated.
+        num_output: how many of `token_ids`, at the end, were generated.
         blocks: its KV blocks, in token order.
         sampling: the request's parameters.
-        draft_cap: drafts that it may use in a step.
-        method: what makes its drafts in every step that has any; None: what makes the step's.
+        draft_cap: maximum number of drafts in a step.
+        method: draft method in every step that has drafts; None: that of the step.
         choice: which of the request's `n` answers it is.
-        resume: it decodes from the next step on; None: chunks compute its tokens first.
-        knows_next: chunks compute all tokens but the newest, which was sampled before; it decodes from there.
-        state_slot: its own; None if the layout has no state.
+        resume: if given, it decodes from the next step on; None: chunks compute its tokens first.
+        knows_next: chunks compute all tokens but the newest, which was sampled earlier; it decodes from there.
+        state_slot: its state slot; None if the layout has no state.
     """
 
     slot: int
@@ -60,19 +60,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The sequence in `slot` takes part in no later step."""
+    """Free `slot`: its sequence takes part in no later step."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """More blocks of a sequence that has a slot.
+    """More blocks for a sequence that has a slot.
 
     Attributes:
-        slot: its own.
-        first: blocks that it has.
-        blocks: those that follow them.
+        slot: its slot.
+        first: number of blocks that it has.
+        blocks: the blocks to append.
     """
 
     slot: int
@@ -82,7 +82,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Sequences get more blocks."""
+    """Append blocks to sequences."""
 
     growths: tuple[Growth, ...]
 
@@ -92,11 +92,11 @@ class Save:
     """Copy KV blocks, and the state slot that belongs to them, to host memory.
 
     Attributes:
-        blocks: of the pool.
-        first: host block that the first is copied to; the others follow.
-        slot: whose draft is kept with them; None: it has none.
-        state_slot: of the pool; None if the layout has no state.
-        state_image: where in host memory the state slot is copied to; likewise.
+        blocks: blocks of the pool.
+        first: host block that the first one is copied to; the others follow.
+        slot: slot whose draft is kept with them; None if the sequence has none.
+        state_slot: state slot of the pool; None if the layout has no state.
+        state_image: place in host memory that the state slot is copied to; None if the layout has no state.
     """
 
     blocks: tuple[int, ...]
@@ -108,7 +108,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy what `Save` copied back from host memory, and the draft that was kept with it to `slot`."""
+    """Copy back from host memory what `Save` copied, and restore the draft that was kept with it to `slot`."""
 
     blocks: tuple[int, ...]
     first: int
@@ -119,14 +119,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MoveExperts:
-    """One round of what ranks exchange so that a layer's experts lie in other slots; steps may lie between rounds.
+    """One round of the exchange between ranks that moves a layer's experts to other slots.
 
-    The last one puts the map and the weights that crossed in force together.
+    Steps may run between rounds. The last round puts the new map and the moved weights into effect together.
 
     Attributes:
-        layer: its place among the layers with experts.
-        experts: the expert of each slot of all ranks, once all is over.
-        round: 0, 1 and so on; each of the same layer and map.
+        layer: index among the layers with experts.
+        experts: the expert of each slot of all ranks, once the last round is over.
+        round: 0, 1 and so on, for each layer and map.
     """
 
     layer: int
@@ -138,17 +138,17 @@ class MoveExperts:
 class Chunk:
     """`length` tokens of the sequence in `slot`, from position `start` on, computed in one step.
 
-    A chunk that ends with the last token to compute samples the next one, unless that is known.
+    A chunk that ends with the last token to compute samples the next one, unless that is already known.
 
     Attributes:
-        slot: of the sequence.
-        start: everything before it is in the pool.
+        slot: slot of the sequence.
+        start: first position; everything before it is in the pool.
         length: >= 1.
-        report_from: log-probabilities of the prompt are reported for tokens from this position on; None: not asked for.
+        report_from: log-probabilities are reported for prompt tokens from this position on; None: not requested.
         push: the attempt whose KV is pushed to a decode worker, layer by layer; None: the sequence stays here.
-        begin_with: state slot of the checkpoint that is copied to the sequence's own ahead of the step; None: none.
-        keep_in: checkpoints that it leaves, ascending: a position, and the state slot that gets the state behind all
-            tokens before it.
+        begin_with: state slot of the checkpoint that is copied to the sequence's own before the step; None: no copy.
+        keep_in: checkpoints that it leaves, ascending: a position, and the state slot that receives the state after all
+            tokens before that position.
     """
 
     slot: int
@@ -167,15 +167,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One pass over rows of sequences: chunks of prompts, and decode rows of num_drafts + 1 positions each.
+    """One pass over the rows of sequences: prefill chunks, and decode rows of num_drafts + 1 positions each.
 
     Attributes:
-        chunks: at most one a sequence.
-        slots: of the sequences that decode.
+        chunks: at most one per sequence.
+        slots: slots of the sequences that decode.
         num_drafts: drafts that each of them verifies, at most its cap.
-        method: what makes them; None: the one that the runner has, or nothing where it has two.
-        max_context_len: bound of position + 1 over the decode rows; all ranks compute the same shapes.
-        limit_s: a rank that has not ended the step by then hangs; 0 with one rank.
+        method: draft method; None: the only one that the runner has, or no drafts if it has two.
+        max_context_len: upper bound of position + 1 over the decode rows, so that all ranks compute the same shapes.
+        limit_s: time after which a rank that has not ended the step counts as hung; 0 with one rank.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -187,7 +187,7 @@ class Step:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes."""
         return sum(chunk.length for chunk in self.chunks) + len(self.slots) * (self.num_drafts + 1)
 
 

@@ -1,4 +1,4 @@
-"""One launched step: whether it is over, and what came of it."""
+"""Holds the result of one launched step, and tells whether the step is over."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from baton.kernels.sampling.verify import NOT_FINITE
 
 
 class Emitted(NamedTuple):
-    """What one step made of one decode sequence.
+    """Result of one step for one decode sequence.
 
     Attributes:
         token_ids: emitted tokens, accepted_len + 1 of them.
         accepted_len: drafts accepted; -1 if nothing was emitted, because its grammar was late.
-        proposed_len: drafts that could have been.
-        logprobs: of the emitted tokens; None if not asked for.
-        error: what ended the sequence; no token of this step may be used.
+        proposed_len: drafts that could have been accepted.
+        logprobs: log-probabilities of the emitted tokens; None if not requested.
+        error: the error that ended the sequence; if set, no token of this step may be used.
     """
 
     token_ids: tuple[int, ...]
@@ -41,14 +41,14 @@ class Emitted(NamedTuple):
 
 
 class ChunkOutput(NamedTuple):
-    """What one step made of one chunk.
+    """Result of one step for one chunk.
 
     Attributes:
-        token: the token that follows; None if the chunk does not end with the sequence's newest token, or if nothing
-            was sampled because its grammar was late.
-        logprobs: of that token; None if not asked for.
-        prompt_logprobs: of the prompt tokens that the chunk reports, in order.
-        error: what ended the sequence.
+        token: the next token; None if the chunk does not end with the sequence's newest token, or if nothing was
+            sampled because its grammar was late.
+        logprobs: log-probabilities of that token; None if not requested.
+        prompt_logprobs: log-probabilities of the prompt tokens that the chunk reports, in order.
+        error: the error that ended the sequence.
     """
 
     token: int | None
@@ -58,7 +58,7 @@ class ChunkOutput(NamedTuple):
 
 
 class HandoffState(NamedTuple):
-    """What a decode worker needs to go on with a pushed sequence, beside its KV and its first token.
+    """What a decode worker needs to continue a pushed sequence, besides its KV and its first token.
 
     Attributes:
         draft_token: the draft for the position after the first token; None without an MTP head.
@@ -71,7 +71,7 @@ class HandoffState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step made of its rows, on the host, in the order of the plan."""
+    """Results of a step's rows, on the host, in the order of the plan."""
 
     decode: tuple[Emitted, ...] = ()
     chunks: tuple[ChunkOutput, ...] = ()
@@ -79,16 +79,16 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLayout:
-    """Where a step's results stand in its int64 buffer.
+    """Layout of a step's results in its int64 buffer.
 
     Attributes:
         num_drafts: K of the step.
-        tells_proposed: rows tell how many drafts they had; else all had as many as they may use.
-        proposed_lens: of the B decode sequences, drafts that each may accept.
-        num_tops: likeliest tokens that each decode sequence reports; None where it reports nothing.
-        samples: of each chunk, whether a token follows from it.
-        chunk_tops: likeliest tokens that each chunk's token reports; None likewise.
-        reports: of each chunk, the prompt tokens that it reports, and how many of the likeliest; (0, 0) if none.
+        tells_proposed: rows say how many drafts they had; else all had as many as they may use.
+        proposed_lens: drafts that each of the B decode sequences may accept.
+        num_tops: number of likeliest tokens that each decode sequence reports; None if it reports nothing.
+        samples: per chunk, whether a token follows from it.
+        chunk_tops: number of likeliest tokens reported with each chunk's token; None if it reports nothing.
+        reports: per chunk, how many prompt tokens it reports, with how many likeliest tokens each; (0, 0) if none.
     """
 
     num_drafts: int = 0
@@ -101,7 +101,7 @@ class ResultLayout:
 
     @property
     def num_columns(self) -> int:
-        """Integers of a decode sequence: its accepted length, K + 1 tokens, and perhaps how many drafts it had."""
+        """Integers per decode sequence: its accepted length, K + 1 tokens, and optionally how many drafts it had."""
         return self.num_drafts + 2 + self.tells_proposed
 
     @property
@@ -122,7 +122,7 @@ class ResultLayout:
         return [num_top for num_top, is_sampled in zip(self.chunk_tops, self.samples, strict=True) if is_sampled]
 
     def read(self, values: torch.Tensor, errors: Mapping[int, BatonError]) -> StepOutput:
-        """What the buffer says; `errors` are by place, decode sequences first, then chunks."""
+        """Decode the buffer; `errors` are keyed by place, decode sequences first, then chunks."""
         num_decode = len(self.proposed_lens)
         num_decode_ints = num_decode * self.num_columns
         rows = values[:num_decode_ints].view(num_decode, self.num_columns).tolist()
@@ -169,7 +169,7 @@ class ResultLayout:
 
 
 def _not_finite(told_len: int) -> BatonError | None:
-    """The error of a row of which that was told."""
+    """The error of a row with this reported length, if its logits were not finite."""
     if not NOT_FINITE <= told_len < IDLE:
         return None
     return ModelOutputInvalid(
@@ -183,17 +183,16 @@ def _reported(num_tops: Sequence[int | None]) -> list[int]:
 
 
 class StepTicket:
-    """A step that `Runner.launch` has set off.
+    """Handle of a step that `Runner.launch` has launched.
 
     Args:
-        layout: of its result.
-        future: its result, which is there as soon as its tokens are sampled.
-        end: over when the whole step is, its draft extend included.
-        errors: asked once, when the result is read.
-        on_read: told once, with the accepted lengths of the decode sequences and the sampled tokens of chunks; the
-            buffer of the future is free after it.
-        handoffs: of pushed sequences, in the order of their chunks; there when the step is over.
-        read_handoffs: makes them of the future's values.
+        layout: layout of its result.
+        future: its result, which is ready as soon as its tokens are sampled.
+        end: done when the whole step is over, including its draft extend.
+        errors: called once, when the result is read.
+        on_read: called once with the result's values; the future's buffer is free afterwards.
+        handoffs: state of pushed sequences, in the order of their chunks; ready when the step is over.
+        read_handoffs: decodes the values of `handoffs`.
         times: the step's marks.
     """
 
@@ -222,7 +221,7 @@ class StepTicket:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether `result` does not wait."""
+        """Whether `result` would return without waiting."""
         return self._future is None or self._future.is_done
 
     @property
@@ -236,7 +235,7 @@ class StepTicket:
         return self._output is not None
 
     def result(self) -> StepOutput:
-        """What the step made; waits for its tokens, if need be. May be called again.
+        """Result of the step; waits until its tokens are sampled. May be called again.
 
         Raises:
             Exception: what the step, or one before it, raised. Nothing can be computed any more.
@@ -252,7 +251,7 @@ class StepTicket:
         return self._output
 
     def handoffs(self) -> tuple[HandoffState, ...]:
-        """Of pushed sequences whose prompts this step completed; waits for the end of the step.
+        """Hand-off state of pushed sequences whose prompts this step completed; waits for the end of the step.
 
         Raises:
             Exception: what the step raised.

@@ -1,10 +1,11 @@
-"""Runs plans: keeps sequences by slot on the device, computes steps, and makes the copies to the host.
+"""Runs plans: keeps sequences by slot on the device, computes steps, and copies results to the host.
 
-A rank of a worker is one `Runner`; all ranks get the same plans in the same order (`step_plan`). What a step computes
-is `step`'s. Which sequences run, where blocks come from and when a sequence ends is decided by rank 0's scheduler.
+Each rank of a worker has one `Runner`; all ranks get the same plans in the same order (`step.plan`). `step.step`
+defines what a step computes. Rank 0's scheduler decides which sequences run, where blocks come from and when a sequence
+ends.
 
 The end of a prompt writes first token, draft, hidden state, length and sampling counts into the slot on the device, so
-the sequence may decode in the next step with nothing read by the host.
+the sequence can decode in the next step before the host has read anything.
 
 Legend: B decode sequences, K draft tokens of a step, F chunks that end with their sequence's newest token, C columns of
 a decode row's result, D hidden size.
@@ -62,11 +63,11 @@ class StepPush(Protocol):
     """The push of one step's KV to decode workers."""
 
     def submit(self, layer: int) -> None:
-        """The KV of a pool layer is written, or will be when the current stream gets here."""
+        """Announce that the KV of a pool layer is written, or will be when the current stream gets here."""
         ...
 
     def close(self) -> None:
-        """No layer follows."""
+        """Announce that no layer follows."""
         ...
 
 
@@ -76,7 +77,7 @@ OpenPush = Callable[[Sequence[tuple[AttemptKey, int, int]]], StepPush]
 
 @dataclass(slots=True, kw_only=True)
 class _Resident:
-    """What the host keeps of a sequence in a slot."""
+    """What the host keeps about a sequence in a slot."""
 
     token_ids: Ints
     blocks: list[int]
@@ -85,17 +86,17 @@ class _Resident:
     method: DraftMethod | None
     knows_next: bool
     state_slot: int | None
-    owner: int  # the rank that keeps its KV; 0 where all do
+    owner: int  # the rank that keeps its KV; 0 if all ranks do
 
     @property
     def next_sampling(self) -> SamplingParams:
-        """How the token after its chunks is sampled; what is known already is not reported again."""
+        """How the token after its chunks is sampled; a known token is not reported again."""
         return replace(self.sampling, logprobs=None) if self.knows_next else self.sampling
 
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """One step on the executor: what it is made of, and what it made so far."""
+    """One step on the executor: its inputs, and its results so far."""
 
     step: Step
     times: StepTimes
@@ -103,12 +104,12 @@ class _Work:
     batch: StepBatch | None
     redraws: bool
     chunks: tuple[ChunkRows, ...]
-    owners: tuple[int, ...]  # of the decode rows' sequences
+    owners: tuple[int, ...]  # of the decode sequences
     sampled_slots: tuple[int, ...]
     sampled_params: tuple[SamplingParams, ...]
     known: frozenset[int]
     push: StepPush | None
-    begin_with: tuple[tuple[int, int], ...]  # state slots that are copied before the trunk, source and target
+    begin_with: tuple[tuple[int, int], ...]  # state slots to copy before the trunk: source, target
     slots_F: torch.Tensor | None = None
     passes: Passes | None = None
     decode: DecodeInputs | None = None
@@ -118,26 +119,25 @@ class _Work:
 
 
 class Runner:
-    """Runs the plans of one worker, at one rank, over one model and one pool.
+    """Runs the plans of one worker on one rank, with one model and one pool.
 
-    Calls come from one thread; what they set off happens in their order on the runner's executor
-    (`engine.step.executor`).
+    The caller uses one thread; the work is executed in call order on the runner's executor (`engine.step.executor`).
 
     Args:
-        model: its device is where steps run.
-        pool: of the same device.
-        max_num_seqs: slots.
-        num_draft_tokens: drafts that a step may ever verify.
+        model: the model; steps run on its device.
+        pool: the KV pool, on the same device.
+        max_num_seqs: number of slots.
+        num_draft_tokens: maximum number of drafts that a step may verify.
         communicator: of the worker's ranks; None with one rank.
-        eos_token_ids: what `min_tokens` holds back beside a request's own stop tokens.
-        verification: of drafts; coupled if None.
-        lookup: how drafts are found in the text so far; None: the model's head makes them. With a lookup and a head,
-            each step says what makes its drafts.
-        grammars: needed for sequences with a grammar.
+        eos_token_ids: tokens that `min_tokens` suppresses besides a request's own stop tokens.
+        verification: how drafts are verified; coupled if None.
+        lookup: how drafts are looked up in the text so far; None: the model's head makes them. With a lookup and a
+            head, each step says which makes its drafts.
+        grammars: compiler; needed for sequences with a grammar.
         graphs: CUDA graphs of decode-only steps; None: every step is eager.
         host_kv_bytes: host memory for the KV of preempted sequences (`kv_offload`).
-        open_push: where sequences are pushed to decode workers.
-        clock: times steps on a CPU; the process's real one if None.
+        open_push: needed if sequences are pushed to decode workers.
+        clock: times steps on a CPU; None: the process's monotonic clock.
 
     Raises:
         ConfigInvalid: the verification does not fit the number of drafts.
@@ -186,13 +186,13 @@ class Runner:
         self._verifier = of_lookup if lookup and not is_chosen else verifier_for(model, verification, num_draft_tokens)
         self._of_lookup = of_lookup if lookup else self._verifier
         if self._verifier.draft_law is DraftLaw.SAMPLED:
-            model.t2d()  # made before the first step, not in it
+            model.t2d()  # build it before the first step, not during it
         self._open_push = open_push
         self._residents: dict[int, _Resident] = {}
-        self._drafted: set[int] = set()  # slots that will have a draft in hand when the steps launched are over
+        self._drafted: set[int] = set()  # slots that have a draft once the launched steps are over
         self._batch: StepBatch | None = None
         self._states: dict[int, GrammarState] = {}  # of slots with a grammar; belongs to the executor
-        self._emitted: list[EmittedTokens] = []  # that grammars have not taken yet; belongs to the executor
+        self._emitted: list[EmittedTokens] = []  # tokens that grammars have not taken yet; belongs to the executor
         self._executor = executor_for(pool.device)
         self.meter = StepMeter(num_draft_tokens, self._executor, pool.device, clock)
         self._buffers = ResultBuffers(max_num_seqs * (num_draft_tokens + 4), pool.device)
@@ -214,43 +214,43 @@ class Runner:
 
     @property
     def methods(self) -> tuple[DraftMethod, ...]:
-        """What can make the drafts of a step: at least one."""
+        """Draft methods that this runner has: at least one."""
         has_head = self.has_mtp or not self.has_lookup
         return (*((DraftMethod.HEAD,) if has_head else ()), *((DraftMethod.NGRAM,) if self.has_lookup else ()))
 
     @property
     def num_pools(self) -> int:
-        """That sequences lie in: one at each rank if each attends for its own sequences, else one (`RankBlocks`)."""
+        """Number of KV pools: one per rank if each rank attends for its own sequences, else one (`RankBlocks`)."""
         return self._blocks.num_pools
 
     @property
     def balancer(self) -> None:
-        """No rank moves experts by itself (`engine.tp.rank_runners`)."""
+        """None: a single runner moves no experts (`engine.tp.rank_runners`)."""
         return None
 
     @property
     def num_host_blocks(self) -> int:
-        """KV blocks that host memory holds."""
+        """Number of KV blocks that fit in host memory."""
         return self._offload.num_blocks
 
     @property
     def num_state_images(self) -> int:
-        """State slots that host memory holds."""
+        """Number of state slots that fit in host memory."""
         return self._offload.num_state_images
 
     def compile_ahead(self, reach: Reach, *, decodes: bool = True) -> None:
-        """Have all processors compile what `warm_up` launches, which then loads it; graphs may be captured in between.
+        """Compile on all processors what `warm_up` launches, so that it only has to load the kernels.
 
-        All ranks at the same time; nothing on a CPU.
+        All ranks call this at the same time; graphs may be captured between the two calls. Does nothing on a CPU.
         """
         if self._pool.device.type == "cuda":
             with self._model.one_of_each_layer():
                 compile_ahead(lambda: self.warm_up(reach, decodes=decodes), self._communicator.size)
 
     def warm_up(self, reach: Reach, *, decodes: bool = True) -> None:
-        """Compile every kernel that steps within this reach launch; all ranks at the same time, before the first.
+        """Compile every kernel that steps within `reach` launch; all ranks call this together, before the first step.
 
-        Without `decodes` there will be no decode rows.
+        `decodes=False`: there will be no decode rows.
         """
         warm_up_prefill(self._model, self._pool, reach)
         if decodes:
@@ -260,7 +260,7 @@ class Runner:
             warm_up_decode(self._model, self._pool, reach, verifiers, self.num_draft_tokens)
 
     def execute(self, operation: Operation) -> Pending | None:
-        """Carry an operation out between the steps launched before and those launched after this call.
+        """Execute an operation between the steps launched before and those launched after this call.
 
         Returns:
             What must be over before anything but a step writes the blocks that the operation names; None: nothing.
@@ -282,10 +282,10 @@ class Runner:
         return None
 
     def launch(self, step: Step) -> StepTicket:
-        """Set off one step. Earlier steps need not be over, nor their results read.
+        """Launch one step. Earlier steps need not be over, nor their results read.
 
         Raises:
-            Exception: on CUDA, what setting it off raised; on a CPU the ticket raises it.
+            Exception: on CUDA, what the launch raised; on a CPU the ticket raises it.
         """
         assert step.chunks or step.slots
         batch = self._batch_of(step.slots, step.num_drafts, step.method) if step.slots else None
@@ -324,7 +324,7 @@ class Runner:
         if batch is not None:
             change = self._drafted.update if self._drafts_next(batch) else self._drafted.difference_update
             change(step.slots)
-        if self._verifier.draft_law is not DraftLaw.LIKELIEST:  # a prompt's draft was drawn
+        if self._verifier.draft_law is not DraftLaw.LIKELIEST:  # prompts' drafts are sampled: LIKELIEST redraws them
             self._drafted.update(work.sampled_slots)
         buffer = self._buffers.take(layout.num_values)
         future = self._executor.submit(lambda: self._sample(work), buffer[: layout.num_values])
@@ -353,11 +353,11 @@ class Runner:
         )
 
     def drain(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no work is running."""
         self._executor.drain()
 
     def close(self) -> None:
-        """Wait for what was launched, and end; the last call."""
+        """Wait for the launched work and end; must be the last call."""
         self._executor.close()
 
     # Operations
@@ -375,7 +375,7 @@ class Runner:
             params=place.sampling,
             choice=place.choice,
             prompt_token_ids=place.token_ids[:num_prompt],
-            output_token_ids=output[:-1] if place.knows_next else output,  # the step counts the token that follows
+            output_token_ids=output[:-1] if place.knows_next else output,  # the step counts the next token
         )
         grammar = None
         if place.sampling.grammar is not None:
@@ -445,7 +445,7 @@ class Runner:
     # The step, on the executor
 
     def _sample(self, work: _Work) -> torch.Tensor:
-        """Its first part: int64 [layout.num_values], tokens and log-probabilities of every row."""
+        """Run the step's first part; int64 [layout.num_values], tokens and log-probabilities of every row."""
         self.meter.begin(work.times)
         step, batch = work.step, work.batch
         if batch is not None:
@@ -473,12 +473,13 @@ class Runner:
                     slots,
                     is_alone=batch is None,
                     known=work.known,
-                    # A row whose mask is late is computed once more. A state that has taken it in forbids that, and so
-                    # does a push: it may be reading the row, and has sent what the draft head made of the wrong token.
+                    # A row whose mask is late is computed again. That is impossible if a recurrent state already
+                    # includes the row, or if it is being pushed: the push may be reading the row, and has sent what the
+                    # draft head computed from the wrong token.
                     is_patient=self._pool.layout.has_state or work.push is not None,
                 ),
             )
-        # A slot may be read and overwritten by one step: all are read first.
+        # One step may read and overwrite the same slot: copy all of them first.
         for source, target in work.begin_with:
             self._pool.copy_state(source, target)
         work.sampled = self._sampled(work)
@@ -487,7 +488,7 @@ class Runner:
         return values
 
     def _sampled(self, work: _Work) -> tuple[DecodeSample | None, PromptSample | None]:
-        """The trunk and the tokens of every row."""
+        """Run the trunk and sample the tokens of every row."""
         work.passes = self._passes(work)
         return sample(work.passes, work.decode, work.prompt, self._model, self._verifier_of(work.batch))
 
@@ -499,11 +500,11 @@ class Runner:
         return MixedVerifier(self._verifier, self._of_lookup, batch.is_looked_up_B)
 
     def _drafts_next(self, batch: StepBatch) -> bool:
-        """Whether a step leaves a draft in hand: where drafts may be looked up, only one that uses the head does."""
+        """Whether a step leaves a draft for the next one: with a lookup, only if the step uses the head."""
         return not self.has_lookup or batch.num_by_head > 0
 
     def _extended(self, work: _Work) -> tuple[Extended | None, Extended | None]:
-        """The MTP head and the next drafts."""
+        """Run the MTP head and make the next drafts."""
         assert work.passes is not None
         return extend(work.passes, work.decode, work.sampled[0], work.prompt, work.sampled[1], self._model)
 
@@ -526,7 +527,7 @@ class Runner:
         return EagerPasses(self._model, self._pool, rows, step.max_context_len, prompt, on_layer)
 
     def _write_sample(self, work: _Work) -> torch.Tensor:
-        """Move the slots on, and pack what the host will read."""
+        """Update the slots, and pack what the host will read."""
         ints: list[torch.Tensor] = []
         bits: list[torch.Tensor] = []
         upon: list[torch.Tensor] = []
@@ -570,13 +571,14 @@ class Runner:
         return torch.cat([decided, *bits]) if bits else decided
 
     def _finish(self, work: _Work) -> None:
-        """The step's second part: the MTP head over all rows, and the drafts in hand."""
+        """Run the step's second part: the MTP head over all rows, which makes the next drafts."""
         of_decode, of_prompt = work.sampled
         if self.has_mtp:
             work.extended = self._extended(work)
         if work.push is not None:
             work.push.close()
-        # Drafts are edited by what was counted before the step, and what it sampled since: so it is counted after them.
+        # The edits of drafts use the counts from before the step plus the step's own tokens, so count those after
+        # drafting.
         if of_decode is not None and work.batch is not None:
             self._table.sampling.advance(work.batch.slots_B, of_decode.verified)
         if of_prompt is not None and work.prompt is not None and work.prompt.num_sampled:
@@ -592,7 +594,7 @@ class Runner:
         self.meter.end(work.times)
 
     def _hand_off(self, work: _Work, handed: Sequence[int]) -> torch.Tensor:
-        """The same; int64, what decode workers need of those of the F sequences that are handed over."""
+        """Run the second part; int64, the hand-off state of those of the F sequences that are handed off."""
         self._finish(work)
         _, next_prompt = work.extended
         if next_prompt is None:
@@ -615,7 +617,7 @@ class Runner:
         return tuple(HandoffState(int(row[0]), row[1:].numpy().tobytes()) for row in rows)
 
     def _prompt_logprobs(self, work: _Work, inputs: PrefillInputs, trunk_TD: torch.Tensor) -> list[torch.Tensor]:
-        """Bits of the log-probabilities that chunks report, one tensor a chunk."""
+        """Bits of the log-probabilities that chunks report, one tensor per chunk and up to LOGITS_ROWS rows."""
         found: list[torch.Tensor] = []
         row = 0
         for chunk, (count, num_top) in zip(work.chunks, work.layout.reports, strict=True):
@@ -642,7 +644,7 @@ class Runner:
         known: frozenset[int] = frozenset(),
         is_patient: bool = False,
     ) -> GrammarRows | None:
-        """The grammars of rows; those whose next token is `known` have taken it already."""
+        """The grammars of the rows, without those whose next token is `known`, because they have already taken it."""
         rows = [(row, slot) for row, slot in enumerate(slots) if row not in known] if self._states else ()
         states = {row: self._states[slot] for row, slot in rows if slot in self._states}
         if not states:
@@ -653,7 +655,7 @@ class Runner:
         )
 
     def _grammar_errors(self, slots: Sequence[int]) -> dict[int, BatonError]:
-        """What ended sequences of a step that was sampled, by their place among its rows."""
+        """Grammar errors that ended sequences of a sampled step, by their place among its rows."""
         found: dict[int, BatonError] = {}
         for place, slot in enumerate(slots) if self._states else ():
             state = self._states.get(slot)
@@ -733,14 +735,14 @@ def _rows_of(plan: Chunk, resident: _Resident) -> ChunkRows:
 
 
 def _num_reported(plan: Chunk, chunk: ChunkRows) -> int:
-    """Prompt tokens whose log-probabilities a chunk reports: each row's is of the token after it."""
+    """Number of prompt tokens whose log-probabilities a chunk reports: each row reports the token after it."""
     if plan.report_from is None:
         return 0
     return max(0, min(chunk.end, len(chunk.token_ids) - 1) - max(chunk.start, plan.report_from - 1))
 
 
 def _packed(verified: Verified, *, has_idle: bool) -> torch.Tensor:
-    """Accepted lengths, tokens, and what was proposed where that is told, [B, C]."""
+    """Accepted lengths, tokens, and optionally the number of proposed drafts, [B, C]."""
     told_len_B = verified.accepted_len_B if verified.told_len_B is None else verified.told_len_B
     told_len_B = mark_idle(told_len_B) if has_idle else told_len_B
     columns = [told_len_B[:, None], verified.token_ids_BQ]
@@ -750,6 +752,6 @@ def _packed(verified: Verified, *, has_idle: bool) -> torch.Tensor:
 
 
 def _bits(verified: Verified) -> list[torch.Tensor]:
-    """Of its log-probabilities, if there are any."""
+    """Bits of the log-probabilities, if there are any."""
     packed = verified.logprobs_LQX
     return [] if packed is None else [packed.contiguous().view(torch.int64).flatten()]

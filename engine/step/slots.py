@@ -1,7 +1,7 @@
-"""What a decode worker keeps on the device about each running sequence, in tensors indexed by a *slot*.
+"""Holds the device state of each running sequence, in tensors indexed by *slot*.
 
-A step reads the rows of the slots it runs and writes back what moved. Nothing here is read by the host; what the host
-must know (lengths, parameters) it keeps itself. Slots are handed out by the caller.
+A step reads the rows of the slots it runs and writes back what changed. The host reads nothing here; it keeps what it
+must know (lengths, parameters) itself. The caller assigns the slots.
 
 Legend: N slots, B sequences of a step, D hidden size, M entries of the widest block table, C numbers of a slot.
 """
@@ -20,13 +20,13 @@ from baton.kernels.copies import host_buffer, to_device
 from baton.kernels.fused_copy import RunningCopies, fused_copy
 from baton.model.vocab import WHOLE, Vocab
 
-_MAX_RUNNING = 64  # launches whose sources are held; the next one waits for the first
+_MAX_RUNNING = 64  # launches whose sources are kept alive; one more waits for the oldest
 _COPY_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeState:
-    """What a step changes.
+    """The part of a slot that a step changes.
 
     Attributes:
         last_token_B: int64, the newest token, t_{L-1}; its trunk KV is not yet in the pool.
@@ -42,7 +42,7 @@ class DecodeState:
 
 
 class SlotTable:
-    """The tensors of every slot; `sampling` owns those that choose tokens, `history` those that drafts come from."""
+    """The tensors of every slot; `sampling` owns those used for sampling, `history` those used to look up drafts."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class SlotTable:
             num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
         )
         self._device = device
-        # One tensor, so that a step reads it with one operation. What moves comes first, in the order of writing.
+        # One tensor, so that a step reads it with one operation. What a step changes comes first, in the order of
+        # writing.
         self._numbers_NC = torch.zeros(num_slots, 6, dtype=torch.int64, device=device)
         self._sampled_N2 = self._numbers_NC[:, :2]
         self._running: deque[RunningCopies] = deque()
@@ -86,22 +87,22 @@ class SlotTable:
         hidden_D: torch.Tensor | None = None,
         token_ids: Sequence[int] = (),
     ) -> None:
-        """Set everything about a sequence: one launch on a GPU.
+        """Set everything about a sequence, in one kernel launch on a GPU.
 
-        What the host knows lies in one pinned buffer, which the launch reads.
+        What the host knows is packed into one pinned buffer, which the kernel reads.
 
         Args:
-            slot: free.
+            slot: a free slot.
             blocks: its KV blocks.
-            limit: positions that it has room for.
-            null_block: what unused entries of its table are.
+            limit: positions that fit in its blocks.
+            null_block: fills unused entries of its block table.
             draft_cap: drafts that it may accept in a step.
-            state_slot: its own; not read where the layout has no state.
+            state_slot: its state slot; not read if the layout has no state.
             last_token: its newest token, if it decodes next.
-            length: its tokens; likewise.
-            draft_token: its draft; likewise.
-            hidden_D: what made the draft, on any device; likewise.
-            token_ids: its tokens; not read where no history is kept.
+            length: number of its tokens, if it decodes next.
+            draft_token: its draft, if it decodes next.
+            hidden_D: the hidden state that made the draft, on any device, if it decodes next.
+            token_ids: its tokens; not read without a history.
         """
         width = self._tables_NM.shape[1]
         table = [*blocks[:width]]
@@ -131,7 +132,7 @@ class SlotTable:
         self._copy(pairs)
 
     def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """In one launch; what it reads is held until the device is done with it."""
+        """Copy all pairs in one launch; keeps the sources alive until the device has read them."""
         while self._running and self._running[0].is_done:
             self._running.popleft()
         if len(self._running) >= _MAX_RUNNING:
@@ -141,7 +142,7 @@ class SlotTable:
             self._running.append(running)
 
     def grow(self, growths: Sequence[Growth], limits: Sequence[int]) -> None:
-        """Add to block tables, and raise the room of their sequences; what lies beyond the widest table is left out."""
+        """Append to block tables and raise the sequences' limits; blocks beyond the table's width are left out."""
         width = self._tables_NM.shape[1]
         places: list[int] = []
         blocks: list[int] = []
@@ -158,15 +159,15 @@ class SlotTable:
         self._limit_N.index_copy_(0, slot_G, limit_G)
 
     def draft_of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies, on the device, of a sequence's first draft (int64 scalar) and of the hidden state [D] behind it."""
+        """Device copies of a sequence's first draft (int64 scalar) and of the hidden state [D] that made it."""
         return self._draft_token_N[slot].clone(), self._hidden_ND[slot].clone()
 
     def put_draft(self, slot: int, draft: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Set what `draft_of` gave."""
+        """Set what `draft_of` returned."""
         self._draft_token_N[slot], self._hidden_ND[slot] = draft
 
     def gather(self, slots_B: torch.Tensor, num_blocks: int) -> tuple[DecodeState, DecodeRows]:
-        """Copies of the slots' rows; `num_blocks` entries of the tables are enough for this step."""
+        """Copies of the slots' rows; this step needs only `num_blocks` entries of each block table."""
         numbers_BC = self._numbers_NC.index_select(0, slots_B)
         last_token_B, length_B, draft_token_B, limit_B, draft_cap_B, state_slot_B = numbers_BC.unbind(dim=1)
         state = DecodeState(
@@ -181,11 +182,11 @@ class SlotTable:
         )
 
     def write_sample(self, slots_B: torch.Tensor, last_token_B: torch.Tensor, length_B: torch.Tensor) -> None:
-        """Write what sampling moved."""
+        """Write what sampling changed."""
         self._sampled_N2.index_copy_(0, slots_B, torch.stack([last_token_B, length_B], dim=1))
 
     def write_draft(self, slots_B: torch.Tensor, draft_token_B: torch.Tensor | None, hidden_BD: torch.Tensor) -> None:
-        """Write the draft in hand and what made it; without a draft, its hidden state alone."""
+        """Write the next draft and the hidden state that made it; without a draft, the hidden state alone."""
         if draft_token_B is not None:
             self._draft_token_N.index_copy_(0, slots_B, draft_token_B)
         self._hidden_ND.index_copy_(0, slots_B, hidden_BD)

@@ -1,19 +1,19 @@
-"""One step over rows of sequences, as two pure functions of tensors: `sample`, then `extend`.
+"""Computes one step over rows of sequences, as two pure functions of tensors: `sample`, then `extend`.
 
-A row is a chunk of a prompt, or a decode row of K + 1 positions. The order of a step is:
+A row is a prefill chunk, or a decode row of K + 1 positions. The order of a step is:
 
     sample: drafts of the decode rows -> one trunk pass over all rows -> verify drafts, sample first tokens
     extend: one MTP pass over all rows, which makes the next drafts
 
-Drafts are a chain of the MTP head, or looked up in the text so far; then there is no MTP pass.
+Drafts come from a chain of MTP passes, or are looked up in the text so far, without an MTP pass.
 
-Tokens are known after `sample`, so they are on their way to the host while `extend` runs. `passes` decides how the
-model runs: launched kernel by kernel, or replayed from CUDA graphs.
+Tokens are known after `sample`, so they are copied to the host while `extend` runs. `passes` decides how the model
+runs: launched kernel by kernel, or replayed from CUDA graphs.
 
 A sequence t_0 ... t_{L-1} decodes from: trunk KV of 0 ... L-2, MTP KV of entries 0 ... L-2, its newest token t_{L-1},
 and the draft for position L with the MTP output of entry L-2 that made it. The end of a prompt leaves exactly this
-behind, so the sequence decodes in the next step. KV of rejected drafts stays in the pool; no row's positions reach it
-before the next step has overwritten it.
+behind, so the sequence decodes in the next step. KV of rejected drafts stays in the pool; the next step overwrites it
+before any row reads it.
 
 Legend: B decode sequences, K draft tokens of this step, Q = K + 1 rows, F chunks that end with their sequence's newest
 token, T tokens of all chunks, V vocabulary (the tokens of this rank, `model.vocab`), D hidden size, S sampled
@@ -51,7 +51,7 @@ from baton.kernels.sampling.rows import settled
 from baton.kernels.sampling.verify import Verdict, post_verify, told_lengths
 from baton.model.model import Model
 
-NOTHING = -1  # instead of an accepted length: the step emits nothing for this sequence
+NOTHING = -1  # in place of an accepted length: the step emits nothing for this sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +59,18 @@ class DecodeInputs:
     """The decode rows of a step.
 
     Attributes:
-        state: of the sequences, before the step.
-        rows: what stays the same about them.
-        num_drafts: K; 0 is a plain step.
-        keeps_mtp: run the MTP head over the emitted rows, so that a later step finds its KV without holes and a draft
-            in hand. Its drafts need it; sequences that never draft leave the head alone.
-        sampling: what sequences ask beyond the likeliest token; None if all are greedy and plain.
+        state: state of the sequences before the step.
+        rows: what does not change about them.
+        num_drafts: K; 0 is a step without drafts.
+        keeps_mtp: run the MTP head over the emitted rows, so that later steps find its KV without holes, and a draft.
+            Sequences that never draft do not need it.
+        sampling: what sequences request beyond greedy sampling; None if all are greedy and plain.
         grammar: the sequences that have a grammar; None if none has. It sees the drafts on the host and masks logits.
-        history: where drafts are looked up, and the slots of the sequences in it; None: the head makes all of them.
-        is_looked_up_B: bool, whose drafts are; None: every sequence's, if there is a history.
-        num_by_head: K of those that the head makes; None: K.
-        redraws: no draft in hand is used, as some sequence has none: the head draws the first one, too.
-        drafts_next: the head chooses the next draft in hand; else it leaves its hidden state, from which it can.
+        history: where drafts are looked up, and the sequences' slots in it; None: the head makes all drafts.
+        is_looked_up_B: bool, sequences whose drafts are looked up; None: all of them, if there is a history.
+        num_by_head: number of drafts that the head makes; None: K.
+        redraws: the head makes the first draft again, because some sequence has none from the step before.
+        drafts_next: the head samples the next step's first draft; else it leaves its hidden state, from which to draft.
     """
 
     state: DecodeState
@@ -92,7 +92,7 @@ class PromptInputs:
 
     Attributes:
         rows: their tensors.
-        sampling: of the F sequences whose next token is sampled; None if all are greedy and plain.
+        sampling: sampling of the F sequences whose next token is sampled; None if all are greedy and plain.
         grammar: of those with a grammar; None if none has.
     """
 
@@ -102,27 +102,27 @@ class PromptInputs:
 
     @property
     def num_sampled(self) -> int:
-        """F."""
+        """Number of sequences whose next token is sampled, F."""
         return len(self.rows.last_row_F)
 
     @property
     def next_position_F(self) -> torch.Tensor:
-        """Where the sampled tokens will stand, int64."""
+        """Positions of the tokens to be sampled, int64."""
         return self.rows.batch.positions_T[self.rows.last_row_F] + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSample:
-    """What `sample` made of the decode rows.
+    """Result of `sample` for the decode rows.
 
     Attributes:
         verified: tokens and accepted lengths; an accepted length of -1 emits nothing.
-        state: after the step, but for the next draft and its hidden state.
+        state: state after the step, except the next draft and its hidden state.
         trunk_TD: hidden states of the verified rows, [B * Q, D].
         last_row_B: int64, row of the last emitted token of each sequence.
         accepted_len_B: int64, >= 0.
         is_idle_B: bool, sequences that emit nothing; None if all emit.
-        source: the step's chance, which the next draft shares.
+        source: random draws of the step, which the next draft shares.
     """
 
     verified: Verified
@@ -136,7 +136,7 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSample:
-    """What `sample` made of the chunks.
+    """Result of `sample` for the chunks.
 
     Attributes:
         verified: token_ids [F, 1]; an accepted length is 0, or -1 where nothing is emitted.
@@ -149,7 +149,7 @@ class PromptSample:
 
 @dataclass(frozen=True, slots=True)
 class Extended:
-    """The drafts in hand after a step; `draft_token` is None where the verifier draws all drafts in its own step.
+    """The drafts for the next step; `draft_token` is None if the verifier draws all drafts within its own step.
 
     Attributes:
         draft_token: int64, [B] or [F].
@@ -163,7 +163,7 @@ class Extended:
 def sample(
     passes: Passes, decode: DecodeInputs | None, prompt: PromptInputs | None, model: Model, verifier: Verifier
 ) -> tuple[DecodeSample | None, PromptSample | None]:
-    """Draft, run the trunk over all rows, and decide every row's tokens."""
+    """Draft, run the trunk over all rows, and determine every row's tokens."""
     drafts, draft_probs, source = DraftIds(torch.empty(0, 0)), None, None
     ids_BQ = first_B = None
     if decode is not None:
@@ -173,7 +173,7 @@ def sample(
             verifier.draft_law, decode.sampling, length_B, decode.num_drafts, model, drafts_next=drafts_next
         )
         drafts, draft_probs = _draft(passes, decode, source, model)
-        if decode.redraws:  # of a sequence that emits nothing it stays in hand
+        if decode.redraws:  # a sequence that emits nothing keeps this draft
             decode = replace(decode, state=replace(decode.state, draft_token_B=drafts.valid_ids()[:, 0]))
         if decode.grammar is not None:
             decode.grammar.take(drafts.ids_BK)
@@ -200,7 +200,7 @@ def extend(
     of_prompt: PromptSample | None,
     model: Model,
 ) -> tuple[Extended | None, Extended | None]:
-    """Run the MTP head over all rows of a step that was sampled, and choose the next draft of every sequence."""
+    """Run the MTP head over all rows of a sampled step, and make the next draft of every sequence."""
     decode_pass = prompt_pass = None
     if decode is not None and decode.keeps_mtp:
         assert of_decode is not None
@@ -243,7 +243,7 @@ def _verify(
         masks = decode.grammar.masks()
         if model.sampling_implementation is None:
             logits_BQV = masks.apply(raw_BQV, model.vocab)
-        if verifier.draft_law is not DraftLaw.SAMPLED:  # there a cap that depends on a draft would bias its law
+        if verifier.draft_law is not DraftLaw.SAMPLED:  # there, a cap that depends on a draft would add bias
             draft_cap_B = masks.cap(draft_cap_B)
     verified = verifier.verify(
         VerifyInputs(
@@ -267,7 +267,7 @@ def _verify(
         verified = replace(verified, proposed_len_B=usable_drafts(drafts, decode.rows.draft_cap_B))
     accepted_len_B = verified.accepted_len_B
     if is_idle_B is not None:
-        accepted_len_B = accepted_len_B.clamp(min=0)  # what comes of idle sequences is dropped by `_idle`
+        accepted_len_B = accepted_len_B.clamp(min=0)  # `_idle` drops the results of idle sequences
     after = post_verify(
         Verdict(verified.token_ids_BQ, accepted_len_B),
         length_B,
@@ -289,7 +289,7 @@ def _verify(
 
 
 def _first_tokens(prompt: PromptInputs, trunk_TD: torch.Tensor, model: Model) -> Verified:
-    """The token after each of the F sequences' newest."""
+    """The token after the newest of each of the F sequences."""
     last_row_F = prompt.rows.last_row_F
     if not prompt.num_sampled:
         return Verified(token_ids_BQ=last_row_F.new_empty(0, 1), accepted_len_B=last_row_F)
@@ -300,7 +300,7 @@ def _first_tokens(prompt: PromptInputs, trunk_TD: torch.Tensor, model: Model) ->
         logits_FV = masks.apply(raw_FV[:, None], model.vocab)[:, 0]
     token_F = next_token(model, logits_FV, prompt.sampling, prompt.next_position_F)
     if max(prompt.rows.known_F) >= 0:
-        # What was chosen stays chosen, also where this pass rounds another way.
+        # A token sampled earlier stays, even if this pass rounds differently.
         known_F = to_device(torch.tensor(prompt.rows.known_F, dtype=torch.int64), token_F.device)
         token_F = torch.where(known_F < 0, token_F, known_F)
     verified = Verified(token_ids_BQ=token_F[:, None], accepted_len_B=torch.zeros_like(token_F))
@@ -344,7 +344,7 @@ def _first_draft(prompt: PromptInputs, of_prompt: PromptSample, mtp_TD: torch.Te
 
 
 def _cut(verified: Verified, masks: GrammarMasks) -> tuple[Verified, torch.Tensor]:
-    """What may be emitted of what was verified, and which sequences emit nothing."""
+    """The verified tokens that the grammars allow, and which sequences emit nothing."""
     accepted_len_B = masks.cut(verified.accepted_len_B)
     row_Q = torch.arange(verified.token_ids_BQ.shape[1], device=accepted_len_B.device)
     token_ids_BQ = verified.token_ids_BQ.masked_fill(row_Q > accepted_len_B[:, None], 0)
@@ -352,7 +352,7 @@ def _cut(verified: Verified, masks: GrammarMasks) -> tuple[Verified, torch.Tenso
 
 
 def _idle(before: DecodeState, after: DecodeState, is_idle_B: torch.Tensor) -> DecodeState:
-    """Sequences that emit nothing stay as they were; what the step wrote of them the next one writes again."""
+    """Keep the old state of sequences that emit nothing; the next step overwrites what this one wrote for them."""
     return replace(
         before,
         last_token_B=torch.where(is_idle_B, before.last_token_B, after.last_token_B),
@@ -363,7 +363,7 @@ def _idle(before: DecodeState, after: DecodeState, is_idle_B: torch.Tensor) -> D
 def _draft(
     passes: Passes, decode: DecodeInputs, source: DraftSource, model: Model
 ) -> tuple[DraftIds, DraftProbs | None]:
-    """K drafts: looked up, or made by the head; or some sequences' so and others' so."""
+    """Make K drafts, by lookup, by the head, or each for some of the sequences."""
     num_drafts, num_by_head = decode.num_drafts, decode.num_by_head
     if num_drafts == 0:
         return DraftIds(decode.state.last_token_B.new_empty(len(decode.state.last_token_B), 0)), None
@@ -386,10 +386,10 @@ def _draft(
 def _chain(
     passes: Passes, decode: DecodeInputs, source: DraftSource, model: Model, num_drafts: int
 ) -> tuple[DraftIds, DraftProbs | None]:
-    """The draft in hand extended by the head, which feeds on its own output.
+    """Extend the first draft by the head, which feeds on its own output.
 
-    Drafts that are drawn from a distribution are all drawn here, the first from the hidden state that the one in hand
-    was made from: so no distribution has to outlive its step, or cross from the prefill worker.
+    Drafts that are sampled from a distribution are all sampled here, the first one from the hidden state that made the
+    existing draft. So no distribution has to outlive its step, or to be sent by the prefill worker.
     """
     state = decode.state
     hidden_BD = state.hidden_BD

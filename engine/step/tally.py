@@ -1,8 +1,8 @@
-"""What became of the rows that steps computed, counted by who reads them: the other half of `engine.step.counters`.
+"""Counts what became of the rows that steps computed, as their results are read; complements `engine.step.counters`.
 
-A row is *kept*, or dropped whole because its sequence had ended (*late*) or ends with an error (*failed*). Of a row
-that is kept, what lies behind the end of its sequence is *cut*. The reader of a step reports every row's fate in one
-call, before it hands out the tokens; a row that it forgets is missing beside the counters of the device.
+A row is *kept*, or dropped whole because its sequence had ended (*late*) or ends with an error (*failed*). In a kept
+row, everything past its sequence's end is *cut*. The reader of a step reports the fate of every row in one call, before
+it publishes the tokens; a row that it forgets shows up as a difference from the device counters.
 """
 
 import threading
@@ -20,11 +20,11 @@ from baton.engine.step.result import Emitted
 
 NO_METHOD: Final = "none"
 METHODS: Final = (NO_METHOD, *(method.value for method in DraftMethod))
-_MAX_STEPS: Final = 64  # sorted at once, which is cheaper than one by one
+_MAX_STEPS: Final = 64  # counted in one go, which is cheaper than one by one
 
 
 class Fate(Enum):
-    """Why something that was computed is not handed out."""
+    """Why something that was computed is not published."""
 
     LATE = auto()
     FAILED = auto()
@@ -32,7 +32,7 @@ class Fate(Enum):
 
 
 class Dropped(NamedTuple):
-    """A row, or with CUT what is behind its first `num_kept` tokens."""
+    """A dropped row, or with CUT everything after its first `num_kept` tokens."""
 
     fate: Fate
     row: Emitted
@@ -69,15 +69,15 @@ class _Rows:
 
 
 class StepTally:
-    """Of one runner's steps. One thread adds, any reads.
+    """Counts of one runner's steps. One thread adds, any thread reads.
 
     Args:
-        num_draft_tokens: most drafts of a step.
+        num_draft_tokens: maximum number of drafts in a step.
     """
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._longest_first = tuple(range(num_draft_tokens, -1, -1))
-        self._steps: deque[tuple[list[int], list[int], int, Sequence[Dropped]]] = deque()  # not sorted yet
+        self._steps: deque[tuple[list[int], list[int], int, Sequence[Dropped]]] = deque()  # not counted yet
         self._num_steps = 0
         self._num_tokens = 0
         self._by_proposed = [0] * (num_draft_tokens + 1)  # kept rows
@@ -85,7 +85,7 @@ class StepTally:
         self._dropped = {fate: _Rows(num_draft_tokens) for fate in Fate}
         self._step_tokens = Buckets(COUNT_BOUNDS)
         self._step_sequences = Buckets(COUNT_BOUNDS)
-        self._by_method = {name: [0, 0, 0] for name in METHODS}  # steps, drafts, accepted ones
+        self._by_method = {name: [0, 0, 0] for name in METHODS}  # steps, drafts, accepted drafts
         self._lock = threading.Lock()
 
     def add_step(
@@ -95,11 +95,11 @@ class StepTally:
         num_emitted: int,
         dropped: Sequence[Dropped] = (),
     ) -> None:
-        """Count one step; the lists are given away.
+        """Count one step; takes ownership of the lists.
 
         Args:
-            proposed_lens: drafts of each row that was kept.
-            accepted_lens: of those the drafts that were accepted and kept.
+            proposed_lens: drafts of each kept row.
+            accepted_lens: how many of them were accepted and kept.
             num_emitted: tokens kept.
             dropped: everything else.
         """
@@ -109,24 +109,24 @@ class StepTally:
                 self._sort()
 
     def add_drafts(self, method: DraftMethod | None, num_steps: int, num_proposed: int, num_accepted: int) -> None:
-        """Count what a method made in rows that were kept; None made nothing."""
+        """Count the drafts that a method made in kept rows; None: steps without drafts."""
         counts = self._by_method[NO_METHOD if method is None else method.value]
         counts[0] += num_steps
         counts[1] += num_proposed
         counts[2] += num_accepted
 
     def kept(self) -> RowCounts:
-        """What requests were given."""
+        """Counts of the rows and tokens that requests received."""
         with self._lock:
             self._sort()
             return self._kept()
 
     def report(self, meter: StepMeter, computed: RowCounts) -> StepReport:
-        """Everything, with what the runner's meter knows.
+        """The full report, including what the runner's meter knows.
 
         Args:
-            meter: of the runner.
-            computed: its counters.
+            meter: the runner's meter.
+            computed: its device counters.
         """
         step_s, host_gap_s = meter.times()
         with self._lock:
@@ -164,7 +164,7 @@ class StepTally:
 
     def _count(self, lengths: list[int], by_length: list[int]) -> None:
         num_left = len(lengths)
-        for length in self._longest_first:  # mostly, all propose the most
+        for length in self._longest_first:  # usually every row has the maximum
             num = lengths.count(length)
             by_length[length] += num
             num_left -= num
