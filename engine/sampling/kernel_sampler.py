@@ -1,12 +1,12 @@
-"""Batches of the engine as the kernels that choose tokens read them, and one token of each sequence by these kernels.
+"""Converts batches to the inputs of the sampling kernels, and samples one token per sequence with them.
 
-Where a model's logits are whole rows that kernels read as they are (`Model.sampling_implementation`), kernels choose:
-here first tokens and drafts, in `engine.speculation.kernel_verifier` what follows drafts. Elsewhere torch does
-(`engine.sampling.sampler` and the verifiers beside it): on CPUs, in float64 and float32, in invariant numerics, and
-where ranks share the vocabulary. Both draw the same numbers by the same rules, so tokens do not depend on which of them
-chooses.
+If a model's logits are whole rows that kernels can read as they are (`Model.sampling_implementation`), kernels sample:
+first tokens and drafts here, and what follows drafts in `engine.speculation.kernel_verifier`. Otherwise torch samples
+(`engine.sampling.sampler` and its verifiers): on CPUs, in float64 and float32, in batch-invariant numerics, and if
+ranks share the vocabulary. Both draw the same numbers by the same rules, so tokens do not depend on which of them
+samples.
 
-Kernels take one number of each sequence of the batch; a temperature of 0 says that it is greedy.
+Kernels take one number per sequence of the batch; a temperature of 0 means greedy.
 
 Legend: B sequences, S sampled sequences, V vocabulary.
 """
@@ -35,14 +35,14 @@ def edit(
     drafts_BK: torch.Tensor,
     implementation: Implementation,
 ) -> tuple[torch.Tensor, EditedRows | None]:
-    """Logits, and the rows that stand for some of theirs, None if there is none.
+    """Logits, and the edited rows that replace some of theirs; None if there are none.
 
     Args:
         logits_BQV: raw, bfloat16 or float32.
-        edits: of sequences.
-        masks: of sequences with a grammar, which come first.
-        drafts_BK: int64; row q stands after the first q of them.
-        implementation: which form of the kernels.
+        edits: logit edits of sequences.
+        masks: of sequences with a grammar; applied first.
+        drafts_BK: int64; row q comes after the first q of them.
+        implementation: which implementation of the kernels.
     """
     if masks is not None:
         has_words = masks.bitmask_GQW.shape[2] * WORD_BITS >= logits_BQV.shape[2]
@@ -63,13 +63,16 @@ def edit(
 
 
 def edited_by_torch(logits_BQV: torch.Tensor, edits: LogitEdits, ahead: HistoryLookahead | None) -> EditedRows:
-    """The rows of the sequences with any edit, whatever it is."""
+    """The rows of the sequences with any kind of edit."""
     rows_RQV = edits.edited(logits_BQV[edits.index_R].float(), ahead)
     return EditedRows.of(rows_RQV, edits.index_R, len(logits_BQV))
 
 
 def _as_kernels_read(edits: LogitEdits, drafts_BK: torch.Tensor) -> Edits | None:
-    """None if they are more than biases and penalties; who lacks one of these gets one that changes nothing."""
+    """Kernel inputs of the edits; None if there are others than biases and penalties.
+
+    A sequence with only one of these gets values for the other that change nothing.
+    """
     kinds = [edit for _, edit in edits.parts]
     if not all(isinstance(edit, LogitBias | Penalties) for edit in kinds):
         return None
@@ -87,7 +90,7 @@ def _as_kernels_read(edits: LogitEdits, drafts_BK: torch.Tensor) -> Edits | None
 
 
 def _of_all(values_PX: torch.Tensor, place_P: torch.Tensor, count: int, others: tuple[float, ...]) -> torch.Tensor:
-    """Lines of all R sequences, [R, X]: those without one get `others`."""
+    """Values for all R sequences, [R, X]: those without values get `others`."""
     if len(place_P) == count:  # they are in order
         return settled(values_PX)
     lines_RX = values_PX.new_empty(count, values_PX.shape[1])
@@ -101,7 +104,7 @@ def draw_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> DrawRo
 
     Args:
         sampling: the sampled sequences; None if all are greedy.
-        position_B: int64, where the first token will stand.
+        position_B: int64, position of the first token.
     """
     num_sequences, position_B = len(position_B), settled(position_B)
     if sampling is None or sampling.num_sampled == 0:
@@ -121,8 +124,8 @@ def draw_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> DrawRo
         seed_B=of_all(sampling.seed_S, 0),
         choice_B=of_all(sampling.choice_S, 0),
         position_B=position_B,
-        # Top-k, which costs nothing where it is 0, comes with every cut, and top-p with min-p: so there are fewer
-        # kernels to compile.
+        # Every cut includes top-k, which costs nothing if it is 0, and min-p includes top-p: so fewer kernels are
+        # compiled.
         top_k_B=of_all(sampling.top_k_S, 0) if has_cut or has_min_p else None,
         top_p_B=of_all(sampling.top_p_S, 1.0) if has_min_p or (has_cut and sampling.limits.has_top_p) else None,
         min_p_B=None if sampling.min_p_S is None else of_all(sampling.min_p_S, 0.0),
@@ -130,7 +133,7 @@ def draw_rows(sampling: SamplingRows | None, position_B: torch.Tensor) -> DrawRo
 
 
 def later(rows: DrawRows, by: int | torch.Tensor) -> DrawRows:
-    """The same sequences, so many positions further."""
+    """The same sequences, `by` positions later."""
     return rows if isinstance(by, int) and by == 0 else replace(rows, position_B=rows.position_B + by)
 
 
@@ -145,7 +148,7 @@ def likeliest(rows: DrawRows) -> DrawRows:
 
 
 def with_every_cut(rows: DrawRows) -> DrawRows:
-    """The same draws, by the kernels that know every cut: edited rows, which are rare, have no others compiled."""
+    """The same draws with every cut enabled, so that the rare edited rows need only one compiled kernel variant."""
     zero_B, one_B = torch.zeros_like(rows.temperature_B), torch.ones_like(rows.temperature_B)
     return replace(
         rows,
@@ -162,14 +165,14 @@ def draw(
     ahead: HistoryLookahead | None,
     implementation: Implementation,
 ) -> torch.Tensor:
-    """One token of each sequence, int64 [B].
+    """Sample one token per sequence, int64 [B].
 
     Args:
         logits_BV: raw, bfloat16 or float32.
-        rows: how each draws it.
-        sampling: whose edits come first.
-        ahead: as of `sampler.sample`.
-        implementation: which form of the kernels.
+        rows: how each sequence draws its token.
+        sampling: provides the edits, which are applied first.
+        ahead: as in `sampler.sample`.
+        implementation: which implementation of the kernels.
     """
     edits = None if sampling is None else sampling.edits
     if edits is None:
@@ -190,7 +193,7 @@ def next_token(
     position_B: torch.Tensor,
     ahead: HistoryLookahead | None = None,
 ) -> torch.Tensor:
-    """`sampler.sample`, by whatever chooses the tokens of this model."""
+    """Same as `sampler.sample`, by kernels or torch, as the model requires."""
     if model.sampling_implementation is None:
         return sample(logits_BV, sampling, position_B, ahead, model.vocab)
     return draw(logits_BV, draw_rows(sampling, position_B), sampling, ahead, model.sampling_implementation)

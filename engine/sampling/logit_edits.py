@@ -1,9 +1,9 @@
-"""What requests do to the model's logits before anything is chosen: masks, then bias, then penalties.
+"""Applies requests' edits to the model's logits before sampling: masks, then bias, then penalties.
 
-Greedy and sampled sequences alike. Only sequences that ask for something are touched, each row with its own history:
-what the tables have counted, and the tokens ahead of that (drafts before the row). Each kind of edit has a table by
-slot, made when the first sequence asks for it; which sequences take part in a step is decided on the host, everything
-else stays on the device.
+Edits apply to greedy and sampled sequences alike. Only sequences that request an edit are touched, each row with its
+own history: what the tables have counted, and the tokens ahead of that (drafts before the row). Each kind of edit has a
+table by slot, allocated when the first sequence needs it. The host decides which sequences take part in a step;
+everything else stays on the device.
 
 Legend: B sequences, Q rows, R sequences with any edit, P of those with one kind of it, V vocabulary.
 """
@@ -29,7 +29,7 @@ from baton.model.vocab import WHOLE, Vocab
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitBias:
-    """That of some sequences; unused places add 0 to token 0.
+    """Logit biases of some sequences; unused places add 0 to token 0.
 
     Attributes:
         ids_PW: int64.
@@ -62,31 +62,31 @@ class BiasTable:
         return bool(params.logit_bias)
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """Begin a slot anew."""
+        """Initialize a slot for a new sequence."""
         padding = [(0, 0.0)] * (MAX_LOGIT_BIASES - len(sequence.params.logit_bias))
         ids, values = zip(*sequence.params.logit_bias, *padding, strict=True)
         self._ids_NW[slot] = to_device(torch.tensor(ids), self._ids_NW.device)
         self._values_NW[slot] = to_device(torch.tensor(values, dtype=torch.float64), self._values_NW.device)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> LogitBias:
-        """Those of some slots."""
+        """The biases of some slots."""
         width = max(len(item.logit_bias) for item in params)
         ids_PW, values_PW = self._ids_NW[:, :width][slots_P], self._values_NW[:, :width][slots_P]
         return LogitBias(ids_PW=ids_PW, values_PW=values_PW, vocab=self._vocab)
 
     def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:
-        """A bias does not depend on the output."""
+        """Do nothing: a bias does not depend on the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
-    """Those of some sequences.
+    """Penalties of some sequences.
 
     Attributes:
         values_P3: float64, repetition, presence and frequency penalty.
         counts_NX: int32, how often each token was generated, by slot.
-        in_prompt_NX: bool, by slot.
-        slots_P: int64, of these sequences.
+        in_prompt_NX: bool, whether each token is in the prompt, by slot.
+        slots_P: int64, slots of these sequences.
     """
 
     values_P3: torch.Tensor
@@ -114,7 +114,7 @@ class Penalties:
         ahead_PQE = (is_same_PEE[:, None] & is_before_PQE[:, :, None]).sum(dim=-1)
         counts_PQE = counts_PX.gather(1, columns_PE)[:, None] + ahead_PQE
         in_prompt_PQE = in_prompt_PX.gather(1, columns_PE)[:, None].expand_as(counts_PQE)
-        # A token that comes only after a row gets the value it has there already; one that is there twice, the same.
+        # A token that comes only after a row gets the value it already has; a duplicate gets the same value twice.
         again_PQE = _penalized(logits_PQX.gather(2, columns_PQE), counts_PQE, in_prompt_PQE, values_P3)
         return penalized_PQX.scatter(2, columns_PQE, again_PQE)[..., :vocab_size]
 
@@ -146,7 +146,7 @@ class PenaltyTable:
         return params.penalizes
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """Begin a slot anew."""
+        """Initialize a slot for a new sequence."""
         params = sequence.params
         values = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         counts_X, in_prompt_X = self._counts_NX[slot].zero_(), self._in_prompt_NX[slot].fill_(False)
@@ -160,7 +160,7 @@ class PenaltyTable:
             in_prompt_X.index_fill_(0, self._vocab.columns(prompt_T), True)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> Penalties:
-        """Those of some slots."""
+        """The penalties of some slots."""
         return Penalties(
             values_P3=self._values_N3[slots_P],
             counts_NX=self._counts_NX,
@@ -170,7 +170,7 @@ class PenaltyTable:
         )
 
     def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:
-        """Count what a step emitted; slots without a penalty may be among them."""
+        """Count the tokens that a step emitted; `slots_B` may include slots without a penalty."""
         place_Q = torch.arange(token_ids_BQ.shape[1], device=token_ids_BQ.device)
         is_emitted_BQ = (place_Q < num_emitted_B[:, None]).to(torch.int32)
         slots_BQ = slots_B[:, None].expand_as(token_ids_BQ)
@@ -178,7 +178,7 @@ class PenaltyTable:
 
 
 def mask(logits_PQV: torch.Tensor, banned_PQV: torch.Tensor, vocab: Vocab = WHOLE) -> torch.Tensor:
-    """Logits with the banned tokens at -inf, where another token is left."""
+    """Logits with banned tokens at -inf, unless that would leave no token."""
     masked_PQV = logits_PQV.masked_fill(banned_PQV, -torch.inf)
     nothing_left_PQ1 = vocab.amax(masked_PQV) == -torch.inf
     return torch.where(nothing_left_PQ1, logits_PQV, masked_PQV)
@@ -186,7 +186,7 @@ def mask(logits_PQV: torch.Tensor, banned_PQV: torch.Tensor, vocab: Vocab = WHOL
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Only the listed tokens, int64 [P, W]; unused places repeat one."""
+    """Allows only the listed tokens, int64 [P, W]; unused places repeat one."""
 
     ids_PW: torch.Tensor
     vocab: Vocab = WHOLE
@@ -214,18 +214,18 @@ class AllowedTable:
         return params.allowed_token_ids is not None
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """Begin a slot anew."""
+        """Initialize a slot for a new sequence."""
         ids = _distinct(sequence.params)
         padding = [ids[0]] * (self._ids_NW.shape[1] - len(ids))
         self._ids_NW[slot] = to_device(torch.tensor([*ids, *padding]), self._ids_NW.device)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> Allowed:
-        """Those of some slots."""
+        """The allowed tokens of some slots."""
         width = max(len(_distinct(item)) for item in params)
         return Allowed(self._ids_NW[:, :width][slots_P], self._vocab)
 
     def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:
-        """What is allowed does not depend on the output."""
+        """Do nothing: what is allowed does not depend on the output."""
 
 
 def _distinct(params: SamplingParams) -> tuple[int, ...]:
@@ -235,11 +235,11 @@ def _distinct(params: SamplingParams) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndsTooEarly:
-    """Tokens that would end a sequence before its `min_tokens`.
+    """Bans the tokens that would end a sequence before its `min_tokens`.
 
     Attributes:
-        ids_PW: int64, EOS and stop tokens; unused places repeat one, or there is none at all.
-        num_missing_P: int64, tokens still to come before the sequence may end; 0 or less where it may.
+        ids_PW: int64, EOS and stop tokens; unused places repeat one, or W is 0.
+        num_missing_P: int64, tokens still to come before the sequence may end; 0 or less if it may.
     """
 
     ids_PW: torch.Tensor
@@ -247,7 +247,7 @@ class EndsTooEarly:
     vocab: Vocab = WHOLE
 
     def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
-        """Logits without the ends of rows that come too early."""
+        """Logits with the ending tokens banned in rows that come too early."""
         num_sequences, num_rows, vocab_size = logits_PQV.shape
         width = self.vocab.table_width(vocab_size)
         ends_PX = torch.zeros(num_sequences, width, dtype=torch.bool, device=logits_PQV.device)
@@ -259,7 +259,7 @@ class EndsTooEarly:
 
 
 class MinTokensTable:
-    """Tokens that may end a sequence, and how many are missing until they may, by slot."""
+    """Tokens that may end a sequence, and how many tokens must come before, by slot."""
 
     def __init__(
         self, num_slots: int, eos_token_ids: Sequence[int], device: torch.device, vocab: Vocab = WHOLE
@@ -275,21 +275,21 @@ class MinTokensTable:
         return params.min_tokens > 0 and bool(self._ids_of(params))
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """Begin a slot anew."""
+        """Initialize a slot for a new sequence."""
         ids = self._ids_of(sequence.params)
         padding = [ids[0]] * (self._ids_NW.shape[1] - len(ids))
         self._ids_NW[slot] = to_device(torch.tensor([*ids, *padding]), self._ids_NW.device)
         self._num_missing_N[slot] = sequence.params.min_tokens - len(sequence.output_token_ids)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> EndsTooEarly:
-        """Those of some slots."""
+        """The `EndsTooEarly` edits of some slots."""
         width = max(len(self._ids_of(item)) for item in params)
         return EndsTooEarly(
             ids_PW=self._ids_NW[:, :width][slots_P], num_missing_P=self._num_missing_N[slots_P], vocab=self._vocab
         )
 
     def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:
-        """A step emitted so many."""
+        """Subtract the number of tokens that a step emitted."""
         self._num_missing_N[slots_B] -= num_emitted_B
 
     def _ids_of(self, params: SamplingParams) -> tuple[int, ...]:
@@ -302,11 +302,11 @@ _PREFIX_LEN = MAX_BAD_WORD_LEN - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadWords:
-    """Those of some sequences.
+    """Bad words of some sequences.
 
     Attributes:
-        prefix_PWT: int64, all tokens but the last, at the end of T.
-        last_PW: int64.
+        prefix_PWT: int64, all tokens of a word but the last, right-aligned in T.
+        last_PW: int64, the last token of each word.
         tail_PT: int64, the last tokens of the output.
     """
 
@@ -316,7 +316,7 @@ class BadWords:
     vocab: Vocab = WHOLE
 
     def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
-        """Logits without the last tokens of words whose prefix stands before the row."""
+        """Logits with the last token of each word banned, if its prefix precedes the row."""
         num_sequences, num_rows, vocab_size = logits_PQV.shape
         tail_PQT = self.tail_PT[:, None].expand(-1, num_rows, -1)
         if ahead is not None:
@@ -324,7 +324,7 @@ class BadWords:
         prefix_P1WT = self.prefix_PWT[:, None]
         completes_PQW = ((tail_PQT[:, :, None] == prefix_P1WT) | (prefix_P1WT == _ANY)).all(dim=-1)
         last_PQW = self.vocab.columns(self.last_PW)[:, None].expand(-1, num_rows, -1)
-        # Two words may end alike, and a plain scatter would let the one that is not complete win.
+        # Two words may share their last token, and with a plain scatter the incomplete one could win.
         shape = (num_sequences, num_rows, self.vocab.table_width(vocab_size))
         banned_PQX = torch.zeros(shape, dtype=torch.int32, device=logits_PQV.device)
         banned_PQX.scatter_add_(2, last_PQW, completes_PQW.to(torch.int32))
@@ -332,7 +332,7 @@ class BadWords:
 
 
 def _ends(token_ids_PX: torch.Tensor, len_PQ: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """[P, Q, num_tokens]: what begins at `len_PQ` of each line."""
+    """[P, Q, num_tokens]: the tokens of each line from `len_PQ` on."""
     place_PQT = len_PQ[..., None] + torch.arange(num_tokens, device=token_ids_PX.device)
     num_rows = len_PQ.shape[1]
     return token_ids_PX[:, None].expand(-1, num_rows, -1).gather(2, place_PQT)
@@ -353,7 +353,7 @@ class BadWordsTable:
         return bool(params.bad_words)
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """Begin a slot anew."""
+        """Initialize a slot for a new sequence."""
         device = self._tail_NT.device
         words = sequence.params.bad_words
         prefixes = [[_ANY] * (MAX_BAD_WORD_LEN - len(word)) + list(word[:-1]) for word in words]
@@ -365,10 +365,10 @@ class BadWordsTable:
         self._tail_NT[slot] = to_device(torch.tensor(tail), device)
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> BadWords:
-        """Those of some slots."""
+        """The bad words of some slots."""
         num_words = max(len(item.bad_words) for item in params)
         longest = max(len(word) for item in params for word in item.bad_words)
-        prefix_len = max(longest - 1, 1)  # at least one, so that an unused word can say that it is never complete
+        prefix_len = max(longest - 1, 1)  # at least one, so that unused words can be marked as never complete
         first = _PREFIX_LEN - prefix_len
         return BadWords(
             prefix_PWT=self._prefix_NWT[:, :num_words, first:][slots_P],
@@ -378,16 +378,16 @@ class BadWordsTable:
         )
 
     def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:
-        """Move the ends of outputs on; slots without bad words may be among them."""
+        """Append the emitted tokens to the ends of outputs; `slots_B` may include slots without bad words."""
         seen_BX = torch.cat([self._tail_NT[slots_B], token_ids_BQ], dim=1)
         self._tail_NT[slots_B] = _ends(seen_BX, num_emitted_B[:, None], _PREFIX_LEN)[:, 0]
 
 
 class Edit(Protocol):
-    """One kind of edit, of P sequences."""
+    """One kind of edit, for P sequences."""
 
     def apply(self, logits_PQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
-        """The edited logits; `ahead` is None where one row follows what the table knows."""
+        """The edited logits; `ahead` is None if the only row follows what the table has counted."""
         ...
 
 
@@ -399,15 +399,15 @@ class EditTable(Protocol):
         ...
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """Begin a slot anew."""
+        """Initialize a slot for a new sequence."""
         ...
 
     def rows(self, slots_P: torch.Tensor, params: Sequence[SamplingParams]) -> Edit:
-        """The edits of some slots; `params` are theirs, on the host, and decide only how wide they are."""
+        """The edits of some slots; `params`, theirs on the host, only determine the tensors' widths."""
         ...
 
     def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:
-        """Add what a step emitted; slots that the table is not for may be among them."""
+        """Add the tokens that a step emitted; `slots_B` may include slots that do not use this table."""
         ...
 
 
@@ -416,7 +416,7 @@ class LogitEdits:
     """The edits of a batch.
 
     Attributes:
-        index_R: int64, places in the batch of the sequences with any.
+        index_R: int64, places in the batch of the sequences with any edit.
         parts: (int64 places in R, edit) in the order in which they apply.
     """
 
@@ -428,7 +428,7 @@ class LogitEdits:
         return logits_BQV.index_copy(0, self.index_R, self.edited(logits_BQV[self.index_R], ahead))
 
     def edited(self, rows_RQV: torch.Tensor, ahead: HistoryLookahead | None) -> torch.Tensor:
-        """The logits of the sequences with any edit, edited; `ahead` is the batch's."""
+        """The edited logits of the sequences with any edit; `ahead` is the batch's."""
         ahead_R = None if ahead is None else ahead.pick(self.index_R)
         for place_P, edit in self.parts:
             ahead_P = None if ahead_R is None else ahead_R.pick(place_P)
@@ -437,14 +437,14 @@ class LogitEdits:
 
 
 class LogitEditTables:
-    """Every kind of edit, by slot. All but `place`, `release` and the choice of rows happens on the device.
+    """All kinds of edits, by slot. Everything but `place`, `release` and the selection of rows runs on the device.
 
     Args:
         num_slots: slots are 0 ... num_slots - 1.
         vocab_size: V.
         device: of all tensors.
-        eos_token_ids: what ends a sequence beside a request's own stop tokens.
-        vocab: which of the tokens this process has logits of.
+        eos_token_ids: tokens that end a sequence besides a request's own stop tokens.
+        vocab: which tokens' logits this process has.
     """
 
     def __init__(
@@ -457,7 +457,7 @@ class LogitEditTables:
         vocab: Vocab = WHOLE,
     ) -> None:
         self._device = device
-        # In the order in which they apply. A table is made when it is first needed.
+        # In the order in which they apply. A table is allocated when it is first needed.
         self._makers: tuple[Callable[[], EditTable], ...] = (
             lambda: AllowedTable(num_slots, vocab_size, device, vocab),
             lambda: MinTokensTable(num_slots, eos_token_ids, device, vocab),
@@ -469,7 +469,7 @@ class LogitEditTables:
         self._users: list[set[int]] = [set() for _ in self._makers]
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """A sequence begins in a free slot."""
+        """Initialize a free slot for a new sequence."""
         self.release(slot)
         needs = _kinds(sequence.params)
         for kind, make in enumerate(self._makers):
@@ -481,7 +481,7 @@ class LogitEditTables:
                 self._users[kind].add(slot)
 
     def release(self, slot: int) -> None:
-        """The sequence in a slot has ended."""
+        """Release a slot, whose sequence has ended."""
         for users in self._users:
             users.discard(slot)
 
@@ -507,7 +507,7 @@ class LogitEditTables:
         return LogitEdits(index_R, tuple(parts))
 
     def advance(self, slots_B: torch.Tensor, token_ids_BQ: torch.Tensor, num_emitted_B: torch.Tensor) -> None:
-        """Count what a step emitted: the first `num_emitted_B` tokens of each line."""
+        """Count the tokens that a step emitted: the first `num_emitted_B` of each line."""
         for table, users in zip(self._tables, self._users, strict=True):
             if users:
                 assert table is not None
@@ -520,7 +520,7 @@ def edits_logits(params: SamplingParams) -> bool:
 
 
 def _kinds(params: SamplingParams) -> tuple[bool, ...]:
-    """Which tables a request may need, in their order; a plain request makes none of them."""
+    """Which tables a request may need, in order; a plain request needs none."""
     return (
         AllowedTable.is_for(params),
         params.min_tokens > 0,

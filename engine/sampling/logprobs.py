@@ -1,14 +1,15 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, from raw logits.
+"""Computes log-probabilities of sampled tokens and of the likeliest ones, from raw logits.
 
-Only k + 1 values and ids and one rank of each position leave the device, packed into one float64 tensor (every id and
-rank is exact in it).
+Only k + 1 values and ids and one rank per position leave the device, packed into one float64 tensor, in which every id
+and rank is exact.
 
-Where ranks share a vocabulary (`model.vocab`), each gives the log of its sum of exponentials, its K likeliest tokens,
-and the chosen token's logit if it is its own; then how many of its logits are larger: two small collectives. Ids and
-ranks are those of a whole row; log-probabilities differ by rounding, as the sum has another order.
+If ranks share a vocabulary (`model.vocab`), each contributes the log of its sum of exponentials, its K likeliest
+tokens, and the sampled token's logit if that token is its own; then how many of its logits are larger. That takes two
+small collectives. Ids and ranks equal those of a whole row; log-probabilities differ by rounding, as the summation
+order differs.
 
-Legend: B sequences, L of those that report, Q rows, V vocabulary (of it those this process has), N positions,
-K likeliest tokens, R ranks of a group, X = 2 (K + 1) + 1 packed numbers: logprobs, ids, rank; the chosen token's first.
+Legend: B sequences, L of those that report, Q rows, V vocabulary (of it those this process has), N positions, K
+likeliest tokens, R ranks of a group, X = 2 (K + 1) + 1 packed numbers: logprobs, ids, rank; the chosen token's first.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,12 @@ from baton.kernels.sampling.logprobs import finite_logprobs, logprobs_reference,
 from baton.kernels.sampling.rows import settled
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
-LOGITS_ROWS = 64  # of a prompt at once, where its logprobs are asked
+LOGITS_ROWS = 64  # of a prompt at once, if its logprobs are requested
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Who reports in a batch.
+    """The sequences of a batch that report log-probabilities.
 
     Attributes:
         index_L: int64, places in the batch.
@@ -45,10 +46,10 @@ def logprobs_of(
     vocab: Vocab = WHOLE,
     kernels: Implementation | None = None,
 ) -> torch.Tensor:
-    """Packed [N, X], float64: the token's log-probability and rank, and those of the K likeliest.
+    """Packed [N, X], float64: the token's log-probability and rank, and the K likeliest tokens.
 
-    Equals are ordered by id, the lower first. The token's is finite whatever its logit: at least the dtype's lowest.
-    With `kernels` these compute it (`Model.sampling_implementation`).
+    Ties are ordered by id, lower first. The token's log-probability is always finite: at least the dtype's lowest
+    value. `kernels` selects the kernels that compute it (`Model.sampling_implementation`).
     """
     if kernels is not None:
         return logprobs_topk(logits_NV, settled(token_ids_N), num_top, implementation=kernels)
@@ -69,7 +70,7 @@ def _logprobs_among_ranks(
     lse_N1 = said_RNX[..., :1].logsumexp(dim=0)
     value_N1 = vocab.of_owner(said_RNX[..., 1:2], token_N1)
     rank_N1 = 1 + vocab.parts((logits_NV > value_N1).sum(dim=-1, keepdim=True)).sum(dim=0)
-    # Side by side in order of ranks, equals are in order of ids, and stay so.
+    # Concatenated in rank order, ties are in id order, and the stable sort keeps that.
     said_NRX = said_RNX[..., 2:].movedim(0, 1)
     values_NX, ids_NX = said_NRX[..., :num_own].flatten(1), said_NRX[..., num_own:].flatten(1)
     values_NX, order_NX = values_NX.sort(dim=-1, descending=True, stable=True)
@@ -86,14 +87,14 @@ def step_logprobs(
     vocab: Vocab = WHOLE,
     kernels: Implementation | None = None,
 ) -> torch.Tensor:
-    """Packed [L, Q, X] of the tokens of a step; those past a sequence's emitted ones mean nothing."""
+    """Packed [L, Q, X] for the tokens of a step; entries past a sequence's emitted tokens are meaningless."""
     logits_LQV, token_ids_LQ = logits_BQV[rows.index_L], token_ids_BQ[rows.index_L]
     packed_NX = logprobs_of(logits_LQV.flatten(0, 1), token_ids_LQ.flatten(), rows.num_top, vocab, kernels)
     return packed_NX.view(*token_ids_LQ.shape, -1)
 
 
 def unpack(packed: Sequence[float], num_top: int) -> TokenLogprobs:
-    """One position's numbers, on the host; of the likeliest tokens at most `num_top`."""
+    """Unpack one position's numbers, on the host, with at most `num_top` likeliest tokens."""
     num_ids = (len(packed) - 1) // 2
     logprobs, ids = packed[:num_ids], packed[num_ids : 2 * num_ids]
     pairs = zip(ids[1 : num_top + 1], logprobs[1 : num_top + 1], strict=True)
@@ -102,20 +103,20 @@ def unpack(packed: Sequence[float], num_top: int) -> TokenLogprobs:
 
 
 def num_packed(num_top: int) -> int:
-    """X, of a step whose sequences report up to so many of the likeliest tokens."""
+    """X of a step whose sequences report up to `num_top` likeliest tokens."""
     return 2 * (num_top + 1) + 1
 
 
 def unpack_step(
     reports: torch.Tensor, num_rows: int, num_tops: Sequence[int | None], num_emitted: Sequence[int]
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-    """What each sequence of a step reports; None where it reports nothing.
+    """Log-probabilities that each sequence of a step reports; None if it reports none.
 
     Args:
-        reports: of `step_logprobs`, on the host: float64 [L * Q * X], the sequences that report, in order.
+        reports: result of `step_logprobs`, on the host: float64 [L * Q * X], the sequences that report, in order.
         num_rows: Q.
         num_tops: `logprobs` of every sequence's parameters.
-        num_emitted: tokens of every sequence.
+        num_emitted: number of tokens that every sequence emitted.
     """
     num_reporting = sum(num_top is not None for num_top in num_tops)
     lines = iter(reports.view(num_reporting, num_rows, -1).tolist())

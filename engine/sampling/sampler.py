@@ -1,16 +1,16 @@
-"""Logits to token ids: edits, temperature, min-p, top-k, top-p, and the Gumbel draw that makes a choice repeatable.
+"""Samples token ids from logits: edits, temperature, min-p, top-k, top-p, and a repeatable Gumbel draw.
 
 A token is argmax(processed logits + noise), where the noise is a function of the request's seed and the token's
-position (kernels.noise). Every operation is along one row, so a row's token never depends on its neighbours. Greedy
-rows take the argmax of their edited logits; no noise is drawn for them. What edits are is engine.logit_edits' business.
-Values are trusted (core.sampling checks them).
+position (kernels.sampling.noise). Every operation works along one row, so a row's token never depends on other rows.
+Greedy rows take the argmax of their edited logits; no noise is drawn for them. Edits are defined in
+engine.sampling.logit_edits. Parameters are not checked again (core.requests.sampling checks them).
 
-Where ranks share a vocabulary (`model.vocab`), each has its tokens' logits and makes their noise alone; what is chosen
-is the same. A greedy choice is one small collective. A sampled one is two, as scores are counted from the row's largest
-logit, and those of top-k and top-p are more (`engine.sampling.truncation`).
+If ranks share a vocabulary (`model.vocab`), each has the logits of its own tokens and draws only their noise; the
+sampled tokens are the same. Greedy sampling takes one small collective. Random sampling takes two, as scores are
+relative to the row's largest logit; top-k and top-p take more.
 
-Legend: B sequences, Q consecutive positions of each, K = Q - 1 drafts, V vocabulary (of it those this process has),
-S sequences that sample, U of those truncate.
+Legend: B sequences, Q consecutive positions of each, K = Q - 1 drafts, V vocabulary (of it those this process has), S
+sequences that sample, U of those truncate.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,18 +30,18 @@ from baton.kernels.sampling.rows import MIN_TEMPERATURE
 from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 MAX_CANDIDATES = 256
-# Bits of a number, and how many of them are found at once: fewer bits are smaller messages, more are fewer messages.
+# Bits of a number, and how many of them are found per round: fewer mean smaller messages, more mean fewer messages.
 _NUM_BITS = {torch.float32: (32, 8), torch.float64: (64, 11)}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the host knows of a batch's top-k and top-p, so that nothing is done for what no row asks.
+    """What the host knows about a batch's top-k and top-p, to skip work that no row needs.
 
     Attributes:
-        has_top_k: whether any row may have it.
-        has_top_p: likewise.
-        top_k_bound: no row's top-k is larger, and all that cut anything off have one; 0 if that is not known.
+        has_top_k: whether any row may have a top-k.
+        has_top_p: whether any row may have a top-p.
+        top_k_bound: upper bound of the rows' top-k, if all rows that truncate have one; else 0.
     """
 
     has_top_k: bool = True
@@ -50,7 +50,7 @@ class Limits:
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> "Limits":
-        """Those of the sequences that sample."""
+        """The limits of the sequences that sample."""
         cuts = [item for item in params if truncates(item)]
         top_ks = [item.top_k for item in cuts]
         bound = max(top_ks, default=0) if all(top_ks) else 0
@@ -58,7 +58,7 @@ class Limits:
 
 
 def truncates(params: SamplingParams) -> bool:
-    """Whether these parameters cut off any tail of the distribution, beside min-p."""
+    """Whether these parameters cut off any tail of the distribution, not counting min-p."""
     return params.top_k > 0 or params.top_p < 1.0
 
 
@@ -69,13 +69,13 @@ def truncate(
     vocab: Vocab = WHOLE,
     limits: Limits = Limits(),
 ) -> torch.Tensor:
-    """Set all but the k likeliest tokens, then all but the smallest set whose probability reaches p, to -inf.
+    """Set to -inf all but the k likeliest tokens, then all but the smallest set whose probability reaches p.
 
     Args:
-        logits_UQW: float32 or float64; where ranks share a row, its largest is 0.
+        logits_UQW: float32 or float64; if ranks share a row, its maximum is 0.
         top_k_U: int64, 0 keeps all.
         top_p_U: float64, 1 keeps all.
-        vocab: of which W are columns.
+        vocab: which tokens the W columns are.
         limits: of `top_k_U` and `top_p_U`.
     """
     sorted_UQW, order_UQW = logits_UQW.sort(dim=-1, descending=True, stable=True)
@@ -92,11 +92,11 @@ def truncate(
 def _kept_of_candidates(
     sorted_UQW: torch.Tensor, top_k_U: torch.Tensor, top_p_U: torch.Tensor, vocab: CutVocab, bound: int
 ) -> torch.Tensor:
-    """Which of this rank's tokens, sorted, stay, where each row has a top-k of at most `bound`."""
+    """Which of this rank's sorted tokens to keep, if each row has a top-k of at most `bound`."""
     width = sorted_UQW.shape[-1]
     num_own = min(bound, width)
     parts_RUQC = vocab.parts(sorted_UQW[..., :num_own].double())
-    # Side by side in order of ranks, equals are in order of ids, and stay so.
+    # Concatenated in rank order, ties are in id order, and the stable sort keeps that.
     sorted_UQX, order_UQX = parts_RUQC.movedim(0, -2).flatten(-2).sort(dim=-1, descending=True, stable=True)
     keep_UQX = kept(sorted_UQX, top_k_U, top_p_U, vocab.vocab_size)
     keep_UQX = torch.zeros_like(keep_UQX).scatter(-1, order_UQX, keep_UQX)
@@ -105,7 +105,7 @@ def _kept_of_candidates(
 
 
 class _CutRows:
-    """Rows that ranks share: this rank's columns of each, sorted, the likelier first."""
+    """Rows that ranks share: this rank's columns of each, sorted, likeliest first."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _CutRows:
         self._num_bits, self._digit_bits = _NUM_BITS[sorted_UQW.dtype]
 
     def kept(self) -> torch.Tensor:
-        """Which of this rank's tokens stay, bool [U, Q, W], as sorted."""
+        """Which of this rank's tokens to keep, bool [U, Q, W], in sorted order."""
         keep_NW = torch.ones_like(self._key_NW, dtype=torch.bool)
         if self._limits.has_top_k:
             keep_NW = self._before(torch.ones_like(self._key_NW), self._needed_tokens)
@@ -136,23 +136,23 @@ class _CutRows:
         return keep_NW.view(self._shape)
 
     def _needed_tokens(self, total_N1: torch.Tensor) -> torch.Tensor:
-        """How many must lie before a token that goes; inf where all stay."""
+        """Number of tokens that must precede a dropped one; inf if all are kept."""
         return torch.where(self._top_k_N1 > 0, self._top_k_N1.double(), torch.inf)
 
     def _needed_mass(self, total_N1: torch.Tensor) -> torch.Tensor:
-        """How much of the total must."""
+        """Share of the total mass that must precede a dropped token; inf if all are kept."""
         return torch.where(self._top_p_N1 < 1.0, self._top_p_N1 * total_N1.double(), torch.inf)
 
     def _before(self, weight_NW: torch.Tensor, needed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Whether what lies before each token, of all ranks' in order, weighs less than is needed: bool [N, W].
+        """Whether the tokens of all ranks that precede each token weigh less than needed: bool [N, W].
 
         Args:
             weight_NW: int64, not negative.
-            needed: float64 [N, 1], positive, of the weight of a whole row, int64 [N, 1].
+            needed: maps the weight of a whole row, int64 [N, 1], to the positive weight needed, float64 [N, 1].
         """
         reached_NW = weight_NW.cumsum(dim=-1)
         reached_NX = functional.pad(reached_NW, (1, 0))  # by the first 0 ... W tokens
-        # The border's key is the first at which enough is reached; at keys below `low` it is not.
+        # The border is the first key at which enough weight is reached; at keys below `low` it is not.
         low_N1 = torch.full_like(reached_NW[:, :1], -(1 << (self._num_bits - 1)))
         below_RN1 = at_RN1 = low_N1.new_zeros(self._vocab.size, *low_N1.shape)
         need_N1: torch.Tensor | None = None
@@ -172,7 +172,7 @@ class _CutRows:
             at_RN1 = sums_RNT.gather(2, part_RN1)
             below_RN1 = torch.where(part_RN1 > 0, sums_RNT.gather(2, (part_RN1 - 1).clamp(min=0)), below_RN1)
             low_N1 = low_N1 + (part_N1 << shift)
-        # Equals of the border at lower ranks have lower ids.
+        # Tokens equal to the border at lower ranks have lower ids.
         rank = self._vocab.rank
         before_own_N1 = below_RN1.sum(dim=0) + (at_RN1 - below_RN1)[:rank].sum(dim=0) - below_RN1[rank]
         lies_before_NW = before_own_N1 + reached_NW - weight_NW
@@ -181,7 +181,7 @@ class _CutRows:
 
 
 def order_keys(x: torch.Tensor) -> torch.Tensor:
-    """Whole numbers that rise as `x` falls, int64, equal where it is equal, within the bits of its dtype."""
+    """Integers that increase as `x` decreases, int64, equal for equal `x`, within the bits of its dtype."""
     x = x + 0.0  # -0.0 becomes 0.0
     if x.dtype == torch.float64:
         bits, others = x.view(torch.int64), (1 << 63) - 1
@@ -193,21 +193,21 @@ def order_keys(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """What a batch asks beyond the likeliest token. What no sequence asks is None, and costs nothing.
+    """What a batch requests beyond greedy sampling. What no sequence requests is None, and costs nothing.
 
     Attributes:
         index_S: int64, place of each sampled sequence in the batch, in order; greedy ones are absent, so no draw can
-            touch them.
+            affect them.
         temperature_S: float64, positive.
         top_k_S: int64, 0 keeps all.
         top_p_S: float64.
         seed_S: int64.
         choice_S: int64.
         truncated_U: int64, places in S of those with top-k or top-p.
-        limits: what the host knows of these.
+        limits: what the host knows about these.
         min_p_S: float64, 0 keeps all.
-        edits: what sequences, greedy or not, do to their logits first.
-        logprobs: who reports log-probabilities.
+        edits: logit edits of sequences, greedy or not; applied first.
+        logprobs: the sequences that report log-probabilities.
     """
 
     index_S: torch.Tensor
@@ -224,7 +224,7 @@ class SamplingRows:
 
     @property
     def num_sampled(self) -> int:
-        """S."""
+        """Number of sampled sequences, S."""
         return self.index_S.shape[0]
 
 
@@ -238,10 +238,10 @@ def sampling_rows(
     """Rows for a batch whose parameters are on the host; None if all of it is greedy and plain.
 
     Args:
-        params: of each sequence; what they say about edits is not looked at.
+        params: of each sequence; their edits are ignored.
         device: of the tensors.
-        choices: which of its request's answers each sequence is; 0 if left out.
-        edits: those of the batch.
+        choices: which of its request's answers each sequence is; 0 if omitted.
+        edits: of the batch.
     """
     sampled = [(row, item) for row, item in enumerate(params) if not item.greedy]
     reporting = [row for row, item in enumerate(params) if item.logprobs is not None]
@@ -280,7 +280,7 @@ def draw_noise(
     dtype: torch.dtype,
     vocab: Vocab = WHOLE,
 ) -> torch.Tensor | None:
-    """Gumbel noise [S, num_positions, V] for the positions that begin at each sequence's `position_B`.
+    """Gumbel noise [S, num_positions, V] for the positions from each sequence's `position_B` on.
 
     `vocab_size` is V, the columns of logits; `vocab` says which tokens they are.
     """
@@ -301,19 +301,19 @@ def draw_noise(
 
 
 def wide(logits: torch.Tensor) -> torch.Tensor:
-    """Logits of a dtype that one may compute with: narrow ones as float32, which holds them exactly."""
+    """Logits in a dtype to compute with: narrow dtypes become float32, which holds them exactly."""
     return logits.float() if logits.dtype.itemsize < 4 else logits
 
 
 def looks_ahead(sampling: SamplingRows | None) -> bool:
-    """Whether tokens ahead of the sampling table matter to `choose`; if not, they need not be gathered."""
+    """Whether `choose` needs the tokens ahead of the sampling table; if not, they need not be gathered."""
     return sampling is not None and sampling.edits is not None
 
 
 def edit_logits(
     logits_BQV: torch.Tensor, sampling: SamplingRows, ahead: HistoryLookahead | torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Logits after masks, bias and penalties, of greedy and sampled sequences alike; see `choose`."""
+    """Logits after masks, bias and penalties, for greedy and sampled sequences alike; see `choose`."""
     if sampling.edits is None:
         return logits_BQV
     if isinstance(ahead, torch.Tensor):
@@ -327,9 +327,9 @@ def process_logits(
     best_SQ1: torch.Tensor | None = None,
     vocab: Vocab = WHOLE,
 ) -> torch.Tensor:
-    """Logits after temperature, min-p, top-k and top-p; what was cut off is -inf, and at least one token is left.
+    """Logits after temperature, min-p, top-k and top-p; dropped tokens are -inf, and at least one token is left.
 
-    Takes the rows of sampled sequences, after `edit_logits`, and, if that is known, the largest logit of each.
+    Takes the rows of sampled sequences, after `edit_logits`, and, if known, the largest logit of each.
     """
     if best_SQ1 is None:
         best_SQ1 = vocab.amax(logits_SQV)
@@ -353,14 +353,14 @@ def choose(
     ahead: HistoryLookahead | torch.Tensor | None = None,
     vocab: Vocab = WHOLE,
 ) -> torch.Tensor:
-    """The token of every row, int64 [B, Q]; among equal maxima the lowest id (what torch.argmax promises).
+    """The token of every row, int64 [B, Q]; ties go to the lowest id (as torch.argmax promises).
 
     Args:
         logits_BQV: raw.
         sampling: None if all sequences are greedy and plain.
-        noise_SQV: of `draw_noise`; None without a sampled sequence.
-        ahead: tokens between those the sampling table has counted and each row: drafts int64 [B, K] of which row j
-            follows the first j, or any others; None where the one row follows what was counted.
+        noise_SQV: from `draw_noise`; None without a sampled sequence.
+        ahead: tokens between those the sampling table has counted and each row: drafts int64 [B, K], where row j
+            follows the first j, or any lookahead; None if the only row follows what was counted.
         vocab: which tokens V are.
     """
     if sampling is None:
@@ -382,6 +382,6 @@ def sample(
     ahead: HistoryLookahead | None = None,
     vocab: Vocab = WHOLE,
 ) -> torch.Tensor:
-    """The token of one position of each sequence, int64 [B]; `position_B` is where that token will stand."""
+    """The token of one position of each sequence, int64 [B]; `position_B` is that token's position."""
     noise_SQV = draw_noise(sampling, position_B, 1, logits_BV.shape[-1], logits_BV.dtype, vocab)
     return choose(logits_BV[:, None], sampling, noise_SQV, ahead, vocab)[:, 0]

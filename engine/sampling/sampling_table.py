@@ -1,7 +1,7 @@
-"""All that sampling keeps on the device about running sequences, in tensors indexed by a slot.
+"""Keeps the sampling state of running sequences on the device, in tensors indexed by slot.
 
-The host says which sequences of a step sample, cut tails, edit logits or report log-probabilities, because it knows
-their parameters; counts and histories never visit it, so steps can be launched before earlier ones are read.
+The host decides which sequences of a step sample, truncate, edit logits or report log-probabilities, because it knows
+their parameters. Counts and histories stay on the device, so steps can be launched before earlier ones are read.
 
 Legend: N slots, B sequences of a step, S sampled ones, U of those with top-k or top-p, Q rows, E the next even number
 after S.
@@ -29,8 +29,8 @@ class SamplingTable:
         num_slots: slots are 0 ... num_slots - 1.
         vocab_size: V.
         device: of all tensors.
-        eos_token_ids: what ends a sequence beside a request's own stop tokens.
-        vocab: which of the tokens this process has logits of.
+        eos_token_ids: tokens that end a sequence besides a request's own stop tokens.
+        vocab: which tokens' logits this process has.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class SamplingTable:
         self._edits = LogitEditTables(
             num_slots=num_slots, vocab_size=vocab_size, device=device, eos_token_ids=eos_token_ids, vocab=vocab
         )
-        # temperature, top-p, min-p and top-k, seed, choice: one write and one gather for each kind of number
+        # temperature, top-p, min-p; top-k, seed, choice: one write and one gather per kind of number
         self._floats_3N = torch.zeros(3, num_slots, dtype=torch.float64, device=device)
         self._ints_3N = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
 
     def place(self, slot: int, sequence: SampledSequence) -> None:
-        """A sequence begins in a free slot."""
+        """Initialize a free slot for a new sequence."""
         params = sequence.params
         floats = (max(params.temperature, MIN_TEMPERATURE), params.top_p, params.min_p)
         self._floats_3N[:, slot] = to_device(torch.tensor(floats, dtype=torch.float64), self._device)
@@ -59,13 +59,13 @@ class SamplingTable:
         self._edits.place(slot, sequence)
 
     def release(self, slot: int) -> None:
-        """The sequence in a slot has ended; nothing more is counted for it."""
+        """Release a slot, whose sequence has ended; nothing more is counted for it."""
         self._edits.release(slot)
 
     def rows(self, slots: Sequence[int], params: Sequence[SamplingParams]) -> SamplingRows | None:
-        """What `choose` needs for a batch; None if all of it is greedy and plain.
+        """The `SamplingRows` of a batch; None if all of it is greedy and plain.
 
-        `params` are the slots' own, on the host, and decide only which rows are read.
+        `params` are the slots' own, on the host, and only determine which rows are read.
         """
         edits = self._edits.rows(slots, params)
         sampled = [row for row, item in enumerate(params) if not item.greedy]
@@ -74,7 +74,7 @@ class SamplingTable:
             return None
         cut = [place for place, row in enumerate(sampled) if truncates(params[row])]
         slots_E = [slots[row] for row in sampled]
-        slots_E += slots_E[: len(sampled) % 2]  # so that each line begins where kernels expect a tensor to begin
+        slots_E += slots_E[: len(sampled) % 2]  # so that each row is aligned as kernels expect
         numbers = [*slots_E, *sampled, *cut, *reporting]
         sizes = [len(slots_E), len(sampled), len(cut), len(reporting)]
         slot_E, index_S, cut_U, index_L = to_device(torch.tensor(numbers, dtype=torch.int64), self._device).split(sizes)
@@ -107,7 +107,7 @@ def rows_of(
     eos_token_ids: Sequence[int] = (),
     vocab: Vocab = WHOLE,
 ) -> SamplingRows | None:
-    """Rows of sequences that no table holds (prefill's); None if all are greedy and plain."""
+    """Rows of sequences that are in no table (in prefill); None if all are greedy and plain."""
     params = [sequence.params for sequence in sequences]
     edits = None
     if any(edits_logits(item) for item in params):

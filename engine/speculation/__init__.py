@@ -1,1 +1,1 @@
-"""Drafts: how many, how they are chosen, and which of them stand."""
+"""Speculative decoding: how many drafts a step makes, how they are made, and which are accepted."""

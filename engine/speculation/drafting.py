@@ -1,14 +1,14 @@
-"""How a step's drafts are chosen from the MTP head's logits, for each law that a mode of verification asks for.
+"""Chooses a step's drafts from the draft head's logits, by the law that the verification mode requires.
 
-Kernels choose them where they choose the model's tokens (`engine.sampling.kernel_sampler`); drafts that are drawn from
-a distribution which is kept are torch's everywhere.
+Kernels choose drafts wherever they sample the model's tokens (`engine.sampling.kernel_sampler`); drafts sampled from a
+distribution that is kept are always computed by torch.
 
-Columns of a pruned draft head become tokens here, before anything else sees them. Drafts of greedy sequences are the
-likeliest tokens under every law. The draws of DraftLaw.SAMPLED are keyed by the first position of the step and numbered
-by draft; `engine.speculation.rejection` says why.
+Columns of a pruned draft head are mapped to tokens here, before anything else sees them. Drafts of greedy sequences are
+the likeliest tokens under every law. The random draws of DraftLaw.SAMPLED are keyed by the first position of the step
+and numbered by draft; `engine.speculation.rejection` explains why.
 
-Legend: B sequences, S sampled sequences, K draft tokens, P positions of noise, C columns of the draft head,
-V vocabulary (of it, and of C, those this process has), D hidden size.
+Legend: B sequences, S sampled sequences, K draft tokens, P positions of noise, C columns of the draft head, V
+vocabulary (of it, and of C, those this process has), D hidden size.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class Drafted:
 
     Attributes:
         token_B: int64, in the target's vocabulary.
-        probs_SC: what the sampled sequences' were drawn from, over the head's columns, or this rank's tokens where
-            ranks share the vocabulary; None if they are point masses.
+        probs_SC: distributions that the sampled sequences' drafts were drawn from, over the head's columns, or over
+            this rank's tokens if ranks share the vocabulary; None if drafts are point masses.
     """
 
     token_B: torch.Tensor
@@ -52,15 +52,14 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSource:
-    """What chance there is in one step's drafts: drawn once for all of them, or where kernels will draw it.
+    """The randomness of one step's drafts: drawn once for all of them, or the parameters with which kernels draw it.
 
     Attributes:
         law: how drafts are chosen.
         sampling: the sampled sequences; None if all are greedy.
-        noise_SPV: the target's noise for every position the step may choose a token for, with DraftLaw.COUPLED, where
-            torch chooses.
-        uniform_SK: one for each draft, with DraftLaw.SAMPLED.
-        rows: how each sequence draws its next token, where kernels choose.
+        noise_SPV: the target's noise for every position the step may sample, with DraftLaw.COUPLED, if torch samples.
+        uniform_SK: one number per draft, with DraftLaw.SAMPLED.
+        rows: how each sequence draws its next token, if kernels sample.
     """
 
     law: DraftLaw
@@ -80,15 +79,15 @@ class DraftSource:
         *,
         drafts_next: bool = True,
     ) -> "DraftSource":
-        """The draws of the step whose first token will stand at `position_B`.
+        """The random draws of the step whose first token will be at `position_B`.
 
         Args:
             law: how drafts are chosen.
             sampling: the sampled sequences.
             position_B: int64.
             num_drafts: K.
-            model: that drafts.
-            drafts_next: the step also makes the first draft of the one after.
+            model: the model that drafts.
+            drafts_next: the step also makes the first draft of the next step.
         """
         rows = None if model.sampling_implementation is None else draw_rows(sampling, position_B)
         if sampling is None or sampling.num_sampled == 0 or law is DraftLaw.LIKELIEST:
@@ -99,7 +98,7 @@ class DraftSource:
             return cls(law=law, sampling=sampling, uniform_SK=uniform_SK, rows=rows)
         if rows is not None:
             return cls(law=law, sampling=sampling, rows=rows)
-        # One draw for every position this step may choose a token for: drafts, verification, the next draft share it.
+        # One draw for every position this step may sample: drafts, verification and the next draft share it.
         num_positions = num_drafts + 1 + drafts_next
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         width = model.vocab.width(model.config.vocab_size)
@@ -107,15 +106,15 @@ class DraftSource:
         return cls(law=law, sampling=sampling, noise_SPV=noise_SPV)
 
     def target_noise(self, num_rows: int) -> torch.Tensor | None:
-        """The noise of the positions that are verified, [S, Q, V]."""
+        """Noise of the positions to be verified, [S, Q, V]."""
         return None if self.noise_SPV is None else self.noise_SPV[:, :num_rows]
 
     def draft(
         self, model: Model, hidden_BD: torch.Tensor, place: int, ahead: HistoryLookahead | None = None
     ) -> Drafted:
-        """The draft that follows `place` others of this step, from the MTP output that foresees it.
+        """The draft after `place` others of this step, from the MTP output that predicts it.
 
-        `ahead` are the tokens between those the sampling table has counted and this one, where `looks_ahead` says so.
+        `ahead` holds the tokens between those the sampling table has counted and this draft; needed if `looks_ahead`.
         """
         uniform_S = None if self.uniform_SK is None else self.uniform_SK[:, place]
         if self.rows is not None and uniform_S is None:
@@ -126,7 +125,10 @@ class DraftSource:
     def draft_next(
         self, model: Model, hidden_BD: torch.Tensor, accepted_len_B: torch.Tensor, ahead: HistoryLookahead | None = None
     ) -> torch.Tensor:
-        """The first draft of the step after, int64 [B]; never sampled, as only its own step could keep what from."""
+        """First draft of the next step, int64 [B].
+
+        Never with DraftLaw.SAMPLED, because only the step that verifies a draft can keep its distribution.
+        """
         assert self.law is not DraftLaw.SAMPLED
         if self.rows is not None:
             return self._draw(model, hidden_BD, accepted_len_B + 1, ahead)
@@ -139,7 +141,7 @@ class DraftSource:
     def _draw(
         self, model: Model, hidden_BD: torch.Tensor, place: int | torch.Tensor, ahead: HistoryLookahead | None
     ) -> torch.Tensor:
-        """By kernels: the draft after so many others, or so many tokens, int64 [B]."""
+        """Draw by kernels the draft after `place` others, or, for a tensor, that many tokens later; int64 [B]."""
         assert self.rows is not None
         assert model.sampling_implementation is not None
         logits_BC, sampling = model.draft_logits(hidden_BD), self.sampling
@@ -194,15 +196,18 @@ def over_vocabulary(logits_NC: torch.Tensor, model: Model) -> torch.Tensor:
 
 
 def stack_probs(drafted: list[Drafted], model: Model) -> DraftProbs | None:
-    """The distributions of a step's drafts, if they were drawn from any."""
+    """The distributions of a step's drafts, if they were sampled from any."""
     probs = [item.probs_SC for item in drafted if item.probs_SC is not None]
     return DraftProbs(torch.stack(probs, dim=1), None if model.vocab.is_cut else model.t2d()) if probs else None
 
 
 def _sampled(processed_SV: torch.Tensor, uniform_S: torch.Tensor, model: Model) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from the head's distribution under each request's own parameters, and that; the head's tokens are all."""
+    """Sample from the head's distribution under each request's own parameters; returns tokens and distributions.
+
+    Only the head's tokens can be sampled.
+    """
     vocab = model.vocab
-    # Where parameters leave no token of the head, there is nothing to draw: zeros, which no verifier accepts from.
+    # If the parameters leave no token of the head, the row is all zeros, from which no verifier accepts a draft.
     if isinstance(vocab, CutVocab):
         probs_SV = probabilities(processed_SV, vocab).nan_to_num(nan=0.0)
         return pick_among_ranks(probs_SV, uniform_S, vocab), probs_SV

@@ -1,7 +1,7 @@
-"""Every mode of verification by `kernels.sampling.verify`: sequences of a batch side by side, in four launches.
+"""Implements every verification mode with `kernels.sampling.verify`, for all sequences of a batch in four launches.
 
-The modes are those of `engine.speculation.verify`, `engine.speculation.rejection` and `engine.speculation.synthetic`,
-with the same draws. The host reads nothing, and what no sequence asks costs no launch.
+The modes are those of `engine.speculation.verify`, `engine.speculation.rejection` and `engine.speculation.verifiers`,
+with the same random draws. The host reads nothing, and features that no sequence requests cost no launch.
 
 Legend: B sequences, S sampled ones, K draft tokens, V vocabulary.
 """
@@ -21,15 +21,15 @@ _BY_CHANCE = (Law.REJECT, Law.BLOCK)
 
 
 class KernelVerifier:
-    """A mode of verification; see `verify.Verifier`.
+    """A verification mode, by kernels; see `verify.Verifier`.
 
     Args:
-        law: how drafts are judged; greedy sequences match whatever it is.
-        draft_law: what it takes drafts of sampled sequences to be.
-        implementation: which form of the kernels.
-        device: of the batches.
-        rates: SYNTHETIC's chance of each draft once all before it stand.
-        forced_len: FORCE's.
+        law: how drafts are verified; greedy sequences always match against the likeliest token.
+        draft_law: how drafts of sampled sequences were chosen.
+        implementation: which implementation of the kernels.
+        device: device of the batches.
+        rates: for SYNTHETIC, the probability of each draft once all before it are accepted.
+        forced_len: for FORCE, the number of drafts to accept.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KernelVerifier:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it takes batches alone that are greedy as a whole, and plain."""
+        """Whether it accepts only batches in which all sequences are greedy and plain."""
         return self._law is Law.MATCH and self._draft_law is DraftLaw.LIKELIEST
 
     def verify(self, inputs: VerifyInputs) -> Verified:
@@ -94,7 +94,7 @@ class KernelVerifier:
 
 
 def _rows_of(probs: DraftProbs, inputs: VerifyInputs) -> torch.Tensor:
-    """Where the probabilities of each sequence's drafts lie, int32 [B]; -1 of greedy ones."""
+    """Row of each sequence in the draft probabilities, int32 [B]; -1 for greedy ones."""
     assert inputs.sampling is not None
     index_S, num_sequences = inputs.sampling.index_S, len(inputs.position_B)
     place_S = torch.arange(len(index_S), dtype=torch.int32, device=index_S.device)

@@ -1,21 +1,22 @@
-"""Rejection sampling of drafts: what is emitted has the target's law exactly, whatever the drafts are.
+"""Verifies drafts by rejection sampling: emitted tokens follow the target's distribution exactly, for any drafts.
 
-Token by token: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023);
-as a block: Sun et al., "Block Verification Accelerates Speculative Decoding" (2024), which never accepts fewer. With
-drafts that are point masses both are the same, so blocks are for probabilistic drafts only.
+Token by token: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023).
+As a block: Sun et al., "Block Verification Accelerates Speculative Decoding" (2024), which never accepts fewer. With
+drafts that are point masses both are the same, so block verification is for probabilistic drafts only.
 
-A row of q that is all zero means that there is no draft: its chance is 0 and what is left is all of p. That makes one
-rule of the last row (the bonus token), of rows past a cap, and of a draft head without a single token that is allowed.
+A row of q that is all zero means that there is no draft: it is accepted with probability 0, and the residual is all of
+p. So one rule covers the last row (the bonus token), rows past a cap, and a draft head none of whose tokens is allowed.
 
-The numbers of a step are keyed by its *first* position and numbered by draft. Keyed by each draft's own position they
-would come again in the next step, after a block's verdict had already depended on them, and bias it.
+The random numbers of a step are keyed by its *first* position and numbered by draft. If they were keyed by each draft's
+own position, the next step would draw the same numbers again, after a block's verdict had already depended on them, and
+that would bias the next verdict.
 
 The rules are those of `kernels.sampling.draft_chances`.
 
-Where ranks share a vocabulary, each has the probabilities of its own tokens, and what crosses are sums (of the softmax,
-of residual weights) and probabilities of drafts. Those sums are rounded otherwise than a whole row's, by some 1e-16 of
-their size in float64 and 1e-7 in float32, so that a uniform that close to a border may fall to its other side: the law
-is the same, and so are the tokens but for that.
+If ranks share a vocabulary, each has the probabilities of its own tokens, and they exchange only sums (of the softmax,
+of residual weights) and probabilities of drafts. These sums round differently from those of a whole row, by about 1e-16
+relative in float64 and 1e-7 in float32, so a uniform number that close to a threshold may fall on the other side. The
+distribution is the same, and apart from such cases so are the tokens.
 
 Legend: S sampled sequences, K draft tokens, Q = K + 1 rows, V vocabulary (of it those this process has), B sequences of
 the batch.
@@ -51,11 +52,11 @@ from baton.model.vocab import WHOLE, CutVocab, Vocab
 
 @dataclass(frozen=True, slots=True)
 class RejectionVerifier:
-    """Greedy sequences are verified greedily, sampled ones by rejection.
+    """Verifies sampled sequences by rejection sampling, and greedy ones greedily.
 
     Attributes:
-        is_probabilistic: drafts were drawn from distributions that are given; otherwise they are point masses.
-        block: judge probabilistic drafts as a block.
+        is_probabilistic: drafts were sampled from the given distributions; otherwise they are point masses.
+        block: verify probabilistic drafts as a block.
     """
 
     is_probabilistic: bool = True
@@ -63,7 +64,7 @@ class RejectionVerifier:
 
     @property
     def draft_law(self) -> DraftLaw:
-        """Sampled with their distributions, or the likeliest."""
+        """SAMPLED if drafts come with distributions, else LIKELIEST."""
         return DraftLaw.SAMPLED if self.is_probabilistic else DraftLaw.LIKELIEST
 
     def verify(self, inputs: VerifyInputs) -> Verified:
@@ -71,7 +72,7 @@ class RejectionVerifier:
         sampling, logits_BQV, vocab = inputs.sampling, inputs.target_logits_BQV, inputs.vocab
         if sampling is not None:
             logits_BQV = edit_logits(logits_BQV, sampling, inputs.drafts.valid_ids())
-        # The verdict on every sequence as if it were greedy; that on sampled ones is not used.
+        # Verify every sequence as if it were greedy; the results of sampled ones are not used.
         best_BQ1, likeliest_BQ = vocab.best(logits_BQV)
         greedy = accept(inputs.drafts, TargetIds(likeliest_BQ), inputs.draft_cap_B)
         if sampling is None or sampling.num_sampled == 0:
@@ -103,13 +104,13 @@ class RejectionVerifier:
 def target_probs(
     logits_BQV: torch.Tensor, sampling: SamplingRows, best_BQ1: torch.Tensor, vocab: Vocab = WHOLE
 ) -> torch.Tensor:
-    """The distributions the sampled sequences draw from, [S, Q, V], float64 or float32; of edited logits."""
+    """The distributions that sampled sequences draw from, [S, Q, V], float64 or float32; takes edited logits."""
     logits_SQV, best_SQ1 = wide(logits_BQV[sampling.index_S]), wide(best_BQ1[sampling.index_S])
     return probabilities(process_logits(logits_SQV, sampling, best_SQ1, vocab), vocab)
 
 
 def probabilities(logits_XV: torch.Tensor, vocab: Vocab) -> torch.Tensor:
-    """Softmax of `process_logits`' rows, whose largest is 0, over the tokens of all ranks; [X, V]."""
+    """Softmax of `process_logits`' rows, whose maximum is 0, over the tokens of all ranks; [X, V]."""
     if not vocab.is_cut:
         return logits_XV.softmax(dim=-1)
     weights_XV = logits_XV.exp()
@@ -119,7 +120,7 @@ def probabilities(logits_XV: torch.Tensor, vocab: Vocab) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """The drafts of sampled sequences and the distributions they came from.
+    """The drafts of sampled sequences and the distributions they were drawn from.
 
     Attributes:
         drafts: [S, K].
@@ -136,7 +137,7 @@ class Proposals:
     vocab: Vocab = WHOLE
 
     def chance_of_drafts(self) -> torch.Tensor:
-        """Q of each draft, float64 [S, K]; 0 where there is none, or none that the draft head could have made."""
+        """Probability q of each draft, float64 [S, K]; 0 if there is no draft, or if the draft head lacks its token."""
         ids_SK = self.drafts.ids_BK.clamp(min=0)
         is_unusable_SK = torch.arange(ids_SK.shape[1], device=ids_SK.device) >= self.num_usable_S[:, None]
         if self.probs is None:
@@ -147,7 +148,7 @@ class Proposals:
         return q_SK.masked_fill(is_unusable_SK | (columns_SK < 0), 0.0)
 
     def row(self, place_S: torch.Tensor) -> torch.Tensor:
-        """Q [S, V] of the draft that follows `place_S` others; zeros where there is none."""
+        """Distribution q [S, V] of the draft after `place_S` others; zeros where there is none."""
         num_drafts = self.drafts.ids_BK.shape[1]
         if num_drafts == 0:
             return torch.zeros(len(place_S), self.vocab_size, device=place_S.device)
@@ -174,14 +175,14 @@ def reject(
     *,
     block: bool,
 ) -> Verified:
-    """Verify the drafts of sampled sequences; tensors of the result are [S, Q] and [S].
+    """Verify the drafts of sampled sequences; result tensors are [S, Q] and [S].
 
     Args:
         proposals: the drafts.
         target_SQV: the target's distributions.
         accept_uniform_SK: float64 in (0, 1).
         residual_uniform_S: float64 in (0, 1).
-        block: judge the drafts as a block.
+        block: verify the drafts as a block.
     """
     ids_SK, vocab = proposals.drafts.ids_BK, proposals.vocab
     num_drafts = ids_SK.shape[1]
@@ -209,7 +210,7 @@ def reject(
 
 
 def block_leftovers(proposals: Proposals, target_SQV: torch.Tensor, reach_SQ: torch.Tensor) -> torch.Tensor:
-    """Sums of the residual weights after 1 ... K drafts, float64 [S, K]; anything past the usable drafts."""
+    """Sums of the residual weights after 1 ... K drafts, float64 [S, K]; arbitrary values past the usable drafts."""
     num_drafts = target_SQV.shape[1] - 1
     leftover_SK = reach_SQ.new_zeros(len(reach_SQ), num_drafts)
     for place in range(1, num_drafts + 1):
@@ -220,15 +221,15 @@ def block_leftovers(proposals: Proposals, target_SQV: torch.Tensor, reach_SQ: to
 
 
 def or_target(weights_SV: torch.Tensor, p_SV: torch.Tensor, vocab: Vocab = WHOLE) -> torch.Tensor:
-    """The weights, or the target where nothing is left over (p = q but for rounding)."""
+    """The weights, or the target distribution if no weight is left (p = q up to rounding)."""
     is_empty_S1 = ~(vocab.add(weights_SV.sum(dim=-1, keepdim=True)) > 0)
     return torch.where(is_empty_S1, p_SV, weights_SV)
 
 
 def pick_among_ranks(weights_SV: torch.Tensor, uniform_S: torch.Tensor, vocab: CutVocab) -> torch.Tensor:
-    """The same where ranks share the weights: the sums of lower ranks come before a rank's own; 0 if all weigh 0."""
+    """`pick` for weights that ranks share: the sums of lower ranks come before a rank's own; 0 if all weights are 0."""
     own_SV = weights_SV.cumsum(dim=-1, dtype=torch.float64)
-    # Added one after the other, so that what the last rank of any weight reaches is the total, bit for bit.
+    # Added one by one, so that the sum up to the last rank with any weight equals the total, bit for bit.
     starts = [torch.zeros_like(own_SV[:, -1:])]
     for part_S1 in vocab.parts(own_SV[:, -1:]).unbind():
         starts.append(starts[-1] + part_S1)

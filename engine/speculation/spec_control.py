@@ -1,14 +1,14 @@
-"""How the next step drafts, and how much, chosen by measurement: what `auto` is, of k and of the method.
+"""Chooses how the next step drafts, and how many drafts it makes, by measurement: `auto` for k and for the method.
 
-The controller knows step times (`step_time_model`: of each size of batch and number of drafts) and acceptance
-(`acceptance_model`: of each draft position, given that those before it stood), each with how sure it is, and answers
-the k with the most expected tokens per second. It tries other k now and then: the time that trials are expected to lose
-is a budget, a small share of all time. It reads no clock, draws no random number and touches no tensor: equal
-observations give equal answers.
+The controller models step times (`StepTimeModel`: per batch size and number of drafts) and acceptance
+(`AcceptanceModel`: per draft position, given that those before it were accepted), each with its uncertainty. It returns
+the k with the most expected tokens per second. It occasionally tries another k; the time that such trials are expected
+to lose is budgeted to a small share of all time. It reads no clock, draws no random number and touches no tensor: the
+same observations give the same answers.
 
-`E_k = 1 + c_1 + c_1 c_2 + ...` tokens per sequence and step; `t_k` seconds; rate `E_k / t_k`. Another k is used when
-it looks better by a margin. A trial is of a k that may plausibly be better than the one in use, in standard deviations:
-of those, the one that has waited longest for its cost, and only within the budget.
+`E_k = 1 + c_1 + c_1 c_2 + ...` tokens per sequence and step; `t_k` seconds; rate `E_k / t_k`. Another k is used if its
+rate looks better by a margin. A trial is of a k that may plausibly be better than the one in use, measured in standard
+deviations: of those, the one that has waited longest relative to its cost, and only within the budget.
 
 Legend: k drafts of a step, j draft position from 0, c_j acceptance of position j where it was tested.
 """
@@ -25,17 +25,17 @@ LEAST_VAR = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceOptions:
-    """Constants.
+    """Constants of the acceptance model.
 
     Attributes:
-        mean: of every position, before anything is known,
-        var: and its variance.
-        likeness: correlation of what moves two positions next to each other.
+        mean: prior mean of every position.
+        var: prior variance of every position.
+        likeness: correlation of what moves two adjacent positions.
         drift: growth of the variance per step.
-        doubt: the same of a position that was not tested, beside that,
-        shared_doubt: and of what moves all of those together.
-        most_var: no variance is larger; nothing at all is known then.
-        lean: mean error, in standard deviations, that is taken for a jump.
+        doubt: additional growth for a position that was not tested.
+        shared_doubt: additional growth of what moves all untested positions together.
+        most_var: upper bound of the variance, at which nothing is known.
+        lean: mean error, in standard deviations, that counts as a jump.
     """
 
     mean: float = 0.6
@@ -49,7 +49,7 @@ class AcceptanceOptions:
 
 
 class AcceptanceModel:
-    """Acceptance of up to `max_drafts` drafts."""
+    """Estimates the acceptance of up to `max_drafts` drafts."""
 
     def __init__(self, max_drafts: int, options: AcceptanceOptions | None = None) -> None:
         self._options = options = options or AcceptanceOptions()
@@ -60,11 +60,11 @@ class AcceptanceModel:
         self._error = [0.0 for _ in places]  # recent mean of errors, in standard deviations
 
     def observe(self, tested: Sequence[int], accepted: Sequence[int]) -> bool:
-        """Learn from a step; returns whether some acceptance seems to have jumped.
+        """Learn from a step; returns whether some acceptance rate seems to have jumped.
 
         Args:
-            tested: of each position, sequences in which it was proposed and all before it stood.
-            accepted: of those, where it stood.
+            tested: per position, number of sequences in which it was proposed and all before it were accepted.
+            accepted: of those, the number in which it was accepted.
         """
         num_tested = 0
         while num_tested < min(len(tested), len(self.mean)) and tested[num_tested] > 0:
@@ -93,7 +93,7 @@ class AcceptanceModel:
         options, mean = self._options, self.mean[place]
         spread = max(mean * (1.0 - mean), 0.03)
         error = num_accepted / num_tested - mean
-        # A step weighs in the detector by what it saw, at most as 8 trials do.
+        # A step counts in the detector by the number of its tests, but at most as 8.
         weight = math.sqrt(min(num_tested, 8) / 32.0)
         scaled = error * math.sqrt(num_tested / spread)
         self._error[place] += weight * (max(-4.0, min(4.0, scaled)) - self._error[place] * weight)
@@ -120,23 +120,23 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeOptions:
-    """Constants; variances are of logarithms.
+    """Constants of the step-time model; variances are of logarithms.
 
     Attributes:
-        slope: of the logarithm with each draft, before anything is known,
-        slope_var: and how much that may vary from one draft to the next,
-        own_var: and what any time may differ beside.
-        level_drift: growth of the variance of what all times share, per step.
-        walk_doubt: growth of the variance of ratios between neighbours among the k, per step that shows neither,
-        own_doubt: and of each time beside that.
-        local_share: of these doubts, what belongs to each size of batch alone.
-        size_var: variance of a ratio between sizes of batch next to each other.
-        jump_share: of the square of a jump, what other times are doubted by; the rest moves all of them.
-        most_jump: but by no more than this.
-        strays: how many times are stray,
-        stray_width: and over how wide a range of logarithms.
-        lean: mean error, in standard deviations, that is taken for a jump;
-        sure: or one, if the time was shorter than it should be.
+        slope: prior growth of the logarithm with each draft.
+        slope_var: prior variance of that growth from one draft to the next.
+        own_var: additional prior variance of each time by itself.
+        level_drift: growth per step of the variance that all times share.
+        walk_doubt: growth of the variance of ratios between adjacent k, per step that measures neither.
+        own_doubt: additional growth for each time by itself.
+        local_share: the part of these doubts that belongs to each batch size alone.
+        size_var: variance of a ratio between adjacent batch sizes.
+        jump_share: share of a squared jump that is added as doubt to other times; the rest moves all of them.
+        most_jump: upper bound of that doubt.
+        strays: fraction of times that are outliers.
+        stray_width: range of logarithms over which outliers spread.
+        lean: mean error, in standard deviations, that counts as a jump.
+        sure: single error, in standard deviations, that counts as a jump if the time was shorter than expected.
     """
 
     slope: float = 0.13
@@ -156,25 +156,25 @@ class TimeOptions:
 
 
 class StepTimeModel:
-    """Times of steps with 0 to `max_drafts` drafts."""
+    """Estimates the times of steps with 0 to `max_drafts` drafts."""
 
     def __init__(self, max_drafts: int, options: TimeOptions | None = None) -> None:
         self._options = options or TimeOptions()
         self._num_arms = max_drafts + 1
-        self._places: dict[int, int] = {}  # of each size of batch
+        self._places: dict[int, int] = {}  # by batch size
         self._mean_X: Floats = np.zeros(0)
         self._var_XX: Floats = np.zeros((0, 0))
-        self._doubts_AXX: list[Floats] = []  # what a step adds, by the number of drafts it had
+        self._doubts_AXX: list[Floats] = []  # variance that a step adds, by its number of drafts
         self._error_X: list[float] = []  # recent mean errors, in standard deviations
         self._num_outliers_X: list[int] = []  # in a row
         self.noise_var = 0.07**2
 
     def knows(self, size: int) -> bool:
-        """Whether anything was measured at this size of batch."""
+        """Whether anything was measured at this batch size."""
         return size in self._places
 
     def times(self, size: int) -> tuple[list[float], list[list[float]]]:
-        """Logarithms of the times at a size that is known, by number of drafts, and their covariance."""
+        """Logarithms of the times at a known batch size, by number of drafts, and their covariance."""
         at = self._places[size]
         end = at + self._num_arms
         mean: list[float] = self._mean_X[at:end].tolist()
@@ -182,7 +182,7 @@ class StepTimeModel:
         return mean, var
 
     def guess(self, size: int) -> list[float]:
-        """Logarithms of the times at any size, by number of drafts: of the nearest that is known, or beforehand."""
+        """Logarithms of the times at any batch size, by number of drafts: from the nearest known size, or the prior."""
         if not self._places:
             return [self._options.slope * num_drafts for num_drafts in range(self._num_arms)]
         at = self._places[size if size in self._places else self._nearest(size)]
@@ -202,7 +202,7 @@ class StepTimeModel:
         jumped = False
         trust = self._trust(error, spread)
         if trust < 0.5:
-            # One stray step says nothing; three in a row are the new truth.
+            # A single outlier says nothing; three in a row are accepted as a change.
             self._num_outliers_X[at] += 1
             jumped = self._num_outliers_X[at] >= 3
         else:
@@ -224,7 +224,7 @@ class StepTimeModel:
         return jumped
 
     def _trust(self, error: float, spread: float) -> float:
-        """Chance that a time with this error is none of the stray ones, which are all too long."""
+        """Probability that a time with this error is not an outlier; outliers are always too long."""
         options = self._options
         scaled = error / spread
         if scaled < 2.0:
@@ -243,7 +243,7 @@ class StepTimeModel:
         return min(self._places, key=lambda other: (abs(other - size), other))
 
     def _add(self, size: int, num_drafts: int, log_s: float) -> None:
-        """A new size of batch: like the nearest that is known, with doubt; the first by what is known beforehand."""
+        """Add a batch size: copied from the nearest known one, with added doubt; the first one from the prior."""
         options, num_arms = self._options, self._num_arms
         place = len(self._places) * num_arms
         drafts_A = np.arange(num_arms)
@@ -256,7 +256,7 @@ class StepTimeModel:
             nearest = self._nearest(size)
             at, distance = self._places[nearest], abs(nearest - size)
             old_mean_A, old_XA = self._mean_X[at : at + num_arms], self._var_XX[:, at : at + num_arms]
-            level_var = min(0.05 * (1 + distance), 0.5)  # how long it takes is soon known; the ratios are what matters
+            level_var = min(0.05 * (1 + distance), 0.5)  # the level is soon known; the ratios matter
             doubt_AA = level_var + min(distance, 8) * options.size_var * (0.5 * ramp_AA + 0.5 * np.eye(num_arms))
             var_XX = np.zeros((place + num_arms, place + num_arms))
             var_XX[:place, :place] = self._var_XX
@@ -280,7 +280,7 @@ class StepTimeModel:
 
 
 def _apart(num_arms: int, arm: int) -> Floats:
-    """Covariance of a walk that starts at `arm` and goes both ways."""
+    """Covariance of a random walk that starts at `arm` and goes both ways."""
     steps_A = np.abs(np.arange(num_arms) - arm).astype(np.float64)
     is_above_A = np.arange(num_arms) > arm
     same_side_AA = np.equal.outer(is_above_A, is_above_A)
@@ -289,13 +289,13 @@ def _apart(num_arms: int, arm: int) -> Floats:
 
 
 def _others(num_arms: int, arm: int) -> Floats:
-    """The identity without `arm`."""
+    """The identity matrix without `arm`."""
     return np.diag((np.arange(num_arms) != arm).astype(np.float64))
 
 
-MAX_TIME_S = 1e6  # a step longer than this is a broken clock,
-MIN_TIME_S = 1e-9  # and one shorter, too
-LATE = 4  # steps after which a trial's result is not waited for any more
+MAX_TIME_S = 1e6  # a longer step means a broken clock,
+MIN_TIME_S = 1e-9  # and so does a shorter one
+LATE = 4  # steps after which a trial's result is no longer expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,23 +304,23 @@ class ControlOptions:
 
     Attributes:
         margin: how much better another arm must look before it is used.
-        trial_share: share of all time that trials are expected to lose, all arms together; each has an equal part of
-            it,
-        borrow: and may use so many parts while others leave theirs.
-        first_trials: loss allowed to the first trials, in steps; so much again after a change was seen.
-        grant_every: steps between two such allowances.
-        plausible: an arm that is worse by this many standard deviations is not tried,
-        worth_trying: nor one that so many of them would make better by less than this.
-        least_cost: what a trial is charged at least, in steps.
-        foreign_cost: the same of another method than the one in use: of one that finds nothing, few steps are trials.
-        least_gain: how much better than no drafts the drafts of a method must look, where methods are chosen among.
-        paid: steps in a row of another method whose drafts must have gained that before it is used: of one sequence, a
-            single draft that stood by chance says nothing.
-        hope: standard deviations by which a trial may turn out better, where it is asked whether it is affordable.
-        patience: the larger, the less it matters what a trial costs, and the more how long an arm has waited for one.
-        surprise: how much better an arm must look, when it comes into use, to say that something has changed.
-        times: of the models of step times.
-        acceptance: of the models of acceptance.
+        trial_share: share of all time that trials may be expected to lose; every arm gets an equal part of it.
+        first_trials: loss allowed to the first trials, in steps; granted again after a change was detected.
+        grant_every: minimum number of steps between two such grants.
+        plausible: an arm that looks worse by more than this many standard deviations is not tried.
+        worth_trying: nor one that so many standard deviations would make better by less than this.
+        least_cost: minimum charge for a trial, in steps.
+        foreign_cost: minimum charge for a trial of another method than the one in use, so that few steps go to trials
+            of a method that finds nothing.
+        least_gain: gain over no drafts that a method's drafts must show, if the method is chosen by measurement.
+        paid: number of consecutive steps of another method whose drafts must show that gain before it is used: with one
+            sequence, a single draft accepted by chance says nothing.
+        hope: number of standard deviations by which a trial may turn out better, when judging whether it is affordable.
+        borrow: parts of the budget that one arm may use while others leave theirs.
+        patience: the larger, the less a trial's cost matters, and the more how long the arm has waited.
+        surprise: how much better an arm must look, when it comes into use, to indicate that something changed.
+        times: options of the step-time models.
+        acceptance: options of the acceptance models.
     """
 
     margin: float = 0.003
@@ -342,7 +342,7 @@ class ControlOptions:
 
 
 class _Bucket:
-    """Of batches of about one size: the arm in use, and when each was last seen and tried."""
+    """State of batches of similar size: the arm in use, and when each arm was last seen and tried."""
 
     __slots__ = ("in_use", "seen_step", "tried_step")
 
@@ -352,18 +352,18 @@ class _Bucket:
         self.tried_step = [-LATE] * num_arms
 
     def is_tried(self, arm: int, step: int) -> bool:
-        """Whether a trial's result is still to come; one that has not come for long never will."""
+        """Whether a trial's result is still outstanding; after `LATE` steps it is no longer expected."""
         return self.tried_step[arm] > self.seen_step[arm] and step - self.tried_step[arm] < LATE
 
 
 @dataclass(slots=True)
 class _Outlook:
-    """What is expected of the arms at one size of batch, while one of them is in use.
+    """What is expected of each arm at one batch size, while one of them is in use.
 
     Attributes:
-        tokens: expected, of each arm.
-        log_s: logarithm of its time.
-        speed: logarithm of tokens for time.
+        tokens: expected tokens of each arm.
+        log_s: logarithm of its step time.
+        speed: logarithm of tokens per time.
     """
 
     tokens: list[float]
@@ -374,17 +374,17 @@ class _Outlook:
 class SpeculationControl:
     """Chooses the method and k of steps of up to `max_drafts` drafts.
 
-    What it chooses among are *arms*: arm 0 makes no drafts, arm m * max_drafts + k makes k by method m; so with one
-    method an arm is its k. The methods share arm 0 and nothing else: each has acceptance and times of its own, and what
-    is compared across methods are times beside those of arm 0, since what is in use follows a machine that becomes
-    slower, and what is not does not.
+    The choice is among *arms*: arm 0 makes no drafts, arm m * max_drafts + k makes k drafts by method m; so with one
+    method an arm is its k. The methods share arm 0 and nothing else: each has its own acceptance and times. Across
+    methods, times are compared relative to those of arm 0: if the machine becomes slower, the times of the method in
+    use follow, and those of the others do not.
 
     Args:
         max_drafts: the largest k, 0 to 16.
         options: constants.
-        num_methods: that make drafts, at least 1.
-        chooses_method: whether that there are drafts at all is to be found out, too.
-        first_arm: in use before anything is known.
+        num_methods: number of methods that make drafts, at least 1.
+        chooses_method: whether to find out, too, if drafts pay off at all, and by which method.
+        first_arm: arm in use before anything is known.
     """
 
     def __init__(
@@ -412,20 +412,20 @@ class SpeculationControl:
         self._buckets: dict[int, _Bucket] = {}
         self._step = 0
         self._elapsed_s = 0.0
-        self._spent_s = [0.0] * self.num_arms  # by trials of each
+        self._spent_s = [0.0] * self.num_arms  # by trials of each arm
         self._allowed_s = 0.0
         self._last_grant_step = 0
 
     def method_of(self, arm: int) -> int:
-        """The method that makes an arm's drafts; 0 of arm 0."""
+        """The method that makes an arm's drafts; 0 for arm 0."""
         return self._method_A[arm]
 
     def drafts_of(self, arm: int) -> int:
-        """Drafts of a step with this arm."""
+        """Number of drafts of a step with this arm."""
         return self._drafts_A[arm]
 
     def arm_of(self, method: int, num_drafts: int) -> int:
-        """Of a method and its k."""
+        """The arm of a method and its k."""
         return method * self.max_drafts + num_drafts if num_drafts else 0
 
     def choose(
@@ -441,10 +441,10 @@ class SpeculationControl:
         Results of steps that were chosen before may still be outstanding.
 
         Args:
-            batch_size: its sequences.
-            num_capable: of those, the ones that may use draft j, for each j that any of them may; all, if None.
-            allowed: arms to choose among, 0 always being one of them; all, if None.
-            tries: whether it may be a trial: of a step whose time would say nothing it may not.
+            batch_size: number of sequences.
+            num_capable: for each draft j that any sequence may use, the number of sequences that may use it; None: all.
+            allowed: arms to choose among, besides arm 0; None: all.
+            tries: whether the step may be a trial; False if its time would say nothing.
         """
         assert batch_size >= 1
         shares = (1.0,) * self.max_drafts
@@ -461,7 +461,7 @@ class SpeculationControl:
         return self._decide(name, self._bucket(name), shares, arms, tries=tries)
 
     def in_use(self, batch_size: int) -> int:
-        """The arm that steps of so many sequences have, but for trials."""
+        """The arm used for steps of this batch size, apart from trials."""
         return self._bucket(bucket_of(batch_size)).in_use
 
     def observe(
@@ -471,10 +471,10 @@ class SpeculationControl:
 
         Args:
             batch_size: sequences of the step.
-            num_drafts: its arm: with one method its k.
-            step_s: how long it took; a value that cannot be is ignored.
-            tested: of each draft position, sequences in which it was proposed and all before it stood.
-            accepted: of those, where it stood.
+            num_drafts: its arm, which with one method is its k.
+            step_s: how long it took; impossible values are ignored.
+            tested: per draft position, number of sequences in which it was proposed and all before it were accepted.
+            accepted: of those, the number in which it was accepted.
         """
         arm = num_drafts
         assert 0 <= arm < self.num_arms
@@ -502,13 +502,13 @@ class SpeculationControl:
                 self._grant_trials(usual_s)
 
     def _grant_trials(self, usual_s: float) -> None:
-        """Something has changed: look around at once, but not at every change of a restless load."""
+        """Allow new trials at once after a change, but not at every change of an unsteady load."""
         if self._step - self._last_grant_step >= self._options.grant_every:
             self._last_grant_step = self._step
             self._allowed_s += self._options.first_trials * usual_s
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Tokens that a step with this arm is expected to emit per sequence."""
+        """Expected tokens per sequence of a step with this arm."""
         tokens = stands = 1.0
         for rate in self._acceptance_M[self.method_of(num_drafts)].mean[: self.drafts_of(num_drafts)]:
             stands *= rate
@@ -516,7 +516,7 @@ class SpeculationControl:
         return tokens
 
     def expected_step_s(self, batch_size: int, num_drafts: int) -> float:
-        """Seconds that a step with this arm is expected to take; 0 where nothing is known yet of its method."""
+        """Expected seconds of a step with this arm; 0 while its method has not been measured."""
         name, times = bucket_of(batch_size), self._times_M[self.method_of(num_drafts)]
         if not times.knows(name):
             return 0.0
@@ -524,7 +524,7 @@ class SpeculationControl:
         return math.exp(min(mean[self.drafts_of(num_drafts)], 50.0))
 
     def _bucket(self, name: int) -> _Bucket:
-        """As new: with the arm of the nearest."""
+        """The bucket of this number; a new one takes the arm of the nearest."""
         bucket = self._buckets.get(name)
         if bucket is None:
             in_use = self._first_arm
@@ -534,7 +534,7 @@ class SpeculationControl:
         return bucket
 
     def _decide(self, name: int, bucket: _Bucket, shares: tuple[float, ...], arms: list[int], *, tries: bool) -> int:
-        """The arm in use, another one from now on if that is better, or a trial."""
+        """The arm in use, after switching it if another is better, or a trial."""
         options = self._options
         in_use = bucket.in_use
         if self.drafts_of(in_use) > len(shares):
@@ -545,7 +545,8 @@ class SpeculationControl:
         candidates = [arm for arm in arms if self._may_be_used(in_use, arm)]
         is_timed = self._times_M[self.method_of(in_use)].knows(name)
         if not is_timed:
-            # All steps of this size had chunks so far. That drafts fall is known all the same: then fewer are better.
+            # All steps of this size had chunks so far, so only acceptance is known: if drafts are rejected, fewer are
+            # better.
             candidates = [arm for arm in candidates if arm in (0, in_use) or self._is_part_of(arm, in_use)]
         best = max(candidates, key=speed.__getitem__)
         if best != in_use and speed[best] > speed[in_use] + options.margin:
@@ -555,13 +556,13 @@ class SpeculationControl:
         return self._find_trial(name, bucket, in_use, outlook, arms) if tries and is_timed else in_use
 
     def _is_part_of(self, arm: int, other: int) -> bool:
-        """Whether it is fewer drafts of the same method."""
+        """Whether an arm means fewer drafts of the same method than another."""
         return self.method_of(arm) == self.method_of(other) and self.drafts_of(arm) < self.drafts_of(other)
 
     def _outlook(self, name: int, in_use: int, shares: tuple[float, ...]) -> _Outlook:
         mine = self.method_of(in_use)
         mean = self._times_M[mine].guess(name)
-        # More drafts never take less time; what is in use is known best.
+        # More drafts never take less time, and the arm in use is known best.
         known = mean[self.drafts_of(in_use)]
         none_s = min(mean[0], known)
         tokens, log_s = [1.0], [none_s]
@@ -571,7 +572,7 @@ class SpeculationControl:
             elif times.knows(name):
                 other, _ = times.times(name)
                 own = [none_s + max(0.0, log - other[0]) for log in other]
-            else:  # what is known beforehand
+            else:  # the prior
                 own = [none_s + self._options.times.slope * k for k in range(len(mean))]
             log_s += own[1:]
             stands, count = 1.0, 1.0
@@ -587,12 +588,12 @@ class SpeculationControl:
     def _find_trial(self, name: int, bucket: _Bucket, in_use: int, outlook: _Outlook, arms: list[int]) -> int:
         options, step = self._options, self._step
         log_s, speed = outlook.log_s, outlook.speed
-        # Each arm has a part of its own: cheap trials of one as good as another would use a common budget up for ever.
+        # Each arm has its own part: cheap trials of an equally good arm would use up a common budget for ever.
         budget_s = self._allowed_s + options.trial_share * self._elapsed_s
         part_s = budget_s / (self.num_arms - 1)
         whole_left_s = budget_s - sum(self._spent_s)
         var_MAA = [times.times(name)[1] if times.knows(name) else None for times in self._times_M]
-        # What is in use is measured before it is doubted.
+        # Measure the arm in use before trying others.
         found, found_score, found_cost_s = in_use, 0.0, 0.0
         for arm in arms:
             age = step - bucket.seen_step[arm]
@@ -619,7 +620,7 @@ class SpeculationControl:
         return found
 
     def _is_foreign(self, in_use: int, arm: int) -> bool:
-        """Whether an arm is of a method that makes no drafts now, where methods are chosen among."""
+        """Whether an arm belongs to a method not in use, if methods are chosen by measurement."""
         is_used = in_use > 0 and self.method_of(in_use) == self.method_of(arm)
         return self._chooses_method and arm > 0 and not is_used
 
@@ -627,10 +628,10 @@ class SpeculationControl:
         return not self._is_foreign(in_use, arm) or self._num_paid_M[self.method_of(arm)] >= self._options.paid
 
     def _var(self, var_MAA: Sequence[list[list[float]] | None], in_use: int, arm: int, tokens: list[float]) -> float:
-        """Variance of how much faster one is than the other, in logarithms; `var_MAA` of each method's times."""
+        """Variance of the log speed ratio of two arms; `var_MAA` is the covariance of each method's times."""
         total = 0.0
         for method, (var, acceptance) in enumerate(zip(var_MAA, self._acceptance_M, strict=True)):
-            # What is between two arms of a method, or between one and arm 0, which is every method's.
+            # Between two arms of a method, or between an arm and arm 0, which all methods share.
             ours, theirs = (item if item == 0 or self.method_of(item) == method else 0 for item in (arm, in_use))
             if ours == theirs:
                 continue
@@ -650,7 +651,7 @@ class SpeculationControl:
         return total
 
     def _slope(self, acceptance: AcceptanceModel, tokens: list[float], arm: int, place: int) -> float:
-        """Relative change of an arm's tokens with one acceptance of its method."""
+        """Relative change of an arm's tokens per change of one acceptance rate of its method."""
         if place >= self.drafts_of(arm):
             return 0.0
         before = tokens[arm - self.drafts_of(arm) + place] if place else 1.0
@@ -658,7 +659,7 @@ class SpeculationControl:
 
 
 def bucket_of(batch_size: int) -> int:
-    """Number of the bucket of a batch size: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, ... two for each doubling."""
+    """Bucket number of a batch size: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, ..., two for each doubling."""
     if batch_size <= 2:
         return 2 * (batch_size - 1)
     power = (batch_size - 1).bit_length()  # 2^(power-1) < batch_size <= 2^power

@@ -1,16 +1,17 @@
-"""How a worker's steps draft: by the method and with the k that an operator said, or that measurements advise.
+"""Decides how a worker's steps draft: the method and k that an operator set, or that measurements recommend.
 
-`set_mode` may be called from any thread while the loop runs; the next step follows it. Only what is left to
-measurements measures: learning from a step costs 30 to 110 us of the host, which a k that was set need not pay.
+`set_mode` may be called from any thread while the loop runs; it takes effect in the next step. Only what is decided by
+measurement is measured: learning from a step costs the host 30 to 110 us, which a fixed k does not have to pay.
 
-A step's time is the time between its result and the one before it, while steps follow each other: that is what a step
-costs, whether the device or the host sets the pace, and with steps in flight it is the only time that can be seen. The
-first step after a pause is measured from its launch. Results come in the order of the launches; each `PlannedStep`
-remembers what its step was.
+A step's time is the time between its result and the previous one, while steps follow each other. That is what a step
+costs, whether the device or the host is the bottleneck, and with steps in flight it is the only time that can be
+observed. The first step after a pause is measured from its launch. Results arrive in launch order; each `PlannedStep`
+records what its step was.
 
-Where the tokens of a seed depend on the drafts (rejection), a request whose client gave the seed *keeps* the method and
-k that it began with. Others of its batch may have as many drafts as it has, since their rows are computed anyway; what
-such a step says of methods is not learnt, and none is tried in it, unless it drafts as all others would.
+If the tokens of a seed depend on the drafts (rejection sampling), a request whose client gave the seed *keeps* the
+method and k that it began with. Other sequences of its batch may have as many drafts, since their rows are computed
+anyway. Nothing is learned about methods from such a step, and it is no trial, unless it drafts as the step would have
+anyway.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ from baton.core.draft_method import DraftMethod
 from baton.core.errors import InvalidRequest
 from baton.engine.speculation.spec_control import SpeculationControl
 
-UNKNOWN_S = 0.0  # a time that the controller takes for none
+UNKNOWN_S = 0.0  # the controller ignores this time
 
 
 class Kept(NamedTuple):
@@ -39,12 +40,12 @@ class PlannedStep:
 
     Attributes:
         num_drafts: its k.
-        can_draft: whether any of its sequences may ever use drafts; else it leaves the MTP head alone.
+        can_draft: whether any of its sequences may ever use drafts; if not, the step skips the MTP head.
         start_s: when it was launched.
-        method: what drafts for those that keep none; None: nothing.
-        arm: of the controller.
+        method: draft method for sequences that do not keep one; None: no drafts.
+        arm: the controller's arm.
         keeps: whether some sequence keeps a method of its own.
-        teaches: whether it is what that arm says.
+        teaches: whether the step drafts as its arm says, so that it can be learned from.
     """
 
     num_drafts: int
@@ -57,15 +58,15 @@ class PlannedStep:
 
 
 class Speculation:
-    """Method and k of the steps of one runner.
+    """Decides method and k of the steps of one runner.
 
     Args:
         limit: the most drafts its steps can make.
-        num_drafts: k, at most `limit`; None chooses by measurement. With `chooses_method`, the largest k.
-        clock: what steps are timed with.
-        methods: that the runner has.
-        chooses_method: which of them drafts, if any, is chosen by measurement; else there is one.
-        keeps: tokens of a seed depend on the drafts.
+        num_drafts: k, at most `limit`; None: chosen by measurement. With `chooses_method`, the largest k.
+        clock: clock for step times.
+        methods: methods that the runner has.
+        chooses_method: the method, if any, is chosen by measurement; otherwise there is only one.
+        keeps: whether the tokens of a seed depend on the drafts.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Speculation:
             chooses_method=chooses_method,
             first_arm=int(
                 not chooses_method or methods[0] is DraftMethod.HEAD
-            ),  # what is looked up must show its worth
+            ),  # the lookup must prove its worth first
         )
         self._clock = clock
         self._fixed = num_drafts
@@ -98,8 +99,8 @@ class Speculation:
         self._last_method: DraftMethod | None = None
         self._last_size = 1
         self._draft_caps: Sequence[int] = ()
-        self._num_capable: tuple[int, ...] = ()  # of the sequences with these caps, those that may use draft j
-        self._read_s: float | None = None  # the result before, if no pause followed it
+        self._num_capable: tuple[int, ...] = ()  # number of these sequences that may use draft j
+        self._read_s: float | None = None  # time of the previous result, unless a pause followed it
         self._is_disturbed = False
 
     @property
@@ -109,30 +110,30 @@ class Speculation:
 
     @property
     def chooses_method(self) -> bool:
-        """Whether measurements decide what drafts."""
+        """Whether measurements decide the method."""
         return self._chooses_method
 
     @property
     def num_drafts(self) -> int:
-        """The k that was set; where measurements decide, of the last step."""
+        """The k that was set or, if measurements decide, that of the last step."""
         fixed = self._fixed
         return self._last if fixed is None or self._chooses_method else fixed
 
     @property
     def method(self) -> DraftMethod | None:
-        """What drafts; where measurements decide, in the last step. None: nothing does."""
+        """The method or, if measurements decide, that of the last step; None: no drafts."""
         if self._chooses_method:
             return self._last_method
         return self._methods[0] if self.num_drafts else None
 
     def set_mode(self, num_drafts: int | None) -> None:
-        """Use this k, or with None what measurements advise, from the next step on.
+        """Use this k, or None for what measurements recommend, from the next step on.
 
-        Where measurements decide what drafts, a k that is set is the largest: a few drafts of another method show at
-        little cost whether it is better, where as many as are set would not be affordable.
+        If measurements decide the method, k is an upper bound: a few drafts of another method show cheaply whether it
+        is better, while trying it with all k drafts might not be affordable.
 
         Raises:
-            InvalidRequest: it is more than the limit.
+            InvalidRequest: k exceeds the limit.
         """
         if num_drafts is not None and not 0 <= num_drafts <= self.limit:
             message = f"{num_drafts} draft tokens: this deployment was started with at most {self.limit}"
@@ -140,7 +141,7 @@ class Speculation:
         self._fixed = num_drafts
 
     def keep(self, draft_cap: int) -> Kept | None:
-        """How a sequence drafts that keeps what it begins with; None where none need."""
+        """The method and k that a new sequence keeps; None if it need not keep any."""
         if not self._keeps or not self.limit:
             return None
         fixed = self._fixed
@@ -154,13 +155,13 @@ class Speculation:
     def plan(
         self, draft_caps: Sequence[int], kept: Sequence[Kept | None] = (), *, has_chunks: bool = False
     ) -> PlannedStep:
-        """The next step, about to be launched.
+        """Plan how the next step drafts, just before its launch.
 
         Args:
-            draft_caps: how many drafts each of its sequences may use, of which there is at least one.
-            kept: of each how it drafts, if it keeps that; nothing where none does.
-            has_chunks: whether prompts may be computed in it, too. Its time says nothing of drafts then, so it is no
-                trial, which would only make the gap that all streams wait for longer.
+            draft_caps: how many drafts each of its sequences may use; at least one sequence.
+            kept: per sequence, how it drafts if it keeps that; empty if none does.
+            has_chunks: whether the step may have prefill chunks, too. Then its time says nothing about drafts, so it is
+                no trial, which would only lengthen the gap that all streams wait for.
         """
         if draft_caps is not self._draft_caps:
             self._draft_caps = draft_caps
@@ -201,21 +202,21 @@ class Speculation:
         return control.choose(size, self._num_capable, allowed, tries=tries)
 
     def read(self, step: PlannedStep, proposed_lens: Sequence[int], accepted_lens: Sequence[int]) -> None:
-        """Learn from the result of a step, which has just come in.
+        """Learn from the result of a step, which has just arrived.
 
         Args:
-            step: what `plan` said of it.
+            step: what `plan` returned for it.
             proposed_lens: drafts that each sequence could accept.
-            accepted_lens: those that it did.
+            accepted_lens: drafts that it accepted.
         """
         now_s = self._clock.now_s()
         step_s = UNKNOWN_S if self._is_disturbed else now_s - (step.start_s if self._read_s is None else self._read_s)
         self._read_s = now_s
         self._is_disturbed = False
         if not step.can_draft or self.limit == 0:
-            return  # a step that leaves the MTP head alone says nothing of one with k = 0 that does not
+            return  # a step without the MTP head says nothing about k = 0 with it
         if not step.teaches or (self._fixed is not None and not self._chooses_method):
-            return  # a k that was set costs nothing to keep
+            return  # a fixed k has nothing to learn
         tested, accepted = [0] * step.num_drafts, [0] * step.num_drafts
         for (proposed_len, accepted_len), count in Counter(zip(proposed_lens, accepted_lens, strict=True)).items():
             for place in range(min(proposed_len, accepted_len + 1)):
@@ -230,10 +231,10 @@ class Speculation:
         )
 
     def pause(self) -> None:
-        """No step is under way, and none follows at once: the time until the next one is no step's."""
+        """Note that no step is in flight and none follows at once: the time until the next one is not a step time."""
         self._read_s = None
         self._is_disturbed = False
 
     def disturb(self) -> None:
-        """The device has done something else beside steps since the last result; the next one's time says nothing."""
+        """Note that the device did other work since the last result, so the next step time says nothing."""
         self._is_disturbed = True

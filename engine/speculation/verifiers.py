@@ -1,4 +1,4 @@
-"""From the verification that was configured to what does it: kernels, or torch."""
+"""Creates the verifier for a verification configuration, by kernels or by torch."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -27,21 +27,21 @@ from baton.model.model import Model
 
 @dataclass(frozen=True, slots=True)
 class SyntheticVerifier:
-    """Accepts by chance, greedy sequences too.
+    """Accepts drafts at random with given probabilities, for greedy sequences too.
 
     Attributes:
-        acceptance_rates: chance that draft i and all before it stand, for each i; they never rise.
+        acceptance_rates: probability that draft i and all before it are accepted, for each i; never increasing.
     """
 
     acceptance_rates: tuple[float, ...]
 
     @property
     def draft_law(self) -> DraftLaw:
-        """As the default mode's."""
+        """Same as in the default mode."""
         return DraftLaw.COUPLED
 
     def verify(self, inputs: VerifyInputs) -> Verified:
-        """Draft i stands if draws 0 ... i do; keyed by place in the batch, as greedy requests have no seeds."""
+        """Accept draft i if draws 0 ... i accept; keyed by place in the batch, as greedy requests have no seeds."""
         num_sequences, num_drafts = inputs.drafts.ids_BK.shape
         assert num_drafts <= len(self.acceptance_rates)
         place_B = torch.arange(num_sequences, device=inputs.position_B.device)
@@ -55,13 +55,13 @@ class SyntheticVerifier:
 
 @dataclass(frozen=True, slots=True)
 class ForceVerifier:
-    """Accepts `forced_len` drafts of every sequence that has so many."""
+    """Accepts `forced_len` drafts of every sequence that has that many, else all it has."""
 
     forced_len: int
 
     @property
     def draft_law(self) -> DraftLaw:
-        """As the default mode's."""
+        """Same as in the default mode."""
         return DraftLaw.COUPLED
 
     def verify(self, inputs: VerifyInputs) -> Verified:
@@ -71,12 +71,12 @@ class ForceVerifier:
 
 @dataclass(frozen=True, slots=True)
 class MixedVerifier:
-    """Judges drafts that were drawn and drafts that are point masses in one step, each as where it is among its like.
+    """Verifies sampled drafts and point-mass drafts in one step, each as in a batch of its own kind.
 
     Attributes:
-        drawn: of drafts drawn from distributions.
-        points: of the others.
-        is_point_B: bool, whose drafts those are.
+        drawn: verifier of drafts sampled from distributions.
+        points: verifier of point-mass drafts.
+        is_point_B: bool, sequences whose drafts are point masses.
     """
 
     drawn: Verifier
@@ -85,7 +85,7 @@ class MixedVerifier:
 
     @property
     def draft_law(self) -> DraftLaw:
-        """As the drawn ones'."""
+        """Same as of the sampled drafts."""
         return self.drawn.draft_law
 
     def verify(self, inputs: VerifyInputs) -> Verified:
@@ -98,7 +98,7 @@ class MixedVerifier:
 
 
 def conditional_rates(acceptance_rates: tuple[float, ...]) -> tuple[float, ...]:
-    """Chance of each draft once all before it stand; 0 after one that never does."""
+    """Probability of each draft once all before it are accepted; 0 after one that never is."""
     pairs = itertools.pairwise((1.0, *acceptance_rates))
     return tuple(rate / last if last > 0 else 0.0 for last, rate in pairs)
 
@@ -111,10 +111,10 @@ def _accept_made_up(inputs: VerifyInputs, wanted_len_B: torch.Tensor) -> Verifie
 
 
 def verifier_for(model: Model, config: VerificationConfig, num_draft_tokens: int) -> Verifier:
-    """The verifier of a model's steps with up to `num_draft_tokens` drafts.
+    """The verifier for a model's steps with up to `num_draft_tokens` drafts.
 
     Raises:
-        ConfigInvalid: the configuration does not fit so many.
+        ConfigInvalid: the configuration does not fit that many drafts.
     """
     if model.sampling_implementation is None:
         return make_verifier(config, num_draft_tokens)
@@ -124,7 +124,7 @@ def verifier_for(model: Model, config: VerificationConfig, num_draft_tokens: int
 def make_kernel_verifier(
     config: VerificationConfig, num_draft_tokens: int, implementation: Implementation, device: torch.device
 ) -> Verifier:
-    """The one by kernels.
+    """The verifier that uses kernels.
 
     Raises:
         ConfigInvalid: as `make_verifier`.
@@ -143,10 +143,10 @@ def make_kernel_verifier(
 
 
 def make_verifier(config: VerificationConfig, num_draft_tokens: int) -> Verifier:
-    """The one by torch.
+    """The verifier that uses torch.
 
     Raises:
-        ConfigInvalid: the configuration does not fit so many drafts.
+        ConfigInvalid: the configuration does not fit that many drafts.
     """
     config.require_fits(num_draft_tokens)
     match config.mode:
