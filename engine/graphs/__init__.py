@@ -1,1 +1,1 @@
-"""CUDA graphs of decode steps, and what is compiled before a worker is ready."""
+"""CUDA graphs of steps, and the kernels compiled before a worker is ready."""

@@ -1,12 +1,12 @@
-"""How work on fixed buffers is captured once and replayed: as a CUDA graph, or by calling it again.
+"""Captures work on fixed buffers once and replays it: as a CUDA graph, or by calling it again.
 
-The second is what a CPU can do. It keeps everything else about graphs (padding, fixed buffers, choice of sizes, what a
+The latter is what a CPU can do. It keeps everything else about graphs (padding, fixed buffers, choice of sizes, what a
 rank may do when) as it is on a GPU, so that it can be tested there.
 
-Work reads and writes tensors that live as long as its graph; whatever else it allocates is gone when it ends, and on a
-GPU lies in memory that all graphs share. So only one graph runs at a time, and nothing may be left there to be read.
-Work may have several pieces, of which the later ones read what the earlier ones left; other work may run in between,
-but no other graph.
+Work reads and writes tensors that live as long as its graph. Anything else it allocates is freed when it ends, and on a
+GPU lies in memory that all graphs share. So only one graph runs at a time, and no result may be left in that memory.
+Work may consist of several pieces, of which later ones read what earlier ones left; other work may run in between, but
+no other graph.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ Replay = Callable[[], None]
 
 
 class CaptureRefused(Exception):
-    """A graph cannot be captured here, and nothing was begun."""
+    """A graph cannot be captured here; the capture was not started."""
 
 
 class GraphBackend(Protocol):
     """Captures work; one thread at a time."""
 
     def require(self, num_bytes: int) -> None:
-        """Check that work which holds about so many bytes at once can be captured; computes nothing.
+        """Check that work that needs about `num_bytes` at its peak can be captured; computes nothing.
 
         Raises:
             CaptureRefused: it cannot.
@@ -42,42 +42,42 @@ class GraphBackend(Protocol):
         ...
 
     def warm_up(self, work: Work) -> None:
-        """Do the work once, as capturing it will: libraries choose kernels, and groups connect, before it counts.
+        """Run the work once under capture conditions, so that libraries choose kernels and groups connect beforehand.
 
         Raises:
-            Exception: what it raised.
+            Exception: what the work raised.
         """
         ...
 
     def capture(self, pieces: Sequence[Work]) -> list[Replay]:
-        """What does each piece of the work again; the work itself is not done, and no other rank is waited for.
+        """Capture each piece of the work without running it or waiting for another rank; returns the replays.
 
         Raises:
-            Exception: what capturing it raised.
+            Exception: what the capture raised.
         """
         ...
 
 
 class CallBackend:
-    """Replays by calling."""
+    """Replays work by calling it again."""
 
     def require(self, num_bytes: int) -> None:
-        """Anything goes."""
+        """Accept any work."""
 
     def warm_up(self, work: Work) -> None:
         """See `GraphBackend`."""
         work()
 
     def capture(self, pieces: Sequence[Work]) -> list[Replay]:
-        """The pieces."""
+        """Return the pieces as their own replays."""
         return list(pieces)
 
 
 def wait_for(done: Event, group: Communicator) -> None:
-    """Wait for work that adds over a group, as long as the others may take: NCCL itself would wait for ever.
+    """Wait for work with collectives for as long as the other ranks may take; NCCL itself would wait for ever.
 
     Raises:
-        WorkerLost: the rank at fault, if that is known, or that this one has lost the others.
+        WorkerLost: the rank at fault, if known, or that this rank has lost the others.
     """
     end_s = time.monotonic() + group.limit_s
     while not done.query():
@@ -87,15 +87,15 @@ def wait_for(done: Event, group: Communicator) -> None:
         if group.size > 1 and time.monotonic() > end_s:
             raise lost_touch(group, TimeoutError(f"a warm-up did not end within {group.limit_s:.0f} s"))
         time.sleep(_POLL_S)
-    done.synchronize()  # raises what kept it from being done
+    done.synchronize()  # raises the error, if it failed
 
 
 class CudaBackend:
-    """CUDA graphs of one device, in one pool of memory.
+    """CUDA graphs of one device, in one memory pool.
 
     Args:
-        device: of everything the work touches.
-        communicator: whose operations the work may contain; replays count as its operations.
+        device: device of everything the work touches.
+        communicator: its collectives may be part of the work; replays count as its operations.
     """
 
     def __init__(self, device: torch.device, communicator: Communicator) -> None:
@@ -109,13 +109,13 @@ class CudaBackend:
         self._max_bytes = torch.cuda.mem_get_info(device)[0] // 2
 
     def require(self, num_bytes: int) -> None:
-        """See `GraphBackend`; graphs get half of what was free: steps that are not replayed need memory, too."""
+        """See `GraphBackend`; graphs get half of the memory that was free, as eager steps need memory, too."""
         if num_bytes > self._max_bytes:
             message = f"it needs about {num_bytes >> 20} MiB of GPU memory; graphs may have {self._max_bytes >> 20} MiB"
             raise CaptureRefused(message)
 
     def warm_up(self, work: Work) -> None:
-        """See `GraphBackend`; on the stream that captures, as libraries keep workspaces by stream.
+        """See `GraphBackend`; runs on the capture stream, because libraries keep workspaces per stream.
 
         Raises:
             WorkerLost: another rank did not take part.
@@ -130,7 +130,7 @@ class CudaBackend:
         self._free_cache()
 
     def capture(self, pieces: Sequence[Work]) -> list[Replay]:
-        """See `GraphBackend`; what a piece leaves stays its own while Python holds it, also from the graphs' memory."""
+        """See `GraphBackend`; what a piece returns stays allocated while Python holds it, even in the graphs' pool."""
         return [self._capture(work) for work in pieces]
 
     def _capture(self, work: Work) -> Replay:
@@ -138,7 +138,8 @@ class CudaBackend:
         num_before = group.num_operations
         with torch.cuda.stream(self._stream):
             try:
-                # Other threads (an incoming transfer's copies) may go on with what would break a capture of their own.
+                # Other threads (an incoming transfer's copies) may go on doing what would break a capture on their
+                # thread.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
@@ -156,14 +157,14 @@ class CudaBackend:
         return replay
 
     def _free_cache(self) -> None:
-        """While something is captured, memory that the warm-up left in the cache could not be given back."""
+        """Empty the allocator's cache: during a capture, memory that the warm-up left there could not be released."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def _enter_pool(self) -> None:
-        """Begin a pool, and keep a graph of one fill in it.
+        """Create a pool, and keep a graph of one fill operation in it.
 
-        A pool that its last graph has left cannot be entered again, and what all ranks have to drop may be its last.
+        A pool cannot be entered again once its last graph is gone, and ranks may have to drop the only real graph.
         """
         self._pool = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
@@ -174,13 +175,13 @@ class CudaBackend:
             self._anchor.capture_end()
 
     def _leave_pool(self) -> None:
-        """After a capture that failed: the graphs that are there keep the pool, those to come get another one.
+        """Create a new pool after a failed capture: existing graphs keep the old pool, later ones use the new one.
 
-        torch before 2.12 forgets to tell its allocators that such a capture is over. The device's can be told here;
-        else it would believe in a capture for ever, and keep what it was given back across streams. The one of pinned
-        memory cannot, and refuses a second capture into the same pool.
-        Source: pytorch/pytorch#180395.
+        torch before 2.12 does not tell its allocators that a failed capture is over. The device's allocator can be told
+        here; otherwise it would believe in a capture for ever, and keep memory that is freed across streams. The
+        pinned-memory allocator cannot be told, and refuses a second capture into the same pool. Source:
+        pytorch/pytorch#180395.
         """
-        with contextlib.suppress(RuntimeError):  # it knows
+        with contextlib.suppress(RuntimeError):  # it was told already
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._enter_pool()

@@ -1,11 +1,10 @@
-"""Steps whose passes are replayed from CUDA graphs: of decode-only steps each whole, of others the trunk in pieces.
+"""Replays steps from CUDA graphs: decode-only steps as whole passes, the trunk of other steps in pieces.
 
-A decode-only step is padded to the next captured size and width and computed by three kinds of graphs (`passes`,
-`graph_key`). What lies between them (drafts from logits, verification, sampling, grammars, log-probabilities) is
-launched as it comes, over the real sequences alone, whatever the plan asks. A step that no graph fits runs eagerly; the
-reason is counted, and logged once. Which graphs there are is decided before the first step and is the same at every
-rank. Steps with chunks of prompts replay what lies between attentions (`piecewise`), or are launched where they have
-too many rows.
+A decode-only step is padded to the next captured size and width, and computed by three kinds of graphs (`passes`,
+`graphs.key`). Work between them (drafts from logits, verification, sampling, grammars, log-probabilities) is launched
+eagerly, over the real sequences alone, whatever the plan asks. A step that no graph fits runs eagerly; the reason is
+counted, and logged once. The set of graphs is fixed before the first step and is the same on every rank. Steps with
+prefill chunks replay the pieces between attention layers (`piecewise`), or run eagerly if they have too many rows.
 """
 
 import json
@@ -53,11 +52,11 @@ class Candidate(Protocol):
 
     @property
     def name(self) -> str:
-        """The same at every rank, and no other graph's."""
+        """Unique among graphs, and the same on every rank."""
         ...
 
     def require(self) -> None:
-        """Check that it may be captured at this rank.
+        """Check that it may be captured on this rank.
 
         Raises:
             CaptureRefused: it may not.
@@ -65,7 +64,7 @@ class Candidate(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compute it once; the only call that adds over ranks.
+        """Compute it once; the only call that uses collectives.
 
         Raises:
             RuntimeError: whatever torch raises.
@@ -86,11 +85,11 @@ C = TypeVar("C", bound=Candidate)
 
 @dataclass(frozen=True, slots=True)
 class Captured(Generic[C]):
-    """What came of it, the same at every rank.
+    """The outcome of capturing, the same on every rank.
 
     Attributes:
         graphs: those that every rank has captured.
-        failed: why not, by the name of each other.
+        failed: reason for each of the others, by name.
     """
 
     graphs: list[C] = field(default_factory=list)
@@ -98,7 +97,7 @@ class Captured(Generic[C]):
 
 
 def capture_together(group: Communicator, candidates: Iterable[C]) -> Captured[C]:
-    """Capture what every rank can, in this order, which is the same at all of them.
+    """Capture, in this order, which is the same on all ranks, every graph that all of them can capture.
 
     Raises:
         WorkerStartFailed: this rank could not warm one up, and others wait for it.
@@ -119,10 +118,10 @@ def capture_together(group: Communicator, candidates: Iterable[C]) -> Captured[C
 
 
 def agree(group: Communicator, subject: str, problem: str | None) -> str | None:
-    """One rank's problem with the subject, the lowest rank's that has one; None if no rank has any.
+    """The problem of the lowest rank that has one with the subject; None if no rank has any.
 
     Raises:
-        WorkerLost: a rank is gone, or speaks of another subject.
+        WorkerLost: a rank is gone, or voted on another subject.
     """
     problem = None if problem is None else problem[:_MAX_PROBLEM_LEN]
     votes = group.gather_bytes(json.dumps([VERSION, subject, problem]).encode())
@@ -156,13 +155,13 @@ def _warm_up(group: Communicator, candidate: Candidate) -> str | None:
 def _problem_of(action: Callable[[], None]) -> str | None:
     try:
         action()
-    except (CaptureRefused, RuntimeError) as error:  # all that torch raises; a programmer's error is no rank's vote
+    except (CaptureRefused, RuntimeError) as error:  # everything torch raises; a programming error is no vote
         assert not isinstance(error, BatonError)
         return f"{type(error).__name__}: {error}"
     return None
 
 
-_FIRST, _LIMIT, _STATE = 0, 1, 2  # columns; the state slot is there if the layout has state
+_FIRST, _LIMIT, _STATE = 0, 1, 2  # columns; the state slot only if the layout has state
 
 
 class StaticPass:
@@ -170,8 +169,8 @@ class StaticPass:
 
     Args:
         key: kind and shapes.
-        model: that computes.
-        pool: its KV.
+        model: the model.
+        pool: its KV pool.
         deal: which sequences this rank attends for; None: all.
     """
 
@@ -192,20 +191,20 @@ class StaticPass:
         self._all_numbers_BC = padding_C.repeat(key.num_sequences + (deal is not None), 1)  # see `StaticDeal.own`
         self._numbers_BC = self._all_numbers_BC[: key.num_sequences]
         trunk, head = model.trunk_width, model.config.hidden_size
-        self._hidden_TD: torch.Tensor | None = None  # what a draft head's entry joins its token with
+        self._hidden_TD: torch.Tensor | None = None  # hidden states that a draft head joins with its tokens
         if key.kind is not GraphKind.VERIFY:
             width = head if key.kind is GraphKind.DRAFT else trunk
             self._hidden_TD = torch.zeros(num_tokens, width, dtype=model.dtype, device=pool.device)
         width = trunk if key.kind is GraphKind.VERIFY else head
         self._output_TD = torch.zeros(num_tokens, width, dtype=model.dtype, device=pool.device)
         self._replay: Replay | None = None
-        self._num_written = 0  # rows that a replay has put sequences into, and none has padded since
+        self._num_written = 0  # rows that hold sequences of earlier replays and no padding
 
     @property
     def num_bytes(self) -> int:
-        """About what the pass holds at its peak, beside its buffers.
+        """Approximate peak memory of the pass, besides its buffers.
 
-        Kernels read K and V where they lie; torch's attention holds those of all tables, and copies of them.
+        Kernels read K and V in place; torch's attention gathers K and V of all tables, and copies them.
         """
         activations = activation_bytes(self._model, self.key.num_sequences * self.key.num_rows)
         if self._deal is not None:  # what each rank gives and what all get
@@ -224,7 +223,7 @@ class StaticPass:
 
     @torch.inference_mode()
     def warm_up(self, backend: GraphBackend) -> None:
-        """Compute it once, of padding.
+        """Compute the pass once, on padding.
 
         Raises:
             Exception: what it raised.
@@ -233,17 +232,17 @@ class StaticPass:
 
     @torch.inference_mode()
     def capture(self, backend: GraphBackend) -> None:
-        """Make it replayable.
+        """Capture the pass.
 
         Raises:
-            Exception: what capturing it raised.
+            Exception: what the capture raised.
         """
         (self._replay,) = backend.capture([self._compute])
 
     def replay(
         self, token_ids_BQ: torch.Tensor, first_B: torch.Tensor, rows: DecodeRows, hidden_TD: torch.Tensor | None
     ) -> torch.Tensor:
-        """The pass over a batch that is not larger -> [T, D] of that batch; valid until the next replay."""
+        """Run the pass over a batch that fits -> [T, D] of that batch; valid until the next replay."""
         key = self.key
         num_sequences, num_blocks = rows.block_tables_BM.shape
         num_tokens = num_sequences * key.num_rows
@@ -270,7 +269,7 @@ class StaticPass:
         return self._output_TD[:num_tokens]
 
     def _compute(self) -> None:
-        """From the buffers to the output: what is captured."""
+        """Compute the output from the buffers; this is what is captured."""
         numbers_BC, key, pool, deal = self._numbers_BC, self.key, self._pool, self._deal
         token_ids_T = numbers_BC[:, self._tokens : self._tables].flatten()
         if deal is not None:
@@ -289,23 +288,23 @@ class StaticPass:
             self._output_TD.copy_(self._model.mtp(token_ids_T, self._hidden_TD, batch, pool, ignore_layer))
 
 
-_MAX_TOLD = 8  # one line for each graph that failed, up to so many; `GraphCounts` has them all
-_ENTRIES_PER_BLOCK = 16  # tables of a graph, together, over blocks of the pool: a batch may have one long context
+_MAX_TOLD = 8  # log lines, one per failed graph; `GraphCounts` has them all
+_ENTRIES_PER_BLOCK = 16  # table entries of a graph per block of the pool: a batch may have one long context
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class GraphCounts:
-    """What was replayed and what was not; written by the executor, read by any thread.
+    """Counts of what was replayed and what was not; written by the executor, read by any thread.
 
     Attributes:
-        num_captured: graphs.
-        failed: why, by the name of each graph that could not be captured.
-        num_steps_replayed: steps.
-        num_steps_eager: steps computed as they came, by the reason.
-        num_sequences_padded: sequences that replayed steps were padded with.
-        num_steps_piecewise: steps with chunks of prompts whose trunk was replayed in pieces.
+        num_captured: captured graphs.
+        failed: reason for each graph that could not be captured, by name.
+        num_steps_replayed: replayed steps.
+        num_steps_eager: eager steps, by reason.
+        num_sequences_padded: padding sequences in replayed steps.
+        num_steps_piecewise: steps with prefill chunks whose trunk was replayed in pieces.
     """
 
     num_captured: int = 0
@@ -317,14 +316,14 @@ class GraphCounts:
 
 
 class GraphedStep:
-    """The captured graphs of a runner; `capture` comes first.
+    """The captured graphs of a runner; `capture` must be called first.
 
     Args:
-        model: of the runner.
-        pool: of the runner.
+        model: the runner's model.
+        pool: the runner's pool.
         sizes: which graphs to capture.
-        backend: how.
-        communicator: of the runner's ranks, which all capture at the same time; alone if None.
+        backend: captures them.
+        communicator: of the runner's ranks, which all capture at the same time; None: a single rank.
     """
 
     def __init__(
@@ -342,12 +341,12 @@ class GraphedStep:
         self._backend = backend
         self._communicator = communicator or Alone()
         self._graphs: dict[GraphKey, StaticPass] = {}
-        self._deals: dict[tuple[int, int], StaticDeal] = {}  # by sequences and room of each rank
+        self._deals: dict[tuple[int, int], StaticDeal] = {}  # by B and C
         self._trunks: list[PiecewiseTrunk] = []  # by rows, ascending
         self._told: set[EagerReason] = set()
 
     def capture(self) -> None:
-        """Capture every graph that all ranks can; the others are told of here, and counted.
+        """Capture every graph that all ranks can capture; logs and counts the others.
 
         Raises:
             WorkerStartFailed: this rank failed where others wait for it.
@@ -369,9 +368,9 @@ class GraphedStep:
     def passes(
         self, rows: DecodeRows, num_drafts: int, max_context_len: int, owners: Sequence[int] = ()
     ) -> Passes | None:
-        """The replayed passes of a step of these decode rows alone; None if no graph fits.
+        """The replayed passes of a decode-only step; None if no graph fits.
 
-        Where sequences are dealt to ranks, `owners` says whose each of them is.
+        If sequences are distributed over ranks, `owners` names the rank of each.
         """
         num_sequences, num_blocks = rows.block_tables_BM.shape
         most_owned = max(Counter(owners).values()) if self._sizes.num_owners > 1 else 0
@@ -393,15 +392,15 @@ class GraphedStep:
         prompt: PrefillInputs,
         on_layer: Callable[[int], None] | None,
     ) -> Passes:
-        """The passes of a step of chunks, and of decode rows if there are any; see `EagerPasses`."""
+        """The passes of a step with chunks, and with decode rows if there are any; see `EagerPasses`."""
         return _PiecewisePasses(self, self._model, self._pool, rows, max_context_len, prompt, on_layer)
 
     def trunk_of(self, num_rows: int) -> PiecewiseTrunk | None:
-        """What replays the trunk of a step with chunks; None where it is launched."""
+        """Replays the trunk of a step with chunks; None if it must run eagerly."""
         found = next((trunk for trunk in self._trunks if trunk.num_rows >= num_rows), None)
         if found is not None:
             self.counts.num_steps_piecewise += 1
-        elif self._trunks:  # not told of: so many rows keep the device busy for longer than the host launches them
+        elif self._trunks:  # not logged: with so many rows the device takes longer than the host's launches
             self.counts.num_steps_eager[EagerReason.ROWS] += 1
         return found
 
@@ -413,7 +412,7 @@ class GraphedStep:
         return StaticPass(key, self._model, self._pool, self._deal_of(key))
 
     def _deal_of(self, key: GraphKey) -> StaticDeal | None:
-        """What all graphs of as many sequences and as much room share."""
+        """Distribution buffers that all graphs with the same B and C share."""
         if not key.num_each:
             return None
         sizes = key.num_sequences, key.num_each
@@ -424,7 +423,7 @@ class GraphedStep:
         return self._deals[sizes]
 
     def _trunk_candidates(self) -> "Iterator[_Candidate]":
-        """The largest first, as of the others."""
+        """Trunk graphs, largest first, like the others."""
         if not self._sizes.rows:
             return
         buffers = RowBuffers.of(self._sizes.rows[-1], self._model, self._pool, self._communicator.size)
@@ -438,7 +437,7 @@ class GraphedStep:
     def _find(
         self, num_sequences: int, num_blocks: int, num_drafts: int, most_owned: int
     ) -> dict[GraphKind, StaticPass] | EagerReason:
-        """The graphs of a step."""
+        """The graphs of a step, or why there are none."""
         shape = self._sizes.shape_for(num_sequences, num_blocks, most_owned)
         if isinstance(shape, EagerReason):
             return shape
@@ -487,7 +486,7 @@ class _ReplayedPasses:
 
 
 class _PiecewisePasses(EagerPasses):
-    """Passes whose trunk is replayed in pieces, where it has few enough rows."""
+    """Passes whose trunk is replayed in pieces, if it has few enough rows."""
 
     def __init__(self, graphs: GraphedStep, *of_step: Any) -> None:
         super().__init__(*of_step)
@@ -501,7 +500,7 @@ class _PiecewisePasses(EagerPasses):
 
 
 class _Candidate:
-    """One graph on its way; see `Candidate`."""
+    """A graph that is being captured; see `Candidate`."""
 
     def __init__(self, name: str, make: "Callable[[], StaticPass | PiecewiseTrunk]", backend: GraphBackend) -> None:
         self.name = name
@@ -510,7 +509,7 @@ class _Candidate:
         self._pass: StaticPass | PiecewiseTrunk | None = None
 
     def require(self) -> None:
-        """The buffers are made here, too: memory that is not there is a rank's no, not its end."""
+        """Allocate the buffers here, too: a rank without enough memory then refuses the graph instead of crashing."""
         made = self._make()
         self._backend.require(made.num_bytes)
         self._pass = made
@@ -537,13 +536,13 @@ def graph_sizes(
     sizes: Sequence[int] = (),
     decodes: bool = True,
 ) -> GraphSizes:
-    """The graphs that a runner may need; `sizes` are an operator's own. None of decode steps without `decodes`."""
+    """The graphs that a runner may need; `sizes` are an operator's. Without `decodes`, no graphs of decode steps."""
     layout, config = pool.layout, model.config
     max_context_len = min(config.max_model_len, max_model_len + num_draft_tokens)
     max_entries = _ENTRIES_PER_BLOCK * pool.num_blocks
     rows = row_sizes(max_num_tokens, config) if model.deal is None else ()
     if model.numerics is Numerics.INVARIANT and model.implementation is Implementation.REFERENCE:
-        rows = ()  # a GEMM has a launch for each few rows
+        rows = ()  # a GEMM needs a launch for every few rows
         max_entries = min(max_entries, max_invariant_entries(layout.num_layers, layout.block_size))
     return GraphSizes(
         sizes=(tuple(sizes) or default_sizes(max_num_sequences)) if decodes else (),
@@ -568,10 +567,10 @@ def graphed_step(
     communicator: Communicator | None = None,
     decodes: bool = True,
 ) -> GraphedStep | None:
-    """The step of a runner with these limits, its graphs captured; None where there are to be none.
+    """The graphs of a runner with these limits, captured; None if there are to be none.
 
-    Steps with chunks have `max_num_tokens` at most, with their decode rows; 0: they are launched. So are those whose
-    sequences are dealt to ranks. Without `decodes` there are no decode steps.
+    Steps with chunks have at most `max_num_tokens` rows, including decode rows; 0: they run eagerly, as do those whose
+    sequences are distributed over ranks. Without `decodes` there are no decode steps.
 
     Raises:
         ConfigInvalid: sizes that do not fit the device or the runner.

@@ -1,8 +1,8 @@
-"""Every kernel that serving launches, compiled before a worker says that it is ready, so that no stream waits for it.
+"""Compiles every kernel that serving launches before a worker reports ready, so that no stream waits for compilation.
 
-Two parts: the model's passes (`pass_warm_up`), and here what lies between them: sequences placed in slots, and tokens
-chosen from logits, with every cut, edit, grammar and report that requests may ask for, for each number of drafts, by
-the functions of the steps themselves. What is compiled after all, later, `kernels.compiles` counts and tells.
+There are two parts: the model's passes, and the work between them. The latter is placing sequences in slots and
+sampling tokens from logits, with every cut, edit, grammar and report that requests may use, for each number of drafts,
+by the same functions that steps use. `kernels.compiles` counts and reports what is compiled later all the same.
 
 Legend: B sequences, K draft tokens, Q = K + 1 rows, F prompts that end, V vocabulary, D hidden size.
 """
@@ -38,19 +38,19 @@ from baton.kernels.implementation import Implementation
 from baton.kvcache.pool import KVPool
 from baton.model.model import Model
 
-_WIDTHS_LEN = (1024, 4096)  # positions from which on other forms of attention may pay
-_MAX_TOKENS = 16_384  # of a pass: beyond, nothing is another form than there
-_MAX_CHUNKS_TOKENS = 2048  # of several chunks together, which differ from one only in how many there are
+_WIDTHS_LEN = (1024, 4096)  # context lengths from which other attention kernels may be faster
+_MAX_TOKENS = 16_384  # of a pass: beyond, the same kernels are used
+_MAX_CHUNKS_TOKENS = 2048  # of several chunks together, which differ from one chunk only by their number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What steps there may be.
+    """The largest steps there may be.
 
     Attributes:
-        num_tokens: of one step at most: a chunk's, or of all chunks together.
-        num_sequences: of one step at most.
-        context_len: positions of a sequence at most.
+        num_tokens: maximum tokens of one step: of a chunk, or of all chunks together.
+        num_sequences: maximum sequences of one step.
+        context_len: maximum positions of a sequence.
     """
 
     num_tokens: int
@@ -59,7 +59,7 @@ class Reach:
 
 
 def classes(most: int) -> tuple[int, ...]:
-    """Sizes from 1 to `most` that stand for all of these."""
+    """Representative sizes from 1 to `most`."""
     found, power = {most}, 1
     while power < most:
         found |= {power, min(power * 3 // 2, most)}
@@ -68,7 +68,7 @@ def classes(most: int) -> tuple[int, ...]:
 
 
 def prefill_shapes(reach: Reach, block_size: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(tokens of each chunk, entries of a table): one chunk, as many as fit, and one beside many of one token."""
+    """(tokens of each chunk, table entries): one chunk, as many as fit, and one beside many one-token chunks."""
     last = -(-reach.context_len // block_size)
     for length in classes(min(reach.num_tokens, reach.context_len, _MAX_TOKENS)):
         least = -(-length // block_size)
@@ -84,7 +84,7 @@ def prefill_shapes(reach: Reach, block_size: int) -> Iterator[tuple[tuple[int, .
 
 
 def decode_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int]]:
-    """(sequences, entries of a table)."""
+    """(number of sequences, table entries) of decode steps."""
     for width in default_widths(-(-reach.context_len // block_size)):
         for count in classes(reach.num_sequences):
             yield count, width
@@ -92,7 +92,7 @@ def decode_shapes(reach: Reach, block_size: int) -> Iterator[tuple[int, int]]:
 
 @torch.inference_mode()
 def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
-    """Trunk and MTP head over chunks."""
+    """Run trunk and MTP head over chunks."""
     for lens, width in prefill_shapes(reach, pool.layout.block_size):
         inputs = prefill_inputs([_chunk(length, pool) for length in lens], pool)
         tables_BW = inputs.batch.block_tables_BM.new_full((len(lens), width), pool.num_blocks)
@@ -104,7 +104,7 @@ def warm_up_prefill_passes(model: Model, pool: KVPool, reach: Reach) -> None:
 
 @torch.inference_mode()
 def warm_up_decode_passes(model: Model, pool: KVPool, reach: Reach, num_draft_tokens: int) -> None:
-    """Those of a step with each number of drafts."""
+    """Run the passes of a decode step with each number of drafts."""
     for count, width in decode_shapes(reach, pool.layout.block_size):
         first_B = torch.zeros(count, dtype=torch.int64, device=pool.device)
         tables_BW = first_B.new_full((count, width), pool.num_blocks)
@@ -155,11 +155,11 @@ _ASKED: tuple[dict[str, Any], ...] = (
 )
 _GREEDY: dict[str, Any] = {"temperature": 0.0}
 _COPY_LIMIT_S = 60.0
-_MAX_HEAD_ROWS = 512  # beyond, no GEMM takes another form, and logits of more rows take much memory
+_MAX_HEAD_ROWS = 512  # beyond, the same GEMM kernels are used, and logits take much memory
 
 
 def warm_up_prefill(model: Model, pool: KVPool, reach: Reach) -> None:
-    """For prompts, in steps of any size; all ranks at the same time."""
+    """Warm up for prompts, in steps of any size; all ranks at the same time."""
     _place(pool.device)
     if is_compiled(model):
         warm_up_prefill_passes(model, pool, reach)
@@ -175,9 +175,9 @@ def warm_up_decode(
     verifiers: Sequence[tuple[Verifier, TokenHistory | None]],
     num_draft_tokens: int,
 ) -> None:
-    """For decode steps of any size, with up to so many drafts; all ranks at the same time.
+    """Warm up for decode steps of any size, with up to `num_draft_tokens` drafts; all ranks at the same time.
 
-    Of each way to draft: what judges it, and where drafts are looked up, if they are.
+    `verifiers` has, for each draft method, its verifier and, if drafts are looked up, the history.
     """
     if is_compiled(model):
         warm_up_decode_passes(model, pool, reach, num_draft_tokens)
@@ -188,25 +188,25 @@ def warm_up_decode(
 
 
 def _place(device: torch.device) -> None:
-    """As a sequence comes to its slot: on every GPU by a kernel, also where torch computes the model."""
+    """Launch the kernel that places a sequence in a slot: used on every GPU, even if torch computes the model."""
     number = torch.zeros(1, dtype=torch.int64, device=device)
     running = fused_copy([(number, torch.zeros_like(number))], device)
     running.wait(_COPY_LIMIT_S)
 
 
 def is_compiled(model: Model) -> bool:
-    """Whether the passes are by kernels that are compiled."""
+    """Whether compiled kernels compute the passes."""
     return model.device.type == "cuda" and model.implementation is Implementation.TRITON
 
 
 def is_needed(model: Model) -> bool:
-    """Whether there is anything to compile for choosing tokens."""
+    """Whether sampling uses kernels that must be compiled."""
     return model.sampling_implementation is Implementation.TRITON and model.device.type == "cuda"
 
 
 @torch.inference_mode()
 def warm_up_heads(model: Model, num_rows: int) -> None:
-    """Logits of up to so many rows, where kernels compute them: those of many rows in invariant numerics alone."""
+    """Compute logits of up to `num_rows` rows, where kernels compute them; many rows only in invariant numerics."""
     most = _MAX_HEAD_ROWS if model.numerics is Numerics.INVARIANT else MAX_OWN_ROWS
     for count in classes(min(num_rows, most)):
         model.logits(_hidden(model, count))
@@ -216,7 +216,7 @@ def warm_up_heads(model: Model, num_rows: int) -> None:
 
 @torch.inference_mode()
 def warm_up_prompts(model: Model) -> None:
-    """For the first token of a prompt, its first draft, and its log-probabilities."""
+    """Warm up for the first token of a prompt, its first draft, and its log-probabilities."""
     assert model.sampling_implementation is not None
     for params in _params():
         sampling, hidden_FD = _rows(params, model), _hidden(model, len(params))
@@ -236,7 +236,7 @@ def warm_up_prompts(model: Model) -> None:
 
 @torch.inference_mode()
 def warm_up_steps(model: Model, verifier: Verifier, num_draft_tokens: int, history: TokenHistory | None = None) -> None:
-    """For steps with up to so many drafts, and for their drafts; and for prompts, which decode workers compute, too."""
+    """Warm up for steps with up to `num_draft_tokens` drafts, and for prompts, which decode workers compute, too."""
     warm_up_prompts(model)
     is_greedy = isinstance(verifier, KernelVerifier) and verifier.is_greedy
     for params in _params():
@@ -251,7 +251,7 @@ def warm_up_steps(model: Model, verifier: Verifier, num_draft_tokens: int, histo
 
 
 def _params() -> Iterator[tuple[SamplingParams, ...]]:
-    """Of batches of two: what is asked for, beside a greedy sequence."""
+    """Parameters of batches of two: a greedy sequence beside one with each feature."""
     for asked in _ASKED:
         yield SamplingParams(**_GREEDY), SamplingParams(**asked)
 
@@ -319,7 +319,7 @@ class _NoPasses:
 
 
 class _AnyToken(GrammarRows):
-    """A grammar of the first sequence that forbids nothing."""
+    """A grammar of the first sequence that allows every token."""
 
     def __init__(self, model: Model, num_drafts: int) -> None:
         self._index_G = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -328,10 +328,10 @@ class _AnyToken(GrammarRows):
         self._bitmask_GQW = torch.full(shape, -1, dtype=torch.int32, device=model.device)
 
     def take(self, drafts_BK: torch.Tensor) -> None:
-        """No grammar reads them."""
+        """Do nothing: no grammar reads the drafts."""
 
     def masks(self) -> GrammarMasks:
-        """Every bit set."""
+        """Masks with every bit set."""
         index_G, bitmask_GQW = self._index_G, self._bitmask_GQW
         num_rows_G = index_G + bitmask_GQW.shape[1]
         return GrammarMasks(index_G=index_G, bitmask_GQW=bitmask_GQW, num_valid_G=num_rows_G - 1, num_rows_G=num_rows_G)

@@ -1,9 +1,10 @@
-"""What a graph is of, and which graphs a runner captures: shapes alone, nothing is computed here.
+"""Identifies graphs by shape, and determines which ones a runner captures; computes nothing else.
 
-A graph's kind is said, never read off its sizes: verification without drafts, and one more draft, have the same. A
-step of n sequences runs at the next captured size, its tables at the next captured width; both are padded. Widths are
-powers of two, so at most half of what attention reads is padding. Where sequences are dealt to ranks that attend, a
-graph has room for as many of each rank; from what a plan says of their owners, every rank chooses the same.
+A graph's kind is explicit, because it cannot be derived from its sizes: verification without drafts and one further
+draft have the same. A step of n sequences runs at the next captured size, and its tables at the next captured width;
+both are padded. Widths are powers of two, so at most half of what attention reads is padding. If sequences are
+distributed over ranks that attend, a graph has room for an equal number on each rank; every rank chooses the same
+graph, from the owners that a plan implies.
 
 Legend: B sequences, C of them each rank's at most, Q rows of each, W entries of a block table.
 """
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 from math import ceil
 
-MIN_WIDTH = 16  # blocks; below it, captures would cost more than they save
-MAX_NODES = 20_000  # of a graph in invariant numerics, where every 64 keys take launches of their own
-NODES_PER_STEP = 12  # of such 64 keys, in one layer, about
-_SLACK = 1.25  # of a rank's share of sequences, in a deal that is about even
+MIN_WIDTH = 16  # blocks; narrower captures would cost more than they save
+MAX_NODES = 20_000  # of a graph in invariant numerics, where every 64 keys need their own launches
+NODES_PER_STEP = 12  # launches per 64 keys in one layer, approximately
+_SLACK = 1.25  # times a rank's share of sequences, if they are distributed about evenly
 
 
 class GraphKind(Enum):
@@ -39,14 +40,14 @@ class EagerReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """One graph.
+    """The identity of one graph.
 
     Attributes:
         kind: what it computes.
-        num_rows: Q; k + 1 drafts are verified, one entry is drafted.
+        num_rows: Q; k + 1 to verify k drafts, 1 to make a further draft.
         num_sequences: B.
         width: W.
-        num_each: C; 0 where each rank attends for all sequences.
+        num_each: C; 0 if each rank attends for all sequences.
     """
 
     kind: GraphKind
@@ -57,7 +58,7 @@ class GraphKey:
 
     @property
     def num_attended(self) -> int:
-        """Sequences that a rank attends for, those of padding among them."""
+        """Number of sequences that a rank attends for, including padding."""
         return self.num_each or self.num_sequences
 
     def __str__(self) -> str:
@@ -71,16 +72,16 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSizes:
-    """Which graphs there are.
+    """The set of graphs.
 
     Attributes:
         sizes: numbers of sequences, ascending.
-        widths: of block tables, ascending.
-        num_draft_tokens: the most drafts of a step; fewer have graphs of their own.
-        max_entries: of a graph's tables at most: those of the sequences that a rank attends for.
-        rows: of steps with chunks of prompts, ascending; see `piecewise`.
+        widths: widths of block tables, ascending.
+        num_draft_tokens: the most drafts of a step; each smaller number has graphs of its own.
+        max_entries: maximum entries of a graph's tables, counting the sequences that a rank attends for.
+        rows: numbers of rows of steps with prefill chunks, ascending; see `piecewise`.
         has_mtp: an MTP head makes the drafts, and has graphs of its own.
-        num_owners: ranks that sequences are dealt to; 1: each rank attends for all.
+        num_owners: number of ranks that sequences are distributed over; 1: each rank attends for all.
     """
 
     sizes: tuple[int, ...]
@@ -92,7 +93,7 @@ class GraphSizes:
     num_owners: int = 1
 
     def keys(self) -> Iterator[GraphKey]:
-        """Every graph, the largest first, so that what the later ones need is in the memory of the first."""
+        """Every graph, largest first, so that later ones fit in the memory of the first."""
         shapes = [
             (size, width, num_each)
             for size in self.sizes
@@ -111,7 +112,7 @@ class GraphSizes:
                 yield GraphKey(GraphKind.DRAFT, 1, *shape)
 
     def shape_for(self, num_sequences: int, num_blocks: int, most_owned: int = 0) -> Shape | EagerReason:
-        """What a step of so many sequences and blocks is padded to; of dealt ones a rank has `most_owned` at most."""
+        """The shape that a step is padded to; with distributed sequences, each rank owns at most `most_owned`."""
         size = _next(self.sizes, num_sequences)
         if size is None:
             return EagerReason.SEQUENCES
@@ -122,7 +123,7 @@ class GraphSizes:
         return size, width, num_each
 
     def step_keys(self, shape: Shape, num_drafts: int) -> tuple[GraphKey, ...] | EagerReason:
-        """The graphs of a step of this shape, in no order: all of them, or it is computed as it comes."""
+        """The graphs of a step of this shape, in no order: the step needs all of them, or runs eagerly."""
         if num_drafts > self.num_draft_tokens:
             return EagerReason.DRAFTS
         keys = [GraphKey(GraphKind.VERIFY, num_drafts + 1, *shape)]
@@ -133,9 +134,9 @@ class GraphSizes:
         return tuple(keys)
 
     def _rooms(self, size: int) -> tuple[int, ...]:
-        """C of graphs of B sequences, ascending: for deals that are about even, and for any.
+        """C of graphs of B sequences, ascending: for about even distributions, and for any.
 
-        About even: no rank has more than its share and a quarter of it, rounded up to a size.
+        About even: no rank has more than 1.25 times its share, rounded up to a size.
         """
         if self.num_owners == 1:
             return (0,)
@@ -167,7 +168,7 @@ def default_widths(max_blocks: int) -> tuple[int, ...]:
 
 
 def max_invariant_entries(num_layers: int, block_size: int) -> int:
-    """`GraphSizes.max_entries` in invariant numerics, where what is launched grows with the context."""
+    """`GraphSizes.max_entries` in invariant numerics, where the number of launches grows with the context."""
     return max(MIN_WIDTH, MAX_NODES // (num_layers * NODES_PER_STEP) * 64 // block_size)
 
 

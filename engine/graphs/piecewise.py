@@ -1,12 +1,12 @@
-"""The trunk of a step with chunks of prompts, replayed in pieces: the host launches its mixers alone.
+"""Replays the trunk of a step with prefill chunks in pieces: the host launches only the mixers.
 
-What lies between two mixers, which are attentions and gated delta nets, depends on how many rows there are, not on
-whose they are. So it is captured for some numbers of rows, and a step is padded to the next of them; mixers, which
-depend on lengths that differ from step to step, are launched between the pieces, by a tape of one layer's launches
+Mixers are attentions and gated delta nets. The work between two mixers depends only on the number of rows, not on their
+sequences. So it is captured for some numbers of rows, and a step is padded to the next of them. Mixers depend on
+lengths that differ between steps, and are launched between the pieces, by replaying the recorded launches of one layer
 (`kernels.launch_tape`). The idea of pieces is vLLM's (V1, piecewise CUDA graphs).
 
-Legend: N rows of a graph, T those of a step, A query heads, E columns of a query, V of what a head makes of values (E
-but of heads over latents), X and Y columns that a delta net reads.
+Legend: N rows of a graph, T those of a step, A query heads, E columns of a query, V columns of a head's output (E
+except for attention over latents), X and Y columns that a delta net reads.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from baton.model.delta_net import DeltaNet, state_rows
 from baton.model.inputs import AttentionBatch, positions_of, slots_of
 from baton.model.model import Model
 
-# With more rows an H200 computes an 8B for far longer than its host launches; of experts few compute a row.
+# With more rows, an H200 computes an 8B far longer than the host launches; in an MoE, few experts compute each row.
 MAX_ROWS: Final = 2048
 MAX_EXPERT_ROWS: Final = 4096
-_RECORDED: Final = 2  # mixer of a kind in a step, from which the later ones are launched
+_RECORDED: Final = 2  # which mixer of a kind is recorded in a step, for the later ones
 
 
 def row_sizes(max_rows: int, config: ModelConfig) -> tuple[int, ...]:
-    """Numbers of rows to capture, ascending: multiples of 32, and from 256 on an eighth of padding at most."""
+    """Numbers of rows to capture, ascending: multiples of 32, and from 256 on with at most an eighth of padding."""
     last = min(max_rows, MAX_EXPERT_ROWS if config.num_experts else MAX_ROWS)
     sizes, size = [], 32
     while size < last:
@@ -44,31 +44,31 @@ def row_sizes(max_rows: int, config: ModelConfig) -> tuple[int, ...]:
 
 
 def activation_bytes(model: Model, num_rows: int) -> int:
-    """About what a pass over so many rows holds at its peak, beside its buffers and what attention copies."""
+    """Approximate peak memory of a pass over `num_rows` rows, besides its buffers and what attention copies."""
     config = model.config
     return num_rows * 2 * max(2 * config.intermediate_size, config.hidden_size) * model.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class MixerRows:
-    """Between the pieces and the mixers of a kind.
+    """Buffers between the pieces and the mixers of one kind.
 
     Attributes:
         read: what the next mixer reads of each row: queries [N, A, E], or a delta net's [N, X] and [N, Y].
-        made_NM: what it made.
+        made_NM: what the mixer made.
     """
 
     read: tuple[torch.Tensor, ...]
     made_NM: torch.Tensor
 
     def first(self, num_rows: int) -> "MixerRows":
-        """Of so many rows."""
+        """The first `num_rows` rows."""
         return MixerRows(tuple(read[:num_rows] for read in self.read), self.made_NM[:num_rows])
 
 
 @dataclass(frozen=True, slots=True)
 class RowBuffers:
-    """What all graphs of a runner share, for the most rows of any.
+    """Buffers that all graphs of a runner share, for the largest number of rows.
 
     Attributes:
         numbers_3N: int64 token ids, positions and slots.
@@ -84,7 +84,7 @@ class RowBuffers:
 
     @classmethod
     def of(cls, max_rows: int, model: Model, pool: KVPool, tp_size: int) -> "RowBuffers":
-        """Full of padding, for one of `tp_size` ranks."""
+        """Buffers filled with padding, for one of `tp_size` ranks."""
         config, device = model.config, pool.device
 
         def zeros(*lens: int) -> torch.Tensor:
@@ -102,26 +102,26 @@ class RowBuffers:
         return cls(numbers_3N, attention, delta_net, zeros(model.trunk_width))
 
     def first(self, num_rows: int) -> "RowBuffers":
-        """Of so many rows."""
+        """The first `num_rows` rows."""
         delta_net = None if self.delta_net is None else self.delta_net.first(num_rows)
         attention, output_ND = self.attention.first(num_rows), self.output_ND[:num_rows]
         return RowBuffers(self.numbers_3N[:, :num_rows], attention, delta_net, output_ND)
 
     def of_mixer(self, mixer: Mixer) -> MixerRows:
-        """Those of its kind."""
+        """The buffers for a mixer's kind."""
         rows = self.delta_net if isinstance(mixer, DeltaNet) else self.attention
         assert rows is not None
         return rows
 
 
 class PiecewiseTrunk:
-    """The trunk of N rows; `warm_up` and `capture` come first.
+    """The trunk of N rows; `warm_up` and `capture` must be called first.
 
     Args:
         num_rows: N.
-        buffers: of the runner.
-        model: that computes.
-        pool: its KV.
+        buffers: the runner's buffers.
+        model: the model.
+        pool: its KV pool.
     """
 
     def __init__(self, num_rows: int, buffers: RowBuffers, model: Model, pool: KVPool) -> None:
@@ -130,18 +130,18 @@ class PiecewiseTrunk:
         self._model = model
         self._pool = pool
         self._pieces: Pieces[torch.Tensor] | None = None
-        self._mixers: list[Mixer] = []  # before which a piece ends
+        self._mixers: list[Mixer] = []  # a piece ends before each
         self._replays: list[Replay] = []
-        self.num_taped = 0  # layers whose mixer a tape has launched
+        self.num_taped = 0  # layers whose mixer was replayed from a tape
 
     @property
     def num_bytes(self) -> int:
-        """About what a pass holds at its peak, beside the buffers."""
+        """Approximate peak memory of a pass, besides the buffers."""
         return activation_bytes(self._model, self.num_rows)
 
     @torch.inference_mode()
     def warm_up(self, backend: GraphBackend) -> None:
-        """Compute it once, of padding that sees nothing.
+        """Compute the trunk once, on padding that attends to nothing.
 
         Raises:
             Exception: what it raised.
@@ -156,23 +156,23 @@ class PiecewiseTrunk:
 
     @torch.inference_mode()
     def capture(self, backend: GraphBackend) -> None:
-        """Make it replayable.
+        """Capture the pieces.
 
         Raises:
-            Exception: what capturing it raised.
+            Exception: what the capture raised.
         """
         num_mixers = len(self._mixers)
         self._replays = backend.capture([self._begin, *[self._go_on] * num_mixers])
         self._pieces = None
 
     def replay(self, token_ids_T: torch.Tensor, batch: AttentionBatch, on_layer: Callable[[int], None]) -> torch.Tensor:
-        """The trunk over not more rows -> [T, D]; valid until the next replay of any."""
+        """Run the trunk over at most N rows -> [T, D]; valid until the next replay of any trunk."""
         num_rows = len(token_ids_T)
         assert num_rows <= self.num_rows
         numbers_3N = self._buffers.numbers_3N
         for row, values_T in enumerate((token_ids_T, positions_of(batch), slots_of(batch))):
             numbers_3N[row, :num_rows].copy_(values_T)
-        numbers_3N[2, num_rows:].fill_(self._pool.scratch_slot)  # other numbers of padding do not matter
+        numbers_3N[2, num_rows:].fill_(self._pool.scratch_slot)  # the other values of padding rows do not matter
         mixing = _Mixing(self._buffers.first(num_rows), batch, self._pool)
         for replay, mixer in zip(self._replays, self._mixers, strict=False):
             replay()
@@ -188,14 +188,14 @@ class PiecewiseTrunk:
         return self._buffers.output_ND[:num_rows]
 
     def _begin(self) -> None:
-        """The first piece."""
+        """Run the first piece."""
         self._mixers = []
         token_ids_N, positions_N, slots_N = self._buffers.numbers_3N
         self._pieces = self._model.trunk_pieces(token_ids_N, positions_N, slots_N, self._pool)
         self._take(*next(self._pieces))
 
     def _go_on(self) -> None:
-        """The next one."""
+        """Run the next piece."""
         assert self._pieces is not None
         try:
             self._take(*self._pieces.send(self._buffers.of_mixer(self._mixers[-1]).made_NM))
@@ -210,12 +210,12 @@ class PiecewiseTrunk:
 
 
 class _Mixing:
-    """The mixers of one step.
+    """Runs the mixers of one step.
 
     Args:
-        rows: what they read and write, of the step's rows.
-        batch: of the step.
-        pool: of the runner.
+        rows: what they read and write, for the step's rows.
+        batch: the step's batch.
+        pool: the runner's pool.
     """
 
     def __init__(self, rows: RowBuffers, batch: AttentionBatch, pool: KVPool) -> None:
@@ -227,11 +227,11 @@ class _Mixing:
 
     @property
     def num_taped(self) -> int:
-        """Layers that a tape has launched."""
+        """Number of layers launched by replaying a tape."""
         return self._attentions.num_taped + self._delta_nets.num_taped
 
     def attend(self, attention: Attention) -> None:
-        """Queries to what they see."""
+        """Compute attention for the queries."""
         (query_TAE,), made_TM = self._rows.attention.read, self._rows.attention.made_NM
         stored = attention.stored(self._pool)
         parts = self._attentions.run(lambda: attention.attend(query_TAE, self._batch, stored, self._plans), stored)
@@ -241,17 +241,17 @@ class _Mixing:
             first += len(part_XAV)
 
     def carry(self, net: DeltaNet) -> None:
-        """Rows into their sequences' states."""
+        """Carry the rows into their sequences' states."""
         rows, stored = self._rows.of_mixer(net), net.stored(self._pool)
         (out_TM,) = self._delta_nets.run(lambda: (net.carry(rows.read, stored, self._state_rows),), stored)
         rows.made_NM.copy_(out_TM)
 
 
 class _Layers:
-    """Mixers of one kind in a step: the first makes what all share, the second is recorded, the others replay that.
+    """Mixers of one kind in a step: the first computes what all share, the second is recorded, the others replay it.
 
     Args:
-        stream: CUDA's.
+        stream: the CUDA stream.
     """
 
     def __init__(self, stream: int) -> None:
@@ -264,7 +264,7 @@ class _Layers:
     def run(
         self, work: Callable[[], tuple[torch.Tensor, ...]], own: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """What a layer makes, by its `work`, which has the tensors `own` of this layer alone."""
+        """The output of a layer, by its `work`; `own` are the tensors that belong to this layer alone."""
         tape, self._num_done = self._tape, self._num_done + 1
         if tape is not None and self._shape == tuple(map(signature, own)):
             tape.replay(self._stream, own)

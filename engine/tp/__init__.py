@@ -1,1 +1,1 @@
-"""The ranks of one worker: how they meet, what they are told, and who is at fault when one fails."""
+"""The ranks of one worker: how they connect, exchange plans and tensors, and detect which one failed."""

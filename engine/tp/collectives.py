@@ -1,4 +1,4 @@
-"""The collectives of a TP group: gloo on CPUs, NCCL on GPUs; sums in one order where numerics are batch-invariant."""
+"""The collectives of a TP group: gloo on CPUs, NCCL and shared memory on GPUs; sums are added in a fixed order."""
 
 import contextlib
 import datetime
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 class GlooGroup:
-    """One rank's end.
+    """One rank's end of a gloo group.
 
     Args:
-        rank: of this end.
-        size: of the group.
-        store: where the ranks find each other; every rank's leads to rank 0's.
+        rank: this rank.
+        size: size of the group.
+        store: rendezvous store; every rank's connects to rank 0's.
         timeout_s: of each operation, until `limit_s` is set.
     """
 
@@ -42,22 +42,22 @@ class GlooGroup:
         self.limit_s = timeout_s
         self.blame: Callable[[], WorkerLost | None] = nobody
         self._store = store
-        gloo: Any = distributed.ProcessGroupGloo  # its stub knows little of it
+        gloo: Any = distributed.ProcessGroupGloo  # its type stub is incomplete
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=HOST)]
         options._timeout = self._timeout
         self._group: Any = self._guarded(lambda: gloo(store, rank, size, options))
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
+        """Sum of every rank's `x`, added as a balanced tree in rank order: the same bits on each rank."""
         return rank_exchange.sum_parts(self.all_gather(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; nothing crosses if it is empty."""
+        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; an empty `x` is not sent."""
         return torch.stack(self._gather(x))
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `values`, at every rank, in place; the others give a tensor of that shape and dtype, contiguous."""
+        """Copy rank 0's `values` to every rank, in place; others pass a contiguous tensor of that shape and dtype."""
         assert values.device.type == "cpu"
         assert values.is_contiguous()
         options = distributed.BroadcastOptions()
@@ -67,7 +67,7 @@ class GlooGroup:
         return values
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, at every rank."""
+        """Rank 0's bytes, on every rank."""
         length = int(self.broadcast(torch.tensor([len(data)])))
         if length == 0:
             return b""
@@ -76,7 +76,7 @@ class GlooGroup:
         return _to_bytes(self.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, at every rank."""
+        """Every rank's bytes, in rank order, on every rank."""
         lengths = [int(part) for part in self._gather(torch.tensor([len(data)]))]
         if not any(lengths):
             return [b""] * self.size
@@ -85,7 +85,7 @@ class GlooGroup:
         return [_to_bytes(part[:length]) for part, length in zip(self._gather(padded), lengths, strict=True)]
 
     def close(self) -> None:
-        """Leave the group; the others find out at their next operation."""
+        """Leave the group; the others notice at their next operation."""
         self._group.shutdown()
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -111,12 +111,12 @@ class GlooGroup:
 
 
 def nobody() -> WorkerLost | None:
-    """Without a watch: it is not known which rank is at fault."""
+    """None: without a watch it is unknown which rank is at fault."""
     return None
 
 
 def lost_touch(group: Communicator, error: Exception) -> WorkerLost:
-    """What a collective that failed means: the rank at fault, or that this one has lost the others."""
+    """The error for a failed collective: the rank at fault, or that this rank has lost the others."""
     blamed = group.blame()
     if blamed is not None:
         return blamed
@@ -125,7 +125,7 @@ def lost_touch(group: Communicator, error: Exception) -> WorkerLost:
 
 
 def open_store(rank: int, size: int, port: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> TCPStore:
-    """The store of a group whose rank 0 listens at `port` of this host; with 0 at any, which is then `store.port`."""
+    """The store of a group whose rank 0 listens on `port` of this host; 0 selects a free port, then `store.port`."""
     timeout = datetime.timedelta(seconds=timeout_s)
     return TCPStore(HOST, port, size, rank == 0, timeout=timeout, wait_for_workers=False)
 
@@ -135,15 +135,15 @@ def _to_bytes(values: torch.Tensor) -> bytes:
 
 
 class NcclGroup:
-    """One rank's end: NCCL, and memory that the ranks share for what is small.
+    """One rank's end of a group that uses NCCL, and shared memory for small tensors.
 
     Args:
-        rank: of this end.
-        size: of the group.
-        store: where the ranks find each other.
-        device: of this rank; no two ranks share one.
-        timeout_s: of starting, and of bytes.
-        shares_memory: try to share memory; the same at every rank.
+        rank: this rank.
+        size: size of the group.
+        store: rendezvous store.
+        device: this rank's device; no two ranks share one.
+        timeout_s: for starting, and for exchanging bytes.
+        shares_memory: try to share memory; the same on every rank.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class NcclGroup:
     ) -> None:
         assert 0 <= rank < size
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # the watch ends the process, not a watchdog
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # the watch ends the process, not NCCL
         self.rank = rank
         self.size = size
         self.num_operations = 0
@@ -167,18 +167,18 @@ class NcclGroup:
         self._store = store
         self._timeout_s = timeout_s
         self._num_bytes_sent = 0
-        nccl: Any = distributed.ProcessGroupNCCL  # its stub knows little of it
+        nccl: Any = distributed.ProcessGroupNCCL  # its type stub is incomplete
         options = nccl.Options()
         options._timeout = datetime.timedelta(days=1)
         with torch.cuda.device(device):
             self._group: Any = self._guarded(lambda: nccl(store, rank, size, options))
             self._mailbox: Mailbox | None = None
-            self._beside = torch.cuda.Stream(device)  # for what ends a wait of the streams that steps are on
+            self._beside = torch.cuda.Stream(device)  # for releasing the streams that steps run on from a wait
             self.how = "ranks exchange by NCCL alone"
-            self.all_sum(torch.ones(1, device=device))  # connects, so that no step has to, and no capture
+            self.all_sum(torch.ones(1, device=device))  # connects now, so that no step or capture has to
             torch.cuda.synchronize(device)
             if shares_memory:
-                from baton.engine.tp.shared_mailbox import open_mailbox  # CPUs have no use for it
+                from baton.engine.tp.shared_mailbox import open_mailbox  # not needed on CPUs
 
                 self._mailbox, problem = open_mailbox(rank, size, device, self.gather_bytes)
                 self.how = f"{self.how}: {problem}" if problem else _THROUGH_MEMORY
@@ -186,14 +186,14 @@ class NcclGroup:
             torch.cuda.synchronize(device)
 
     def all_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `x`, added as a balanced tree in rank order: the same bits at each rank."""
+        """Sum of every rank's `x`, added as a balanced tree in rank order: the same bits on each rank."""
         if self._mailbox is not None and self._mailbox.fits(x):
             self.num_operations += 1
             return rank_exchange.all_sum(x.contiguous(), self._mailbox)
         return rank_exchange.sum_parts(self.all_gather(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; nothing crosses if it is empty."""
+        """Every rank's `x`, all of one shape and dtype, in rank order, [size, ...]; an empty `x` is not sent."""
         x = x.contiguous()
         if self._mailbox is not None and self._mailbox.fits(x):
             self.num_operations += 1
@@ -204,7 +204,7 @@ class NcclGroup:
         return gathered
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `values`, at every rank, in place; the others give a tensor of that shape and dtype, contiguous."""
+        """Copy rank 0's `values` to every rank, in place; others pass a contiguous tensor of that shape and dtype."""
         assert values.is_contiguous()
         options = distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
@@ -212,24 +212,24 @@ class NcclGroup:
         return values
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, at every rank; for starting, not for steps."""
+        """Every rank's bytes, in rank order, on every rank; for start-up, not for steps."""
         return self._through_store({self.rank: data}, range(self.size))
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, at every rank; for starting, not for steps."""
+        """Rank 0's bytes, on every rank; for start-up, not for steps."""
         return self._through_store({0: data} if self.rank == 0 else {}, [0])[0]
 
     def _load_kernels(self, device: torch.device) -> None:
-        """All that exchanges launch, before a stream waits for one to be compiled."""
+        """Compile all kernels of the exchanges, before a stream has to wait for one."""
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             x = torch.ones(UNIT_BYTES, dtype=dtype, device=device)
             rank_exchange.sum_parts(self.all_gather(x))
             self.all_sum(x)
 
     def close(self) -> None:
-        """Leave the group, whatever is under way."""
+        """Leave the group, whatever is in flight."""
         if self._mailbox is not None:
-            # A wait for a rank that is gone would never end; on a device that has failed nothing waits.
+            # A wait for a dead rank would never end; on a failed device nothing waits.
             with contextlib.suppress(RuntimeError):
                 with torch.cuda.stream(self._beside):
                     self._mailbox.release()

@@ -1,11 +1,10 @@
-"""The decision message: one packed int32 tensor per step, from rank 0 to every rank, checked against their own.
+"""The decision message: one packed int32 tensor per step, broadcast by rank 0 and compared by every rank.
 
-It holds the number of the decision, a digest of what was decided upon, and what was decided (accepted lengths, tokens,
-the next draft). Every rank computes all of it by itself; they must be the same, and a rank whose differ must not go on:
-it would decode from KV that does not belong together. The digest covers what ranks know and do not exchange: slots,
-lengths, last tokens, drafts, block tables, and where experts lie that may move. It crosses with the communicator, so on
-a GPU nothing waits for the host until the decision is read; there two kernels (`kernels.sampling.decision`) make it and
-compare it.
+It holds the decision's number, a digest of the state it was based on, and what was decided (accepted lengths, tokens,
+the next draft). Every rank computes all of it itself. A rank whose result differs must not continue, because it would
+decode from inconsistent KV. The digest covers state that ranks do not exchange: slots, lengths, last tokens, drafts,
+block tables, and the maps of experts that may move. The message is sent by the communicator, so on a GPU nothing waits
+for the host until the decision is read; there two kernels (`kernels.sampling.decision`) pack and compare it.
 """
 
 from collections.abc import Sequence
@@ -24,17 +23,18 @@ Ints = TypeVar("Ints", bound=Sequence[int])
 
 
 class Decisions:
-    """One rank's, in order.
+    """One rank's decisions, in order.
 
     Args:
         communicator: of the ranks.
-        device: where decisions will be made; its kernels are made ready now, not in the first step. None: in it.
+        device: device of the decisions, whose kernels are compiled now instead of in the first step. None: in the first
+            step.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device | None = None) -> None:
         self._communicator = communicator
         self._num_made = 0
-        self._weights_N: torch.Tensor | None = None  # of digests on a CPU
+        self._weights_N: torch.Tensor | None = None  # digest weights, on a CPU
         if communicator.size > 1 and device is not None and device.type != "cpu":
             from baton.kernels.sampling.decision import (
                 warm_up,  # Triton takes half a second to import, and CPUs do without
@@ -43,14 +43,14 @@ class Decisions:
             warm_up(device)
 
     def agree(self, values: torch.Tensor, state: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """Decide on `values`, and return them.
+        """Check that all ranks decided on the same `values`, and return them.
 
-        On a GPU nothing waits for the host: there a rank that has decided something else gets `DIVERGED` in every
-        place, and the reader of the values calls `check`.
+        On a GPU nothing waits for the host: a rank that has decided something else gets `DIVERGED` in every place, and
+        the reader of the values calls `check`.
 
         Args:
-            values: int64 that fit in 31 bits, the same at every rank.
-            state: integer tensors that must be the same at every rank, too.
+            values: int64 that fit in 31 bits, the same on every rank.
+            state: integer tensors that must be the same on every rank, too.
 
         Raises:
             WorkerLost: on a CPU; this rank has decided something else.
@@ -68,7 +68,7 @@ class Decisions:
         return values
 
     def check(self, values: Ints) -> Ints:
-        """The same values, or those of the first column, on the host.
+        """Check values, or those of the first column, on the host; returns them.
 
         Raises:
             WorkerLost: this rank has decided something else.
@@ -85,7 +85,7 @@ class Decisions:
         return compare(own_N, self._communicator.broadcast(decided_N), values)
 
     def _weights(self, state: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """For a digest of the state, and of larger ones."""
+        """Digest weights for the state; kept, with room for larger ones."""
         count = sum(tensor.numel() for tensor in state)
         if self._weights_N is None or len(self._weights_N) < count:
             self._weights_N = digest_weights(2 * count, device)

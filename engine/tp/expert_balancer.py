@@ -1,7 +1,8 @@
-"""When experts move, and where to: rank 0 reads what each expert got, every so many steps, and chooses other maps.
+"""Decides when experts move, and where to: rank 0 reads every expert's load at intervals and chooses new expert maps.
 
-It never waits: loads are read behind the steps that were launched, and a step is preceded by the choice of one layer's
-map and one round of an exchange at most. Layers follow each other; one whose map stays costs its choice alone.
+It never waits: loads are read after the steps launched so far, and before each step it chooses at most one layer's map
+and starts at most one round of an exchange. Layers are handled one after the other; a layer whose map does not change
+costs only the choice.
 """
 
 import logging
@@ -19,25 +20,25 @@ log = logging.getLogger(__name__)
 
 
 class ChooseMap(Protocol):
-    """As `balanced_map`."""
+    """Signature of `balanced_map`."""
 
     def __call__(self, loads: Sequence[int], current: ExpertMap, *, world_size: int) -> ExpertMap:
-        """The map to replace `current`, or that one."""
+        """The map that replaces `current`, or `current` itself."""
         ...
 
 
 class ExpertBalancer:
-    """Rank 0's.
+    """Balances experts; runs on rank 0.
 
     Args:
-        exchange: of this rank; the others are told the same.
-        interval: steps from one reading of the loads to the next.
-        choose: the map of a layer.
+        exchange: this rank's; the other ranks get the same plans.
+        interval: number of steps between two readings of the loads.
+        choose: chooses the map of a layer.
 
     Attributes:
-        balance: of the steps between the last two readings: mean load of ranks by the largest, with the maps of then;
-            None before there were two. Any thread may read it.
-        num_moved: layers whose experts have moved, counted each time. Likewise.
+        balance: for the steps between the last two readings, with the maps of that time: mean load of the ranks divided
+            by the largest; None before the second reading. Any thread may read it.
+        num_moved: number of times that a layer's experts have moved. Any thread may read it.
     """
 
     def __init__(self, exchange: ExpertExchange, interval: int, choose: ChooseMap = balanced_map) -> None:
@@ -49,12 +50,12 @@ class ExpertBalancer:
         self._choose = choose
         self._num_steps = 0
         self._reading: HostFuture | None = None
-        self._before: list[list[int]] | None = None  # loads by layer, as they were read last
-        self._due: deque[tuple[int, list[int]]] = deque()  # layers whose maps are to be chosen, with their loads
+        self._before: list[list[int]] | None = None  # loads by layer at the last reading
+        self._due: deque[tuple[int, list[int]]] = deque()  # layers whose maps are still to be chosen, with their loads
         self._rounds: deque[MoveExperts] = deque()
 
     def before_step(self) -> MoveExperts | None:
-        """What all ranks do ahead of the step that is about to be launched; None: nothing.
+        """The operation that all ranks must run before the next step; None: none.
 
         Raises:
             Exception: what a step raised; nothing can be computed any more.
@@ -72,7 +73,7 @@ class ExpertBalancer:
 
     def _take(self, loads: list[list[int]]) -> None:
         before, self._before = self._before, loads
-        if before is None:  # what was routed ahead of the first step is no request's
+        if before is None:  # tokens routed before the first step belong to no request
             return
         new = [[now - then for now, then in zip(*its, strict=True)] for its in zip(loads, before, strict=True)]
         size, maps = self._exchange.world_size, self._exchange.maps

@@ -1,9 +1,9 @@
-"""One rank's part in moving experts between ranks while the model serves: weights cross, then map and weights change.
+"""Moves experts between ranks while the model serves: weights cross first, then map and weights change together.
 
-Rounds are work of the executor, so they lie between the steps launched before and after them, and no step sees a map
-without its weights. What crosses waits beside the layer until the last round. Weights and maps keep their addresses:
-captured graphs hold. Every rank is told the same rounds, and knows by itself what each of them carries
-(`kernels.moe.expert_moves`). Which map it is to be is rank 0's to say (`expert_balancer`).
+Rounds run on the executor, between the steps launched before and after them, and no step sees a map without its
+weights. Received weights are staged beside the layer until the last round. Weights and maps keep their addresses, so
+captured graphs stay valid. Every rank gets the same rounds and derives what each of them moves
+(`kernels.moe.expert_moves`). Rank 0 decides on the maps (`expert_balancer`).
 
 Legend: L layers with experts, E experts, S slots of a rank, X bytes of an expert.
 """
@@ -29,17 +29,18 @@ from baton.model.parallel import Communicator
 
 
 class ExpertExchange:
-    """One rank's.
+    """One rank's part in exchanges of experts.
 
     Args:
-        layers: whose experts may move, of as many experts and slots each.
+        layers: layers whose experts may move, all with the same number of experts and slots.
         communicator: of the ranks that hold them.
-        executor: of the runner.
-        on_move: called ahead of every round: the device is about to have work that is no step.
+        executor: the runner's executor.
+        on_move: called before every round, because the device is about to do work that is not a step.
 
     Attributes:
-        maps: of each layer, once all rounds that were given are over.
-        map_digests_L: int64, of the maps in force on the device; ranks whose differ would add up other experts.
+        maps: map of each layer once all rounds submitted so far are over.
+        map_digests_L: int64, digests of the maps in effect on the device; ranks whose digests differ would add up
+            different experts.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ExpertExchange:
         self._communicator = communicator
         self._executor = executor
         self._on_move = on_move
-        self._moving: tuple[MoveExperts, ExpertMoves] | None = None  # the round that was given last
+        self._moving: tuple[MoveExperts, ExpertMoves] | None = None  # the round that was submitted last
         self._device = layers[0].experts.down_EDI.device
         self.map_digests_L = torch.cat([_slots_of(layer).digest() for layer in layers])
         self._staged_SX = torch.empty(held.count, _most_bytes(layers), dtype=torch.uint8, device=self._device)
@@ -67,25 +68,25 @@ class ExpertExchange:
     def of_model(
         cls, model: Model, communicator: Communicator, executor: StepExecutor, on_move: Callable[[], None]
     ) -> Optional["ExpertExchange"]:
-        """Of the layers of a model whose experts may move; None if there are none, or no other rank."""
+        """The exchange for a model whose experts may move; None if there are none, or no other rank."""
         layers = _moving(model) if communicator.size > 1 else []
         return cls(layers, communicator, executor, on_move) if layers else None
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self._held.world_size
 
     def read_loads(self) -> HostFuture:
-        """Tokens that each expert got in the steps launched until now, int64 [L * E]; nothing waits for it."""
+        """Tokens that each expert got in the steps launched so far, int64 [L * E]; does not wait."""
         buffer = host_buffer(len(self._layers) * self._held.num_experts, torch.int64, self._device)
         return self._executor.submit(self._loads, buffer)
 
     def move(self, plan: MoveExperts) -> Pending:
-        """Carry out a round, behind the steps launched so far. The first of a map follows the last of another.
+        """Run a round after the steps launched so far. All rounds of one map precede the first of the next.
 
         Returns:
-            Done when this rank has given and taken what the round carries.
+            Done when this rank has sent and received what the round moves.
         """
         moves = self._moves_of(plan)
         is_last = plan.round + 1 == moves.num_operations
@@ -114,7 +115,7 @@ class ExpertExchange:
         return moves
 
     def _cross(self, experts: Experts, moves: ExpertMoves, at: int) -> None:
-        """Give one expert to all ranks, and keep what this one takes of theirs."""
+        """Send one expert to all ranks, and stage what this rank takes of theirs."""
         own_X = _bytes_of(experts, moves.given[at][self._communicator.rank] - self._held.first)
         all_RX = self._communicator.all_gather(own_X)
         for slot, (its_round, rank) in moves.taken.items():
@@ -123,7 +124,7 @@ class ExpertExchange:
 
     def _put_in_force(self, layer: SparseMLP, moves: ExpertMoves, experts: ExpertMap) -> None:
         first, changed = self._held.first, [slot for slot in moves.taken if self._is_own(slot)]
-        for slot, source in moves.copied.items():  # of weights as they were until now
+        for slot, source in moves.copied.items():  # from the weights as they were until now
             if self._is_own(slot):
                 changed.append(slot)
                 own_X = _bytes_of(layer.experts, source - first)
@@ -146,7 +147,7 @@ class ExpertExchange:
 
 
 def exchange_bytes(model: Model) -> int:
-    """What an exchange of a model's experts takes beside them at one rank: what waits, and what crosses at a time."""
+    """Memory that an exchange needs on one rank beside the experts: staged weights, and those in transit."""
     layers = _moving(model)
     if not layers:
         return 0
@@ -159,7 +160,7 @@ def _moving(model: Model) -> list[SparseMLP]:
 
 
 def _most_bytes(layers: Sequence[SparseMLP]) -> int:
-    """Of an expert of any layer."""
+    """Bytes of the largest expert of any layer."""
     return max(sum(part.numel() for part in _parts_of(layer.experts, 0)) for layer in layers)
 
 
@@ -174,7 +175,7 @@ def _held(layer: SparseMLP) -> HeldExperts:
 
 
 def _parts_of(experts: Experts, place: int) -> list[torch.Tensor]:
-    """What an expert of this rank is made of: views of its tensors, uint8 each."""
+    """The tensors of one of this rank's experts, as views, uint8 each."""
     tensors = [experts.gate_up_EJD, experts.down_EDI]
     if isinstance(experts, Fp8ExpertWeights):
         tensors += [experts.gate_up_scale, experts.down_scale]
@@ -183,5 +184,5 @@ def _parts_of(experts: Experts, place: int) -> list[torch.Tensor]:
 
 
 def _bytes_of(experts: Experts, place: int) -> torch.Tensor:
-    """The same as one tensor of its own, uint8 [X]."""
+    """Copy of an expert as one tensor, uint8 [X]."""
     return torch.cat(_parts_of(experts, place))

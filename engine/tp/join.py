@@ -1,7 +1,7 @@
-"""How the ends of a group's link meet: rank 0 listens, the others come, and each end knows whose process the other is.
+"""Connects the ranks of a TP group: rank 0 listens, the others connect, and each end verifies the other's process.
 
-Sockets are abstract Unix ones: there is no file to leak, and no other host can connect. Only processes of the same
-user that know the TP group's token join. A stranger costs a moment, never the TP group.
+Sockets are abstract Unix sockets: no file can leak, and no other host can connect. Only processes of the same user that
+know the TP group's token can join. A foreign connection costs a moment, never the TP group.
 """
 
 import hmac
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class RankListener:
-    """Where the other ranks of a TP group join rank 0.
+    """Accepts the other ranks of a TP group on rank 0.
 
     Attributes:
         address: for `join`.
@@ -42,14 +42,14 @@ class RankListener:
         self._socket.listen(size)
 
     def accept(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> TPGroupLink:
-        """Rank 0's end, once all have joined.
+        """Rank 0's end of the link, once all ranks have joined.
 
         Args:
-            timeout_s: for that.
+            timeout_s: until all must have joined.
             check: called several times a second; raises if a rank cannot come.
 
         Raises:
-            WorkerLost: one did not.
+            WorkerLost: a rank did not join.
         """
         end_s = time.monotonic() + timeout_s
         peers: dict[int, TPGroupPeer] = {}
@@ -76,11 +76,11 @@ class RankListener:
         return TPGroupLink(self._codec, 0, self._size, list(peers.values()))
 
     def close(self) -> None:
-        """Take no more ranks."""
+        """Accept no more ranks."""
         self._socket.close()
 
     def _admit(self, connection: socket.socket) -> TPGroupPeer | None:
-        """The process that connected, if it is a rank of this TP group."""
+        """The peer that connected, if it is a rank of this TP group; else None."""
         try:
             pid, uid = _credentials(connection)
             if uid != os.getuid():
@@ -105,10 +105,10 @@ class RankListener:
 
 
 def join(codec: PlanCodec, rank: int, size: int, address: str, token: str) -> TPGroupLink:
-    """Another rank's end.
+    """Connect to rank 0; returns this rank's end of the link.
 
     Raises:
-        WorkerLost: rank 0 is not there.
+        WorkerLost: rank 0 cannot be reached.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -124,7 +124,7 @@ def join(codec: PlanCodec, rank: int, size: int, address: str, token: str) -> TP
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, by the kernel."""
+    """Process id and user id of the other end, as reported by the kernel."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid

@@ -1,10 +1,10 @@
-"""How the ranks of a TP group talk: a socket of the host from every rank to rank 0, beside the collectives.
+"""Connects the ranks of a TP group: a host socket from every rank to rank 0, separate from the collectives.
 
-Plans go down it ahead of the work they are about: rank 0 writes and goes on, a thread at the other end takes them into
-a queue, so a rank may run behind. What ranks report comes up. Each end beats ten times a second; the thread that reads
-also watches (`tp_group_watch`), so that a death, a hang or a failure is known within its deadline whatever the
-computing thread waits for. Refuses to know how the ends have met (`tp_group_join`), and to decide what is done about a
-failure: `on_fail` is told of it once.
+Rank 0 sends plans before the work they describe, without waiting. A thread on each other rank puts them into a queue,
+so a rank may lag behind. Ranks send reports back. Each end sends a heartbeat ten times a second; the reading thread
+also watches the peers (`tp.watch`), so that a death, a hang or a failure is detected within its deadline, whatever the
+computing thread waits for. This module neither knows how the ends connected (`tp.join`) nor decides what to do about a
+failure: it calls `on_fail` once.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from baton.engine.tp.watch import SILENCE_S, TPGroupWatch
 
 
 class TPGroupPeer:
-    """One connection.
+    """A connection to one rank.
 
     Attributes:
-        rank: at the other end.
-        connection: to it.
-        pid: of its process.
-        unread: bytes that are no whole frame yet.
-        unsent: what the connection has not taken yet.
-        num_unsent: bytes of that.
-        num_heard: frames that came.
+        rank: rank at the other end.
+        connection: the socket.
+        pid: its process id.
+        unread: received bytes that do not form a whole frame yet.
+        unsent: data that the socket has not accepted yet.
+        num_unsent: bytes of `unsent`.
+        num_heard: number of frames received.
         is_open: until either end closes it.
     """
 
@@ -57,13 +57,13 @@ class TPGroupPeer:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def flush(self) -> None:
-        """Send what the connection takes."""
+        """Send as much as the socket accepts."""
         while self.unsent:
             try:
                 sent = self.connection.send(self.unsent[0])
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:  # it is gone; reading says so too
+            except OSError:  # the peer is gone; reading will report it, too
                 self.unsent.clear()
                 return
             self.num_unsent -= sent
@@ -73,7 +73,7 @@ class TPGroupPeer:
                 self.unsent[0] = self.unsent[0][sent:]
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
         self.is_open = False
         self.connection.close()
         if self.pidfd >= 0:
@@ -84,13 +84,13 @@ class TPGroupPeer:
 def _open_pid(pid: int) -> int:
     try:
         return os.pidfd_open(pid) if pid > 0 else -1
-    except OSError:  # gone already, or of another namespace
+    except OSError:  # already gone, or in another namespace
         return -1
 
 
 BEAT_S: Final = 0.1
 START_SILENCE_S: Final = 60.0  # until every rank is loaded
-BLAME_S: Final = 0.7  # who is at fault is known by then, or is not
+BLAME_S: Final = 0.7  # by then the rank at fault is known, or stays unknown
 FLUSH_S: Final = 2.0
 MAX_UNSENT_BYTES: Final = 1 << 30
 MAX_UNREAD: Final = 1 << 16
@@ -100,18 +100,18 @@ log = logging.getLogger(__name__)
 
 
 class _Wake:
-    """In a rank's queue: not a plan, look at what else there is."""
+    """Queue item that is not a plan: tells `hear` to return."""
 
 
 class TPGroupLink:
-    """One rank's end. `tp_group_join` makes them.
+    """One rank's end of the link. `tp.join` creates it.
 
     Attributes:
-        rank: of this end.
-        size: of the TP group.
-        on_fail: told on the link's thread, once, who is at fault; nothing is sent or heard after that.
+        rank: this rank.
+        size: size of the TP group.
+        on_fail: called once, on the link's thread, with the rank at fault; nothing is sent or received afterwards.
         on_report: called on that thread when there are reports.
-        operations: how many collectives this rank has begun.
+        operations: returns how many collectives this rank has begun.
     """
 
     def __init__(self, codec: PlanCodec, rank: int, size: int, peers: list[TPGroupPeer], num_told: int = 0) -> None:
@@ -130,7 +130,7 @@ class TPGroupLink:
             START_SILENCE_S,
             pids={rank: os.getpid(), **{peer.rank: peer.pid for peer in peers}},
         )
-        self._lock = threading.Lock()  # of what is sent, and of the watch
+        self._lock = threading.Lock()  # guards sending and the watch
         self._num_told = num_told
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reports: deque[tuple[int, Any]] = deque()
@@ -151,7 +151,7 @@ class TPGroupLink:
 
     @property
     def failure(self) -> WorkerLost | None:
-        """Who is at fault, once that is known."""
+        """The rank at fault, once known."""
         return self._failure
 
     @property
@@ -160,10 +160,10 @@ class TPGroupLink:
         return {rank: peer.pid for rank, peer in self._peers.items()}
 
     def tell(self, message: object) -> None:
-        """Send to every other end; returns at once. One order for all that this rank tells.
+        """Send to every other end, in one order for all messages; returns at once.
 
         Raises:
-            WorkerLost: the TP group has failed, or a rank takes nothing any more.
+            WorkerLost: the TP group has failed, or a rank no longer accepts data.
         """
         if self._failure is not None:
             raise self._failure
@@ -175,7 +175,7 @@ class TPGroupLink:
                 raise WorkerLost(f"rank {rank} of {self.size} takes no plans", rank=rank, size=self.size, how="hangs")
 
     def hear(self, timeout_s: float | None = None) -> Any:
-        """Another rank than 0: the next plan, however long that takes; None after `wake`, or after `timeout_s`.
+        """On a rank other than 0: the next plan; waits for it. None after `wake`, or after `timeout_s`.
 
         Raises:
             WorkerLost: the TP group has failed.
@@ -190,11 +190,11 @@ class TPGroupLink:
         return None if isinstance(item, _Wake) else item
 
     def wake(self) -> None:
-        """Have `hear` return. Any thread."""
+        """Make `hear` return. Any thread."""
         self._inbox.put(_Wake())
 
     def reports(self) -> list[tuple[int, Any]]:
-        """Rank 0: what the others have said since the last call, with their ranks.
+        """On rank 0: reports of the other ranks since the last call, with their ranks.
 
         Raises:
             WorkerLost: the TP group has failed.
@@ -204,10 +204,10 @@ class TPGroupLink:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Rank 0: until every other rank has said `Ready`. From then on silence is judged.
+        """On rank 0: wait until every other rank has sent `Ready`.
 
         Raises:
-            WorkerLost: one failed, or says nothing.
+            WorkerLost: a rank failed, or was not ready in time.
         """
         end_s = time.monotonic() + timeout_s
         while len(self._ready) < len(self._peers):
@@ -222,32 +222,35 @@ class TPGroupLink:
                 self._progress.wait(min(left_s, 1.0))
 
     def judge_silence(self, silence_s: float = SILENCE_S) -> None:
-        """Every rank is loaded: from now on silence is a hang."""
+        """Treat silence as a hang from now on, as every rank is loaded."""
         with self._lock:
             self._watch.silence_s = silence_s
 
     def begin(self, limit_s: float) -> int:
-        """A step begins, which `end` must end within `limit_s`. Any thread; steps may overlap."""
+        """Record that a step begins, which must `end` within `limit_s`; returns its number.
+
+        Any thread; steps may overlap.
+        """
         with self._lock:
             return self._watch.begin(limit_s, time.monotonic())
 
     def end(self, step: int) -> None:
-        """See `begin`."""
+        """Record the end of a step; see `begin`."""
         with self._lock:
             self._watch.end(step)
 
     def blame(self) -> WorkerLost | None:
-        """A collective failed: who is at fault? Waits a moment for that to be known; None if it stays unknown."""
+        """The rank at fault for a failed collective; waits briefly for it to be known. None if it stays unknown."""
         self._failed.wait(BLAME_S)
         return self._failure
 
     def kill_peers(self) -> None:
-        """SIGKILL the other ends; a TP group lives or ends as one."""
+        """SIGKILL the other ends: a TP group lives or dies as one."""
         for peer in self._peers.values():
             peer.kill()
 
     def leave(self, error: BatonError | None = None) -> None:
-        """Say why this rank ends, and go. Safe to call twice."""
+        """Tell the others why this rank ends, and close. Safe to call twice."""
         lost = error.fields.get("lost_touch", False) if error is not None else False
         with self._lock, contextlib.suppress(OSError):
             if not self._is_closed:
@@ -256,11 +259,11 @@ class TPGroupLink:
         self.close()
 
     def expect_end(self) -> None:
-        """Rank 0 is about to tell the others to stop: that their connections end is no failure."""
+        """On rank 0, before it tells the others to stop: their closing connections are no failure."""
         self._is_ending = True
 
     def close(self) -> None:
-        """End it; what was told is sent first, if it is taken."""
+        """Close the link, after sending what is queued, if the peers accept it."""
         self._is_ending = True
         end_s = time.monotonic() + FLUSH_S
         while self._thread.is_alive() and time.monotonic() < end_s and not self._is_flushed():

@@ -1,9 +1,9 @@
-"""The plan of a tensor-parallel TP group: rank 0 says what is done next, the other ranks do the same in the same order.
+"""Sends the plans of a TP group: rank 0 decides what is done next, the other ranks do the same in the same order.
 
-A plan is told before the work it is about, because that work adds over ranks; it goes over a socket of the host
-(`tp_group_link`), so rank 0 never waits until it is taken. `PlanChannel` is one rank's way to tell or hear plans, and
-puts the deadline of a step on the collectives in it. Owns neither form (`plan_codec`) nor meaning (`tp_group`) of a
-message.
+A plan is sent before the work it describes, because that work uses collectives. It goes over a host socket (`tp.link`),
+so rank 0 never waits for a receiver. `PlanChannel` is one rank's end for sending or receiving plans, and sets the
+deadline of a step on its collectives. It knows neither the encoding of a message (`plan_codec`) nor its meaning
+(`step.plan`).
 """
 
 import time
@@ -18,16 +18,16 @@ from baton.engine.tp.step_limit import StepLimit
 from baton.engine.tp.watch import STARVED_S
 from baton.model.parallel import Communicator
 
-SLACK_S = STARVED_S + 1.0  # a collective gives up after the watch, which knows whom to name
+SLACK_S = STARVED_S + 1.0  # collectives time out after the watch, which knows the rank at fault
 
 
 def plan_codec(more: Mapping[int, type] | None = None) -> PlanCodec:
-    """The codec of a TP group; `more` kinds of messages belong to the role."""
+    """The codec of a TP group; `more` adds the message kinds of the role."""
     return PlanCodec({**CONTROL_KINDS, **PLAN_KINDS, **(more or {})})
 
 
 class PlanChannel:
-    """One rank's end: rank 0 tells, the others hear."""
+    """One rank's end: rank 0 sends plans, the others receive them."""
 
     def __init__(self, link: TPGroupLink, communicator: Communicator) -> None:
         assert (link.rank, link.size) == (communicator.rank, communicator.size)
@@ -37,7 +37,7 @@ class PlanChannel:
         communicator.blame = link.blame
 
     def tell(self, message: object) -> None:
-        """Rank 0: the next thing to do.
+        """On rank 0: send the next plan.
 
         Raises:
             WorkerLost: the TP group has failed.
@@ -45,7 +45,7 @@ class PlanChannel:
         self.link.tell(message)
 
     def hear(self, timeout_s: float | None = None) -> Any:
-        """Another rank: wait for it, as long as rank 0 lives; None after `link.wake`, or after so long.
+        """On another rank: wait for the next plan, for as long as rank 0 lives; None after `link.wake`, or `timeout_s`.
 
         Raises:
             WorkerLost: rank 0 is gone.
@@ -53,9 +53,9 @@ class PlanChannel:
         return self.link.hear(timeout_s)
 
     def begin_step(self, limit: StepLimit, num_rows: int, limit_s: float) -> Callable[[], None]:
-        """Rank 0 has told a step, which must end within `limit_s`: the function that says it has.
+        """On rank 0, after sending a step that must end within `limit_s`; returns the function to call at its end.
 
-        `limit` learns what it took. A step that raised need not be ended: the TP group is over then.
+        `limit` learns the step's duration. A step that raised need not be ended, because the TP group is over then.
         """
         self.communicator.limit_s = limit_s + SLACK_S
         start_s = time.monotonic()
@@ -68,11 +68,11 @@ class PlanChannel:
         return end
 
     def follow_step(self, limit_s: float) -> None:
-        """Another rank: collectives from here on give up later than rank 0 judges."""
+        """On another rank: let collectives from here on time out later than rank 0's judgement."""
         self.communicator.limit_s = limit_s + SLACK_S
 
     def start(self, timeout_s: float) -> None:
-        """Rank 0: wait until all others follow; from then on the silence of any rank is a hang.
+        """On rank 0: wait until all others follow; from then on the silence of any rank counts as a hang.
 
         Raises:
             WorkerLost: one of them failed.
@@ -82,7 +82,7 @@ class PlanChannel:
         self.link.tell(Ready())
 
     def follow(self) -> None:
-        """Another rank: it is loaded, and hears plans from here on."""
+        """On another rank: report that it is loaded and receives plans from here on."""
         self.link.tell(Ready())
 
     def close(self, error: BatonError | None = None) -> None:

@@ -1,10 +1,10 @@
-"""The messages between the ranks of a TP group as bytes: versioned, counted, checked; any dataclass of plain values.
+"""Encodes messages between the ranks of a TP group: versioned, numbered, checked; any dataclass of plain values.
 
 A frame is a header (magic, version, kind, count, schema, payload length), the crc32c of header and payload, and the
-payload. `schema` is a checksum of the fields' names and types, so that two builds whose messages differ refuse each
-other instead of reading each other's bytes as something else. Within a payload everything is little endian and
-says its own length; what is missing, left over or out of range is a `ProtocolError`. Refuses to know what the messages
-mean (`plan_messages`), and pickles nothing.
+payload. `schema` is a checksum of the fields' names and types, so that two builds whose messages differ reject each
+other instead of misreading the bytes. Within a payload everything is little endian and self-delimiting; anything
+missing, left over or out of range is a `ProtocolError`. The codec does not know what the messages mean (`step.plan`),
+and pickles nothing.
 """
 
 import array
@@ -25,11 +25,11 @@ from baton.core.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """First word of a rank on its connection.
+    """First message of a rank on its connection.
 
     Attributes:
-        rank: its own.
-        token: of the TP group; a process that does not know it is none of its ranks.
+        rank: its rank.
+        token: the TP group's token; a process that does not know it cannot join.
     """
 
     rank: int
@@ -38,10 +38,10 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life.
+    """Heartbeat.
 
     Attributes:
-        num_operations: collectives that the rank has begun.
+        num_operations: number of collectives that the rank has begun.
     """
 
     num_operations: int
@@ -49,16 +49,16 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A rank is loaded and follows from now on."""
+    """The rank is loaded and follows plans from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFarewell:
-    """Last word of a rank that ends.
+    """Last message of a rank that ends.
 
     Attributes:
-        error: `BatonError.to_wire` of why; empty: it was told to.
-        is_victim: it could not go on without another rank; the fault is that one's.
+        error: `BatonError.to_wire` of the reason; empty: it was told to end.
+        is_victim: it could not continue without another rank, which is the one at fault.
     """
 
     error: str
@@ -67,7 +67,7 @@ class RankFarewell:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Rank 0 ends; nothing follows."""
+    """Rank 0 ends; no message follows."""
 
 
 CONTROL_KINDS: dict[int, type] = {1: Join, 2: Beat, 3: Ready, 4: RankFarewell, 5: Stop}
@@ -79,9 +79,9 @@ MAX_PAYLOAD_BYTES: Final = 1 << 30
 _HEADER = struct.Struct("<4sHHQII")  # magic, version, kind, count, schema, bytes of the payload
 _CRC = struct.Struct("<I")
 FRAME_HEADER_BYTES: Final = _HEADER.size + _CRC.size
-MAX_INT_BYTES: Final = 16  # of one that stands alone
+MAX_INT_BYTES: Final = 16  # of an integer outside of a tuple of integers
 _COUNT, _FLOAT = struct.Struct("<I"), struct.Struct("<d")
-_NARROW, _WIDE = "i", "q"  # how the items of a tuple of integers are packed, by the width that all of them fit
+_NARROW, _WIDE = "i", "q"  # item types of a packed tuple of integers; the narrowest that fits all of them
 _WIDTHS = {array.array(code).itemsize: code for code in (_NARROW, _WIDE)}
 assert sorted(_WIDTHS) == [4, 8]
 assert sys.byteorder == "little"
@@ -92,14 +92,14 @@ Message = TypeVar("Message")
 
 
 class _Reader:
-    """What is left of a payload."""
+    """Reads the rest of a payload."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._at = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """The next bytes.
+        """The next `num_bytes` bytes.
 
         Raises:
             ProtocolError: there are fewer.
@@ -112,14 +112,14 @@ class _Reader:
         return piece
 
     def count(self) -> int:
-        """A number of items or bytes, each of which takes at least one byte."""
+        """Read a number of items or bytes, each of which takes at least one byte."""
         count = int(_COUNT.unpack(self.take(_COUNT.size))[0])
         if count > len(self._data) - self._at:
             raise ProtocolError(f"a plan speaks of {count} items and has {len(self._data) - self._at} bytes left")
         return count
 
     def flag(self) -> bool:
-        """One byte, 0 or 1."""
+        """Read one byte, 0 or 1."""
         value = self.take(1)[0]
         if value > 1:
             raise ProtocolError(f"a plan has the flag {value}")
@@ -145,11 +145,11 @@ class _Coder:
 
 
 class PlanCodec:
-    """Frames of these messages and of no others.
+    """Encodes and decodes messages of the given kinds.
 
     Args:
-        kinds: number of each message's type, 1 ... 65535. Their fields are int, float, bool, str, bytes, tuples,
-            enums, dataclasses, or one of these or None.
+        kinds: number of each message type, 1 ... 65535. Their fields are int, float, bool, str, bytes, tuples, enums,
+            dataclasses, or one of these or None.
     """
 
     def __init__(self, kinds: Mapping[int, type]) -> None:
@@ -159,7 +159,7 @@ class PlanCodec:
         assert len(self._numbers) == len(kinds)
 
     def encode(self, message: object, count: int) -> bytes:
-        """The frame of a message that is the `count`-th on its way."""
+        """The frame of a message, the `count`-th in its direction."""
         number = self._numbers[type(message)]
         payload = bytearray()
         self._coders[number].write(payload, message)
@@ -168,10 +168,10 @@ class PlanCodec:
         return b"".join((header, _CRC.pack(crc32c(payload, crc32c(header))), payload))
 
     def decode(self, frame: bytes | bytearray | memoryview, count: int) -> Any:
-        """The message of a whole frame.
+        """Decode the message of a whole frame.
 
         Raises:
-            ProtocolError: it is not the `count`-th, of this version, of a known kind, and whole.
+            ProtocolError: it is not the `count`-th, or of another version or an unknown kind, or damaged.
         """
         data = memoryview(frame)
         num_bytes = payload_len(data)
@@ -196,7 +196,7 @@ class PlanCodec:
 
 
 def payload_len(header: bytes | bytearray | memoryview) -> int:
-    """Bytes behind the `FRAME_HEADER_BYTES` of a frame that begins like this.
+    """Number of bytes after the `FRAME_HEADER_BYTES` of a frame that begins with these bytes.
 
     Raises:
         ProtocolError: no frame of this version begins like this.

@@ -1,7 +1,7 @@
-"""The ranks of a tensor-parallel worker: rank 0 plans, and all ranks run the same plans.
+"""Runs the ranks of a tensor-parallel worker: rank 0 plans, and all ranks run the same plans.
 
-`Rank0Runner` is rank 0's runner: it sends each plan to the other ranks, then runs it. `RankRunner` is another rank's
-loop. Refuses to know what a worker does beside computing, and what a plan means (`runner`).
+`Rank0Runner` is rank 0's runner: it sends each plan to the other ranks, then runs it. `RankRunner` is the loop of
+another rank. Neither knows what a worker does besides computing, nor what a plan means (`step.runner`).
 """
 
 from collections import deque
@@ -28,12 +28,12 @@ _MAX_AHEAD = 2
 
 
 class Rank0Runner:
-    """Rank 0's `Runner`. Plans go to the other ranks when they are made, ahead of what is being computed.
+    """Rank 0's `Runner`. Sends plans to the other ranks as they are made, ahead of what is being computed.
 
     Args:
-        runner: of this rank.
-        channel: to the others.
-        balancer: of experts that move; None: they stay.
+        runner: this rank's runner.
+        channel: to the other ranks.
+        balancer: moves experts; None: they stay.
     """
 
     def __init__(self, runner: Runner, channel: PlanChannel, balancer: ExpertBalancer | None = None) -> None:
@@ -105,16 +105,16 @@ class Rank0Runner:
 
     @property
     def meter(self) -> StepMeter:
-        """See `Runner`; of this rank."""
+        """See `Runner`; measures this rank only."""
         return self._runner.meter
 
     def execute(self, operation: Operation) -> Pending | None:
-        """As `Runner.execute`, at every rank. A copy's ending says that every rank has copied."""
+        """As `Runner.execute`, on every rank. What a copy returns is done when every rank has copied."""
         self._channel.tell(operation)
         return self._runner.execute(operation)
 
     def launch(self, step: Step) -> StepTicket:
-        """As `Runner.launch`, at every rank; a part of an exchange of experts may come first."""
+        """As `Runner.launch`, on every rank; may be preceded by one round of an exchange of experts."""
         move = None if self.balancer is None else self.balancer.before_step()
         if move is not None:
             self.execute(move)
@@ -128,21 +128,21 @@ class Rank0Runner:
         return ticket
 
     def drain(self) -> None:
-        """As `Runner.drain`, at this rank."""
+        """As `Runner.drain`, on this rank."""
         self._runner.drain()
 
     def close(self) -> None:
-        """Let the other ranks go; the last call."""
+        """Stop the other ranks; must be the last call."""
         self._channel.link.expect_end()
         self._channel.tell(Stop())
         self._runner.close()
 
 
 class RankRunner:
-    """Another rank's loop: it runs what rank 0 plans.
+    """The loop of another rank, which runs what rank 0 plans.
 
     Args:
-        runner: of this rank.
+        runner: this rank's runner.
         channel: to rank 0.
     """
 
@@ -153,12 +153,12 @@ class RankRunner:
 
     @property
     def look_s(self) -> float | None:
-        """How soon `look` should be called again; None: when a plan has come."""
-        # While a step runs its end is looked at soon, for it may say that this rank diverged.
+        """When `look` should be called again; None: only when a plan has arrived."""
+        # While a step runs, check its end soon, because it may show that this rank diverged.
         return _LOOK_S if self._launched else None
 
     def run(self) -> None:
-        """Do what rank 0 says until it says stop.
+        """Run rank 0's plans until it sends `Stop`.
 
         Raises:
             WorkerLost: rank 0 is gone, or this rank diverged.
@@ -170,7 +170,7 @@ class RankRunner:
         self._runner.close()
 
     def take(self, plan: Any) -> bool:
-        """Do what the plan says; False if it is about something else."""
+        """Run a plan; returns False if it is of another kind."""
         match plan:
             case Step():
                 self._channel.follow_step(plan.limit_s)
@@ -182,10 +182,10 @@ class RankRunner:
         return True
 
     def look(self) -> None:
-        """Read what is over, and what is more than `_MAX_AHEAD` steps behind."""
+        """Read the steps that are over, and wait for those more than `_MAX_AHEAD` behind."""
         while self._launched and (len(self._launched) > _MAX_AHEAD or self._launched[0].is_sampled):
             self._launched.popleft().result()
 
     def close(self) -> None:
-        """End; the last call."""
+        """Close the runner; must be the last call."""
         self._runner.close()

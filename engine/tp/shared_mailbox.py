@@ -1,7 +1,7 @@
-"""Memory that the ranks of a group on GPUs share, for `kernels.rank_exchange`: opened by CUDA IPC, at start.
+"""Opens memory that ranks on GPUs share by CUDA IPC, for `kernels.rank_exchange`, at start-up.
 
-Every rank tells where its memory is and every rank opens all, then every rank tells whether it could: one that cannot
-has all of them do without, for the same reason, so that no rank waits for what another does not send.
+Every rank announces its memory and opens all others', then every rank reports whether it could. If one could not, all
+of them do without, with the same reason, so that no rank waits for what another does not send.
 """
 
 import json
@@ -15,17 +15,17 @@ from baton.kernels.rank_exchange import SIZES, Mailbox, mailbox_bytes
 
 log = logging.getLogger(__name__)
 
-Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, at every rank
+Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, on every rank
 
 
 def open_mailbox(rank: int, size: int, device: torch.device, gather: Gather) -> tuple[Mailbox | None, str]:
-    """This rank's end, or None and why there is none; every rank calls it at the same time, and gets the same.
+    """This rank's end, or None and the reason; all ranks call this at the same time and get the same outcome.
 
     Args:
-        rank: this one.
-        size: of the group.
-        device: of this rank.
-        gather: of the ranks.
+        rank: this rank.
+        size: size of the group.
+        device: this rank's device.
+        gather: gathers bytes from the ranks.
     """
     if size not in SIZES:
         return None, f"groups of {size} do not share memory"

@@ -1,7 +1,8 @@
-"""Which rank of a TP group is at fault: one that died, said that it failed, fell silent, or keeps a step from ending.
+"""Determines which rank of a TP group is at fault: one that died, reported a failure, fell silent, or delays a step.
 
-Pure bookkeeping: it is told what happened and when, and asked for a verdict. Rank 0 watches all others, each of them
-watches rank 0. A rank that ends because it lost another is a victim: it is named only when no other rank is to blame.
+The watch is pure bookkeeping: it is told what happened and when, and asked for a verdict. Rank 0 watches all others;
+each of them watches rank 0. A rank that ends because it lost another is a victim: it is blamed only if no other rank
+is.
 """
 
 import os
@@ -13,13 +14,13 @@ from typing import Final
 
 from baton.core.errors import BatonError, MalformedMessage, WorkerLost, from_wire
 
-_RUNNABLE: Final = ("R", "D")  # it runs, waits for a processor, or for a disk
+_RUNNABLE: Final = ("R", "D")  # running, waiting for a CPU, or waiting for a disk
 _TICK_S: Final = 1.0 / os.sysconf("SC_CLK_TCK")
 _STARVED_SHARE: Final = 0.5
 
 
 def is_runnable(pid: int) -> bool:
-    """Whether any thread of a process would run if it got a processor; one that is stopped, or sleeps, would not."""
+    """Whether any thread of a process would run if it got a CPU; a stopped or sleeping one would not."""
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         fields = _fields(path)
         if fields and fields[0] in _RUNNABLE:
@@ -28,10 +29,10 @@ def is_runnable(pid: int) -> bool:
 
 
 class CpuWatch:
-    """What a process computes from here on.
+    """Measures a process's CPU use from its creation on.
 
     Args:
-        pid: of the process.
+        pid: the process id.
     """
 
     def __init__(self, pid: int) -> None:
@@ -41,12 +42,12 @@ class CpuWatch:
         self._waited_s = _waited_s(pid)
 
     def has_waited(self) -> bool:
-        """Its threads together waited for a processor for half of the time: ranks that wait for it are not at fault."""
+        """Whether its threads together waited half of the time for a CPU; ranks waiting for it are not at fault."""
         share_s = _STARVED_SHARE * (time.monotonic() - self._start_s)
         return _waited_s(self._pid) - self._waited_s > share_s
 
     def is_starved(self) -> bool:
-        """It would run, and got less than half a processor. One that spins gets more, one that waits would not run."""
+        """Whether it would run but got less than half a CPU; one that spins gets more, one that waits would not run."""
         share_s = _STARVED_SHARE * (time.monotonic() - self._start_s)
         return is_runnable(self._pid) and _cpu_s(self._pid) - self._used_s < share_s
 
@@ -57,7 +58,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _waited_s(pid: int) -> float:
-    """Time in which its threads were ready to run and did not; 0 where the kernel does not count it."""
+    """Time in which its threads were ready to run but did not; 0 if the kernel does not count it."""
     total_ns = 0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:
@@ -68,21 +69,21 @@ def _waited_s(pid: int) -> float:
 
 
 def _fields(path: Path) -> list[str]:
-    """Of a `stat` file, from the state on; empty if it is gone."""
+    """Fields of a `stat` file, from the state on; empty if the process is gone."""
     try:
         return path.read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
-SILENCE_S: Final = 1.8  # with a beat every 0.1 s a stopped process is named within 2 s
-STARVED_S: Final = 15.0  # of one that would run if the machine let it
-GRACE_S: Final = 0.3  # what a rank's end has caused elsewhere is often heard first
+SILENCE_S: Final = 1.8  # with a heartbeat every 0.1 s, a stopped process is named within 2 s
+STARVED_S: Final = 15.0  # of a rank that would run if it got a CPU
+GRACE_S: Final = 0.3  # what a rank's end causes elsewhere is often reported first
 
 
 @dataclass(slots=True)
 class _Peer:
-    """What is known of another rank."""
+    """What is known about another rank."""
 
     heard_s: float
     num_operations: int = 0
@@ -93,15 +94,15 @@ class _Peer:
 
 
 class TPGroupWatch:
-    """One rank's view of those it watches.
+    """One rank's view of the ranks it watches.
 
     Args:
-        rank: its own.
-        size: of the TP group.
+        rank: this rank.
+        size: size of the TP group.
         peers: ranks it watches.
-        now_s: on the clock of every other call.
-        silence_s: after so long without a sign of life a rank hangs.
-        pids: of the ranks' processes, its own too: one that only waits for a processor is given more time.
+        now_s: the time, on the clock used in every other call.
+        silence_s: a rank counts as hung after this long without a sign of life.
+        pids: process ids of the ranks, including this one: a rank that only waits for a CPU gets more time.
     """
 
     def __init__(
@@ -115,30 +116,30 @@ class TPGroupWatch:
     ) -> None:
         self.silence_s = silence_s
         self._pids = pids or {}
-        self._sampled: tuple[int, dict[int, CpuWatch]] = (0, {})  # since when a step is open, nearly
+        self._sampled: tuple[int, dict[int, CpuWatch]] = (0, {})  # CPU use during the oldest open step
         self._rank = rank
         self._size = size
         self._peers = {peer: _Peer(now_s) for peer in peers}
         self._looked_s = now_s
-        self._deadlines: dict[int, float] = {}  # of steps that this rank has begun and not ended
+        self._deadlines: dict[int, float] = {}  # of open steps of this rank
         self._num_steps = 0
 
     def heard(self, rank: int, now_s: float) -> None:
-        """Something came from a rank."""
+        """Record that something arrived from a rank."""
         self._peers[rank].heard_s = now_s
 
     def beat(self, rank: int, num_operations: int) -> None:
-        """So many collectives a rank has begun."""
+        """Record how many collectives a rank has begun."""
         self._peers[rank].num_operations = num_operations
 
     def closed(self, rank: int, now_s: float) -> None:
-        """A rank's connection has ended."""
+        """Record that a rank's connection has ended."""
         peer = self._peers[rank]
         if peer.closed_s is None:
             peer.closed_s = now_s
 
     def farewell(self, rank: int, error: str, is_victim: bool, now_s: float) -> None:
-        """A rank said why it ends (`BatonError.to_wire`)."""
+        """Record why a rank said that it ends (`BatonError.to_wire`)."""
         peer = self._peers[rank]
         try:
             peer.farewell = from_wire(error)
@@ -148,20 +149,20 @@ class TPGroupWatch:
         peer.said_s = now_s
 
     def begin(self, limit_s: float, now_s: float) -> int:
-        """A step of this rank begins, which must end within `limit_s`; returns its number."""
+        """Record that a step of this rank begins, which must end within `limit_s`; returns its number."""
         self._num_steps += 1
         self._deadlines[self._num_steps] = now_s + limit_s
         return self._num_steps
 
     def end(self, step: int) -> None:
-        """The step has ended."""
+        """Record that a step has ended."""
         self._deadlines.pop(step, None)
 
     def verdict(self, num_operations: int, now_s: float) -> WorkerLost | None:
-        """Which rank is to blame, if any; ask several times a second.
+        """The rank at fault, if any; to be called several times a second.
 
         Args:
-            num_operations: collectives that this rank has begun.
+            num_operations: number of collectives that this rank has begun.
             now_s: the time.
         """
         self._look(now_s)
@@ -184,7 +185,7 @@ class TPGroupWatch:
         return None
 
     def _look(self, now_s: float) -> None:
-        """If this process got no processor for a while, that says nothing about the others, who may judge it."""
+        """Excuse the peers' silence if this process itself got no CPU for a while; they may judge this rank."""
         if now_s - self._looked_s > self.silence_s / 2:
             for peer in self._peers.values():
                 peer.heard_s = now_s
@@ -197,7 +198,7 @@ class TPGroupWatch:
         return silence_s > max(STARVED_S, self.silence_s) or not is_runnable(self._pids.get(rank, 0))
 
     def _late(self, num_operations: int, now_s: float) -> WorkerLost | None:
-        """If a step did not end in time: all others wait for the rank that has begun the fewest collectives."""
+        """The rank at fault if a step is overdue: all others wait for the one that has begun the fewest collectives."""
         step = min(self._deadlines)
         if self._sampled[0] != step:
             self._sampled = (step, {rank: CpuWatch(pid) for rank, pid in self._pids.items()})
@@ -207,7 +208,7 @@ class TPGroupWatch:
         counts = {rank: peer.num_operations for rank, peer in self._peers.items()} | {self._rank: num_operations}
         fewest = min(counts.values())
         late = [rank for rank, count in sorted(counts.items()) if count == fewest]
-        # The late one may wait for what another has to send it, and does not get to.
+        # The late rank may be waiting for data from another rank that is starved of CPU.
         watched = self._sampled[1].items()
         if over_s < STARVED_S and any(cpu.has_waited() or (rank in late and cpu.is_starved()) for rank, cpu in watched):
             return None
@@ -219,7 +220,7 @@ class TPGroupWatch:
 
     def _failed(self, rank: int, error: BatonError) -> WorkerLost:
         if isinstance(error, WorkerLost):
-            return error  # it names itself
+            return error  # it names the rank itself
         kind = type(error).__name__
         return WorkerLost(
             f"rank {rank} of {self._size} failed: {kind}: {error.message}",
