@@ -1,11 +1,13 @@
-"""Matchers that sequences have for themselves, at work on threads beside the step's.
+"""Runs matchers that belong to single sequences on threads beside the step's.
 
-A look is prepared on a thread of the executor while other sequences go on, without the GIL: masks let it go by
-themselves, and tokens are consumed by the library's executor, which lets it go for two matchers or more.
+A thread of the executor prepares a look (the masks for a sequence's next step) while other sequences continue, and
+without the GIL: computing masks releases it, and tokens are consumed by the library's executor, which releases it for
+two matchers or more.
 
-Without the GIL a thread still takes a core. So the threads are nice to the step's, and half as many as there are cores:
-dozens of nice threads would outweigh one that is not. Grammars have their turns by the time that they have spent, that
-of those who spend little first: a slow one delays its own sequences, and others by no more than the look under way.
+A thread without the GIL still uses a core. So these threads have a lower priority (nice) than the step's, and there are
+half as many as cores: dozens of nice threads would outweigh one that is not. Grammars take turns by the time they have
+spent, those that spent little first: a slow one delays its own sequences, and others by no more than the look in
+progress.
 """
 
 import contextlib
@@ -22,9 +24,9 @@ from baton.core.start_time_fair_queue import OwnerUsage, StartTimeFairQueue
 from baton.engine.grammar.text import MAX_MESSAGE_LEN
 from baton.engine.grammar.walk import Ends, GrammarLookahead, is_allowed, walk
 
-MAX_THREADS: Final = 64  # sequences whose masks are computed at the same time, at most; the others wait for their turn
+MAX_THREADS: Final = 64  # sequences whose masks are computed at the same time; others wait for their turn
 NICENESS: Final = 10
-# A text of n bytes is followed by at most so many states for each, so that the automaton grows with the answer.
+# States allowed for each byte of text, so that the automaton may grow with the answer.
 STATES_PER_TOKEN: Final = 64
 
 Looked = tuple[list[int], GrammarLookahead]
@@ -32,15 +34,15 @@ Made = TypeVar("Made")
 
 
 def num_threads() -> int:
-    """Half of the cores that this process may use: the step has the others, whatever grammars take."""
+    """Half of the cores that this process may use, so that the step has the others, whatever grammars take."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 class GrammarExecutor:
-    """The threads, which start when they are needed, and what was spent on them.
+    """The threads, which start when they are needed, and the time spent on them.
 
     Args:
-        num: of the threads.
+        num: number of threads.
     """
 
     def __init__(self, num: int | None = None) -> None:
@@ -51,15 +53,15 @@ class GrammarExecutor:
 
     @property
     def spent_s(self) -> float:
-        """In all."""
+        """Total time spent on the threads."""
         return self._spent_s
 
     def submit(self, work: Callable[[], Made], share: OwnerUsage, after: Future[Any] | None = None) -> Future[Made]:
-        """Have it done when it is the owner's turn.
+        """Run work when it is the owner's turn.
 
         Args:
-            work: what.
-            share: what its owner has spent so far; its time is added.
+            work: the work.
+            share: what its owner has spent so far; the work's time is added.
             after: work that must have ended before.
         """
         result: Future[Made] = Future()
@@ -75,14 +77,14 @@ class GrammarExecutor:
         self._pool.submit(self._serve)
 
     def _serve(self) -> None:
-        """On a thread: one turn. There are as many calls as there is work."""
+        """Run one turn, on a thread; called once per submitted work."""
         with self._lock:
             turn = self._turns.next()
         assert turn is not None
         work, result = turn
         try:
             made = work()
-        except BaseException as error:  # noqa: BLE001  it belongs to the one that asked
+        except BaseException as error:  # noqa: BLE001  the submitter gets it
             result.set_exception(error)
         else:
             result.set_result(made)
@@ -99,17 +101,17 @@ class GrammarExecutor:
 
 
 class OwnMatcher:
-    """One sequence's. `begin` and `found` belong to the thread that has the sequence.
+    """The matcher of a single sequence. The sequence's thread calls `begin` and `found`.
 
     Args:
-        grammar: which.
-        executor: whose threads work.
-        share: what was spent on its grammar.
-        build: makes a matcher before the first token, within the limits it is given.
-        idle: makes one that does nothing.
-        limits: of the library.
+        grammar: the grammar.
+        executor: provides the threads.
+        share: time spent on this grammar.
+        build: creates a matcher before the first token, with the given limits.
+        idle: creates a matcher that does nothing.
+        limits: the library's limits.
         max_spent_s: time that the sequence may spend.
-        token_ids: of the text so far.
+        token_ids: the text so far.
     """
 
     def __init__(
@@ -137,15 +139,15 @@ class OwnMatcher:
         self._job_len = len(token_ids)
 
     def begin(self, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
-        """Have the drafts behind this text looked at, unless that is under way."""
+        """Start a look at the drafts after this text, unless one is in progress."""
         if self._job is None or self._job_len != len(token_ids):
             text, ahead = list(token_ids), list(drafts)
             self._job_len = len(text)
-            # Two at a time would move one matcher. The step, which asks, waits for neither.
+            # Two looks at a time would advance the same matcher. The step waits for neither.
             self._job = self._executor.submit(lambda: (ahead, self._look(text, ahead)), self._share, after=self._job)
 
     def found(self, token_ids: Sequence[int], drafts: Sequence[int], patience_s: float | None) -> GrammarLookahead:
-        """What is known of these drafts in time.
+        """What is known about these drafts in time.
 
         Raises:
             GrammarBudgetExceeded: the text cannot be followed within the budget.
@@ -160,8 +162,8 @@ class OwnMatcher:
         return look.along(before, drafts)
 
     def _look(self, text: list[int], drafts: list[int]) -> GrammarLookahead:
-        """On a thread of the executor."""
-        if self._job_len != len(text):  # the sequence has gone on meanwhile, and asks no more for this
+        """Look at the drafts, on a thread of the executor."""
+        if self._job_len != len(text):  # the sequence has advanced meanwhile and no longer needs this
             return GrammarLookahead.unknown(len(drafts), self._grammar.num_words)
         start_s = time.monotonic()
         try:
@@ -178,7 +180,7 @@ class OwnMatcher:
                 self._matcher = None
             if look.num_rows:
                 return look
-        # Nothing but the text and this one look decides now.
+        # From here on, only the text and this one look decide.
         self._restart(text)
         assert self._matcher is not None
         why, num_consumed = self._matcher.get_error(), self._num_consumed
@@ -197,10 +199,10 @@ class OwnMatcher:
         raise GrammarBudgetExceeded(message[:MAX_MESSAGE_LEN])
 
     def _judge(self, text: list[int], place: int) -> None:
-        """A new matcher has not taken a token that no mask has allowed.
+        """Handle a token that a new matcher did not take, by checking it against the mask before it.
 
         Raises:
-            InvalidGrammar: the grammar forbids it.
+            InvalidGrammar: the grammar forbids the token.
         """
         self._restart(text[:place])
         look, _ = walk(self._matcher, self._grammar, [], self._takes)
@@ -212,7 +214,7 @@ class OwnMatcher:
         self._consumes(text)
 
     def _limits_for(self, text: list[int]) -> dict[str, Any]:
-        """The limits, grown with twice the text, so that it is seldom followed anew."""
+        """The limits, raised for twice the text, so that it seldom has to be followed again from the start."""
         num_states = self._limits["max_lexer_states"] + 2 * STATES_PER_TOKEN * len(text)
         return self._limits | {"max_lexer_states": num_states}
 
@@ -225,7 +227,7 @@ class OwnMatcher:
 
 
 class _FreeTaker:
-    """Moves matchers on without the GIL; of one sequence."""
+    """Advances the matchers of one sequence without the GIL."""
 
     def __init__(self, idle: Callable[[], Any]) -> None:
         self._make_idle = idle
@@ -237,7 +239,7 @@ class _FreeTaker:
             from llguidance import LLExecutor
 
             self._executor, self._idle = LLExecutor(1), self._make_idle()
-        # For one matcher alone the executor would keep the GIL.
+        # With a single matcher, the executor would keep the GIL.
         taken, _ = self._executor.consume_token_par([(matcher, token_id), (self._idle, token_id)])
         return bool(taken)
 

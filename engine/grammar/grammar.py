@@ -1,22 +1,22 @@
 """Grammars over tokens: which tokens may come next, for an answer that must match a schema, a regex or a grammar.
 
-Pure host code over the `llguidance` library (Earley parser over lexemes of derivative automata, built while they are
-used), which is imported where it is needed. `GrammarCompiler` is one model's; `GrammarState` follows
-one sequence and looks ahead along its drafts.
+This is pure host code over the `llguidance` library (an Earley parser over lexemes of derivative automata, built while
+they are used), which is imported only where it is needed. `GrammarCompiler` belongs to one model; `GrammarState`
+follows one sequence and looks ahead along its drafts.
 
-What a grammar allows after a text depends on the two alone. The library's limits are no verdicts here, only portions of
-work: in the *fast path* sequences of one grammar share the automata of one matcher, on the step's thread, within
-`QUICK_LIMITS`. A sequence whose portion is spent (by its text, its drafts or its neighbours) leaves it for a matcher of
-its own (`engine.grammar.executor`), which works on another thread and without the GIL; until that has answered, the
-step emits nothing of this sequence. Only a matcher that began anew with this text and has nothing else to do may say
-that the text cannot be followed, with `GrammarBudgetExceeded`.
+What a grammar allows after a text depends on these two alone. The library's limits never decide it; they only divide
+the work into portions. In the *fast path*, the sequences of a grammar share the automata of one matcher, on the step's
+thread, within `QUICK_LIMITS`. A sequence whose portion is spent (by its text, its drafts or its neighbours) leaves the
+fast path for a matcher of its own (`engine.grammar.executor`), which works on another thread and without the GIL; until
+that has answered, the step emits nothing for this sequence. Only a matcher that restarted with exactly this text may
+report, with `GrammarBudgetExceeded`, that the text cannot be followed.
 
-The thread of the steps compiles nothing. A request's grammar is tried and compiled while it is checked, and stays known
-as long as its sequence is there; automata that were spent meanwhile, and at other ranks all of them, are made on
-threads of the compiler while the sequence is in its slot, which goes without masks until then.
+The step's thread compiles nothing. A request's grammar is tried and compiled while the request is checked, and stays
+known as long as its sequence exists. Automata that were spent meanwhile, and on ranks other than 0 all of them, are
+built on the compiler's threads while the sequence is in its slot; until then the sequence has no masks.
 
-Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row's bitmask. Token t is allowed if bit
-t % 32 of word t // 32 is set.
+Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row's bitmask. Token t is allowed if bit t %
+32 of word t // 32 is set.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ from baton.engine.grammar.text import (
 from baton.engine.grammar.trial import GrammarTrial
 from baton.engine.grammar.walk import GrammarLookahead, is_allowed, is_spent, num_words, walk
 
-MAX_KNOWN: Final = 64  # masks that a grammar keeps, of texts whose masks took long
-# The fast path's: no call takes more than some 10 ms.
+MAX_KNOWN: Final = 64  # masks that a grammar keeps, of texts whose masks were slow
+# Limits of the fast path: no call takes more than about 10 ms.
 QUICK_LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
@@ -60,7 +60,7 @@ QUICK_LIMITS: Final[dict[str, Any]] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-# Of a matcher that one sequence has for itself. States grow with the text (`engine.grammar.executor`).
+# Limits of a sequence's own matcher. States grow with the text (`engine.grammar.executor`).
 OWN_LIMITS: Final[dict[str, Any]] = QUICK_LIMITS | {
     "step_lexer_fuel": 5_000_000,
     "step_max_items": 50_000,
@@ -77,9 +77,9 @@ class GrammarBudget:
 
     Attributes:
         quick: the library's limits in the fast path.
-        own: of a sequence's own matcher.
-        slow_look_s: CPU time of a look; after some that took more, a sequence leaves the fast path.
-        max_spent_s: time that one sequence may spend in all.
+        own: limits of a sequence's own matcher.
+        slow_look_s: CPU time of a slow look; after several slow looks, a sequence leaves the fast path.
+        max_spent_s: total time that one sequence may spend.
     """
 
     quick: dict[str, Any] = field(default_factory=lambda: dict(QUICK_LIMITS))
@@ -92,9 +92,9 @@ class GrammarSource:
     """What all compilations of one grammar share. Any thread.
 
     Args:
-        tokens: the tokenizer as the library wants it.
-        kind: of the grammar.
-        text: the library's of the grammar; asked once, on a thread of the compiler.
+        tokens: returns the tokenizer in the library's form.
+        kind: kind of the grammar.
+        text: returns the grammar in the library's language; called once, on a thread of the compiler.
 
     Attributes:
         share: what sequences of the grammar have spent in the executor.
@@ -110,7 +110,7 @@ class GrammarSource:
         self._known: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
 
     def matcher(self, limits: dict[str, Any]) -> Any:
-        """A new one before the first token; takes a while.
+        """A new matcher, before the first token; slow.
 
         Raises:
             InvalidGrammar: it does not compile within the limits.
@@ -124,7 +124,7 @@ class GrammarSource:
         return failed_matcher(self._tokens())
 
     def remember(self, token_ids: tuple[int, ...], mask_W: np.ndarray) -> None:
-        """Keep the mask after a text, which took long, for those who come back to it."""
+        """Keep the mask after a text, because it took long, for later sequences with the same text."""
         with self._lock:
             self._known[token_ids] = mask_W
             self._known.move_to_end(token_ids)
@@ -139,15 +139,15 @@ class GrammarSource:
 class CompiledGrammar:
     """One compilation of a grammar; sequences start from copies of its matcher. Any thread.
 
-    Copies share the automata that the library builds while they are used, with one budget.
+    The copies share, with one budget, the automata that the library builds while they are used.
 
     Attributes:
         made: done when it is compiled; an exception says why it cannot be.
-        lock: of the automata.
+        lock: guards the automata.
         eos_token_ids: any of them ends the text.
         vocab_size: V.
         is_spent: the shared automata are spent: new sequences should start from another compilation.
-        is_slow: a look took long: new sequences do without the fast path.
+        is_slow: looks took long: new sequences skip the fast path.
         share: what its sequences have spent in the executor.
         recall, remember: masks that are kept, see `GrammarSource`.
     """
@@ -177,7 +177,7 @@ class CompiledGrammar:
         self.made: Future[None] = compiles.submit(self._make, OwnerUsage())
 
     def copy(self) -> Any:
-        """A matcher of the fast path before the first token; None if it is closed to this grammar."""
+        """A fast-path matcher before the first token; None if this grammar has no fast path."""
         return None if self.is_slow or self._matcher is None else self._matcher.deep_copy()
 
     def own(self, token_ids: Sequence[int]) -> OwnMatcher:
@@ -186,15 +186,15 @@ class CompiledGrammar:
         return OwnMatcher(self, self._executor, self.share, source.matcher, source.idle, limits, max_spent_s, token_ids)
 
     def _make(self) -> None:
-        """On a thread of the compiler."""
+        """Compile, on a thread of the compiler."""
         try:
             self._matcher = self._source.matcher(self.budget.quick)
         except InvalidGrammar:
-            self.is_slow = True  # within more generous limits its own matchers compile, or say why not
+            self.is_slow = True  # with larger limits, own matchers compile or say why not
 
 
 class HeldGrammar:
-    """A grammar that was found good. As long as anything has this, none of its sequences waits for another trial.
+    """A grammar that passed its trial. While anything holds it, none of its sequences needs another trial.
 
     Attributes:
         source: see `GrammarSource`.
@@ -207,21 +207,21 @@ class HeldGrammar:
 
 
 MAX_COMPILED: Final = 32  # grammars that a compiler keeps
-MAX_SLOW_LOOKS: Final = 3  # after so many a sequence leaves the fast path
+MAX_SLOW_LOOKS: Final = 3  # after so many slow looks, a sequence leaves the fast path
 
 
 class GrammarState:
-    """Where one sequence is in its grammar. Not thread-safe.
+    """The position of one sequence in its grammar. Not thread-safe.
 
     After an error (`error` is set) the state allows everything and accepts nothing: its sequence must be ended.
 
     Attributes:
-        error: why the sequence cannot go on: its budget is spent, or a token came that the grammar forbids, which
-            happens only where the request's other constraints left none that it allows.
+        error: why the sequence cannot continue: its budget is spent, or it got a token that the grammar forbids, which
+            happens only if the request's other constraints left none that it allows.
     """
 
     def __init__(self, grammar: CompiledGrammar) -> None:
-        """Before the first token; the grammar need not be compiled yet: until it is, nothing is known of its masks."""
+        """Start before the first token. The grammar need not be compiled yet; until it is, its masks are unknown."""
         self._grammar = grammar
         self._accepted: list[int] = []
         self._has_ended = False
@@ -240,14 +240,14 @@ class GrammarState:
 
     @property
     def is_quick(self) -> bool:
-        """Whether its masks are computed where they are asked for."""
+        """Whether it is in the fast path, where masks are computed when they are asked for."""
         return self._matcher is not None
 
     def accept(self, token_ids: Iterable[int]) -> int:
-        """Move on by emitted tokens, up to the EOS that ends the text.
+        """Advance by emitted tokens, up to the EOS that ends the text.
 
         Returns:
-            How many belong to the text, EOS included; those after it, or after an error, do not.
+            How many tokens belong to the text, including EOS; those after it, or after an error, do not.
         """
         num_accepted = 0
         for token_id in token_ids:
@@ -273,9 +273,9 @@ class GrammarState:
         return self.look(drafts).num_valid
 
     def look(self, drafts: Sequence[int]) -> GrammarLookahead:
-        """What may follow each prefix of the drafts; the state stays where it is. Waits, if it must.
+        """What may follow each prefix of the drafts; does not advance the state. Waits if it must.
 
-        At least the first row of the result says what the grammar allows.
+        At least the first row of the result is known.
         """
         self.begin(drafts)
         look = self.found(drafts, None)
@@ -283,7 +283,7 @@ class GrammarState:
         return look
 
     def begin(self, drafts: Sequence[int]) -> None:
-        """Have a look at these drafts prepared, where `found` would have to wait for it; at once."""
+        """Start preparing a look at these drafts if `found` would have to wait for it; returns at once."""
         if not self._is_open or not self._is_compiled(0.0):
             return
         if self._own is not None and self._found_before(drafts) is None:
@@ -293,7 +293,7 @@ class GrammarState:
         """What may follow each prefix of the drafts, as far as it is known in time.
 
         Args:
-            drafts: those of `begin`.
+            drafts: those passed to `begin`.
             patience_s: how long to wait; None: until it is known.
         """
         if not self._is_open:
@@ -319,7 +319,7 @@ class GrammarState:
         return self.error is None and not self._has_ended
 
     def _is_compiled(self, patience_s: float | None) -> bool:
-        """Whether the grammar is compiled after so long: then the state has a matcher, or an error."""
+        """Whether the grammar is compiled within `patience_s`; if so, the state has a matcher, or an error."""
         if self._matcher is not None or self._own is not None or self.error is not None:
             return True
         made = self._grammar.made
@@ -332,7 +332,7 @@ class GrammarState:
         self._matcher = self._grammar.copy()
         if self._matcher is None:
             self._own = self._grammar.own(self._accepted)
-        elif self._accepted:  # until now nothing has judged them
+        elif self._accepted:  # they have not been checked until now
             token_ids, self._accepted = self._accepted, []
             self._seen, self._num_seen = None, 0
             self.accept(token_ids)
@@ -366,7 +366,7 @@ class GrammarState:
         return look
 
     def _leave(self) -> None:
-        """From here on with a matcher of its own."""
+        """Leave the fast path for a matcher of its own."""
         if self._own is None:
             self._own = self._grammar.own(self._accepted)
             self._matcher = None
@@ -383,7 +383,7 @@ class GrammarState:
         return look
 
     def _fits(self, token_id: int) -> bool:
-        """Whether the text can go on with this token; the fast path's matcher has taken it then."""
+        """Whether the text can continue with this token; if so, the fast path's matcher has taken it."""
         mask_W = self._mask_W()
         if mask_W is not None and not is_allowed(mask_W, token_id):
             return False
@@ -395,13 +395,13 @@ class GrammarState:
             self._grammar.is_spent = True
             self._leave()
         if mask_W is None and token_id not in self._grammar.eos_token_ids:
-            return True  # the matcher that it will have says so, or not, when it comes to it
+            return True  # its own matcher will decide when it gets there
         if mask_W is None:
             mask_W = self.look([]).masks_QW[0]
         return self.error is None and is_allowed(mask_W, token_id)
 
     def _mask_W(self) -> np.ndarray | None:
-        """What may follow the accepted tokens, if the last look has said it."""
+        """What may follow the accepted tokens, if the last look has determined it."""
         if self._seen is None:
             return None
         drafts, look = self._seen
@@ -428,12 +428,12 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model and keeps the last `MAX_COMPILED`, and those that are held. Any thread.
+    """Compiles grammars for one model; keeps the last `MAX_COMPILED`, and those that are held. Any thread.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: columns of the model's logits; more or fewer than the tokenizer has tokens.
-        is_compact: JSON has no white space between its tokens; else up to 32 characters at each gap.
+        tokenizer: the model's tokenizer.
+        vocab_size: columns of the model's logits; may be more or fewer than the tokenizer's tokens.
+        is_compact: JSON has no white space between its tokens; otherwise up to 32 characters at each place.
         budget: what following grammars may cost.
     """
 
@@ -446,7 +446,7 @@ class GrammarCompiler:
         self._eos_token_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
         self._lock = threading.Lock()
         self._executor = GrammarExecutor()
-        self._compiles = GrammarExecutor()  # apart, so that no sequence waits for another one's compilation
+        self._compiles = GrammarExecutor()  # separate, so that no sequence waits for another's compilation
         self._tokens = _LibraryTokens(tokenizer, vocab_size, self._eos_token_ids)
         self._trial: GrammarTrial | None = None
         self._compiled: OrderedDict[GrammarSpec, HeldGrammar] = OrderedDict()
@@ -454,11 +454,11 @@ class GrammarCompiler:
 
     @property
     def spent_s(self) -> float:
-        """Time that grammars have cost on threads of their own: new ones, and sequences with a matcher of their own."""
+        """Time that grammars have spent on their own threads: compilations, and sequences with their own matchers."""
         return self._executor.spent_s + self._compiles.spent_s
 
     def hold(self, spec: GrammarSpec) -> HeldGrammar:
-        """The grammar, found good now or before; who keeps the result can `begin` with it at any time.
+        """The grammar, once it has passed its trial; while the result is kept, `begin` can be called at any time.
 
         Raises:
             InvalidGrammar: it is malformed, too complex, or matches no text of this model's tokens.
@@ -472,7 +472,7 @@ class GrammarCompiler:
         return found
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """What new sequences of the grammar start from; waits until it is compiled.
+        """The compilation that new sequences of the grammar start from; waits until it is compiled.
 
         Raises:
             InvalidGrammar: as `hold`.
@@ -484,19 +484,19 @@ class GrammarCompiler:
         return compiled
 
     def prepare(self) -> None:
-        """Build what all grammars need, which keeps the GIL, a second for 150,000 tokens: before any answer streams."""
+        """Build what all grammars need, before any answer streams; holds the GIL, for a second with 150,000 tokens."""
         if self._eos_token_ids:
-            with contextlib.suppress(InvalidGrammar):  # said to each request that needs it
+            with contextlib.suppress(InvalidGrammar):  # reported to each request that needs it
                 self._tokens.get()
 
     def forget(self) -> None:
-        """Sequences that start from now on share nothing with those before."""
+        """Make sequences that start from now on share nothing with earlier ones."""
         with self._lock:
             for held in self._held.values():
                 held.newest.is_spent = True
 
     def start(self, spec: GrammarSpec, token_ids: Iterable[int] = ()) -> GrammarState:
-        """The state of a sequence that has these tokens already; waits until the grammar is compiled.
+        """The state of a sequence that already has these tokens; waits until the grammar is compiled.
 
         Raises:
             InvalidGrammar: as `compile`.
@@ -506,9 +506,9 @@ class GrammarCompiler:
         return state
 
     def begin(self, spec: GrammarSpec, token_ids: Iterable[int] = ()) -> GrammarState:
-        """The same at once, for a step: what must be compiled is compiled on other threads, and may say `error`.
+        """Same as `start` but without waiting, for a step: compilation runs on other threads, and may set `error`.
 
-        The grammar was found good, here or at rank 0. Where it is not known any more, or was not, it has no new trial.
+        The grammar has passed its trial, here or on rank 0. If it is not known here, it is not tried again.
         """
         with self._lock:
             held = self._find(spec)
@@ -521,12 +521,12 @@ class GrammarCompiler:
         return state
 
     def _find(self, spec: GrammarSpec) -> HeldGrammar | None:
-        """With the lock."""
+        """The held grammar, if known; needs the lock."""
         held = self._held.get(spec)
         return None if held is None else self._keep(spec, held)
 
     def _keep(self, spec: GrammarSpec, held: HeldGrammar) -> HeldGrammar:
-        """With the lock: it was used now."""
+        """Note that the grammar was used now; needs the lock."""
         self._held[spec] = self._compiled[spec] = held
         self._compiled.move_to_end(spec)
         if len(self._compiled) > MAX_COMPILED:
@@ -534,7 +534,7 @@ class GrammarCompiler:
         return held
 
     def _newest(self, held: HeldGrammar) -> CompiledGrammar:
-        """With the lock: what new sequences start from, which may be under way."""
+        """The compilation that new sequences start from, which may still be in progress; needs the lock."""
         made, is_spent = held.newest.made, held.newest.is_spent and not held.newest.is_slow
         if is_spent or (made.done() and made.exception() is not None):
             held.newest = self._compilation(held.source)
@@ -575,7 +575,7 @@ class GrammarCompiler:
 
 
 class _LibraryTokens:
-    """The tokenizer as the library wants it, built once. Any thread."""
+    """The tokenizer in the library's form, built once. Any thread."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
@@ -590,7 +590,7 @@ class _LibraryTokens:
         return self._tokenizer.to_json(), self._num_tokens, self._eos_token_ids[0]
 
     def get(self) -> Any:
-        """It.
+        """The tokenizer in the library's form.
 
         Raises:
             InvalidGrammar: the library does not know what its tokens spell.
@@ -604,10 +604,10 @@ class _LibraryTokens:
 def check_compiles(
     spec: GrammarSpec | None, grammars: GrammarCompiler | None, token_ids: Sequence[int] = ()
 ) -> HeldGrammar | None:
-    """Check that a request's grammar, if it has one, can be followed here, from behind these tokens of its text.
+    """Check that a request's grammar, if it has one, can be followed here, continuing after these tokens of its text.
 
     Returns:
-        What the request's sequence keeps, so that nothing is compiled once more when it gets its slot.
+        What the request's sequence must keep, so that nothing is compiled again when it gets its slot.
 
     Raises:
         InvalidGrammar: it does not compile, or nothing here compiles grammars, or the tokens do not fit.
@@ -620,7 +620,7 @@ def check_compiles(
     held = grammars.hold(spec)
     state = grammars.start(spec, token_ids)
     state.begin([])
-    state.found([], None)  # so that it is known when the first step asks
+    state.found([], None)  # so that it is known when the first step needs it
     if state.error is not None:
         raise state.error
     return held

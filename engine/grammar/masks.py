@@ -1,7 +1,7 @@
-"""What grammars allow in one step, and the bitmask on the logits.
+"""Holds what grammars allow in one step, and applies it to logits as a bitmask.
 
-Legend: B sequences of the step, G of those with a grammar, K drafts, Q = K + 1 rows, R any rows, V vocabulary,
-W = ceil(V / 32).
+Legend: B sequences of the step, G of those with a grammar, K drafts, Q = K + 1 rows, R any rows, V vocabulary, W =
+ceil(V / 32).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class GrammarMasks:
         index_G: int64, place of each sequence in the batch.
         bitmask_GQW: int32, bit t % 32 of word t // 32 for token t.
         num_valid_G: int64, drafts that the grammar allows; later rows of the bitmask allow everything.
-        num_rows_G: int64, tokens that the step may emit; 0 where it is not known in time what the grammar allows.
+        num_rows_G: int64, tokens that the step may emit; 0 if it is not known in time what the grammar allows.
     """
 
     index_G: torch.Tensor
@@ -32,7 +32,7 @@ class GrammarMasks:
     num_rows_G: torch.Tensor
 
     def apply(self, logits_BQV: torch.Tensor, vocab: Vocab = WHOLE) -> torch.Tensor:
-        """The logits with what is forbidden at -inf; other sequences' rows are the same bits, the argument too."""
+        """The logits with forbidden tokens at -inf; a copy, in which other sequences' rows have the same bits."""
         masked_GQV = apply_bitmask(logits_BQV[self.index_G], self.bitmask_GQW, vocab.first)
         return logits_BQV.index_copy(0, self.index_G, masked_GQV)
 
@@ -42,15 +42,15 @@ class GrammarMasks:
         return draft_cap_B.index_copy(0, self.index_G, capped_G)
 
     def cut(self, accepted_len_B: torch.Tensor) -> torch.Tensor:
-        """Accepted lengths, lowered so that no token is emitted of which the grammar said nothing; -1: none at all.
+        """Accepted lengths, lowered so that no token is emitted whose mask is unknown; -1: none at all.
 
-        What is left is drawn by the same law: each token depends on those before it alone.
+        The remaining tokens keep their distribution, because each token depends only on those before it.
         """
         cut_G = torch.minimum(accepted_len_B[self.index_G], self.num_rows_G - 1)
         return accepted_len_B.index_copy(0, self.index_G, cut_G)
 
     def agreed(self, communicator: Communicator) -> "GrammarMasks":
-        """What every rank knows: ranks may have waited for different rows."""
+        """The masks that every rank knows: ranks may have waited for different rows."""
         if communicator.size == 1:
             return self
         row_Q = torch.arange(self.bitmask_GQW.shape[1], device=self.bitmask_GQW.device)
@@ -67,10 +67,11 @@ class GrammarMasks:
 
 
 def apply_bitmask(logits_RQV: torch.Tensor, bitmask_RQW: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Logits with every token whose bit is 0 at -inf; the reference of any kernel that does this.
+    """Logits with every token whose bit is 0 at -inf; the reference for kernels that do the same.
 
     Args:
-        logits_RQV: any float type; of the tokens from `first` on. What has no bit is no token, and is -inf already.
+        logits_RQV: any float type; of the tokens from `first` on. A column without a bit is no token, and is -inf
+            already.
         bitmask_RQW: int32, at least ceil(V / 32) words a row, lowest bit first.
         first: id of the first column.
     """

@@ -1,12 +1,12 @@
-"""Grammars within one step: drafts to the host, and bitmasks back.
+"""Applies grammars within one step: copies drafts to the host, and bitmasks back.
 
-Only rows that have a grammar take part. `take` starts their drafts' copy as soon as these are made; `masks` waits for
-that copy alone, so on a GPU the host fills the masks while the trunk runs. A grammar that takes long is worked on by
-other threads: the step waits `PATIENCE_S` for all of those together, and emits nothing of a sequence whose mask is not
-there by then. Where layers keep a recurrent state, or KV is pushed, the end of a prompt waits for its mask however long
-it takes: to be computed once more, the state would have to forget, and the push to take back. A step's tokens are told
-to the states when the next step of any of them asks for masks: then they are on the host, as they are ahead of that
-step's drafts. States that have finished or failed (their sequence has ended, or will) allow everything.
+Only rows that have a grammar take part. `take` starts the copy of their drafts as soon as these are made. `masks` waits
+for that copy alone, so on a GPU the host fills the masks while the trunk runs. Slow grammars are handled by other
+threads: the step waits `PATIENCE_S` in total for all of them, and emits nothing for a sequence whose mask has not
+arrived by then. If layers keep a recurrent state, or KV is pushed, the end of a prompt waits for its mask however long
+it takes: to compute it again, the state would have to forget, and the push to take back. The grammar states take a
+step's tokens when the next step of any of them asks for masks: by then the tokens are on the host, since they precede
+that step's drafts. States that have finished or failed (their sequence has ended, or will) allow everything.
 
 Legend: B sequences of the step, G of those with a grammar, K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32).
 """
@@ -26,18 +26,18 @@ from baton.kernels.copies import copy_to_host, host_buffer, to_device
 from baton.model.parallel import Alone, Communicator
 
 PATIENCE_S: Final = 0.002
-ALONE_PATIENCE_S: Final = 0.02  # where nothing else waits for the step
+ALONE_PATIENCE_S: Final = 0.02  # if nothing else waits for the step
 
 
 class GrammarRows:
-    """The grammars of one step: `take` its drafts, then ask for its `masks`, each once.
+    """The grammars of one step: call `take` with its drafts, then `masks`, each once.
 
     Args:
-        states: of the sequences that have one, by place in the batch.
-        device: of the step.
-        before: what earlier steps emitted and no state has taken yet; emptied by the first `masks` that is asked.
+        states: states of the sequences that have a grammar, by place in the batch.
+        device: device of the step.
+        before: tokens that earlier steps emitted and no state has taken yet; emptied by the next `masks`.
         communicator: of the ranks, which emit the same tokens.
-        is_alone: the batch has no other sequences, so that a step may wait somewhat longer.
+        is_alone: the batch has no other sequences, so that the step may wait somewhat longer.
         is_patient: wait for every mask, however long it takes.
     """
 
@@ -61,12 +61,12 @@ class GrammarRows:
         self._drafts_GK: HostCopy | None = None
 
     def take(self, drafts_BK: torch.Tensor) -> None:
-        """Start to copy the rows' drafts to the host."""
+        """Start copying the rows' drafts to the host."""
         assert self._drafts_GK is None
         self._drafts_GK = HostCopy(drafts_BK[self._index_G])
 
     def masks(self) -> GrammarMasks:
-        """Wait for the drafts, and find what the grammars allow after them."""
+        """Wait for the drafts, and determine what the grammars allow after them."""
         assert self._drafts_GK is not None
         while self._before:
             self._before.pop(0).accept()
@@ -83,7 +83,8 @@ class GrammarRows:
         rows = list(zip(self._states, drafts_GK, strict=True))
         for state, drafts in rows:
             state.begin(drafts)
-        # The fast path finds at once; who leaves it in doing so has begun, and waits with the others.
+        # The fast path answers at once; a sequence that leaves it here has begun its own look, and waits like the
+        # others.
         looks = {at: state.found(drafts, 0.0) for at, (state, drafts) in enumerate(rows) if state.is_quick}
         is_alone = self._is_alone and not any(look.num_rows for look in looks.values())
         end_s = time.monotonic() + (ALONE_PATIENCE_S if is_alone else PATIENCE_S)
@@ -94,7 +95,7 @@ class GrammarRows:
         return [looks[at] for at in range(len(rows))]
 
     def emitted(self, verified: Verified) -> "EmittedTokens":
-        """What the step emitted, on its way to the host."""
+        """The tokens that the step emitted, while they are copied to the host."""
         columns = [verified.accepted_len_B[:, None], verified.token_ids_BQ]
         return EmittedTokens(self._states, torch.cat(columns, dim=1)[self._index_G])
 
@@ -103,11 +104,11 @@ class GrammarRows:
 
 
 class EmittedTokens:
-    """Tokens of one step that its sequences' grammars have not heard of: on a GPU they are not on the host yet.
+    """Tokens of one step that the grammars have not taken yet; on a GPU they are still being copied to the host.
 
     Args:
-        states: of the sequences.
-        rows_GX: int64, of each its accepted length and the step's tokens.
+        states: states of the sequences.
+        rows_GX: int64, per sequence, its accepted length and the step's tokens.
     """
 
     def __init__(self, states: Sequence[GrammarState], rows_GX: torch.Tensor) -> None:
@@ -115,14 +116,14 @@ class EmittedTokens:
         self._copy = HostCopy(rows_GX)
 
     def accept(self) -> None:
-        """Tell them; the only call. A state that has finished, or failed, takes nothing more."""
+        """Pass the tokens to the states; call once. A state that has finished or failed takes none."""
         for state, (accepted_len, *token_ids) in zip(self._states, self._copy.get().tolist(), strict=True):
             if state.error is None and not state.is_finished:
                 state.accept(token_ids[: accepted_len + 1])
 
 
 class HostCopy:
-    """A tensor on its way to the host, behind what is on the current stream now."""
+    """A tensor being copied to the host, after the work that is on the current stream now."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self._tensor = source
@@ -131,11 +132,11 @@ class HostCopy:
             self._tensor = host_buffer(source.numel(), source.dtype, source.device).view(source.shape)
             copy_to_host(self._tensor, source)
             self._event = torch.cuda.Event()
-            # Of the source's device: another one may be the thread's current.
+            # On the source's device: the thread's current device may be another.
             self._event.record(torch.cuda.current_stream(source.device))
 
     def get(self) -> torch.Tensor:
-        """It, once it is there."""
+        """The tensor on the host; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor

@@ -1,7 +1,7 @@
-"""A grammar as the `llguidance` library reads it, and the library's matchers with their limits.
+"""Writes grammars in the form that the `llguidance` library reads, and creates the library's matchers with limits.
 
-Both the worker and the process that tries grammars first (`grammar_trial`) come here, so it imports little. Everything
-that the library raises while it converts or compiles becomes `InvalidGrammar` here.
+Both the worker and the process that tries grammars first (`grammar.trial`) use this module, so it imports little. It
+converts everything that the library raises during conversion or compilation to `InvalidGrammar`.
 """
 
 import itertools
@@ -33,34 +33,34 @@ from baton.core.requests.answer_structure import (
     Thought,
 )
 
-MAX_GAP: Final = 2  # newlines between a thought and what follows
-# A parameter that is a string is written as it is, so that only these say nothing that its characters must follow.
+MAX_GAP: Final = 2  # newlines between a thought and what follows it
+# A string parameter is written as it is, so of all keywords only these put no constraint on its characters.
 _NOTES: Final = frozenset(("type", "title", "description", "default", "examples", "deprecated"))
 _TOP: Final = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _DEFINITIONS: Final = ("$defs", "definitions")
 _KEY: Final = re.compile(r"[^\s<>][^\r\n<>]{0,126}[^\s<>]|[^\s<>]")
-_ANY_KEY: Final = r"[^\s<>]([^\r\n<>]{0,126}[^\s<>])?"  # where no schema names them
+_ANY_KEY: Final = r"[^\s<>]([^\r\n<>]{0,126}[^\s<>])?"  # if no schema names them
 _END_PARAMETER: Final = "</parameter>"
-# A text that might be a call without a tag: its first key is one of a call's, or is spelled with escapes.
+# A text that might be an untagged call: its first key is one of a call's, or contains escapes.
 _BARE_CALL: Final = rf'[ \t\r\n]*\{{[ \t\r\n,]*"(({"|".join(BARE_KEYS)})"|[^"]*\\)(?s:.*)'
 
 
 def structure_text(structure: AnswerStructure, part_text: Callable[[str, str], str], options: str) -> str:
-    """A structure in the library's words: a list of grammars, of which the first refers to the others.
+    """A structure in the library's form: a list of grammars, of which the first refers to the others.
 
     Args:
-        structure: what an answer is made of.
-        part_text: a grammar of one kind, in the library's words.
+        structure: what an answer consists of.
+        part_text: converts a grammar of one kind to the library's form.
         options: of each grammar.
 
     Raises:
-        InvalidGrammar: a schema or grammar in it cannot be said.
+        InvalidGrammar: a schema or grammar in it cannot be expressed.
     """
     return _Writer(structure, part_text).written(options)
 
 
 def parts_of(text: str) -> list[str]:
-    """The grammars that one of `structure_text` refers to, each by itself."""
+    """The grammars that a result of `structure_text` refers to, each by itself."""
     return [part["lark_grammar"] for part in json.loads(text)["grammars"][1:]]
 
 
@@ -68,14 +68,14 @@ class _Writer:
     def __init__(self, structure: AnswerStructure, part_text: Callable[[str, str], str]) -> None:
         self._structure = structure
         self._part_text = part_text
-        self._names: dict[str, str] = {}  # of grammars, by their text
+        self._names: dict[str, str] = {}  # names of grammars, by their text
         self._rules: list[str] = []
         self._has_text_value = False
 
     def written(self, options: str) -> str:
-        """All grammars."""
+        """All grammars, as the library's JSON."""
         structure = self._structure
-        begins = '"\\n"? ' if structure.form is CallForm.GLM45 else ""  # a turn of GLM begins with a new line
+        begins = '"\\n"? ' if structure.form is CallForm.GLM45 else ""  # GLM's turns begin with a newline
         thought = {
             Thought.NONE: "",
             Thought.OPEN: "thought GAP?",
@@ -98,17 +98,17 @@ class _Writer:
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": top}, *named]})
 
     def _mark(self, text: str) -> str:
-        """A tag, spelled or as the token that the tokenizer has for it: to the library `<...>` tokens spell nothing."""
+        """A tag, spelled out or as the tokenizer's token for it: to the library, `<...>` tokens spell nothing."""
         token_id = self._structure.tokens.get(text)
         return _quoted(text) if token_id is None else f"<[{token_id}]>"
 
     def _add_up_to(self, name: str, mark: str, excluded: str = "") -> None:
-        """A rule of any text up to a tag and the tag behind it.
+        """Add a rule for any text up to a tag and the tag after it.
 
         Args:
-            name: the rule's.
+            name: name of the rule.
             mark: the tag.
-            excluded: what the text is not.
+            excluded: what the text must not be.
         """
         before = name.upper()
         if mark in self._structure.tokens:
@@ -118,10 +118,10 @@ class _Writer:
             self._rules += [f"{name}[lazy]: {before}", f"{before}: /(?s:.*){_pattern(mark)}/{excluded}"]
 
     def _free(self) -> str:
-        """Calls among any text."""
+        """Calls within any text."""
         structure = self._structure
         mark = structure.form.marks[0]
-        has_one = structure.form is CallForm.MISTRAL or structure.form.is_section  # list or section for all calls
+        has_one = structure.form is CallForm.MISTRAL or structure.form.is_section  # one list or section for all calls
         is_many = structure.parallel and not has_one
         many, more = ("(opening call)*", "(opening call)* ") if is_many else ("(opening call)?", "")
         text = f"/(?s:.+)/{_without([mark], '(?s:.*)')}"
@@ -137,12 +137,12 @@ class _Writer:
         return f"{thought} {many} TEXT? | first_opening call {more}TEXT? | FIRST_TEXT?"
 
     def _free_json(self) -> str:
-        """Calls alone, or any text that does not look like one; calls behind the tag may follow it."""
+        """Calls alone, or any text that does not look like one, which tagged calls may follow."""
         structure = self._structure
         tag = structure.form.marks[0]
         plain = f"/(?s:.+)/ & ~/{_BARE_CALL}/{_without([tag], '(?s:.*)')}"
         tagged = f" ({self._mark(tag)} bare)?" if tag in structure.tokens else ""
-        # Text may begin as a call does. The library goes on with what is longer: so this begins with one lexeme, too.
+        # Text may begin like a call. The library continues with the longer lexeme, so this begins with one lexeme, too.
         begins = (
             f'/\\n{{0,{MAX_GAP}}}{re.escape(self._head(tool))}/ arguments{at} "}}"'
             for at, tool in enumerate(structure.tools)
@@ -192,7 +192,7 @@ class _Writer:
                 return rule
         text = self._structure.text
         if form is CallForm.LLAMA3_JSON and text is not None and text[0].startswith("json"):
-            # Where both may begin with a brace, the library tells them apart if both are its own JSON.
+            # If both may begin with a brace, the library can tell them apart only if both are its own JSON.
             return self._named("json_schema", json.dumps(_call_schema(tool), ensure_ascii=False))
         if tool.parameters is None:
             arguments = self._named("json_object", "")
@@ -207,7 +207,7 @@ class _Writer:
         return f'{_quoted(self._head(tool))} arguments{at} "}}"'
 
     def _headed(self, at: int, tool: CallableTool) -> str:
-        """A call of a section, without the tags around it."""
+        """A call within a section, without the tags around it."""
         form = self._structure.form
         apart = self._mark(form.marks[2])
         match form:
@@ -219,12 +219,12 @@ class _Writer:
         return f"{_quoted(tool.name)} {apart} arguments{at}"
 
     def _head(self, tool: CallableTool) -> str:
-        """A call in JSON up to the arguments."""
+        """A JSON call up to the arguments."""
         key = "parameters" if self._structure.form is CallForm.LLAMA3_JSON else "arguments"
         return f'{{"name": {_quoted(tool.name)}, "{key}": '
 
     def _tagged(self, at: int, tool: CallableTool) -> str | None:
-        """A call whose arguments are tags; None where these could not keep to the schema."""
+        """A call whose arguments are tags; None if tags could not express the schema."""
         is_glm = self._structure.form is CallForm.GLM45
         begin = _quoted(f"{tool.name}\n" if is_glm else f"<function={tool.name}>")
         if tool.parameters is None and is_glm:
@@ -239,7 +239,7 @@ class _Writer:
         required = tool.parameters.get("required", ())
         for key, schema in tool.parameters.get("properties", {}).items():
             if schema is False:
-                continue  # it is left out
+                continue  # the parameter is left out
             value = self._value(schema, tool.parameters)
             if value is None:
                 return None
@@ -248,14 +248,14 @@ class _Writer:
         return rule if is_glm else f'{rule} "</function>"'
 
     def _parameter(self, key: str | None = None) -> str:
-        """A parameter up to its value; of any name, where that is None."""
+        """A parameter up to its value; of any name if `key` is None."""
         if self._structure.form is CallForm.GLM45:
             name = f"/{_ANY_KEY}/" if key is None else _quoted(key)
             return f'{self._mark(ARG_KEY)} {name} {self._mark(END_ARG_KEY)} "\\n" {self._mark(ARG_VALUE)}'
         return f'{_quoted(f"<parameter={key}>")} "\\n"'
 
     def _text_value(self) -> str:
-        """Any text and the tag behind it."""
+        """Any text, and the tag after it."""
         if not self._has_text_value:
             self._has_text_value = True
             if self._structure.form is CallForm.GLM45:
@@ -265,7 +265,7 @@ class _Writer:
         return "value"
 
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str | None:
-        """A parameter's value and the tag behind it."""
+        """A parameter's value, and the tag after it."""
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             options = schema.get("enum", [schema["const"]] if "const" in schema else None)
             if not schema.keys() <= _NOTES | {"enum", "const"} or ("enum" in schema and "const" in schema):
@@ -274,27 +274,27 @@ class _Writer:
                 return self._text_value()
             end = END_ARG_VALUE if self._structure.form is CallForm.GLM45 else _END_PARAMETER
             if not isinstance(options, list) or not options:
-                return None  # in JSON the library says what it is
+                return None  # as JSON, the library reports what is wrong
             if not all(isinstance(one, str) and one == one.strip() and end not in one for one in options):
                 return None
             return f"({' | '.join(map(_quoted, options))}) {self._value_end()}"
         references = list(_references(schema))
         brought = tuple(f"#/{name}/" for name in _DEFINITIONS)
         if not isinstance(schema, Mapping | bool) or not all(one.startswith(brought) for one in references):
-            return None  # in a grammar of its own it could not find them
+            return None  # a grammar of its own could not resolve them
         definitions = {name: root[name] for name in _DEFINITIONS if references and name in root}
         whole = definitions | ({} if isinstance(schema, bool) else dict(schema))
         named = self._named("json_schema", json.dumps(whole, ensure_ascii=False))
         return f"{named} {self._value_end()}"
 
     def _value_end(self) -> str:
-        """What stands behind a value."""
+        """What follows a value."""
         if self._structure.form is CallForm.GLM45:
             return self._mark(END_ARG_VALUE)
         return f'"\\n" {_quoted(_END_PARAMETER)}'
 
     def _form(self, kind: str, text: str) -> str:
-        """What a text matches, where it is no call."""
+        """What a text that is no call must match."""
         if kind != "regex":
             return self._named(kind, text)
         written = self._part_text(kind, text).partition("\n")[0].removeprefix("start: ")
@@ -314,10 +314,10 @@ class _Writer:
 
 
 def _of_object(tool: CallableTool) -> CallableTool:
-    """The tool with arguments that are an object, as in any form of a call: its schema need not say so.
+    """The tool with `type: object` for its arguments, as any form of a call requires; its schema need not say so.
 
     Raises:
-        ValueError: the schema says that they are none.
+        ValueError: the schema says that they are no object.
     """
     if tool.parameters is None or tool.parameters is False:
         return tool
@@ -349,7 +349,7 @@ def _call_schema(tool: CallableTool) -> Any:
 
 
 def _moved(schema: Any, to: str, *, are_names: bool = False) -> Any:
-    """A schema whose references to places in itself are right where it stands at `to` in another."""
+    """A schema whose internal references are adjusted for its place `to` within another schema."""
     if isinstance(schema, list):
         return [_moved(item, to) for item in schema]
     if not isinstance(schema, Mapping):
@@ -366,7 +366,7 @@ def _moved(schema: Any, to: str, *, are_names: bool = False) -> Any:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """To whatever is elsewhere."""
+    """References in a schema."""
     if isinstance(schema, list):
         for one in schema:
             yield from _references(one)
@@ -377,7 +377,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _without(marks: Sequence[str], before: str = "") -> str:
-    """The exclusion of texts with one of these tags at the beginning, or behind what matches the pattern `before`."""
+    """Excludes texts with one of these tags at the beginning, or after what matches the pattern `before`."""
     return "".join(f" & ~/{before}{_pattern(mark)}(?s:.*)/" for mark in marks)
 
 
@@ -386,13 +386,13 @@ def _quoted(text: str) -> str:
 
 
 def _pattern(tag: str) -> str:
-    """A tag in a regular expression between slashes."""
+    """A tag escaped for a regular expression between slashes."""
     return re.sub(r"([/|\[\]])", r"\\\1", tag)
 
 
-MAX_ARRAYS: Final = 128  # that one schema is replaced by
+MAX_ARRAYS: Final = 128  # maximum number of arrays that replace one schema
 KEYWORD: Final = "uniqueItems"
-_LITERAL: Final = frozenset(("const", "enum", "default", "examples"))  # what stands there is data, not a schema
+_LITERAL: Final = frozenset(("const", "enum", "default", "examples"))  # their values are data, not schemas
 _NAMED: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _ITEM_NOTES: Final = frozenset(
     ("title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id", "$defs", "definitions")
@@ -409,15 +409,15 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
 }
 
 
-MAX_EXACT: Final = 1 << 53  # the library reads every number as a float
+MAX_EXACT: Final = 1 << 53  # the largest range of exact integers: the library reads numbers as floats
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 def followed_schema(schema: Any) -> Any:
-    """A schema of the same values that the library follows to the letter.
+    """An equivalent schema that the library follows exactly.
 
     Raises:
-        ValueError: there is none; it says where and why.
+        ValueError: there is none; the message says where and why.
     """
     try:
         return _rewritten(schema, schema, "#")
@@ -426,9 +426,9 @@ def followed_schema(schema: Any) -> Any:
 
 
 def _require_exact(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse integers that the library would take for others.
+    """Reject integers that the library would change.
 
-    It writes a value with the digits that a float needs, and cuts the bounds of an integer to 64 bits.
+    It writes a value with the digits that a float needs, and clamps the bounds of an integer to 64 bits.
     """
     for key in ("const", "enum"):
         for value in _integers(schema.get(key)):
@@ -445,7 +445,7 @@ def _require_exact(schema: Mapping[str, Any], path: str) -> None:
 
 
 def _require_distinct(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse to count properties that may have the same name: the library would take one twice for two."""
+    """Reject counting properties that may have the same name: the library would count a repeated one twice."""
     least, kinds, required = schema.get("minProperties"), schema.get("type", "object"), schema.get("required")
     is_open = schema.get("additionalProperties", True) is not False or schema.get("patternProperties")
     if not isinstance(least, int | float) or not is_open:
@@ -459,7 +459,7 @@ def _require_distinct(schema: Mapping[str, Any], path: str) -> None:
 
 
 def _require_grounded(schema: Mapping[str, Any], root: Any, path: str) -> None:
-    """Refuse a reference that comes back to itself: no value is of it, and the library finds out in the answer."""
+    """Reject a reference that leads back to itself: no value matches it, and the library notices only in the answer."""
     seen: set[str] = set()
     at: Any = schema
     while isinstance(at, Mapping) and isinstance(at.get("$ref"), str) and at["$ref"].startswith("#"):
@@ -473,7 +473,7 @@ def _require_grounded(schema: Mapping[str, Any], root: Any, path: str) -> None:
 
 
 def _integers(value: Any) -> Iterator[int]:
-    """Those in a value of JSON."""
+    """Integers within a JSON value."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _integers(one)
@@ -505,7 +505,7 @@ def _rewritten(schema: Any, root: Any, path: str, *, are_names: bool = False) ->
 
 
 def _listed(schema: dict[str, Any], root: Any, path: str) -> Any:
-    """An array of different items, by all that there are."""
+    """An array of distinct items, as the list of all such arrays."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
@@ -535,7 +535,7 @@ def _listed(schema: dict[str, Any], root: Any, path: str) -> Any:
 
 
 def _values(items: Any, root: Any) -> list[Any] | None:
-    """All values of a schema; None where they are not listed."""
+    """All values of a schema; None if they are not listed."""
     if isinstance(items, dict) and isinstance(items.get("$ref"), str) and items.keys() <= _ITEM_NOTES | {"$ref"}:
         where, _, name = items["$ref"].rpartition("/")
         if where not in ("#/$defs", "#/definitions") or not isinstance(root, dict):
@@ -564,7 +564,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _key(value: Any) -> str:
-    """The same for values that JSON Schema calls equal."""
+    """A key that is equal for values that JSON Schema calls equal."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
@@ -575,9 +575,9 @@ def _key(value: Any) -> str:
 
 
 MAX_MESSAGE_LEN: Final = 300
-MAX_WRITTEN_LEN: Final = 1 << 20  # sixteen times the largest grammar that may be sent
-# Where bytes are forced the library would allow one way to cut them into tokens, by what it was asked before. Without
-# that, a mask holds every token that fits, and depends on the text alone.
+MAX_WRITTEN_LEN: Final = 1 << 20  # sixteen times the largest grammar accepted
+# For forced bytes, the library would allow only one tokenization, which depends on earlier calls. With this option, a
+# mask holds every token that fits, and depends on the text alone.
 OPTIONS: Final = '%llguidance {"no_forcing": true}'
 JSON_OPTIONS: Final[dict[str, Any]] = {
     "item_separator": ",",
@@ -585,18 +585,18 @@ JSON_OPTIONS: Final[dict[str, Any]] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# White space is none by default: a model may write nothing else. Where it is wanted, it is bounded for the same reason.
+# No white space by default, because a model might write nothing else. Where allowed, it is bounded for the same reason.
 COMPACT: Final[dict[str, Any]] = {"whitespace_flexible": False}
 SPACED: Final[dict[str, Any]] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 GBNF_SIGN: Final = "::="  # without it a grammar is Lark
 
 
 def library_text(kind: str, text: str, *, is_compact: bool = True) -> str:
-    """A specification in the library's own words.
+    """A specification in the library's own form.
 
     Raises:
-        InvalidGrammar: it cannot be said in them, or would take too many: listed arrays (`unique_items`)
-            and definitions that each parameter of a tool brings along may grow to hundreds of times what was asked.
+        InvalidGrammar: it cannot be expressed there, or would become too long: listed arrays (`unique_items`) and
+            definitions repeated for each parameter of a tool may grow to hundreds of times the request's size.
     """
     written = _written(kind, text, is_compact=is_compact)
     if len(written) > MAX_WRITTEN_LEN:
@@ -630,7 +630,7 @@ def _written(kind: str, text: str, *, is_compact: bool) -> str:
 
 
 def new_matcher(tokens: Any, kind: str, text: str, limits: Mapping[str, Any]) -> Any:
-    """The library's matcher of what `library_text` returned, before the first token.
+    """A matcher for a result of `library_text`, before the first token.
 
     Raises:
         InvalidGrammar: it does not compile within the limits.
@@ -644,14 +644,14 @@ def new_matcher(tokens: Any, kind: str, text: str, limits: Mapping[str, Any]) ->
 
 
 def failed_matcher(tokens: Any) -> Any:
-    """A matcher that takes nothing, at no cost."""
+    """A matcher that takes nothing and costs nothing."""
     from llguidance import LLMatcher
 
     return LLMatcher(tokens, "", log_level=0)
 
 
 def new_tokens(tokenizer_json: str, vocab_size: int, eos_token_id: int) -> Any:
-    """A tokenizer as the library wants it.
+    """A tokenizer in the library's form.
 
     Raises:
         InvalidGrammar: the library does not know what its tokens spell.
@@ -666,9 +666,9 @@ def new_tokens(tokenizer_json: str, vocab_size: int, eos_token_id: int) -> Any:
 
 
 def refusal(kind: str, why: str) -> InvalidGrammar:
-    """The error that says why a specification is none.
+    """The error that says why a specification is invalid.
 
-    Of the library's own words the marks of what it leaves out are dropped, and a mere name becomes a sentence.
+    Drops the library's marks for text it left out, and expands a bare name to a sentence.
     """
     why = re.sub(r"<[\w-]+/>", "", why).strip()
     if re.fullmatch(r"\w+", why):
@@ -680,8 +680,8 @@ def _from_gbnf(text: str) -> str:
     """An EBNF (GBNF) grammar as Lark.
 
     Raises:
-        InvalidGrammar: it is none. The converter raises bare `Exception` for a rule that is missing or defined twice,
-            so that any exception of its own is taken for a refusal.
+        InvalidGrammar: it is none. The converter raises bare `Exception` for a missing or doubly defined rule, so any
+            exception of its own counts as a rejection.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -693,7 +693,7 @@ def _from_gbnf(text: str) -> str:
 
 
 def _schema_rule(schema: Any, *, is_compact: bool) -> str:
-    """A grammar of one rule, the schema's."""
+    """A grammar of one rule, which is the schema's."""
     if not isinstance(schema, Mapping | bool) or schema is False:
         raise ValueError("allows nothing" if schema is False else "is neither an object nor a boolean")
     keywords = {} if schema is True else followed_schema(schema)

@@ -1,9 +1,9 @@
-"""Grammars are compiled first in a process of its own, which can be stopped: a compilation has no bound of its own.
+"""Compiles grammars in a separate process first, which can be stopped, because a compilation has no bound of its own.
 
-`GrammarTrial` is the worker's side. Its process holds the tokenizer, and forks a child for each grammar, which converts
-it, compiles it and computes the first mask, within `TRIAL_CPU_S` of CPU time, `TRIAL_WALL_S` by the clock and
-`TRIAL_BYTES` of memory; the kernel ends a child that exceeds them. What passes is compiled again by the worker, which
-takes no longer. The process ends when its standard input does, so at the latest with the worker.
+`GrammarTrial` is the worker's side. Its process holds the tokenizer and forks a child for each grammar. The child
+converts and compiles the grammar and computes the first mask, within `TRIAL_CPU_S` of CPU time, `TRIAL_WALL_S` of wall
+time and `TRIAL_BYTES` of memory; the kernel ends a child that exceeds them. The worker compiles again what passes,
+which takes no longer. The process ends when its standard input closes, so at the latest with the worker.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from baton.engine.grammar.text import library_text, new_matcher, new_tokens, par
 
 MODULE: Final = "baton.engine.grammar.trial"
 TRIAL_CPU_S: Final = 0.8
-TRIAL_WALL_S: Final = 20  # for a machine that is busy with other things
-TRIAL_BYTES: Final = 1 << 30  # beyond what the process has
-NICENESS: Final = 5  # a step comes first; more would not leave a busy machine the time for it within `TRIAL_WALL_S`
+TRIAL_WALL_S: Final = 20  # enough for a busy machine
+TRIAL_BYTES: Final = 1 << 30  # beyond what the process already uses
+NICENESS: Final = 5  # steps come first; a higher value could exceed `TRIAL_WALL_S` on a busy machine
 START_WALL_S: Final = 60.0
 _PIECE_BYTES: Final = 1 << 16
 
 
 class GrammarTrial:
-    """Tries grammars of one tokenizer. Any thread; the process starts with the first grammar.
+    """Tries grammars for one tokenizer. Any thread; the process starts with the first grammar.
 
     Args:
         setup: arguments of `new_tokens`.
@@ -49,11 +49,11 @@ class GrammarTrial:
         self._numbers = itertools.count()
 
     def text_of(self, kind: str, text: str, limits: dict[str, Any], *, is_compact: bool) -> str:
-        """The library's text of a grammar that compiles within the budget.
+        """The library's text of a grammar that compiles within the limits.
 
         Raises:
-            InvalidGrammar: it does not compile, or not within the budget.
-            WorkerStartFailed: the process cannot be started.
+            InvalidGrammar: it does not compile, or not within the limits.
+            WorkerStartFailed: the process cannot be started, has ended, or does not answer.
         """
         job = {"kind": kind, "text": text, "limits": limits, "is_compact": is_compact}
         try:
@@ -71,13 +71,13 @@ class GrammarTrial:
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                self._waiting = {}  # what waited for another process is failed by its reader
+                self._waiting = {}  # requests to an earlier process are failed by its reader
                 self._process = self._start()
             number = next(self._numbers)
             self._waiting[number] = answer
             assert self._process.stdin is not None
             line = json.dumps(job | {"number": number}).encode() + b"\n"
-            with contextlib.suppress(BrokenPipeError):  # the reader fails what waits
+            with contextlib.suppress(BrokenPipeError):  # the reader fails the waiting requests
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
         return answer
@@ -101,7 +101,7 @@ class GrammarTrial:
 
 
 def _read(process: subprocess.Popen[bytes], waiting: dict[int, Future[dict[str, Any]]]) -> None:
-    """Hand answers to those who wait, until the process ends."""
+    """Deliver answers to the waiting futures, until the process ends."""
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
@@ -123,7 +123,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """The process: a child for each line, until the standard input ends."""
+    """Run the trial process: fork a child for each line, until the standard input closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     source, results = sys.stdin.buffer, sys.stdout.fileno()
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 def _supervise(tokens: Any, job: dict[str, Any], results: int, lock: IO[bytes]) -> NoReturn:
-    """Fork the one that works, and tell what became of it, also if it was ended."""
+    """Fork the child that does the work, and report its outcome, also if it was killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     read_end, write_end = os.pipe()
     worker = os.fork()
@@ -162,7 +162,7 @@ def _supervise(tokens: Any, job: dict[str, Any], results: int, lock: IO[bytes]) 
 
 
 def _work(tokens: Any, job: dict[str, Any], output: int) -> NoReturn:
-    """Try one grammar. A limit that is exceeded ends this process by a signal, or by an allocation that fails."""
+    """Try one grammar. An exceeded limit ends this process by a signal, or by a failed allocation."""
     status = 1
     try:
         os.nice(NICENESS)
@@ -171,7 +171,7 @@ def _work(tokens: Any, job: dict[str, Any], output: int) -> NoReturn:
         with open("/proc/self/statm", encoding="ascii") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + TRIAL_BYTES, used + TRIAL_BYTES))
-        os.close(sys.stderr.fileno())  # an allocation that fails says so there
+        os.close(sys.stderr.fileno())  # a failed allocation prints there
         answer = json.dumps(_tried(tokens, job)).encode()
         while answer:
             answer = answer[os.write(output, answer) :]
@@ -188,8 +188,8 @@ def _tried(tokens: Any, job: dict[str, Any]) -> dict[str, str]:
         matcher.compute_bitmask()
         if matcher.is_error():
             return {"error": refusal(kind, matcher.get_error()).message}
-        # The first mask of a whole answer says nothing of its parts. Of one that refers to itself the library may say
-        # only then that it matches nothing, and it would say so in the middle of the answer.
+        # The first mask of a whole answer does not cover its parts. For a part that refers to itself, the library may
+        # find only now that it matches nothing, and would otherwise report that in the middle of the answer.
         for part in parts_of(text) if kind == STRUCTURE else ():
             if '"$ref"' not in part:
                 continue
@@ -200,18 +200,18 @@ def _tried(tokens: Any, job: dict[str, Any]) -> dict[str, str]:
     except BatonError as error:
         return {"error": error.message}
     except MemoryError:
-        raise  # a limit, which has no words
-    except Exception as error:  # noqa: BLE001  the child's boundary: without words it would pass for a limit
+        raise  # a limit, which gets no message
+    except Exception as error:  # noqa: BLE001  the child's boundary: without a message it would look like a limit
         return {"error": refusal(kind, f"it cannot be read ({type(error).__name__}: {error})").message}
     return {"text": text}
 
 
 def _tell(results: int, lock: IO[bytes], answer: dict[str, Any]) -> None:
-    """One line, whole: a lock of its own keeps it apart from those of other children."""
+    """Write one whole line; a lock keeps it apart from those of other children."""
     line = json.dumps(answer).encode() + b"\n"
     fcntl.lockf(lock, fcntl.LOCK_EX)
     try:
-        with contextlib.suppress(BrokenPipeError):  # the owner has gone
+        with contextlib.suppress(BrokenPipeError):  # the worker is gone
             while line:
                 line = line[os.write(results, line) :]
     finally:

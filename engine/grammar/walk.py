@@ -1,9 +1,9 @@
-"""One matcher along a sequence's drafts: the masks behind each prefix, and whether the library gave up on the way.
+"""Walks one matcher along a sequence's drafts: the masks after each prefix, and whether the library gave up.
 
-A mask that the library gives is exact, whatever was asked before. What it refuses is not: a matcher whose automata are
-spent refuses without an error. So drafts are judged by the mask before them, and a token that the mask allows and the
-matcher does not take means that its budget is spent. Drafts are looked at by a copy: a matcher that takes tokens back
-may answer with a mask that it remembers of them (llguidance 1.9.1).
+A mask that the library returns is exact, whatever was asked before. A refused token is not: a matcher whose automata
+are spent refuses without an error. So drafts are judged by the mask before them; if the mask allows a token and the
+matcher does not take it, its budget is spent. Drafts are taken by a copy of the matcher, because a matcher that takes
+tokens back may return a mask that it remembers from them (llguidance 1.9.1).
 
 Legend: K drafts, Q = K + 1 rows, V vocabulary, W = ceil(V / 32) words of a row's bitmask.
 """
@@ -25,7 +25,7 @@ class GrammarLookahead:
     Attributes:
         masks_QW: int32; row j is for the accepted tokens followed by drafts[:j].
         num_valid: drafts that the grammar allows and whose next row is known, 0 ... K. Rows after row `num_valid` allow
-            everything, and nothing that comes of them may be emitted.
+            everything, and nothing computed from them may be emitted.
         num_rows: tokens that a step may emit: Q, unless the look was cut short by its cost; 0 if nothing is known yet.
     """
 
@@ -35,11 +35,11 @@ class GrammarLookahead:
 
     @classmethod
     def unknown(cls, num_drafts: int, words: int, *, num_rows: int = 0) -> "GrammarLookahead":
-        """Every row allows everything."""
+        """A lookahead in which every row allows everything."""
         return cls(np.full((num_drafts + 1, words), ALL_BITS, dtype=np.int32), 0, num_rows)
 
     def along(self, before: Sequence[int], drafts: Sequence[int]) -> "GrammarLookahead":
-        """What this look along other drafts says of these."""
+        """What this look along the drafts `before` implies for other drafts."""
         if list(before) == list(drafts):
             return self
         num_common = 0
@@ -52,14 +52,14 @@ class GrammarLookahead:
 
 
 class Ends(Protocol):
-    """What a walk needs to know of a grammar; `CompiledGrammar` is such."""
+    """The part of a grammar that a walk uses; `CompiledGrammar` implements it."""
 
     eos_token_ids: tuple[int, ...]
     num_words: int
 
 
 def num_words(vocab_size: int) -> int:
-    """W."""
+    """Number of words of a row's bitmask, W."""
     return -(-vocab_size // WORD_BITS)
 
 
@@ -70,23 +70,23 @@ def is_allowed(mask_W: np.ndarray, token_id: int) -> bool:
 
 
 def is_spent(matcher: Any) -> bool:
-    """Whether the matcher's automata are spent: then it refuses what it should take, and says so only of a mask."""
+    """Whether the matcher's automata are spent: then it refuses valid tokens, and reports an error only for a mask."""
     matcher.compute_bitmask()
     return bool(matcher.is_error())
 
 
 def take(matcher: Any, token_id: int) -> bool:
-    """Move a matcher on by a token that its mask allows; False: it is spent."""
+    """Advance a matcher by a token that its mask allows; False: its budget is spent."""
     return bool(matcher.try_consume_tokens([token_id]) == 1)
 
 
 def walk(
     matcher: Any, grammar: Ends, drafts: Sequence[int], takes: Callable[[Any, int], bool] = take
 ) -> tuple[GrammarLookahead, bool]:
-    """Look along the drafts; the matcher stays where it is.
+    """Look along the drafts without advancing the matcher.
 
     Returns:
-        What was found, and whether the matcher can go on; else its automata are spent.
+        What was found, and whether the matcher can continue; if not, its automata are spent.
     """
     masks_QW = np.full((len(drafts) + 1, grammar.num_words), ALL_BITS, dtype=np.int32)
     ahead = matcher
@@ -113,14 +113,14 @@ def walk(
 
 
 def _fill(matcher: Any, grammar: Ends, mask_W: np.ndarray) -> bool:
-    """Write what may come next; False if the library gave up."""
+    """Write the mask of allowed next tokens; False if the library gave up."""
     words = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
     may_end = matcher.is_accepting()
-    if is_spent(matcher):  # asked last, for `is_accepting` spends as well
+    if is_spent(matcher):  # checked last, because `is_accepting` spends budget, too
         return False
     mask_W[:] = words[: len(mask_W)]
     bits_W = mask_W.view(np.uint32)
-    # EOS is allowed exactly where the text may end, whichever EOS it is and whatever the library thinks of it.
+    # Allow each EOS exactly where the text may end, whatever the library says about it.
     for token_id in grammar.eos_token_ids:
         bit = np.uint32(1 << token_id % WORD_BITS)
         if may_end:
